@@ -1,0 +1,35 @@
+# One way to run things; CI runs the same. Everything is installed into .venv inside the checkout.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+
+.PHONY: demo test lint bench sweep clean
+
+$(STAMP): pyproject.toml constraints.txt requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable . --requirement requirements-dev.txt
+	touch $(STAMP)
+
+demo: $(STAMP)  ## train a small GPT on real text, kill it three times, prove that nothing was lost
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)  ## the whole suite, under 12 minutes on 2 cores
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+lint: $(STAMP)  ## style, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+sweep: $(STAMP)  ## every crash point, hundreds of kills and bit flips
+	$(BIN)/python -m pytest -n 2 -m slow
+
+bench: $(STAMP)  ## against limits and peers, in one run; writes benchmarks/results/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement requirements-bench.txt
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf $(VENV) demo-runs

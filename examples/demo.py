@@ -1,0 +1,382 @@
+"""Train a small GPT, kill it three times with SIGKILL, and prove that nothing was lost.
+
+Runs `examples/gpt.py` as a user would: a process that is killed at random moments and started again with the same
+command. A twin of it is never killed. At the end both must be bitwise the same: weights, optimizer, generators, and the
+sequence of samples. Every number shown is measured in this run; the exit status is 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+import holdfast as hf
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.retention import decide
+from holdfast.storage.resolve import resolve
+
+HERE = Path(__file__).resolve().parent
+EVERY = 25
+STALL_S = 120.0
+console = Console(width=100)
+
+
+class DemoError(Exception):
+    """Something did not go as promised."""
+
+
+class Trainer:
+    """The processes of one run, one after another, and what they wrote down."""
+
+    def __init__(self, directory: Path, steps: int, *options: str, every: int = EVERY) -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        self.directory, self.steps = directory, steps
+        self.run, self.log, self.stats = directory / "run", directory / "steps.jsonl", directory / "stats.json"
+        self.output = directory / "output.txt"
+        paths = ["--run", str(self.run), "--log", str(self.log), "--stats", str(self.stats)]
+        self.command = [
+            sys.executable,
+            str(HERE / "gpt.py"),
+            "--steps",
+            str(steps),
+            "--every",
+            f"{every}ba",
+            *paths,
+            *options,
+        ]
+        self.process: subprocess.Popen[bytes] | None = None
+        self.starts: list[int] = []  # how many lines of the log each life found
+        self._read, self._rows = 0, []  # type: ignore[var-annotated]
+
+    def start(self) -> None:
+        """Start the command, the same each time."""
+        self.starts.append(len(self.rows()))
+        with self.output.open("ab") as output:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            self.process = subprocess.Popen(self.command, stdout=output, stderr=output, env=environment)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each step trained so far, by all lives, in the order of time."""
+        if self.log.exists():
+            with self.log.open("rb") as file:
+                file.seek(self._read)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._rows.append(json.loads(line))
+                    self._read += len(line)
+        return self._rows
+
+    def ended(self) -> bool:
+        """Tell whether the process is done; raises if it failed."""
+        if self.process is None or self.process.poll() is None:
+            return False
+        if self.process.returncode != 0:
+            tail = "\n".join(self.output.read_text(errors="replace").splitlines()[-15:])
+            raise DemoError(f"{' '.join(self.command)}\nended with status {self.process.returncode}:\n{tail}")
+        return True
+
+    def kill(self) -> None:
+        """SIGKILL: no handler, no clean-up, no last words."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+@dataclass
+class Kill:
+    """One SIGKILL and what came after."""
+
+    at_step: int
+    when: float
+    back_s: float = 0.0
+
+
+@dataclass
+class Story:
+    """What happened to the run that was killed."""
+
+    kills: list[Kill] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def choose_kills(steps: int, chance: random.Random) -> list[int]:
+    """Return three steps, somewhere in the beginning, the middle and the end of the run."""
+    return [int(steps * (place + chance.uniform(0.0, 0.25))) for place in (0.12, 0.40, 0.70)]
+
+
+def train_and_kill(victim: Trainer, twin: Trainer, chance: random.Random) -> Story:
+    """Run both side by side, one of them killed three times at random moments."""
+    story, targets = Story(), choose_kills(victim.steps, chance)
+    began = time.monotonic()
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(38), MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"), TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console) as progress:
+        bars = {
+            victim: progress.add_task("[bold]killed three times[/]", total=victim.steps, loss="-"),
+            twin: progress.add_task("twin, never killed", total=twin.steps, loss="-"),
+        }
+        victim.start()
+        twin.start()
+        moved, seen = time.monotonic(), -1
+        while not (victim.ended() and twin.ended()):
+            for trainer, bar in bars.items():
+                rows = trainer.rows()
+                if len(rows) > trainer.starts[-1]:
+                    progress.update(bar, completed=rows[-1]["step"], loss=f"{rows[-1]['loss']:.3f}")
+            rows = victim.rows()
+            alive = len(rows) > victim.starts[-1]
+            if alive and story.kills and not story.kills[-1].back_s:
+                story.kills[-1].back_s = rows[-1]["at"] - story.kills[-1].when
+            if targets and alive and rows[-1]["step"] >= targets[0]:
+                time.sleep(chance.uniform(0.0, 0.3))  # anywhere in a step, or in the save that runs beside it
+                victim.kill()
+                kill = Kill(at_step=victim.rows()[-1]["step"], when=time.monotonic())
+                story.kills.append(kill)
+                targets.pop(0)
+                progress.console.print(f"  [red]SIGKILL[/] to process {victim.process.pid} in step {kill.at_step + 1}")  # type: ignore[union-attr]
+                victim.start()
+            total = len(victim.rows()) + len(twin.rows())
+            if total != seen:
+                moved, seen = time.monotonic(), total
+            if time.monotonic() - moved > STALL_S:
+                raise DemoError(f"no step was trained for {STALL_S:.0f} s, see {victim.output} and {twin.output}")
+            time.sleep(0.05)
+    story.seconds = time.monotonic() - began
+    return story
+
+
+def lives_of(victim: Trainer, story: Story) -> tuple[Table, list[str]]:
+    """Return the table of lives, and what is wrong with them."""
+    table = Table(title="The lives of the killed run", title_justify="left", width=100)
+    for name in ("life", "started from", "steps trained", "ended", "steps lost", "back after"):
+        table.add_column(name, justify="left" if name in ("started from", "ended") else "right")
+    attempts = Catalog(resolve(victim.run)).index.attempts
+    problems = (
+        [] if len(attempts) == len(victim.starts) else [f"{len(attempts)} attempts for {len(victim.starts)} starts"]
+    )
+    rows, bounds = victim.rows(), [*victim.starts, len(victim.rows())]
+    for number, (first, last) in enumerate(itertools.pairwise(bounds)):
+        life = rows[first:last]
+        resumed = attempts[number].resumed_from if number < len(attempts) else None
+        start = int(resumed["step"]) if resumed else 0
+        if not life or life[0]["step"] != start + 1:
+            problems.append(f"life {number + 1} was resumed from step {start} and trained {life[:1]} first")
+        kill = story.kills[number] if number < len(story.kills) else None
+        again = int(attempts[number + 1].resumed_from["step"]) if kill and attempts[number + 1].resumed_from else 0
+        table.add_row(
+            str(number + 1),
+            f"step {start}" if resumed else "fresh start",
+            f"{start + 1} to {life[-1]['step']}" if life else "none",
+            f"[red]SIGKILL in step {kill.at_step + 1}[/]" if kill else "[green]by itself[/]",
+            str(kill.at_step - again) if kill else "",
+            f"{kill.back_s:.1f} s" if kill else "",
+        )
+    return table, problems
+
+
+def same(left: Any, right: Any, path: str = "state") -> tuple[int, int, list[str]]:
+    """Compare two states bit by bit: (tensors, bytes in them, paths that differ)."""
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        if left.dtype != right.dtype or left.shape != right.shape:
+            return 1, 0, [path]
+        bits = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right)]
+        return 1, bits[0].numel(), [] if torch.equal(*bits) else [path]
+    if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
+        parts = [same(left[key], right[key], f"{path}/{key}") for key in left]
+    elif isinstance(left, (list, tuple)) and type(left) is type(right) and len(left) == len(right):
+        parts = [
+            same(one, other, f"{path}/{place}") for place, (one, other) in enumerate(zip(left, right, strict=True))
+        ]
+    else:
+        return 0, 0, [] if type(left) is type(right) and left == right else [path]
+    return sum(p[0] for p in parts), sum(p[1] for p in parts), [name for p in parts for name in p[2]]
+
+
+def compare_states(victim: Trainer, twin: Trainer) -> tuple[Table, list[str]]:
+    """Load the last checkpoint of both runs and compare everything in them."""
+    table = Table(title="Bitwise equal to the twin that was never killed?", title_justify="left", width=100)
+    for name, ratio in (("what", 5), ("compared", 7), ("verdict", 4)):
+        table.add_column(name, ratio=ratio)
+    states = []
+    for trainer in (victim, twin):
+        newest = Catalog(resolve(trainer.run)).latest()
+        if newest is None or newest.step != trainer.steps:
+            raise DemoError(f"{trainer.run} has no checkpoint of step {trainer.steps}: {newest}")
+        states.append(hf.load(trainer.run / newest.name))
+    problems: list[str] = []
+    names = {"model": "weights", "optimizer": "optimizer", "scheduler": "learning-rate schedule"}
+    for key in sorted({*states[0], *states[1]}, key=lambda key: (key not in names, key)):
+        tensors, size, differ = same(states[0].get(key), states[1].get(key), key)
+        problems += differ
+        label = names.get(key, "RNG, counters, data position")
+        compared = f"{tensors} tensors, {size / 1e6:.1f} MB" if tensors else "plain values"
+        table.add_row(label, compared, verdict(differ))
+    return table, problems
+
+
+def verdict(problems: list[str]) -> str:
+    """Return the word for a table."""
+    return f"[bold red]DIFFERS: {', '.join(problems[:3])}[/]" if problems else "[green]equal, every bit[/]"
+
+
+def compare_samples(victim: Trainer, twin: Trainer, table: Table) -> list[str]:
+    """Check the samples of every step: the last life's against the twin's, and re-trained steps against themselves."""
+    kept: dict[int, tuple[list[int], float]] = {}
+    again, changed = 0, []
+    for row in victim.rows():
+        now = (row["ids"], row["loss"])
+        again += row["step"] in kept
+        if kept.get(row["step"], now) != now:
+            changed.append(f"step {row['step']} trained again")
+        kept[row["step"]] = now
+    expected = {row["step"]: (row["ids"], row["loss"]) for row in twin.rows()}
+    differ = [f"step {step}" for step in sorted({*kept, *expected}) if kept.get(step) != expected.get(step)]
+    count = sum(len(ids) for ids, _ in kept.values())
+    table.add_row("samples and losses", f"{count} sample ids over {len(kept)} steps, in order", verdict(differ))
+    table.add_row("steps trained twice", f"{again} steps after kills: same samples, same loss", verdict(changed))
+    return differ + changed
+
+
+def measure_lost(quiet: Trainer, every: int) -> tuple[float, float, int, float]:
+    """Run ``quiet`` alone: (ms lost per save, its standard error, number of saves, usual ms of a step)."""
+    with console.status("measuring what a save costs, on a machine that does nothing else"):
+        quiet.start()
+        while not quiet.ended():
+            time.sleep(0.05)
+    at = {row["step"]: row["at"] for row in quiet.rows()}
+    took = {step: at[step + 1] - at[step] for step in at if step + 1 in at and step >= every}
+    after = [step for step in took if step % every == 0 and step + 1 in took]
+    usual = statistics.median(seconds for step, seconds in took.items() if step % every >= 2)
+    lost = [(took[step] + took[step + 1] - 2 * usual) * 1e3 for step in after]
+    error = statistics.stdev(lost) / len(lost) ** 0.5 if len(lost) > 1 else float("nan")
+    return statistics.mean(lost), error, len(lost), usual * 1e3
+
+
+def cost_of_saves(twin: Trainer, quiet: Trainer, every: int) -> Panel:
+    """Return the panel of what saving costs."""
+    lost, error, count, usual = measure_lost(quiet, every)
+    stats = json.loads(twin.stats.read_text())
+    calm = json.loads(quiet.stats.read_text())
+    text = Text()
+    text.append(f"{calm['seconds_blocked'] / max(1, calm['saves']) * 1e3:8.1f} ms  ", "bold")
+    text.append("the loop is held per save\n")
+    text.append(f"{lost:8.1f} ms  ", "bold")
+    text.append(f"lost per save in all, +- {error:.1f} ({lost / usual:.2f} of a step of {usual:.0f} ms)\n")
+    text.append(f"{stats['bytes_written'] / 1e6:8.1f} MB  ", "bold")
+    text.append(f"written by the {stats['saves']} saves of the twin, every one synced to disk and digested\n")
+    text.append(
+        f"How: a third run of {quiet.steps} steps alone on the machine, saving every {every}. Lost = the "
+        f"two steps from each of {count} saves on, minus two median steps without a save.",
+        "dim",
+    )
+    return Panel(text, title="What saving costs", title_align="left", width=100)
+
+
+def what_was_kept(victim: Trainer) -> Table:
+    """Return the table of checkpoints on disk, with the reason each is there."""
+    catalog = Catalog(resolve(victim.run))
+    keep = hf.Keep(**catalog.index.keep) if catalog.index.keep else hf.Keep()
+    records = {record.name: record for record in catalog.records()}
+    table = Table(
+        title=f"On disk, of {victim.steps} steps and {len(victim.starts)} lives", title_justify="left", width=100
+    )
+    for name in ("checkpoint", "step", "val_loss", "size", "kept because"):
+        table.add_column(name, justify="right" if name in ("step", "val_loss", "size") else "left")
+    for one in decide(keep, records.values()):
+        record = records[one.name]
+        value = record.metrics.get("val_loss")
+        shown = f"{value:.4f}" if isinstance(value, float) else ""
+        table.add_row(
+            one.name,
+            str(record.step),
+            shown,
+            f"{record.size / 1e6:.1f} MB",
+            one.why if one.keep else "goes at the next save",
+        )
+    return table
+
+
+def written_text(trainer: Trainer, length: int) -> Panel:
+    """Return a few lines of what the trained model writes: the end of what the trainer printed."""
+    text = trainer.output.read_text(errors="replace")
+    start = max(0, text.find("def ", len(text) - length - 20))
+    lines = [line for line in text[start:].splitlines() if line.strip()][:9]
+    return Panel(Text("\n".join(line[:94] for line in lines)), title="What it writes", title_align="left", width=100)
+
+
+def demo(arguments: argparse.Namespace) -> list[str]:
+    """Run everything and print it; returns what differs."""
+    seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(10**6)
+    root = Path(arguments.directory)
+    head = (
+        f"A byte-level GPT learns the standard library of Python {sys.version_info.major}.{sys.version_info.minor} in "
+        f"a plain loop: {arguments.steps} steps, a checkpoint every {EVERY}.\nIts trainer is killed three times "
+        f"(moments from seed {seed}) and started again with the same command."
+    )
+    console.print(Panel(head, title="[bold]Holdfast[/]: whatever kills it, it goes on from where it was", width=100))
+    victim = Trainer(root / "killed", arguments.steps, "--generate", str(arguments.generate))
+    twin = Trainer(root / "twin", arguments.steps)
+    every = 8
+    quiet = Trainer(root / "quiet", every * 15, "--evals", "0", every=every)
+    try:
+        story = train_and_kill(victim, twin, random.Random(seed))
+        lives, problems = lives_of(victim, story)
+        console.print(lives)
+        if len(story.kills) != 3:
+            problems.append(f"{len(story.kills)} kills instead of 3")
+        table, differ = compare_states(victim, twin)
+        problems += differ + compare_samples(victim, twin, table)
+        console.print(table)
+        console.print(cost_of_saves(twin, quiet, every))
+        console.print(what_was_kept(victim))
+        console.print(written_text(victim, arguments.generate))
+    finally:
+        for trainer in (victim, twin, quiet):
+            trainer.kill()
+    return problems
+
+
+def main() -> int:
+    """Run the demo; the exit status says whether the promise held."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", default="demo-runs", help="where the runs go; emptied first")
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--generate", type=int, default=500, help="bytes of text to write at the end")
+    parser.add_argument("--seed", type=int, help="repeat the kill moments of an earlier demo")
+    began = time.monotonic()
+    try:
+        problems = demo(parser.parse_args())
+    except DemoError as error:
+        problems = [str(error)]
+    seconds = time.monotonic() - began
+    if problems:
+        console.print(Text("NOT EQUAL: " + "\n".join(problems[:10]), "bold red"))
+        return 1
+    console.print(f"[bold green]Nothing was lost: three kills, the same bits.[/] {seconds:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

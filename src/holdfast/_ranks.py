@@ -1,0 +1,67 @@
+"""Who this process is among the processes of the run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+from .errors import ConfigError
+
+__all__ = ["RankInfo", "current_ranks"]
+
+# launcher -> (rank, world size, local rank, local world size)
+_ENVIRONMENTS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun and everything that imitates it
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankInfo:
+    """Rank and world size, globally and on this node."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"rank {self.rank} is outside of a world of {self.world_size}: check RANK and WORLD_SIZE")
+
+
+def current_ranks() -> RankInfo:
+    """Read rank and world size from the process group if there is one, else from the launcher's environment.
+
+    Does not import torch: a process group can only exist where torch.distributed is imported already.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        return RankInfo(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            local_rank=local,
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", max(1, local + 1))),
+        )
+    for rank, world, local_rank, local_world in _ENVIRONMENTS:
+        if rank in os.environ and world in os.environ:
+            try:
+                # SLURM sets its variables in a plain `salloc` shell too: a step id tells a launched task apart.
+                if rank.startswith("SLURM") and "SLURM_STEP_ID" not in os.environ:
+                    continue
+                return RankInfo(
+                    rank=int(os.environ[rank]),
+                    world_size=int(os.environ[world]),
+                    local_rank=int(os.environ.get(local_rank, "0")),
+                    local_world_size=int(os.environ.get(local_world, "1")),
+                )
+            except ValueError as error:
+                if isinstance(error, ConfigError):
+                    raise
+                raise ConfigError(
+                    f"{rank}={os.environ[rank]!r} / {world}={os.environ[world]!r} are not numbers"
+                ) from error
+    return RankInfo()

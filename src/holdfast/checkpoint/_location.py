@@ -1,0 +1,93 @@
+"""Where a `Checkpoint` is: from what users write to a storage and a name, and streams over its files."""
+
+from __future__ import annotations
+
+import io
+import os
+import weakref
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast.storage.base import FileReader, Storage, check_path
+from holdfast.storage.local import LocalStorage
+from holdfast.storage.memory import MemoryStorage
+from holdfast.storage.resolve import resolve, split_uri
+
+__all__ = ["DictStore", "Stream", "locate"]
+
+
+def locate(path: str | os.PathLike[str], filesystem: Any) -> tuple[Storage, str]:
+    """Split a location into the storage of its parent and its name."""
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise ConfigError(f"Checkpoint({path!r}): give a path or a URI")
+    text = os.fspath(path)
+    if filesystem is not None:
+        storage = resolve("", filesystem) if not isinstance(filesystem, Storage) else filesystem
+        base = split_uri(storage.uri)[1].rstrip("/") + "/"
+        if text.startswith("/") and not text.startswith(base):
+            raise ConfigError(f"Checkpoint({text!r}): the path is outside of {storage!r}")
+        head, _, name = text.removeprefix(base).rstrip("/").rpartition("/")
+        return storage.child(head), check_path(name)
+    scheme, rest = ("file", text) if isinstance(path, os.PathLike) else split_uri(text)
+    if scheme == "file":
+        full = os.path.abspath(os.path.expanduser(rest))
+        # A link such as `latest` moves on while we read: what it means now is what this handle means.
+        head, name = os.path.split(os.path.realpath(full) if os.path.islink(full) else full)
+        if not name:
+            raise ConfigError(f"Checkpoint({text!r}): the root of the file system cannot be a checkpoint")
+        return LocalStorage(head), name
+    head, slash, name = rest.rstrip("/").rpartition("/")
+    if not slash:
+        raise ConfigError(f"Checkpoint({text!r}): give a directory inside of it, as in {text}/checkpoint")
+    return resolve(f"{scheme}://{head}"), check_path(name)
+
+
+class Stream(io.RawIOBase):
+    """A `FileReader` as a seekable binary stream."""
+
+    def __init__(self, reader: FileReader) -> None:
+        self._reader = reader
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._reader.size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        view = view[: max(0, min(len(view), self._reader.size - self._at))]
+        if view:
+            self._reader.read_into(self._at, view)
+            self._at += len(view)
+        return len(view)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._reader.close()
+        super().close()
+
+
+class DictStore:
+    """Owns the memory behind `Checkpoint.from_dict`; handles hold it, and it empties itself after the last."""
+
+    def __init__(self, name: str) -> None:
+        storage = MemoryStorage(f"holdfast-dict-{name}")
+        self.name = name
+        self.uri = storage.uri
+        _dict_stores[self.uri] = self
+        weakref.finalize(self, storage.delete_tree, "")
+
+    @staticmethod
+    def of(storage: Storage) -> DictStore | None:
+        """Return the owner of a storage that a dictionary lives in, None for all others."""
+        return _dict_stores.get(storage.uri)
+
+
+_dict_stores: weakref.WeakValueDictionary[str, DictStore] = weakref.WeakValueDictionary()

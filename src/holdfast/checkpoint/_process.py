@@ -1,0 +1,68 @@
+"""Tell whether a process noted on disk is one of this machine, and whether it still lives."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+__all__ = ["birth", "is_dead", "machine", "same_machine"]
+
+
+@cache
+def machine() -> dict[str, str]:
+    """Name this machine, its boot and the pid namespace: a pid means something only where all of them agree."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        namespace = str(Path("/proc/self/ns/pid").stat().st_ino)
+    except OSError:
+        boot = namespace = ""
+    return {"host": socket.gethostname(), "boot": boot, "pid_namespace": namespace}
+
+
+def birth(pid: int) -> str:
+    """The start time of a process in clock ticks since boot, so that a reused pid is told apart; "" if unknown."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        # The command name in parentheses may hold spaces and parentheses itself.
+        return stat.rsplit(")", 1)[1].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def same_machine(owner: Mapping[str, Any]) -> bool:
+    """Whether the owner runs (or ran) under this very kernel; containers of one machine count as one."""
+    here = machine()
+    if here["boot"] and owner.get("boot"):
+        return bool(owner["boot"] == here["boot"])
+    return bool(owner.get("host") == here["host"])
+
+
+def is_dead(owner: Mapping[str, Any], key: str = "pid") -> bool:
+    """Whether the process ``owner[key]`` is known to be gone. False also means "cannot tell from here"."""
+    here, pid = machine(), owner.get(key)
+    if not isinstance(pid, int) or pid <= 0 or not same_machine(owner):
+        return False
+    if owner.get("pid_namespace", here["pid_namespace"]) != here["pid_namespace"]:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    noted, now = owner.get(f"{key}_birth"), birth(pid)
+    if noted and now and noted != now:
+        return True
+    return _is_zombie(pid)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return stat.rsplit(")", 1)[1].split()[0] in ("Z", "X")
+    except (OSError, IndexError):
+        return False

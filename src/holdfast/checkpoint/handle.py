@@ -1,0 +1,370 @@
+"""`Checkpoint`: a reference to a directory of files, ours or anybody's, wherever it lives."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from holdfast.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    StorageNotFoundError,
+)
+from holdfast.format.commit import read_manifest, remove
+from holdfast.format.manifest import Manifest
+from holdfast.storage.base import Storage, check_path
+from holdfast.storage.local import LocalStorage
+from holdfast.storage.resolve import from_description, resolve, split_uri
+
+from ._location import DictStore, Stream, locate
+from .catalog import is_remains
+from .node import shared_download
+from .record import timestamp
+from .sidecar import read_sidecar, write_sidecar
+from .summary import state_tree, top_names
+from .transfer import copy_file, copy_tree
+from .verify import Verification, verify
+
+__all__ = ["Checkpoint", "Verification"]
+
+METADATA_FILE = ".metadata.json"
+
+
+class Checkpoint:
+    """A reference to a checkpoint: a directory (or one file) in a storage. Making one reads nothing.
+
+    Any directory can be a checkpoint. One without a manifest of ours is *foreign*: usable, but never picked by
+    itself, and `verify` says so. Two handles are equal when they mean the same location.
+
+    Args:
+        path: a path, a URI such as "memory://name/dir", or, with ``filesystem``, a path inside it.
+        filesystem: the `holdfast.storage.Storage` that holds ``path``.
+
+    Raises:
+        ConfigError: the path names no directory below a storage's root, or nobody knows its scheme.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp()) / "mine"
+        >>> folder.mkdir(); _ = (folder / "weights.bin").write_bytes(b"1234")
+        >>> checkpoint = Checkpoint(folder)
+        >>> checkpoint.set_metadata({"note": "first"}); checkpoint.get_metadata()
+        {'note': 'first'}
+        >>> with checkpoint.as_directory() as path:
+        ...     sorted(os.listdir(path))
+        ['.metadata.json', 'weights.bin']
+    """
+
+    __slots__ = ("__weakref__", "_name", "_owned", "_storage")
+
+    def __init__(self, path: str | os.PathLike[str], filesystem: Any = None) -> None:
+        self._storage, self._name = locate(path, filesystem)
+        self._owned = DictStore.of(self._storage)
+
+    @classmethod
+    def at(cls, storage: Storage, name: str) -> Checkpoint:
+        """Refer to the directory ``name`` of ``storage``, without looking at anything."""
+        self = cls.__new__(cls)
+        self._storage, self._name = storage, check_path(name)
+        self._owned = DictStore.of(storage)
+        return self
+
+    @classmethod
+    def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """Refer to a local directory; a FILE is a one-file checkpoint.
+
+        Raises:
+            CheckpointNotFoundError: there is neither.
+        """
+        if not os.path.exists(path):
+            raise CheckpointNotFoundError(f"there is no directory and no file {os.path.abspath(path)}")
+        return cls(Path(path))
+
+    @classmethod
+    def from_uri(cls, uri: str) -> Checkpoint:
+        """Refer to a URI."""
+        return cls(uri)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Checkpoint:
+        """Save a dictionary into memory; it lives as long as some handle in this process refers to it.
+
+        Takes what a state takes. State dicts whose names all start with ``module.`` (made by a wrapped model) lose
+        that prefix. The time goes to the metadata, so `to_dict` gives back just what came in.
+        """
+        from holdfast import checkpointer
+
+        store = DictStore(os.urandom(8).hex())
+        checkpointer.save(f"{store.uri}/checkpoint", _without_prefix(dict(data)))
+        self = cls(f"{store.uri}/checkpoint")
+        self.set_metadata({"_timestamp": time.time(), "id": store.name})
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Load the whole state as a nested dictionary, tensors on the CPU."""
+        return cast("dict[str, Any]", self.load())
+
+    # -- where ---------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Last component of the path."""
+        return self._name.rsplit("/", 1)[-1]
+
+    @property
+    def filesystem(self) -> Storage:
+        """The storage that holds it: ``Checkpoint(c.path, c.filesystem) == c``."""
+        return self._storage
+
+    @property
+    def storage(self) -> Storage:
+        """The storage that `directory` is relative to."""
+        return self._storage
+
+    @property
+    def directory(self) -> str:
+        """Path of the checkpoint inside `storage`."""
+        return self._name
+
+    @property
+    def uri(self) -> str:
+        """The absolute path of a local checkpoint, else its URI."""
+        return f"{self._storage.uri.rstrip('/')}/{self._name}"
+
+    @property
+    def path(self) -> str:
+        """The absolute path, without a scheme."""
+        root = self._storage.local_root
+        return str(root / self._name) if root is not None else split_uri(self.uri)[1]
+
+    def __eq__(self, other: object) -> bool:
+        return self.uri == other.uri if isinstance(other, Checkpoint) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.uri)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.uri!r})"
+
+    def __fspath__(self) -> str:
+        if self._storage.local_root is None:
+            raise ConfigError(f"{self.uri} is not on a local disk: use as_directory() or to_directory()")
+        return self.path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self._storage.describe(), self._storage.uri, self._name)
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Copy the files to a local directory (a new temporary one by default) and return it; durable on return."""
+        directory = os.path.abspath(path if path is not None else tempfile.mkdtemp(prefix="holdfast-"))
+        target = LocalStorage(directory)
+        if self._is_file():
+            copy_file(self._storage, self._name, target, self.name)
+        else:
+            self._require()
+            copy_tree(self._storage, self._name, target)
+        return directory
+
+    @contextlib.contextmanager
+    def as_directory(self) -> Iterator[str]:
+        """Give a local directory with the files, to be read only.
+
+        Local: the real path, nothing is copied. Remote: downloaded once per machine, shared by all processes on it,
+        removed after the last of them. A one-file checkpoint: a directory that holds it under its own name.
+        """
+        if self._storage.local_root is None:
+            if self._is_file():
+                with tempfile.TemporaryDirectory(prefix="holdfast-") as directory:
+                    yield self.to_directory(directory)
+            else:
+                with shared_download(self._storage, self._name) as found:
+                    yield str(found)
+        elif self._is_file():
+            with tempfile.TemporaryDirectory(prefix="holdfast-") as directory:
+                os.symlink(self.path, os.path.join(directory, self.name))
+                yield directory
+        else:
+            self._require()
+            yield self.path
+
+    def open(self, name: str) -> BinaryIO:
+        """Open one of its files for reading.
+
+        Raises:
+            StorageNotFoundError: there is no such file.
+        """
+        path = self._name if self._is_file() and name == self.name else f"{self._name}/{check_path(name)}"
+        return io.BufferedReader(Stream(self._storage.open(path)), 1 << 20)
+
+    def delete(self) -> None:
+        """Delete it, manifest first. Nothing asks whether it is pinned.
+
+        Raises:
+            CheckpointNotFoundError: there is nothing.
+        """
+        if self._is_file():
+            self._storage.delete(self._metadata_path())
+            self._storage.delete(self._name)
+            return
+        self._require()
+        remove(self._storage, self._name)
+        # Files of a user, or of a directory that never was ours.
+        self._storage.delete_tree(self._name)
+
+    # -- what it says about itself -------------------------------------------------------------------------------
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The manifest, read anew; None for a foreign directory or file.
+
+        Raises:
+            CheckpointNotFoundError: there is nothing.
+            IncompleteCheckpointError: there are files of a save that never committed.
+            CorruptCheckpointError: the manifest is damaged.
+        """
+        if self._is_file():
+            return None
+        try:
+            return read_manifest(self._storage, self._name)
+        except IncompleteCheckpointError:
+            if is_remains(info.path for info in self._storage.list(self._name, recursive=False)):
+                raise
+            return None
+
+    @property
+    def step(self) -> int | None:
+        """The step it was saved at; None if it does not say."""
+        manifest = self.manifest
+        return None if manifest is None else manifest.step
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Its metrics, late ones included."""
+        manifest = self.manifest
+        if manifest is None:
+            return {}
+        return {**manifest.metrics, **read_sidecar(self._storage, self._name).metrics}
+
+    @property
+    def created(self) -> datetime | None:
+        """When it was saved, in UTC."""
+        manifest = self.manifest
+        return None if manifest is None else datetime.fromtimestamp(timestamp(manifest.created), timezone.utc)
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of its files."""
+        if self._is_file():
+            return self._storage.stat(self._name).size
+        manifest = self.manifest
+        return manifest.total_bytes if manifest is not None else sum(i.size for i in self._storage.list(self._name))
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether retention must leave it alone."""
+        return read_sidecar(self._storage, self._name).pinned
+
+    def keys(self) -> list[str]:
+        """The names in its state (``model``, ``optimizer``...); empty for a foreign one."""
+        manifest = self.manifest
+        return [] if manifest is None else top_names(state_tree(self._storage, self._name, manifest))
+
+    def verify(self, deep: bool = True) -> Verification:
+        """Check it: manifest and sizes, and with ``deep`` every byte against its digest.
+
+        Never raises for damage: that is what the result is for.
+        """
+        if self._is_file():
+            why = "foreign: a single file has no manifest, so there is nothing to check against"
+            return Verification(ok=False, problems=(why,), state="foreign")
+        return verify(self._storage, self._name, deep=deep)
+
+    def load(self, into: Any = None, **options: Any) -> Any:
+        """Load the state; the same as `holdfast.load` of this checkpoint."""
+        from holdfast import checkpointer
+
+        return checkpointer.load(self, into, **options)
+
+    def pin(self) -> None:
+        """Keep it whatever the retention rules say. Works from any process; durable on return."""
+        self._set_pin(on=True)
+
+    def unpin(self) -> None:
+        """Leave it to the retention rules again."""
+        self._set_pin(on=False)
+
+    def _set_pin(self, *, on: bool) -> None:
+        if self.manifest is None:
+            raise CheckpointNotFoundError(f"{self.uri} has no manifest of Holdfast: no retention rule ever touches it")
+        write_sidecar(self._storage, self._name, read_sidecar(self._storage, self._name).with_pin(on))
+
+    # -- metadata of the user ------------------------------------------------------------------------------------
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Read the user's metadata; {} if there is none."""
+        try:
+            return dict(json.loads(self._storage.read(self._metadata_path())))
+        except StorageNotFoundError:
+            return {}
+        except (ValueError, TypeError) as error:
+            raise CorruptCheckpointError(
+                f"{self.uri}: {METADATA_FILE} is not a JSON object ({error}); set_metadata() replaces it",
+                file=METADATA_FILE,
+            ) from error
+
+    def set_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Replace the user's metadata (JSON) atomically."""
+        try:
+            data = json.dumps(dict(metadata)).encode()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"metadata of {self.uri} must be JSON: {error}") from error
+        self._storage.put(self._metadata_path(), data)
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Merge into the user's metadata. Two processes at once: the later one wins."""
+        self.set_metadata({**self.get_metadata(), **metadata})
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _is_file(self) -> bool:
+        return self._storage.exists(self._name)
+
+    def _require(self) -> None:
+        root = self._storage.local_root
+        there = (root / self._name).is_dir() if root is not None else next(self._storage.list(self._name), None)
+        if not there:
+            raise CheckpointNotFoundError(f"there is no checkpoint {self.uri}: nothing is at this place")
+
+    def _metadata_path(self) -> str:
+        if not self._is_file():
+            return f"{self._name}/{METADATA_FILE}"
+        head, slash, last = self._name.rpartition("/")
+        return f"{head}{slash}.{last}{METADATA_FILE}"
+
+
+def _rebuild(description: dict[str, Any] | None, uri: str, name: str) -> Checkpoint:
+    return Checkpoint.at(from_description(description) if description is not None else resolve(uri), name)
+
+
+def _without_prefix(value: Any) -> Any:
+    """Strip ``module.`` from every state dict in which all names have it."""
+    if type(value) not in (dict, OrderedDict):
+        return value
+    items = [(key, _without_prefix(inner)) for key, inner in value.items()]
+    uniform = bool(items) and all(isinstance(key, str) and key.startswith("module.") for key, _ in items)
+    if uniform and any(hasattr(inner, "dtype") and hasattr(inner, "shape") for _, inner in items):
+        items = [(key.removeprefix("module."), inner) for key, inner in items]
+    return type(value)(items)

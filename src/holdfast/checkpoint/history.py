@@ -1,0 +1,236 @@
+"""The reports of a run: append-only segments of JSON lines, and what of them is still true after resumes.
+
+No storage can append durably everywhere, so the open segment is replaced whole until it is full, and every sixteen
+full ones are merged into one: a flush costs at most one small object, and the number of objects stays logarithmic
+in what was written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from holdfast.errors import ConfigError, StorageNotFoundError
+from holdfast.storage.base import Storage
+
+from .record import from_plain, to_plain
+
+__all__ = ["REPORTS", "Attempt", "ReportLog", "live_rows", "read_reports"]
+
+REPORTS = "reports"
+SEGMENT_BYTES = 64 << 10
+FAN_IN = 16
+MAX_MERGED_BYTES = 16 << 20
+_NAME = re.compile(r"(\d{5,})-([^-/]+)-(\d{6,})(?:-(\d{6,}))?\.jsonl")
+_log = logging.getLogger("holdfast.catalog")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One start of the run.
+
+    Attributes:
+        resumed_from: ``{"name", "step", "attempt"}`` of the checkpoint it went on from; None for a fresh start.
+        ended: ISO time, None while it runs (or when it died without a word).
+        reason: how it ended.
+    """
+
+    attempt: int
+    start_id: str
+    host: str = ""
+    pid: int = 0
+    started: str = ""
+    resumed_from: Mapping[str, Any] | None = None
+    ended: str | None = None
+    reason: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe as JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Attempt:
+        """Rebuild from `to_json`; raises TypeError, ValueError or AttributeError for anything else."""
+        known = {one.name for one in fields(cls)}
+        attempt = cls(**{name: value for name, value in data.items() if name in known})
+        resumed = attempt.resumed_from
+        if type(attempt.attempt) is not int or not (resumed is None or type(resumed["step"]) is int):
+            raise ValueError(f"not an attempt: {data!r:.80}")
+        return attempt
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Segment:
+    attempt: int
+    start_id: str
+    first: int
+    last: int
+
+    @property
+    def path(self) -> str:
+        tail = f"-{self.last:06d}" if self.last != self.first else ""
+        return f"{REPORTS}/{self.attempt:05d}-{self.start_id}-{self.first:06d}{tail}.jsonl"
+
+
+class ReportLog:
+    """Writes the segments of one attempt. Owned by the writer; one thread at a time."""
+
+    def __init__(self, storage: Storage, attempt: Attempt, run_id: str) -> None:
+        if not re.fullmatch(r"[^-/]+", attempt.start_id):
+            raise ConfigError(f"start id {attempt.start_id!r}: use letters and digits, it becomes part of file names")
+        self._storage = storage
+        self._attempt = attempt
+        self._number = 0
+        self._full: list[tuple[_Segment, int, int]] = []  # segment, bytes, merge level
+        # The first row makes attempts and run id recoverable when run.json is lost.
+        self._buffer = bytearray(_line({"run_id": run_id, "started": attempt.to_json()}))
+        self._put()
+
+    def resumed(self, source: Mapping[str, Any]) -> None:
+        """Note what the attempt went on from."""
+        self._attempt = replace(self._attempt, resumed_from=dict(source))
+        self._buffer += _line({"started": self._attempt.to_json()})
+        self._put()
+
+    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows ``{step, epoch, time, metrics, checkpoint}``; durable on return."""
+        number = self._attempt.attempt
+        lines = [_line({**row, "attempt": number, "metrics": to_plain(row.get("metrics") or {})}) for row in rows]
+        if not lines:
+            return
+        self._buffer += b"".join(lines)
+        self._put()
+        if len(self._buffer) >= SEGMENT_BYTES:
+            self._full.append((self._segment(), len(self._buffer), 0))
+            self._number += 1
+            self._buffer = bytearray()
+            self._merge()
+
+    def _segment(self) -> _Segment:
+        return _Segment(self._attempt.attempt, self._attempt.start_id, self._number, self._number)
+
+    def _put(self) -> None:
+        self._storage.put(self._segment().path, bytes(self._buffer))
+
+    def _merge(self) -> None:
+        """Merge the newest full segments while sixteen of one level stand in a row."""
+        while len(self._full) >= FAN_IN:
+            tail = self._full[-FAN_IN:]
+            level = tail[0][2]
+            size = sum(one[1] for one in tail)
+            if any(one[2] != level for one in tail) or size > MAX_MERGED_BYTES:
+                return
+            merged = replace(tail[0][0], last=tail[-1][0].last)
+            # First the whole, then away with the parts: a crash in between leaves parts that readers skip.
+            self._storage.put(merged.path, b"".join(self._storage.read(one[0].path) for one in tail))
+            for one in tail:
+                self._storage.delete(one[0].path)
+            self._full[-FAN_IN:] = [(merged, size, level + 1)]
+
+
+def read_reports(storage: Storage) -> tuple[list[dict[str, Any]], dict[int, Attempt], str]:
+    """Read all segments: rows in the order written, attempts by number, and the run id ("" if none is noted).
+
+    Damaged lines are left out and said.
+    """
+    rows: list[dict[str, Any]] = []
+    attempts: dict[int, Attempt] = {}
+    run_id = ""
+    covered: tuple[int, str, int] | None = None
+    for segment in _segments(storage):
+        if covered is not None and covered[:2] == (segment.attempt, segment.start_id) and segment.first <= covered[2]:
+            continue
+        covered = (segment.attempt, segment.start_id, segment.last)
+        try:
+            lines = storage.read(segment.path).splitlines()
+        except StorageNotFoundError:
+            continue  # merged away by the live writer while we read; the next look sees the merged one
+        damaged = 0
+        for line in lines:
+            try:
+                row = json.loads(line)
+                if "started" in row:
+                    attempt = Attempt.from_json(row["started"])
+                    attempts[attempt.attempt] = attempt
+                    run_id = str(row.get("run_id") or run_id)
+                else:
+                    row["metrics"] = from_plain(row.get("metrics") or {})
+                    rows.append({**row, "attempt": int(row["attempt"])})
+            except (ValueError, TypeError, AttributeError, KeyError):
+                damaged += 1
+        if damaged:
+            _log.warning("%s/%s: %d damaged lines left out", storage.uri, segment.path, damaged)
+    return rows, attempts, run_id
+
+
+def highest_attempt(storage: Storage) -> int:
+    """The highest attempt that ever wrote a report, from names alone; 0 if none did."""
+    return max((segment.attempt for segment in _segments(storage)), default=0)
+
+
+def live_rows(rows: Sequence[Mapping[str, Any]], attempts: Mapping[int, Attempt]) -> list[dict[str, Any]]:
+    """Drop rows of lives that a resume made void, and merge rows of the same step.
+
+    The newest attempt that did anything is followed back through what it resumed from: of each ancestor only the rows
+    up to the resume step count, and attempts off that path do not count at all. A later row of the same step merges
+    over the earlier one.
+    """
+    limits = _lineage(attempts, {int(row["attempt"]) for row in rows})
+    merged: dict[Any, dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: int(row["attempt"])):
+        step = row.get("step")
+        limit = limits.get(int(row["attempt"]), -math.inf)
+        if (step if step is not None else math.inf) > limit and limit != math.inf:
+            continue
+        key = step if step is not None else object()  # rows without a step stay apart
+        earlier = merged.get(key)
+        if earlier is None:
+            merged[key] = dict(row)
+            continue
+        metrics = {**(earlier.get("metrics") or {}), **(row.get("metrics") or {})}
+        merged[key] = {**earlier, **{k: v for k, v in row.items() if v is not None}, "metrics": metrics}
+    return list(merged.values())
+
+
+def _lineage(attempts: Mapping[int, Attempt], reported: set[int]) -> dict[int, float]:
+    """Map each attempt on the path to the newest one to the last of its steps that still counts."""
+    begun = reported | {number for number, attempt in attempts.items() if attempt.resumed_from is not None}
+    limits: dict[int, float] = {}
+    limit, current = math.inf, max(begun, default=0)
+    while current > 0 and current not in limits:
+        limits[current] = limit
+        attempt = attempts.get(current)
+        if attempt is None:
+            # Who it was is lost (run.json and the segment's first line): the attempt before is the best guess.
+            current = max((number for number in begun if number < current), default=0)
+            continue
+        if attempt.resumed_from is None:
+            break
+        limit = min(limit, attempt.resumed_from["step"])
+        parent = attempt.resumed_from.get("attempt")
+        current = parent if isinstance(parent, int) and parent < current else 0
+    for number, attempt in attempts.items():
+        # A life that trained nothing which lasted may still have reported on the very step it resumed from.
+        source = attempt.resumed_from
+        if number not in limits and source is not None and source["step"] <= limits.get(source.get("attempt") or 0, -1):
+            limits[number] = source["step"]
+    return limits
+
+
+def _segments(storage: Storage) -> list[_Segment]:
+    """List segments in reading order, a merged one before the parts it covers."""
+    found = []
+    for info in storage.list(REPORTS, recursive=False):
+        if match := _NAME.fullmatch(info.path.rsplit("/", 1)[-1]):
+            first = int(match[3])
+            found.append(_Segment(int(match[1]), match[2], first, int(match[4] or first)))
+    return sorted(found, key=lambda segment: (segment.attempt, segment.start_id, segment.first, -segment.last))
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, separators=(",", ":"), default=str).encode() + b"\n"

@@ -1,0 +1,153 @@
+"""One download of a remote checkpoint per machine, shared by its processes, gone after the last user.
+
+Each checkpoint has a directory under the temporary one::
+
+    lock    flock held while the state below changes (downloading included: the others wait)
+    use     flock held shared by every user; who gets it exclusively knows that nobody is left
+    done    the download is complete
+    data/   the files
+
+The kernel drops flocks when a process dies, so no pids are noted and nothing has to be judged by age: a killed
+user is no user any more, and what it left is swept by the next one who comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast.errors import CheckpointNotFoundError, StoragePermissionError
+from holdfast.storage.base import Storage
+from holdfast.storage.local import LocalStorage
+
+from ._process import birth
+from .transfer import copy_tree
+
+__all__ = ["shared_download"]
+
+
+@contextlib.contextmanager
+def shared_download(storage: Storage, name: str) -> Iterator[Path]:
+    """Yield a local directory with the files of ``name``; treat it as read-only, others read it too."""
+    base = _base()
+    place = base / _key(storage, name)
+    _sweep(base, place)
+    use = _enter(storage, name, place)
+    try:
+        yield place / "data"
+    finally:
+        _leave(place, use)
+
+
+def _enter(storage: Storage, name: str, place: Path) -> int:
+    """Join the users of ``place``, downloading first if nobody has; returns the descriptor that says so."""
+    lock = _lock(place)
+    try:
+        if not (place / "done").exists():
+            shutil.rmtree(place / "data", ignore_errors=True)
+            copy_tree(storage, name, LocalStorage(place / "data"))
+            (place / "done").touch()
+        use = os.open(place / "use", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(use, fcntl.LOCK_SH)
+        return use
+    except BaseException:
+        if not (place / "done").exists():
+            shutil.rmtree(place, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _leave(place: Path, use: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        lock = _lock(place, create=False)
+        try:
+            os.close(use)
+            _remove_unused(place)
+        finally:
+            os.close(lock)
+        return
+    os.close(use)  # somebody cleaned the temporary directory under our feet
+
+
+def _remove_unused(place: Path) -> None:
+    """Remove ``place`` unless it has users. The caller holds its lock."""
+    try:
+        use = os.open(place / "use", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        shutil.rmtree(place, ignore_errors=True)
+        return
+    try:
+        fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    else:
+        shutil.rmtree(place, ignore_errors=True)
+    finally:
+        os.close(use)
+
+
+def _lock(place: Path, *, create: bool = True, wait: bool = True) -> int:
+    """Lock ``place``, made anew if the last user removed it between our open and our lock."""
+    while True:
+        if create:
+            place.mkdir(mode=0o700, exist_ok=True)
+        try:
+            lock = os.open(place / "lock", os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+        except FileNotFoundError:
+            if create:
+                continue
+            raise
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if os.fstat(lock).st_ino == (place / "lock").stat().st_ino:
+                return lock
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
+def _sweep(base: Path, mine: Path) -> None:
+    """Remove downloads whose users all died."""
+    for place in base.iterdir():
+        if place == mine:
+            continue
+        with contextlib.suppress(OSError):
+            lock = _lock(place, create=False, wait=False)
+            try:
+                _remove_unused(place)
+            finally:
+                os.close(lock)
+
+
+def _base() -> Path:
+    base = Path(tempfile.gettempdir()) / f"holdfast-{os.getuid()}"
+    base.mkdir(mode=0o700, exist_ok=True)
+    found = base.lstat()
+    # In a shared temporary directory somebody else may have been first, to feed us files.
+    if found.st_uid != os.getuid() or found.st_mode & 0o022 or base.is_symlink():
+        raise StoragePermissionError(
+            f"{base} belongs to another user or others may write to it: remove it, or set TMPDIR"
+        )
+    return base
+
+
+def _key(storage: Storage, name: str) -> str:
+    """Name one version of one checkpoint: what is read must be what the manifest of now describes."""
+    parts = [f"{info.path} {info.size} {info.etag}" for info in storage.list(name)]
+    if not parts:
+        raise CheckpointNotFoundError(f"there is nothing at {storage.uri}/{name}")
+    if storage.describe() is None:
+        # Another process means other contents by the same URI.
+        parts.append(f"{os.getpid()} {birth(os.getpid())}")
+    text = "\n".join([storage.uri, name, *sorted(parts)])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,0 +1,181 @@
+"""``run.json``: identity and attempts of a run, and a cache of what its checkpoints say about themselves.
+
+Truth are the manifests, their ``.metrics.json`` and the report segments; a lost or damaged run.json is rebuilt from
+them (`holdfast.checkpoint.catalog.Catalog` does it) and never stops a resume.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import Any
+
+from holdfast.errors import StorageError, StorageNotFoundError, StoragePermissionError
+from holdfast.storage.base import Storage
+
+from .history import Attempt, ReportLog, highest_attempt, live_rows, read_reports
+from .record import COLUMNS
+
+__all__ = ["RUN_FILE", "Attempt", "RunIndex"]
+
+RUN_FILE = "run.json"
+_FORMAT = "holdfast-run"
+_VERSION = 1
+
+
+class RunIndex:
+    """What run.json holds, in memory. Only the holder of the lease calls what writes.
+
+    Attributes:
+        run_id: identity shared by all checkpoints of the run; "" before the first attempt.
+        attempts: every start so far, oldest first.
+        rows: packed rows by checkpoint name (`record.unpack` reads one).
+        quarantined: checkpoint name -> why it is not to be resumed from.
+        finished: what the end of training noted, or None.
+        keep: the retention rules applied last, as JSON; for display only.
+        damage: why the stored file could not be used; None when it was fine. "missing" for a new run.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.run_id = ""
+        self.attempts: list[Attempt] = []
+        self.rows: dict[str, list[Any]] = {}
+        self.quarantined: dict[str, str] = {}
+        self.finished: dict[str, Any] | None = None
+        self.keep: dict[str, Any] | None = None
+        self.damage: str | None = None
+        self._log: ReportLog | None = None
+
+    @classmethod
+    def load(cls, storage: Storage) -> RunIndex:
+        """Read run.json. Damage is noted in `damage`, never raised.
+
+        Raises:
+            StoragePermissionError: the file is there and may not be read; that is not damage.
+        """
+        index = cls(storage)
+        try:
+            index._parse(json.loads(storage.read(RUN_FILE)))
+        except StorageNotFoundError:
+            index.damage = "missing"
+        except StoragePermissionError:
+            raise
+        except (StorageError, ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
+            index = cls(storage)
+            index.damage = f"{type(error).__name__}: {error}"
+        return index
+
+    def _parse(self, body: dict[str, Any]) -> None:
+        if body["format"] != _FORMAT or body["version"] != _VERSION:
+            raise ValueError(f"format {body.get('format')!r} version {body.get('version')!r} is not known here")
+        if tuple(body["columns"]) != COLUMNS:
+            raise ValueError("other columns than this version caches")
+        rows = body["rows"]
+        if not all([type(at) is type(step) is int and type(name) is str for name, at, step, _ in rows]):  # noqa: C419 - a list is twice as fast here
+            raise ValueError("a row is not what was written")
+        self.rows = {row[0]: row for row in rows}
+        self.run_id = str(body["run_id"])
+        self.attempts = [Attempt.from_json(one) for one in body["attempts"]]
+        self.quarantined = {str(name): str(why) for name, why in body["quarantined"].items()}
+        finished = body["finished"]
+        self.finished = dict(finished) if finished is not None else None
+        self.keep = body.get("keep")
+
+    def to_bytes(self) -> bytes:
+        """Serialise; people can read all but the rows."""
+        head = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "run_id": self.run_id,
+            "attempts": [one.to_json() for one in self.attempts],
+            "quarantined": self.quarantined,
+            "finished": self.finished,
+            "keep": self.keep,
+            "columns": COLUMNS,
+        }
+        rows = json.dumps(list(self.rows.values()), separators=(",", ":"))
+        return f'{json.dumps(head, indent=1, default=str)[:-2]},\n "rows": {rows}\n}}\n'.encode()
+
+    def save(self) -> None:
+        """Replace run.json atomically; durable on return."""
+        self.storage.put(RUN_FILE, self.to_bytes())
+        self.damage = None
+
+    # -- attempts ------------------------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> Attempt | None:
+        """The newest attempt."""
+        return self.attempts[-1] if self.attempts else None
+
+    def register_attempt(self, start_id: str, *, host: str, pid: int) -> Attempt:
+        """Begin a new attempt, numbered one above everything ever seen, and write it down. Needs the lease."""
+        seen = [one.attempt for one in self.attempts]
+        seen += [row[1] for row in self.rows.values()]
+        number = max([*seen, highest_attempt(self.storage)], default=0) + 1
+        self.run_id = self.run_id or os.urandom(8).hex()
+        attempt = Attempt(attempt=number, start_id=start_id, host=host, pid=pid, started=_now())
+        self.attempts.append(attempt)
+        self.save()
+        self._log = ReportLog(self.storage, attempt, self.run_id)
+        return attempt
+
+    def resumed(self, name: str, *, step: int, attempt: int | None = None) -> None:
+        """Note what the current attempt goes on from.
+
+        Args:
+            name: checkpoint of this run, or the URI of another one.
+            step: the step it was saved at.
+            attempt: the attempt that saved it; looked up for checkpoints of this run.
+        """
+        if attempt is None and name in self.rows:
+            attempt = self.rows[name][1]
+        source = {"name": name, "step": step, "attempt": attempt}
+        self.attempts[-1] = replace(self.attempts[-1], resumed_from=source)
+        self.save()
+        if self._log is not None:
+            self._log.resumed(source)
+
+    def end_attempt(self, reason: str) -> None:
+        """Note how the current attempt ended."""
+        if self.attempts:
+            self.attempts[-1] = replace(self.attempts[-1], ended=_now(), reason=reason)
+            self.save()
+
+    def finish(self, info: Mapping[str, Any]) -> None:
+        """Note that training reached its end; a later attempt that saves again clears it."""
+        number = self.attempts[-1].attempt if self.attempts else 0
+        self.finished = {**info, "attempt": number, "time": _now()}
+        self.save()
+
+    def quarantine(self, name: str, reason: str) -> None:
+        """Never pick this checkpoint again. Its files stay as they are."""
+        self.quarantined[name] = reason
+        self.save()
+
+    # -- reports -------------------------------------------------------------------------------------------------
+
+    def report(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows ``{step, epoch, time, metrics, checkpoint}`` of the current attempt; durable on return."""
+        if self._log is None:
+            raise RuntimeError("report before register_attempt")
+        self._log.write(rows)
+
+    def history(self) -> list[dict[str, Any]]:
+        """Every report that still counts, oldest first (see `live_rows`)."""
+        rows, noted, _ = read_reports(self.storage)
+        return live_rows(rows, {**noted, **{one.attempt: one for one in self.attempts}})
+
+    def rebuild_attempts(self) -> None:
+        """Recover run id and attempts from the report segments."""
+        _, noted, run_id = read_reports(self.storage)
+        self.run_id = run_id
+        self.attempts = [noted[number] for number in sorted(noted)]
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")

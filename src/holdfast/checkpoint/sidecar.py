@@ -1,0 +1,67 @@
+"""``.metrics.json`` beside a manifest: metrics that came late, and the pin. It is the truth; run.json caches it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
+from holdfast.format.names import check_links
+from holdfast.storage.base import Storage
+
+from .record import from_plain, to_plain
+
+__all__ = ["METRICS_FILE", "Sidecar", "read_sidecar", "write_sidecar"]
+
+METRICS_FILE = ".metrics.json"
+_MAX_BYTES = 16 << 20
+_log = logging.getLogger("holdfast.catalog")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sidecar:
+    """What may still be said about a checkpoint after its commit."""
+
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    pinned: bool = False
+
+    def with_metrics(self, metrics: Mapping[str, Any]) -> Sidecar:
+        """Merge later metrics over the present ones."""
+        return replace(self, metrics={**self.metrics, **metrics})
+
+    def with_pin(self, on: bool) -> Sidecar:
+        """Set or remove the pin."""
+        return replace(self, pinned=on)
+
+
+def read_sidecar(storage: Storage, name: str) -> Sidecar:
+    """Read the sidecar of checkpoint ``name``; an absent one says nothing.
+
+    A damaged one is reported and counts as a pin: when we cannot know, nothing is deleted.
+    """
+    path = f"{name}/{METRICS_FILE}"
+    try:
+        check_links(storage, name, (METRICS_FILE,))
+        with storage.open(path) as reader:
+            data = bytearray(min(reader.size, _MAX_BYTES))
+            reader.read_into(0, memoryview(data))
+    except StorageNotFoundError:
+        return Sidecar()
+    except CorruptCheckpointError as error:  # a link that leads out of the checkpoint
+        _log.warning("%s: %s: the checkpoint counts as pinned until it goes", storage.uri, error)
+        return Sidecar(pinned=True)
+    try:
+        body = json.loads(data)
+        return Sidecar(metrics=from_plain(dict(body.get("metrics") or {})), pinned=bool(body.get("pinned")))
+    except (ValueError, TypeError, AttributeError) as error:
+        _log.warning("%s/%s is damaged (%s): the checkpoint counts as pinned until it goes", storage.uri, path, error)
+        return Sidecar(pinned=True)
+
+
+def write_sidecar(storage: Storage, name: str, sidecar: Sidecar) -> None:
+    """Replace the sidecar atomically; durable on return."""
+    body = {"metrics": to_plain(sidecar.metrics), "pinned": sidecar.pinned}
+    storage.put(f"{name}/{METRICS_FILE}", json.dumps(body, allow_nan=False).encode())

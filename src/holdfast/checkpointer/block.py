@@ -1,0 +1,120 @@
+"""The block printed when a run starts: what was resumed, what was restored, and what was not."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..checkpoint.catalog import Catalog
+from ..checkpoint.record import record_from_row
+from ..storage.base import Storage
+from ..writer.messages import RunOpened
+from .options import RESERVED, Options
+from .progress import Progress
+from .resume import Resumed
+
+__all__ = ["ResumeBlock", "start_block"]
+
+_SHOWN = 8
+_OWN = {f"{RESERVED}/progress": "step, epoch and data position", f"{RESERVED}/rng": "random generators"}
+
+
+@dataclass(slots=True)
+class ResumeBlock:
+    """Collects what happened at start and prints it once, on stderr.
+
+    Attributes:
+        headline: "resumed from ... at step ..." or "fresh start: ...".
+        notes: one line each: fallbacks, leases waited for, numbers that changed.
+        restored: paths that were restored.
+        not_restored: (path, why).
+    """
+
+    headline: str = ""
+    notes: list[str] = field(default_factory=list)
+    restored: Sequence[str] = ()
+    not_restored: Sequence[tuple[str, str]] = ()
+
+    def lines(self) -> list[str]:
+        """Return the lines of the block."""
+        lines = [f"holdfast: {self.headline}"]
+        if self.restored:
+            lines.append(f"  restored      {_listed([_OWN.get(path, path) for path in self.restored])}")
+        shown = self.not_restored[:_SHOWN]
+        lines.extend(f"  NOT restored  {_OWN.get(path, path)}: {why}" for path, why in shown)
+        if len(shown) < len(self.not_restored):
+            lines.append(f"  NOT restored  ... and {len(self.not_restored) - len(shown)} more")
+        lines.extend(f"  {note}" for note in self.notes)
+        return lines
+
+    def show(self) -> None:
+        """Print the block."""
+        print("\n".join(self.lines()), file=sys.stderr, flush=True)  # noqa: T201 - the one thing a run prints
+
+
+def start_block(
+    storage: Storage,
+    opened: RunOpened,
+    outcome: Resumed,
+    progress: Progress,
+    *,
+    finished: int | None,
+    room: str,
+    options: Options,
+) -> ResumeBlock:
+    """Say what a start found and did."""
+    block = ResumeBlock()
+    notes = block.notes
+    if outcome.checkpoint is None:
+        block.headline = _fresh(storage, opened, notes, options)
+    else:
+        assert outcome.loaded is not None
+        block.headline = (
+            f"resumed from {outcome.checkpoint.uri} at step {progress.step}, epoch {progress.epoch} "
+            f"(attempt {opened.attempt})"
+        )
+        block.restored = outcome.loaded.restored
+        block.not_restored = outcome.loaded.not_restored
+    skipped = {**opened.quarantined, **dict(outcome.skipped)} if isinstance(options.resume, str) else {}
+    for name, reason in skipped.items():
+        notes.append(f"set aside {name}, its files are left alone: {reason.splitlines()[0]}")
+    if opened.swept:
+        gone = sorted({path.split("/")[0] for path in opened.swept})
+        notes.append(f"removed what unfinished saves left: {_listed(gone)}")
+    if opened.waited_s > 1:
+        notes.append(f"waited {opened.waited_s:.1f} s for the writer of the life before to finish")
+    if finished is not None:
+        notes.append(
+            f"this run had finished ({finished} epochs, step {progress.step}): nothing to do unless more is asked for"
+        )
+    if threading.current_thread() is not threading.main_thread():
+        notes.append("not in the main thread: signals are left alone, only deadline= and ck.save() save early")
+    notes.append(room)
+    return block
+
+
+def _fresh(storage: Storage, opened: RunOpened, notes: list[str], options: Options) -> str:
+    if opened.records:
+        notes.append(f"the newest one not used is {record_from_row(opened.records[0]).name}")
+        keep = options.keep
+        if keep is not None and (keep.last, keep.best, keep.every) != (None, None, None):
+            notes.append(
+                "they count as older ones of this run: keep= REMOVES them as new ones are saved. "
+                "Pin them, or use another directory, to keep them"
+            )
+        return f"fresh start (resume='never'): {len(opened.records)} checkpoint(s) under {storage.uri} are not used"
+    # Whoever expected a resume has to see why there is none.
+    found = Catalog(storage)
+    if found.incomplete:
+        notes.append(f"never committed, so not usable: {_listed(found.incomplete)}")
+    if found.others:
+        notes.append(f"not of this run, so not picked (name one with resume=): {_listed(found.others)}")
+    return f"fresh start: no checkpoint under {storage.uri}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    every = list(names)
+    more = f", ... and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    return ", ".join(every[:_SHOWN]) + more

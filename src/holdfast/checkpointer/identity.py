@@ -1,0 +1,75 @@
+"""Who wrote a checkpoint: ids, versions, times."""
+
+from __future__ import annotations
+
+import platform
+import secrets
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+
+__all__ = ["manifest_fields", "new_start_id", "plain_metrics"]
+
+
+def new_start_id() -> str:
+    """Return an id for one life of a process; part of file names, so two lives never share a file."""
+    return secrets.token_hex(4)
+
+
+def manifest_fields(
+    *,
+    run_id: str | None,
+    checkpoint_id: str,
+    parent: str | None,
+    attempt: int,
+    step: int | None,
+    epoch: int | None,
+    metrics: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the fields of a manifest that the trainer knows."""
+    from .. import __version__
+
+    return {
+        "run_id": run_id,
+        "checkpoint_id": checkpoint_id,
+        "parent": parent,
+        "attempt": attempt,
+        "step": step,
+        "epoch": epoch,
+        "created": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        "metrics": plain_metrics(metrics),
+        "world_size": 1,
+        "versions": {"holdfast": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn metric values into plain numbers; tensors are read here, which waits for their device.
+
+    Raises:
+        ConfigError: a value is no metric.
+    """
+    return {name: _plain(value, name) for name, value in metrics.items()}
+
+
+def _plain(value: Any, name: str) -> Any:
+    if type(value) in (float, int, str, bool, type(None)):
+        return value
+    for kind in (int, float, str):  # subclasses (an enum, numpy.float64) become what they are
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, torch.Tensor):
+        return _plain(value.item() if value.numel() == 1 else value.tolist(), name)
+    if callable(getattr(value, "tolist", None)):  # NumPy scalars and arrays
+        return _plain(value.tolist(), name)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, name) for item in value]
+    if hasattr(value, "__float__"):
+        return float(value)
+    raise ConfigError(f"metric {name!r} is a {type(value).__name__}: give a number, a tensor or a string")

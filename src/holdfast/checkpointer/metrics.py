@@ -1,0 +1,99 @@
+"""Metrics of a run: kept as they come, read and sent when something is written anyway."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..writer.client import WriterClient
+from .identity import plain_metrics
+from .progress import Progress
+
+if TYPE_CHECKING:
+    from .saver import Saver
+
+__all__ = ["MetricLog"]
+
+_LOG = logging.getLogger("holdfast.checkpointer")
+_MAX_ROWS = 1000
+_EMPTY: dict[str, Any] = {}
+
+
+class MetricLog:
+    """Rows of metrics on their way to the run's history.
+
+    Tensors are copied on their own device and kept, not read: reading one waits for its device. `flush` reads them,
+    when a save or a report happens or 1 000 rows have gathered; rows of a life that dies before are void anyway, for
+    the next one goes on from a checkpoint before them.
+
+    Args:
+        client: the writer.
+        attempt: number of this attempt.
+        follow: takes the futures of what was sent, so that failures surface.
+    """
+
+    def __init__(self, client: WriterClient, *, attempt: int, follow: Callable[[Future[Any]], None]) -> None:
+        self._client, self._attempt, self._follow = client, attempt, follow
+        self._rows: list[tuple[int, int, float, dict[str, Any]]] = []
+        self._current_step, self._current = -1, _EMPTY
+
+    def add(self, step: int, epoch: int, metrics: dict[str, Any]) -> None:
+        """Keep the metrics of a step; the dict is ours from now on."""
+        for name, value in metrics.items():
+            if isinstance(value, torch.Tensor):
+                # The caller may go on adding to it in place, and a CUDA graph writes to the same one each step.
+                metrics[name] = value.detach().clone()
+        rows = self._rows
+        rows.append((step, epoch, time.time(), metrics))
+        if self._current_step == step:
+            self._current = {**self._current, **metrics}
+        else:
+            self._current_step, self._current = step, metrics
+        if len(rows) >= _MAX_ROWS:
+            self._send(None)
+
+    def of_step(self, step: int) -> dict[str, Any]:
+        """Return everything reported for ``step`` so far, as numbers."""
+        return plain_metrics(self._current) if self._current_step == step else {}
+
+    def bind(self, saver: Saver, metrics: Mapping[str, Any]) -> None:
+        """Attach metrics to the checkpoint of this step, which is saved or being saved."""
+        self._follow(self._client.run_op("metrics", name=saver.last_name, metrics=plain_metrics(metrics)))
+
+    def flush(self, progress: Progress, saver: Saver, *, name: str | None = None) -> None:
+        """Read and send all rows; failures surface through the saver.
+
+        Args:
+            progress: the current step.
+            saver: knows the checkpoint of this step.
+            name: of the checkpoint that is being made of this step.
+        """
+        if name is None and saver.last_step == progress.step:
+            name = saver.last_name
+        self._send(name, progress.step)
+
+    def complain(self, error: Exception) -> None:
+        """Log an error that may not replace the one already on its way."""
+        _LOG.error("while the run was ending with an error, a save failed too: %s", error)
+
+    def _send(self, checkpoint: str | None, step: int = -1) -> None:
+        if not self._rows:
+            return
+        rows, self._rows = self._rows, []
+        found = [
+            {
+                "attempt": self._attempt,
+                "step": at,
+                "epoch": epoch,
+                "time": when,
+                "metrics": plain_metrics(metrics),
+                "checkpoint": checkpoint if at == step else None,
+            }
+            for at, epoch, when, metrics in rows
+        ]
+        self._follow(self._client.run_op("report", rows=found))

@@ -1,0 +1,129 @@
+"""What a `Checkpointer` was told, checked before anything happens."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from .._units import Interval, IntervalLike, parse_intervals
+from ..checkpoint.handle import Checkpoint
+from ..config import Keep
+from ..errors import ConfigError
+from ..state.snapshot import Snapshotter
+from ..storage.base import Storage
+from .schedule import Deadline, Schedule
+
+__all__ = ["RESERVED", "Options", "check_root", "check_state"]
+
+RESERVED = "holdfast"  # top-level key of the run's own entries
+_CHOICES = {"when_busy": ("wait", "skip"), "on_full": ("skip", "wait", "raise")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Arguments of a `Checkpointer` in the form it uses them; see there.
+
+    Attributes:
+        intervals: the parsed ``every``.
+        keep: rules of retention.
+        resume: "auto", "must", "never" or the checkpoint.
+        when_busy: "wait" or "skip".
+        on_full: "skip", "wait" or "raise".
+        max_staging_bytes: bound of the memory a save may use.
+        deadline: counted from the construction, not from entering.
+        exit_code: exit status after a signal or the deadline.
+        timeout_s: bound of every wait.
+        seed_samples: whether ``__getitem__`` gets seeds.
+    """
+
+    intervals: tuple[Interval, ...]
+    keep: Keep | None
+    resume: str | Checkpoint
+    when_busy: str
+    on_full: str
+    max_staging_bytes: int | None
+    deadline: Deadline
+    exit_code: int
+    timeout_s: float
+    seed_samples: bool
+
+    @classmethod
+    def check(
+        cls,
+        *,
+        every: IntervalLike | Sequence[IntervalLike] | None,
+        keep: Keep | None,
+        resume: str | os.PathLike[str] | Checkpoint,
+        when_busy: str,
+        on_full: str,
+        local_dir: str | os.PathLike[str] | None,
+        max_staging_bytes: int | None,
+        deadline: float | IntervalLike | datetime | None,
+        exit_code_for_requeue: int,
+        timeout_s: float,
+        seed_samples: bool,
+    ) -> Options:
+        """Check every argument.
+
+        Raises:
+            ConfigError: one is wrong.
+        """
+        for name, value in (("when_busy", when_busy), ("on_full", on_full)):
+            if value not in _CHOICES[name]:
+                raise ConfigError(f"{name}={value!r}: use one of {', '.join(map(repr, _CHOICES[name]))}")
+        if local_dir is not None:
+            raise ConfigError("local_dir mirrors a remote run and comes with remote storage in a later version")
+        if keep is not None and not isinstance(keep, Keep):
+            raise ConfigError(f"keep={keep!r}: give a holdfast.Keep, as in Keep(last=3), or None to keep everything")
+        if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+            raise ConfigError(f"timeout_s={timeout_s!r}: it must be a positive number of seconds")
+        if not isinstance(exit_code_for_requeue, int) or not 0 <= exit_code_for_requeue <= 255:
+            raise ConfigError(f"exit_code_for_requeue={exit_code_for_requeue!r}: an exit status is 0 to 255")
+        intervals = parse_intervals(every)
+        now = time.monotonic()
+        Schedule(intervals, now=now)
+        Snapshotter(max_staging_bytes=max_staging_bytes).close()
+        if not isinstance(resume, Checkpoint) and resume not in ("auto", "must", "never"):
+            resume = Checkpoint(resume)  # made absolute now, so that a later chdir does not move it
+        return cls(
+            intervals=intervals,
+            keep=keep,
+            resume=resume if isinstance(resume, Checkpoint) else str(resume),
+            when_busy=when_busy,
+            on_full=on_full,
+            max_staging_bytes=max_staging_bytes,
+            deadline=Deadline(deadline, now=now),
+            exit_code=exit_code_for_requeue,
+            timeout_s=timeout_s,
+            seed_samples=seed_samples,
+        )
+
+
+def check_state(state: Any) -> Mapping[str, Any]:
+    """Refuse a state that cannot be one; None is an empty one.
+
+    Raises:
+        ConfigError: it is no mapping, or uses the run's own key.
+    """
+    if state is None:
+        return {}
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"state is a mapping such as {{'model': model}}, not {type(state).__name__}")
+    if RESERVED in state:
+        raise ConfigError(f"state[{RESERVED!r}] is reserved for the run's own entries: use another key")
+    return state
+
+
+def check_root(storage: Storage) -> None:
+    """Refuse a file where the directory of the run should be.
+
+    Raises:
+        ConfigError: there is a file.
+    """
+    root = storage.local_root
+    if root is not None and root.is_file():
+        raise ConfigError(f"{root} is a file; a run needs a directory: give another path")

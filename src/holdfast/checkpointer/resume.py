@@ -1,0 +1,116 @@
+"""Find the checkpoint a run goes on from, and load it: newest first, bad ones set aside, never silently from zero."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..checkpoint.handle import Checkpoint
+from ..errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+)
+from ..state.restore import Loaded, load_state
+from ..storage.base import Storage
+from .options import RESERVED
+
+__all__ = ["Resumed", "resume_run"]
+
+Quarantine = Callable[[str, str], None]
+
+
+@dataclass(slots=True)
+class Resumed:
+    """Outcome of looking for a checkpoint.
+
+    Attributes:
+        checkpoint: what was loaded, None for a fresh start.
+        loaded: what it brought back.
+        skipped: (name, reason) of newer ones that were set aside now.
+        lacks_progress: the checkpoint was not saved by a run: it holds no step, epoch and data position.
+    """
+
+    checkpoint: Checkpoint | None = None
+    loaded: Loaded | None = None
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    lacks_progress: bool = False
+
+
+def resume_run(
+    storage: Storage,
+    state: Mapping[Any, Any],
+    mode: str | os.PathLike[str] | Checkpoint,
+    *,
+    candidates: Sequence[str],
+    quarantined: Mapping[str, str],
+    quarantine: Quarantine,
+    rank: int = 0,
+) -> Resumed:
+    """Load what ``mode`` asks for into ``state``.
+
+    Args:
+        storage: root of the run.
+        state: live state.
+        mode: "auto", "must", "never", or the checkpoint to use.
+        candidates: names of committed checkpoints, newest first.
+        quarantined: names set aside by earlier starts, with reasons.
+        quarantine: records a bad checkpoint.
+        rank: this rank.
+
+    Raises:
+        CheckpointNotFoundError: "must" (or an explicit checkpoint) and there is none.
+        CorruptCheckpointError: there are checkpoints and none of them is good.
+        StateMismatchError: the checkpoint does not fit the state.
+    """
+    if isinstance(mode, Checkpoint) or mode not in ("auto", "must", "never"):
+        return _explicit(mode, state, rank)
+    if mode == "never":
+        return Resumed()
+    outcome = Resumed()
+    for name in candidates:
+        if name in quarantined:
+            continue
+        try:
+            outcome.loaded = load_state(storage.child(name), state, rank=rank)
+        except (CorruptCheckpointError, IncompleteCheckpointError, CheckpointNotFoundError) as error:
+            reason = str(error)
+            quarantine(name, reason)
+            outcome.skipped.append((name, reason))
+            continue
+        outcome.checkpoint = Checkpoint.at(storage, name)
+        return outcome
+    bad = {**quarantined, **dict(outcome.skipped)}
+    if bad:
+        rows = "\n".join(f"  {name}: {reason}" for name, reason in bad.items())
+        raise CorruptCheckpointError(
+            f"{storage.uri} has {len(bad)} checkpoint(s) and none of them is good; not starting from zero:\n{rows}\n"
+            "what to do: repair or copy one back, name one with resume=<path>, or start afresh with resume='never'"
+        )
+    if mode == "must":
+        raise CheckpointNotFoundError(
+            f"resume='must', but there is no checkpoint under {storage.uri}: check the path, or use resume='auto'"
+        )
+    return outcome
+
+
+def _explicit(mode: str | os.PathLike[str] | Checkpoint, state: Mapping[Any, Any], rank: int) -> Resumed:
+    checkpoint = mode if isinstance(mode, Checkpoint) else Checkpoint(mode)
+    root = checkpoint.storage.local_root
+    if root is not None and (root / checkpoint.directory).is_file():
+        raise ConfigError(f"resume={checkpoint.uri!r} is a file; give the directory of a checkpoint")
+    # One made by `holdfast.save` has none of the run's own entries: it is a start, and what it lacks is said.
+    own = (RESERVED, f"{RESERVED}/*")
+    loaded = load_state(checkpoint.storage.child(checkpoint.directory), state, allow_missing=own, rank=rank)
+    return Resumed(checkpoint, loaded, lacks_progress=RESERVED in dict(loaded.not_restored))
+
+
+def is_within(checkpoint: Checkpoint, storage: Storage) -> bool:
+    """Tell whether a checkpoint lies directly under the root of a run, however its path was spelt."""
+    root, home = storage.local_root, checkpoint.storage.local_root
+    if root is not None and home is not None:
+        return os.path.realpath(root) == os.path.realpath(home) and "/" not in checkpoint.directory
+    return checkpoint.storage.uri == storage.uri and "/" not in checkpoint.directory

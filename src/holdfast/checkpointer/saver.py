@@ -1,0 +1,314 @@
+"""Saves of a run: start one, learn how it ended, keep going or stop as the policies say."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any
+
+from .._units import format_bytes
+from ..errors import CheckpointNotFoundError, HoldfastError, StorageError, StorageFullError
+from ..format.names import MANIFEST_NAME
+from ..state.snapshot import Snapshotter, Submitted
+from ..storage.base import Storage
+from ..writer.client import WriterClient
+from ..writer.messages import RunOpened, SaveResult
+from .identity import manifest_fields
+from .stats import Stats, StepClock
+
+__all__ = ["Saver"]
+
+_LOG = logging.getLogger("holdfast.checkpointer")
+_SLOW_DISK = 200e6  # bytes/s, for the time of a save before the first one was measured
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A save under way, and what has to be true again if it fails."""
+
+    submitted: Submitted
+    step: int
+    started: float
+    before: tuple[int, str | None, str | None]
+    durable: float = 0.0  # when it had ended, well or not; set by another thread
+
+
+class Saver:
+    """Starts saves into one run and follows them, one at a time.
+
+    Args:
+        storage: root of the run.
+        client: the writer, with the run opened.
+        opened: what opening the run found.
+        snapshotter: copies the state.
+        state: the full state, evaluated at each save.
+        names: names that are taken under the run.
+        when_busy: "wait" for the save before, or "skip" this one.
+        on_full: "skip", "wait" or "raise" when the storage is full.
+        timeout_s: bound of every wait.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        client: WriterClient,
+        opened: RunOpened,
+        snapshotter: Snapshotter,
+        state: Callable[[], Mapping[Any, Any]],
+        *,
+        names: set[str],
+        when_busy: str,
+        on_full: str,
+        timeout_s: float,
+    ) -> None:
+        self.storage, self.client, self.opened, self.snapshotter, self.state = (
+            storage,
+            client,
+            opened,
+            snapshotter,
+            state,
+        )
+        self.names, self.when_busy, self.on_full, self.timeout_s = names, when_busy, on_full, timeout_s
+        self.stats = Stats()
+        self.clock = StepClock()
+        self.parent: str | None = None
+        self.last_step = -1  # newest step with a save started
+        self.last_name: str | None = None
+        self.deleted: list[tuple[str, str]] = []
+        self.lost_to_full: StorageFullError | None = None  # why the last save was left out, if it was
+        self._pending: _Pending | None = None
+        self._side: list[Future[Any]] = []  # reports and late metrics on their way
+        self._ended = threading.Event()  # something that `settle` has to take in
+        self._number = 0
+        self._num_lost = self._lost_in_a_row = 0
+        self._retry = False
+
+    @property
+    def busy(self) -> bool:
+        """True while a save is being written."""
+        return self._pending is not None and not self._pending.durable
+
+    @property
+    def unsettled(self) -> bool:
+        """True when something has ended and `settle` has to take it in; costs next to nothing."""
+        return self._ended.is_set()
+
+    @property
+    def save_s(self) -> float:
+        """Seconds the last save took until it was durable; a careful guess before the first one."""
+        if self.stats.seconds_to_durable:
+            return self.stats.seconds_to_durable[-1]
+        layout = self.snapshotter.layout
+        return 0.0 if layout is None else layout.tensor_bytes / _SLOW_DISK
+
+    def save(
+        self,
+        *,
+        step: int,
+        epoch: int,
+        metrics: Mapping[str, Any],
+        announce: Callable[[str], object],
+        force: bool = False,
+    ) -> bool:
+        """Start a save; False when it was left out because the writer is busy.
+
+        Args:
+            step: steps done.
+            epoch: current epoch.
+            metrics: metrics of this step.
+            announce: told the name of the checkpoint before the save is handed over.
+            force: wait for a busy writer whatever ``when_busy`` says.
+
+        Raises:
+            HoldfastError: the save before this one failed.
+        """
+        if self.busy and self.when_busy == "skip" and not force:
+            self.stats.skipped += 1
+            _LOG.info("step %d: the save of step %d is still being written; this one is skipped", step, self.last_step)
+            return False
+        self.settle(wait_for_it=True)
+        begun = time.perf_counter()
+        name = self._name(step)
+        self._number += 1
+        # Metrics first: a trainer killed right after the hand-over has its save committed all the same.
+        announce(name)
+        checkpoint_id = uuid.uuid4().hex
+        submitted = self.snapshotter.submit(
+            self.state(),
+            self.client,
+            self.storage,
+            directory=name,
+            save_id=f"{self.opened.start_id}-{self._number:x}",
+            manifest=manifest_fields(
+                run_id=self.opened.run_id,
+                checkpoint_id=checkpoint_id,
+                parent=self.parent,
+                attempt=self.opened.attempt,
+                step=step,
+                epoch=epoch,
+                metrics=metrics,
+            ),
+            reuse=True,
+            run=True,
+            lazy=True,
+        )
+        self.names.add(name)
+        pending = _Pending(submitted, step, begun, (self.last_step, self.last_name, self.parent))
+
+        def ended(_: Future[Any]) -> None:
+            pending.durable = time.perf_counter()
+            self._ended.set()
+
+        self._pending = pending
+        submitted.future.add_done_callback(ended)
+        self.last_step, self.last_name, self.parent = step, name, checkpoint_id
+        self._held(begun)
+        return True
+
+    def settle(self, *, wait_for_it: bool = False) -> None:
+        """Take in a save that has ended; with ``wait_for_it`` wait for it first.
+
+        Raises:
+            HoldfastError: the save, or something reported on the side, failed.
+        """
+        self._ended.clear()
+        # Looked at before the save: whatever failed for want of its checkpoint comes after the news of that failure.
+        done = [one for one in self._side if one.done()]
+        self._settle_save(wait_for_it=wait_for_it)
+        self._settle_side(done)
+
+    def _settle_save(self, *, wait_for_it: bool) -> None:
+        if self._pending is None:
+            return
+        pending, future = self._pending, self._pending.submitted.future
+        if not future.done():
+            if not wait_for_it:
+                return
+            begun = time.perf_counter()
+            wait([future], timeout=self.timeout_s)
+            self._held(begun)
+            if not future.done():
+                raise HoldfastError(
+                    f"the save of step {pending.step} is not durable after {self.timeout_s:.0f} s (timeout_s): "
+                    f"{self.storage.uri} is stuck or very slow; training cannot count on it"
+                )
+        self._pending = None
+        error = future.exception()
+        if error is None:
+            self._committed(future.result(), pending)
+            return
+        # This step is not saved: the final save must not take it for done, nor the next one for its parent.
+        self._free_name(self.last_name)
+        self.last_step, self.last_name, self.parent = pending.before
+        if not isinstance(error, StorageFullError):
+            raise error
+        self._full(error, pending.step)
+
+    def fence(self) -> None:
+        """Make the device wait for copies of its tensors that are still under way; costs the CPU nothing."""
+        copies = self.snapshotter.copies
+        if copies is not None:
+            copies.stepped()
+
+    def finish(self) -> None:
+        """Wait for everything on its way; raises what failed."""
+        self.settle(wait_for_it=True)
+        wait(self._side, timeout=self.timeout_s)
+        self._settle_side([one for one in self._side if one.done()])
+        if self._side:
+            raise HoldfastError(f"metrics are not durable after {self.timeout_s:.0f} s: {self.storage.uri} is stuck")
+
+    def on_the_side(self, future: Future[Any]) -> None:
+        """Follow an operation whose failure has to surface: a report, late metrics."""
+        self._side.append(future)
+        future.add_done_callback(lambda _: self._ended.set())
+
+    @property
+    def wants_retry(self) -> bool:
+        """True when ``on_full="wait"`` and the last save found no space."""
+        return self._retry
+
+    def say_lost(self) -> None:
+        """Log, at the end of the run, what a full storage cost."""
+        if self._num_lost:
+            _LOG.warning("%d save(s) of this run were lost to a full storage; %s", self._num_lost, self._newest_safe())
+
+    def final_is_missing(self, step: int) -> StorageFullError:
+        """Return the error for a run whose last step could not be saved."""
+        return StorageFullError(
+            f"the final step {step} was NOT saved, the storage is full ({self.lost_to_full}); {self._newest_safe()}: "
+            "free some space and start the same command again, it goes on from there"
+        )
+
+    def _newest_safe(self) -> str:
+        step = self.stats.last_durable_step
+        free = self.storage.free_bytes()
+        room = "" if free is None else f"; {format_bytes(free)} are free at {self.storage.uri}"
+        return ("no checkpoint was written" if step < 0 else f"the newest checkpoint is that of step {step}") + room
+
+    def _held(self, begun: float) -> None:
+        seconds = time.perf_counter() - begun
+        self.stats.seconds_blocked += seconds
+        self.stats.seconds_lost += seconds
+
+    def _committed(self, result: SaveResult, pending: _Pending) -> None:
+        self._lost_in_a_row = 0
+        self._retry = False
+        self.lost_to_full = None
+        stats = self.stats
+        stats.saves += 1
+        stats.bytes_written += result.bytes_written
+        stats.bytes_reused += result.bytes_reused
+        # `ended` runs on another thread, right after those who wait are woken.
+        stats.seconds_to_durable.append((pending.durable or time.perf_counter()) - pending.started)
+        stats.last_durable_step = max(stats.last_durable_step, pending.step)
+        stats.seconds_lost += self.clock.take_lost()
+        self.deleted.extend(result.deleted)
+        self.snapshotter.observe(result.unchanged)
+
+    def _full(self, error: StorageFullError, step: int) -> None:
+        self.stats.skipped += 1
+        self._num_lost += 1
+        self._lost_in_a_row += 1
+        self.lost_to_full = error
+        if self.on_full == "raise":
+            raise error
+        _LOG.warning(
+            "step %d was NOT saved, the storage is full (%s); older checkpoints are untouched, training goes on "
+            "(save %d in a row)", step, error, self._lost_in_a_row,
+        )  # fmt: skip
+        self._retry = self.on_full == "wait"
+
+    def _settle_side(self, done: list[Future[Any]]) -> None:
+        self._side = [one for one in self._side if one not in done]
+        for future in done:
+            error = future.exception()
+            if isinstance(error, StorageFullError) and self.on_full != "raise":
+                _LOG.warning("metrics were not recorded, the storage is full: %s", error)
+            elif isinstance(error, CheckpointNotFoundError) and self._num_lost:
+                _LOG.warning("metrics were not bound, the save of their step was lost: %s", error)
+            elif error is not None:
+                raise error
+
+    def _free_name(self, name: str | None) -> None:
+        """Let the next try use the name of a save that failed, unless it committed after all."""
+        with contextlib.suppress(StorageError):
+            if name is not None and not self.storage.exists(f"{name}/{MANIFEST_NAME}"):
+                self.names.discard(name)
+
+    def _name(self, step: int) -> str:
+        """Return a directory name; one that is taken (a branch, a quarantined one) gets the attempt added."""
+        name = f"step_{step:08d}"
+        if name in self.names:
+            name = f"{name}-a{self.opened.attempt}"
+        base, number = name, 1
+        while name in self.names:
+            number += 1
+            name = f"{base}.{number}"
+        return name

@@ -1,0 +1,125 @@
+"""Signals that ask a run to stop: a flag now, a save at the next step boundary."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import weakref
+from types import FrameType
+from typing import Any
+
+__all__ = ["StopSignals"]
+
+_LOG = logging.getLogger("holdfast.signals")
+_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
+_INSTALLED: weakref.WeakSet[StopSignals] = weakref.WeakSet()
+
+
+class StopSignals:
+    """Catches SIGTERM, SIGUSR1 and SIGINT between `install` and `remove`; earlier handlers are called too.
+
+    Only the main thread may set handlers; anywhere else this does nothing and says so.
+
+    Attributes:
+        received: name of the first signal, or None.
+        impatient: True once SIGINT came for the second time.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self.impatient = False
+        self._interrupts = 0
+        self._before: dict[int, Any] = {}
+        self._removed = False
+
+    def install(self) -> bool:
+        """Take the signals over; False if this is not the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            _LOG.info("not in the main thread: SIGTERM, SIGUSR1 and SIGINT are left alone")
+            return False
+        for name in _SIGNALS:
+            number = getattr(signal, name)
+            self._before[number] = signal.signal(number, self._on_signal)
+        _INSTALLED.add(self)
+        return True
+
+    def remove(self) -> None:
+        """Give the signals back; idempotent."""
+        _INSTALLED.discard(self)
+        self._removed = True
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, handler in self._before.items():
+            # A handler that somebody set after us stays: it may call us, and we then pass the signal on.
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, _settable(handler))
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        before = self._before.get(number)
+        if self._removed:
+            _pass_on(number, before, frame)
+            return
+        name = signal.Signals(number).name
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                # The user does not want to wait.
+                self.impatient = True
+                self.remove()
+                raise KeyboardInterrupt
+        if self.received is None:
+            self.received = name
+            again = "; once more to stop at once" if number == signal.SIGINT else ""
+            os.write(2, f"holdfast: {name}: saving at the next step, then stopping{again}\n".encode())
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)
+
+    def _forget_in_child(self) -> None:
+        """Let a forked loader worker die of SIGTERM as it would without us.
+
+        Ctrl-C reaches the whole process group: a worker that died of the first one would take the trainer down before
+        it could save. So workers leave that one to the trainer, too.
+        """
+        before, self._before = self._before, {}
+        self._removed = True
+        for number, handler in before.items():
+            if number == signal.SIGINT:
+                signal.signal(number, _FirstInTrainer(handler))
+            else:
+                signal.signal(number, _settable(handler))
+
+
+class _FirstInTrainer:
+    """SIGINT in a forked child: the first is the trainer's affair, the second goes to the handler before."""
+
+    def __init__(self, before: Any) -> None:
+        self._before, self._trainer, self._pid = before, os.getppid(), os.getpid()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(number, _settable(self._before))
+        if os.getppid() != self._trainer or os.getpid() != self._pid:
+            _pass_on(number, self._before, frame)
+
+
+def _pass_on(number: int, handler: Any, frame: FrameType | None) -> None:
+    """Do what would have happened without us."""
+    if callable(handler):
+        handler(number, frame)
+    elif handler != signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _settable(handler: Any) -> Any:
+    # None stands for a handler that was not set from Python; it cannot be put back.
+    return signal.SIG_DFL if handler is None else handler
+
+
+def _after_fork_in_child() -> None:
+    for one in list(_INSTALLED):
+        one._forget_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

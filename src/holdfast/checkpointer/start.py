@@ -1,0 +1,170 @@
+"""The start of a run: lease, resume, preflight, and the block that says what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .._units import format_bytes
+from ..checkpoint.handle import Checkpoint
+from ..checkpoint.record import record_from_row
+from ..errors import HoldfastError, StorageFullError
+from ..state.snapshot import Snapshotter
+from ..storage.base import Storage
+from ..writer.client import WriterClient
+from ..writer.messages import RunOpened
+from .block import start_block
+from .options import Options
+from .progress import Progress
+from .resume import is_within, resume_run
+
+__all__ = ["Started", "start_run"]
+
+_LEASE_S = 60.0
+_MARGIN = 16 << 20
+# State tensors of parameter size that an optimizer will create with its first step; others are taken for one.
+_SLOTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "SparseAdam": 2, "Adadelta": 2, "SGD": 1}
+
+
+@dataclass(slots=True)
+class Started:
+    """A run that may train now.
+
+    Attributes:
+        opened: what the writer found.
+        checkpoint: what was resumed, None for a fresh start.
+        in_this_run: whether that checkpoint belongs to this run.
+        parent: id of that checkpoint.
+        names: directory names that are taken.
+        finished_epochs: epochs an earlier, finished life did in all; None if none finished at this step.
+    """
+
+    opened: RunOpened
+    checkpoint: Checkpoint | None
+    in_this_run: bool
+    parent: str | None
+    names: set[str]
+    finished_epochs: int | None
+
+
+def start_run(
+    storage: Storage,
+    client: WriterClient,
+    snapshotter: Snapshotter,
+    state: Callable[[], Mapping[Any, Any]],
+    progress: Progress,
+    *,
+    options: Options,
+    start_id: str,
+) -> Started:
+    """Take the lease, resume, check that a save can work, print the block.
+
+    Raises:
+        RunBusyError: another live process holds the run.
+        StorageError, UnsupportedStateError, StateMismatchError, CheckpointError: saving or resuming cannot work; the
+            error comes before the first step.
+    """
+    keep, timeout_s = options.keep, options.timeout_s
+    lease_s = min(_LEASE_S, timeout_s)
+    opened: RunOpened = _answer(
+        client.open_run(
+            storage, owner={"start_id": start_id}, keep=None if keep is None else keep.to_json(), wait_s=lease_s
+        ),
+        storage, lease_s + timeout_s,
+    )  # fmt: skip
+    live = state()
+    committed = [record_from_row(row).name for row in opened.records]
+    outcome = resume_run(
+        storage,
+        live,
+        options.resume,
+        candidates=committed,
+        quarantined=opened.quarantined,
+        quarantine=lambda name, reason: _answer(
+            client.run_op("quarantine", name=name, reason=reason), storage, timeout_s
+        ),
+    )
+    parent, mine = None, False
+    if outcome.checkpoint is not None:
+        manifest = outcome.checkpoint.manifest
+        parent = manifest.checkpoint_id if manifest is not None else None
+        if progress.step == 0 and manifest is not None and manifest.step is not None and outcome.lacks_progress:
+            progress.step = manifest.step
+        mine = is_within(outcome.checkpoint, storage)
+        name = outcome.checkpoint.name if mine else outcome.checkpoint.uri
+        _answer(client.run_op("resumed", name=name, step=progress.step), storage, timeout_s)
+    room = _preflight(storage, client, snapshotter, live, start_id, timeout_s)
+    finished = None
+    if mine and opened.finished and opened.finished.get("step") == progress.step:
+        finished = int(opened.finished.get("epoch", 0))
+    start_block(storage, opened, outcome, progress, finished=finished, room=room, options=options).show()
+    return Started(opened, outcome.checkpoint, mine, parent, _taken(storage, committed, opened), finished)
+
+
+def _answer(future: Future[Any], storage: Storage, timeout_s: float) -> Any:
+    """Wait for the writer, but not for ever.
+
+    Raises:
+        HoldfastError: what the writer says, or that it says nothing.
+    """
+    wait([future], timeout=timeout_s)
+    if not future.done():
+        raise HoldfastError(f"no answer after {timeout_s:.0f} s (timeout_s): {storage.uri} is stuck or very slow")
+    return future.result()
+
+
+def _taken(storage: Storage, committed: Sequence[str], opened: RunOpened) -> set[str]:
+    """Return the names a save must not use: of checkpoints, good or bad, and of anything else that lies there."""
+    there = {info.path.rstrip("/") for info in storage.list("", recursive=False)}
+    return {*committed, *opened.quarantined, *there}
+
+
+def _preflight(
+    storage: Storage,
+    client: WriterClient,
+    snapshotter: Snapshotter,
+    state: Mapping[Any, Any],
+    start_id: str,
+    timeout_s: float,
+) -> str:
+    """Plan and encode everything, send a small probe through the whole commit, compare free space with the size.
+
+    Returns:
+        A line about size and space.
+    """
+    layout = snapshotter.plan(state)
+    found = _answer(client.probe(storage, directory=f".probe-{start_id}"), storage, timeout_s)
+    expected = layout.tensor_bytes + _future_optimizer_bytes(state.values())
+    free = found["free_bytes"]
+    if free is not None and free < expected + _MARGIN:
+        raise StorageFullError(
+            f"{storage.uri} has {format_bytes(free)} free and one checkpoint takes about {format_bytes(expected)} (and "
+            f"{format_bytes(_MARGIN)} to spare): free some space or choose another place; nothing was trained"
+        )
+    line = f"one checkpoint takes about {format_bytes(expected)}"
+    return line if free is None else f"{line}; {format_bytes(free)} are free"
+
+
+def _future_optimizer_bytes(values: Any) -> int:
+    """Estimate the optimizer state that does not exist before the first step."""
+    total = 0
+    for value in values:
+        if isinstance(value, torch.optim.Optimizer):
+            slots = _SLOTS.get(type(value).__name__, 1)
+            if type(value).__name__ == "SGD" and not any(group.get("momentum") for group in value.param_groups):
+                slots = 0
+            total += slots * sum(
+                param.numel() * param.element_size()
+                for group in value.param_groups
+                for param in group["params"]
+                if param.requires_grad and param not in value.state
+            )
+        elif isinstance(value, Mapping):
+            total += _future_optimizer_bytes(value.values())
+        elif isinstance(value, (list, tuple)):
+            total += _future_optimizer_bytes(value)
+    return total

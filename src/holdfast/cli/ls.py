@@ -1,0 +1,171 @@
+"""``holdfast ls``: the checkpoints of a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import click
+
+from holdfast._units import format_bytes
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.record import Record
+from holdfast.checkpoint.retention import rank
+from holdfast.checkpoint.runindex import RUN_FILE
+from holdfast.storage.base import Storage
+
+from .show import show_checkpoint
+from .targets import find
+from .terminal import age, console, fits, number, print_json, printable, table
+
+__all__ = ["ls", "run_document"]
+
+_METRICS_SHOWN = 3
+_COLOURS = {"ok": "green", "quarantined": "red", "corrupt": "red", "incomplete": "yellow"}
+
+
+@click.command()
+@click.argument("path")
+@click.option("--metric", help="Metric that marks the best; default: the one the run's Keep ranks by.")
+@click.option("--mode", type=click.Choice(["min", "max"]), help="Whether smaller or larger is better.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def ls(path: str, metric: str | None, mode: str | None, as_json: bool) -> None:
+    """List the checkpoints of the run at PATH, newest first.
+
+    "new" is what a checkpoint added to the disk: files that did not change are shared with the one before.
+    """
+    storage, checkpoint = find(path)
+    if checkpoint is not None:
+        show_checkpoint(checkpoint, tensors=False, as_json=as_json)
+        return
+    document = run_document(storage, metric, mode)
+    if as_json:
+        print_json(document)
+    else:
+        _print(printable(document))
+
+
+def run_document(storage: Storage, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
+    """Describe a run and everything under its root as JSON."""
+    catalog = Catalog(storage)
+    index = catalog.index
+    keep = index.keep or {}
+    metric, mode = metric or keep.get("metric"), mode or (keep.get("mode") if not metric else None) or "min"
+    good = catalog.records()
+    ranked = rank(good, metric, mode) if metric else []
+    best = ranked[0].name if metric and ranked and isinstance(ranked[0].metrics.get(metric), (int, float)) else None
+    rows = [_row(storage, record, "ok", newest=record is good[0], best=record.name == best) for record in good]
+    for name, why in sorted(catalog.bad().items()):
+        state = "corrupt" if name in catalog.corrupt else "quarantined"
+        known = catalog.record(name) if name in index.rows else None
+        rows.append({**(_row(storage, known, state) if known else _bare(storage, name, state)), "reason": why})
+    for record in sorted(catalog.strangers(), key=lambda record: record.created, reverse=True):
+        run = catalog.others[record.name].run_id
+        state = "ok" if not run else f"of run {run[:8]}"
+        rows.append({**_row(storage, record, state), "run_id": run})
+    rows += [_bare(storage, name, "incomplete") for name in catalog.incomplete]
+    for name in catalog.foreign:
+        # A directory of runs: say which of its children can be looked into.
+        rows.append(_bare(storage, name, "run" if storage.exists(f"{name}/{RUN_FILE}") else "foreign"))
+    counted = [row for row in rows if "size_bytes" in row]
+    return {
+        "path": storage.uri,
+        "run_id": index.run_id,
+        "attempts": [attempt.to_json() for attempt in index.attempts],
+        "finished": index.finished,
+        "keep": index.keep,
+        "index_rebuilt": catalog.rebuilt,
+        "size_bytes": sum(row["size_bytes"] for row in counted),
+        "new_bytes": sum(row["new_bytes"] for row in counted),
+        "checkpoints": rows,
+    }
+
+
+def _row(storage: Storage, record: Record, state: str, *, newest: bool = False, best: bool = False) -> dict[str, Any]:
+    marks = {"newest": newest, "best": best, "pinned": record.pinned, "resumed from": record.resumed_from}
+    return {
+        **_bare(storage, record.name, state),
+        "checkpoint_id": record.checkpoint_id,
+        "attempt": record.attempt,
+        "step": record.step,
+        "epoch": record.epoch,
+        "created": record.created,
+        "size_bytes": record.size,
+        "new_bytes": record.size - record.reused,
+        "metrics": dict(record.metrics),
+        "marks": [name for name, on in marks.items() if on],
+    }
+
+
+def _bare(storage: Storage, name: str, state: str) -> dict[str, Any]:
+    return {"name": name, "uri": f"{storage.uri.rstrip('/')}/{name}", "state": state}
+
+
+def _print(document: dict[str, Any]) -> None:
+    from rich.text import Text
+
+    out = console()
+    rows = document["checkpoints"]
+    good = sum("step" in row and "reason" not in row for row in rows)
+    out.print(Text(document["path"], style="bold"))
+    if not rows:
+        out.print("no checkpoints")
+        return
+    parts = [f"run {document['run_id']}"] if document["run_id"] else []
+    if document["attempts"]:
+        parts.append(f"attempt {document['attempts'][-1]['attempt']}")
+    many = f"{good} checkpoint{'s' * (good != 1)}, {format_bytes(document['size_bytes'])}"
+    parts.append(many if good else "no checkpoints at this level")
+    if document["new_bytes"] != document["size_bytes"]:
+        parts[-1] += f" ({format_bytes(document['new_bytes'])} on disk)"
+    if document["finished"]:
+        parts.append("finished")
+    if document["index_rebuilt"]:
+        parts.append("run.json unusable, rebuilt by scan")
+    out.print(Text(" · ".join(parts), style="dim"))
+    out.print()
+    metrics = _metrics(rows, document["keep"])
+    made = _table(rows, metrics)
+    while metrics and not fits(out, made):
+        made = _table(rows, metrics := metrics[:-1])
+    out.print(made)
+    for row in rows:
+        if "reason" in row:
+            out.print(Text(f"{row['name']}: {row['reason']}", style="red"))
+
+
+def _table(rows: list[dict[str, Any]], metrics: list[str]) -> Any:
+    """Make the table, without the columns that would say the same in every row."""
+    from rich.text import Text
+
+    full = [row for row in rows if "step" in row]
+    optional = {
+        "epoch": any(row["epoch"] is not None for row in full),
+        "attempt": len({row["attempt"] for row in full}) > 1,
+        "new": any(row["new_bytes"] != row["size_bytes"] for row in full),
+    }
+    titles = [title for title in ("step", "epoch", "attempt", "age", "size", "new") if optional.get(title, True)]
+    made = table([("checkpoint", "left")] + [(title, "right") for title in [*titles, *metrics]] + [("state", "left")])
+    for row in rows:
+        cells = [""] * (len(titles) + len(metrics))
+        if "step" in row:
+            texts = {
+                "step": number(row["step"]),
+                "epoch": number(row["epoch"]),
+                "attempt": number(row["attempt"] or None),
+                "age": age(row["created"]),
+                "size": format_bytes(row["size_bytes"]),
+                "new": format_bytes(row["new_bytes"]),
+            }
+            cells = [texts[title] for title in titles] + [number(row["metrics"].get(name)) for name in metrics]
+        marks = ", ".join(row.get("marks", [])) if row["state"] == "ok" else ""
+        state = Text(marks or row["state"], style=_COLOURS.get(row["state"], "dim"))
+        made.add_row(row["name"], *cells, state, style="" if row["state"] == "ok" else "dim")
+    return made
+
+
+def _metrics(rows: list[dict[str, Any]], keep: dict[str, Any] | None) -> list[str]:
+    """Choose the columns that fit: the ranking metric, then those most checkpoints have."""
+    count = Counter(name for row in rows for name in row.get("metrics", {}))
+    first = (keep or {}).get("metric")
+    return sorted(count, key=lambda name: (name != first, -count[name], name))[:_METRICS_SHOWN]

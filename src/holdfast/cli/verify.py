@@ -1,0 +1,123 @@
+"""``holdfast verify``: is what is on storage what was written?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from holdfast._units import format_bytes
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.verify import Verification
+from holdfast.checkpoint.verify import verify as verify_checkpoint
+from holdfast.storage.base import Storage
+
+from .targets import find
+from .terminal import console, print_json, printable
+
+__all__ = ["verify"]
+
+_BAR_BYTES = 64 << 20  # less is done before anybody could read the bar
+_Progress = Callable[[int], None]
+
+
+@click.command()
+@click.argument("path")
+@click.option(
+    "--deep/--no-deep", default=None, help="Read every byte [default: deep for one checkpoint, not for a run]."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def verify(path: str, deep: bool | None, as_json: bool) -> None:
+    """Check one checkpoint, or all checkpoints of a run, at PATH.
+
+    Without --deep: manifests and the sizes of all files. With --deep: every byte against its digest.
+    """
+    storage, checkpoint = find(path)
+    if checkpoint is not None:
+        deep = True if deep is None else deep
+        rows = [_one(checkpoint, deep)]
+    else:
+        deep = bool(deep)
+        rows = list(_run(storage, deep))
+    ok = all(row["ok"] for row in rows)
+    if as_json:
+        print_json({"path": storage.uri, "ok": ok, "deep": deep, "checkpoints": rows})
+    else:
+        _print(printable(rows), deep)
+    if not ok:
+        raise click.exceptions.Exit(1)
+
+
+def _one(checkpoint: Checkpoint, deep: bool) -> dict[str, Any]:
+    if checkpoint.storage.exists(checkpoint.directory):
+        found = checkpoint.verify()
+    else:
+        total = (
+            checkpoint.size_bytes if deep and checkpoint.storage.exists(f"{checkpoint.directory}/manifest.json") else 0
+        )
+        with _bar(total, checkpoint.name) as progress:
+            found = verify_checkpoint(checkpoint.storage, checkpoint.directory, deep=deep, progress=progress)
+    return _row(checkpoint.uri, checkpoint.name, found, ok=found.ok)
+
+
+def _run(storage: Storage, deep: bool) -> Iterator[dict[str, Any]]:
+    """Check every checkpoint below ``storage``. What never was a checkpoint is listed and is no problem."""
+    catalog = Catalog(storage)
+    records = {record.name: record.size for record in catalog.records()}
+    names = [*records, *sorted((catalog.bad().keys() | catalog.others.keys()) - records.keys())]
+    with _bar(sum(records.values()) if deep else 0, storage.uri) as progress:
+        for name in names:
+            found = verify_checkpoint(storage, name, deep=deep, progress=progress)
+            row = _row(f"{storage.uri.rstrip('/')}/{name}", name, found, ok=found.ok)
+            yield {**row, "quarantined": catalog.index.quarantined.get(name)}
+    for name in [*catalog.incomplete, *catalog.foreign]:
+        state = "incomplete" if name in catalog.incomplete else "foreign"
+        yield _row(f"{storage.uri.rstrip('/')}/{name}", name, Verification(ok=True, state=state), ok=True)
+
+
+def _row(uri: str, name: str, found: Verification, *, ok: bool) -> dict[str, Any]:
+    return {
+        "name": name,
+        "uri": uri,
+        "ok": ok,
+        "state": found.state,
+        "problems": list(found.problems),
+        "files": found.files,
+        "bytes_read": found.bytes_read,
+    }
+
+
+def _print(rows: list[dict[str, Any]], deep: bool) -> None:
+    from rich.text import Text
+
+    out = console()
+    width = max((len(row["name"]) for row in rows), default=0)
+    for row in rows:
+        style = "green" if row["state"] == "ok" else "red" if not row["ok"] else "dim"
+        detail = f"{row['files']} files"
+        detail += f", {format_bytes(row['bytes_read'])} match their digests" if deep else ", sizes match"
+        line = Text(f"{row['name']:<{width}}  ") + Text(row["state"], style=style)
+        out.print(line + Text(f"  {detail}", style="dim") if row["state"] == "ok" else line)
+        if row.get("quarantined") and row["ok"]:
+            out.print(Text(f"  quarantined: {row['quarantined']}", style="yellow"))
+        for problem in row["problems"]:
+            out.print(Text(f"  {problem}", style="red"))
+    bad = sum(not row["ok"] for row in rows)
+    checked = sum(row["state"] != "foreign" and row["state"] != "incomplete" for row in rows)
+    if len(rows) > 1:
+        how = "every byte" if deep else "manifests and sizes; --deep reads every byte"
+        out.print(Text(f"{checked} checked ({how}), {bad or 'no'} problem{'s' * (bad != 1)}", style="bold"))
+
+
+@contextmanager
+def _bar(total: int, label: str) -> Iterator[_Progress | None]:
+    """A progress bar on stderr, if somebody is there to see it."""
+    if total < _BAR_BYTES or not sys.stderr.isatty():
+        yield None
+        return
+    with click.progressbar(length=total, label=label, file=sys.stderr, show_pos=False) as bar:
+        yield bar.update

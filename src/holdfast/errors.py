@@ -1,0 +1,197 @@
+"""Every exception Holdfast raises, grouped by what a handler does about it.
+
+::
+
+    HoldfastError
+    ├── ConfigError (ValueError)                 the call is wrong: change the script
+    ├── MissingExtraError (ImportError)          install the named extra
+    ├── UnsupportedStateError (TypeError)        a value cannot be saved: change the state
+    ├── StorageError (OSError)                   the place where bytes live failed
+    │   ├── StorageNotFoundError (FileNotFoundError)
+    │   ├── StoragePermissionError (PermissionError)
+    │   ├── StorageFullError
+    │   ├── StorageExistsError (FileExistsError) a conditional write found an object
+    │   └── StorageConflictError                 a conditional write found another version
+    ├── CheckpointError                          a checkpoint is not what was asked for
+    │   ├── CheckpointNotFoundError (FileNotFoundError)
+    │   ├── CheckpointExistsError (FileExistsError)
+    │   ├── IncompleteCheckpointError            files without a manifest: never committed
+    │   ├── CorruptCheckpointError               bytes differ from their digest
+    │   ├── FormatVersionError                   written by a newer Holdfast
+    │   └── StateMismatchError (ValueError)      checkpoint and live state do not fit
+    ├── RunBusyError                             another process holds the run
+    ├── TrainingError                            a run of workers failed
+    │   ├── TrainingFailedError
+    │   ├── WorkerHangError
+    │   └── ReportMismatchError
+    └── SessionError (RuntimeError)              called outside of a running session
+
+All of them pickle, so they cross process boundaries unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "ConfigError",
+    "CorruptCheckpointError",
+    "FormatVersionError",
+    "HoldfastError",
+    "IncompleteCheckpointError",
+    "MissingExtraError",
+    "ReportMismatchError",
+    "RunBusyError",
+    "SessionError",
+    "StateMismatchError",
+    "StorageConflictError",
+    "StorageError",
+    "StorageExistsError",
+    "StorageFullError",
+    "StorageNotFoundError",
+    "StoragePermissionError",
+    "TrainingError",
+    "TrainingFailedError",
+    "UnsupportedStateError",
+    "WorkerHangError",
+]
+
+
+class HoldfastError(Exception):
+    """Root of all Holdfast errors."""
+
+    def __str__(self) -> str:
+        # OSError's own __str__ prints "[Errno ...]" forms; the message is ours alone.
+        return str(self.args[0]) if self.args else ""
+
+
+class ConfigError(HoldfastError, ValueError):
+    """An argument or a combination of arguments is wrong."""
+
+
+class MissingExtraError(HoldfastError, ImportError):
+    """An optional dependency is needed; the message says what to install."""
+
+
+class UnsupportedStateError(HoldfastError, TypeError):
+    """A value in the state cannot be saved; the message names its path and type."""
+
+
+class StorageError(HoldfastError, OSError):
+    """The storage below a checkpoint failed."""
+
+
+class StorageNotFoundError(StorageError, FileNotFoundError):
+    """There is no object at this path."""
+
+
+class StoragePermissionError(StorageError, PermissionError):
+    """The storage refused access. Never reported as "not found"."""
+
+
+class StorageFullError(StorageError):
+    """No space (or quota) is left."""
+
+
+class StorageExistsError(StorageError, FileExistsError):
+    """A write that had to create its object found one there."""
+
+
+class StorageConflictError(StorageError):
+    """A conditional replacement found a version other than the expected one."""
+
+
+class CheckpointError(HoldfastError):
+    """A checkpoint is not what was asked for."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at this place."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """A committed checkpoint is in the way; pass ``overwrite=True`` or use another name."""
+
+
+class IncompleteCheckpointError(CheckpointError):
+    """Files without a manifest: the save never committed."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """Stored bytes are not the bytes that were written.
+
+    Attributes:
+        file: file inside the checkpoint, if known.
+        tensor: name of a damaged tensor, if known.
+        chunk: number of the damaged chunk in the file, if known.
+    """
+
+    def __init__(
+        self, message: str = "", *, file: str | None = None, tensor: str | None = None, chunk: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.file, self.tensor, self.chunk = file, tensor, chunk
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, {"file": self.file, "tensor": self.tensor, "chunk": self.chunk})
+
+
+class FormatVersionError(CheckpointError):
+    """The checkpoint was written in a format version this Holdfast does not know."""
+
+
+class StateMismatchError(CheckpointError, ValueError):
+    """Checkpoint and live state do not fit; the live state was not touched.
+
+    Attributes:
+        problems: one line for each missing, unexpected, wrong-shape or wrong-dtype entry.
+    """
+
+    def __init__(self, message: str = "", *, problems: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.problems = problems
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, {"problems": self.problems})
+
+
+class RunBusyError(HoldfastError):
+    """Another live process holds the lease of this run."""
+
+
+class TrainingError(HoldfastError):
+    """A run of workers failed."""
+
+
+class TrainingFailedError(TrainingError):
+    """Workers failed more often than the failure policy allows.
+
+    Attributes:
+        failures: exception of each failed rank.
+    """
+
+    def __init__(self, message: str = "", *, failures: dict[int, BaseException] | None = None) -> None:
+        super().__init__(message)
+        self.failures = failures or {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, {"failures": self.failures})
+
+
+class WorkerHangError(TrainingError):
+    """A worker made no progress for longer than ``hang_timeout_s``."""
+
+
+class ReportMismatchError(TrainingError):
+    """Ranks called ``report`` a different number of times."""
+
+
+class SessionError(HoldfastError, RuntimeError):
+    """A session function was called where no session runs."""
+
+
+def _rebuild(kind: type[HoldfastError], args: tuple[Any, ...], extra: dict[str, Any]) -> HoldfastError:
+    return kind(*args, **extra)

@@ -1,0 +1,316 @@
+"""Typed JSON: plain Python data with its exact types and bits, and no code.
+
+None, bool, str, list, finite floats, integers of moderate size and dicts with text keys are themselves. Everything
+else is a node: an object with the key ``"$"``, whose value is a tag. `scalars` has the tags of values without parts;
+those of containers are here. docs/format.md lists them all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from math import isfinite
+from struct import error as struct_error
+from typing import Any
+
+from ..errors import CorruptCheckpointError, HoldfastError, UnsupportedStateError
+from . import scalars
+from .named import is_named_tuple, named_tuple
+from .strict_json import BIG_INT_BITS, dumps, encode_big_int, loads
+
+__all__ = ["MAX_NESTING", "decode", "dumps", "encode", "loads"]
+
+MAX_NESTING = 200
+"""Containers within containers that are stored."""
+
+Leaf = Callable[[Any, str], Any]
+NodeLeaf = Callable[[str, dict[str, Any]], Any]
+
+_BIG = 1 << BIG_INT_BITS
+# What constructors raise when a node does not hold what its tag says; a time zone is a file, hence OSError.
+_MALFORMED = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    OSError,
+    struct_error,
+)
+_FACTORIES: dict[str, Any] = {
+    kind.__name__: kind for kind in (int, float, list, dict, set, str, bool, tuple, complex, bytes, frozenset)
+}
+
+
+def encode(value: Any, leaf: Leaf | None = None, *, path: str = "state", dropped: list[str] | None = None) -> Any:
+    """Turn plain data into a JSON-able tree.
+
+    Args:
+        value: what to encode. It is not changed, and the tree shares no container with it.
+        leaf: asked first for every value whose exact type is not a plain one; returns a node (an object with a
+            ``"$"``) or NotImplemented.
+        path: how messages and ``leaf`` call ``value``.
+        dropped: if given, dict entries and list, set and deque items that cannot be encoded are left out, and their
+            paths added here. A tuple goes as a whole, since its positions mean something.
+
+    Raises:
+        UnsupportedStateError: naming the path, the type and what to do.
+    """
+    return _Encoder(leaf, dropped).value(value, path)
+
+
+def decode(tree: Any, leaf: NodeLeaf | None = None, *, where: str = "state") -> Any:
+    """Turn a tree back into the data it came from.
+
+    Args:
+        tree: what `encode` returned, or `loads` read.
+        leaf: called with the tag and the node for tags that are not of this module; without it such nodes stay as
+            they are.
+        where: name of the file, for messages.
+
+    Raises:
+        CorruptCheckpointError: a node is malformed.
+    """
+    try:
+        return _Decoder(leaf).value(tree)
+    except HoldfastError:
+        raise
+    except _MALFORMED as error:
+        raise CorruptCheckpointError(
+            f"{where}: a stored value cannot be rebuilt ({type(error).__name__}: {error}): this checkpoint is damaged; "
+            "use another one",
+            file=where,
+        ) from error
+
+
+class _Encoder:
+    __slots__ = ("active", "dropped", "leaf")
+
+    def __init__(self, leaf: Leaf | None, dropped: list[str] | None) -> None:
+        self.leaf, self.dropped = leaf, dropped
+        self.active: set[int] = set()  # ids of the containers around the current value
+
+    def value(self, value: Any, path: str) -> Any:
+        kind = type(value)
+        if kind is str:
+            return value if value.isascii() else scalars.encode_text(value)
+        if kind is float:
+            return value if isfinite(value) else scalars.encode_float(value)
+        if kind is int:
+            return value if -_BIG < value < _BIG else encode_big_int(value)
+        if kind is bool or value is None:
+            return value
+        encoder = _CONTAINERS.get(kind)
+        if encoder is None:
+            if (node := self.other(value, path)) is not NotImplemented:
+                return node
+            encoder = _Encoder.named
+        key = id(value)
+        if key in self.active:
+            raise UnsupportedStateError(f"{path}: this {kind.__name__} contains itself: save plain data without cycles")
+        if len(self.active) >= MAX_NESTING:
+            raise UnsupportedStateError(
+                f"{path}: nested more than {MAX_NESTING} levels deep: flatten it, or store it as a list"
+            )
+        self.active.add(key)
+        try:
+            return encoder(self, value, path)
+        finally:
+            self.active.discard(key)
+
+    def other(self, value: Any, path: str) -> Any:
+        """Encode a value that is no plain container; NotImplemented for a named tuple."""
+        if (node := scalars.encode_scalar(value, self, path)) is not NotImplemented:
+            return node
+        if self.leaf is not None and (node := self.leaf(value, path)) is not NotImplemented:
+            return node
+        if is_named_tuple(value):
+            return NotImplemented
+        if (node := scalars.encode_numpy(value, path)) is not NotImplemented:
+            return node
+        raise UnsupportedStateError(f"{path}: {scalars.describe(value)}")
+
+    # -- containers: one frame each, because 200 levels must fit on a stack that the caller has used already
+
+    def items(self, values: Iterable[Any], path: str) -> list[Any]:
+        tree: list[Any] = []
+        append = tree.append
+        for number, item in enumerate(values):
+            kind = type(item)
+            if (
+                (kind is int and -_BIG < item < _BIG)
+                or (kind is float and isfinite(item))
+                or (kind is str and item.isascii())
+            ):
+                append(item)
+                continue
+            try:
+                append(self.value(item, f"{path}[{number}]"))
+            except UnsupportedStateError:
+                if self.dropped is None:
+                    raise
+                self.dropped.append(f"{path}[{number}]")
+        return tree
+
+    def plain_dict(self, value: dict[Any, Any], path: str) -> dict[str, Any]:
+        if "$" in value or not all(type(key) is str for key in value) or not scalars.is_text("".join(value)):
+            return {"$": "dict", "v": self.pairs(value, path)}
+        tree: dict[str, Any] = {}
+        for key, item in value.items():
+            kind = type(item)
+            if (
+                (kind is int and -_BIG < item < _BIG)
+                or (kind is float and isfinite(item))
+                or (kind is str and item.isascii())
+            ):
+                tree[key] = item
+                continue
+            try:
+                tree[key] = self.value(item, f"{path}[{key!r}]")
+            except UnsupportedStateError:
+                if self.dropped is None:
+                    raise
+                self.dropped.append(f"{path}[{key!r}]")
+        return tree
+
+    def pairs(self, value: dict[Any, Any], path: str) -> list[list[Any]]:
+        rows: list[list[Any]] = []
+        for key, item in value.items():
+            where = f"{path}[{key!r}]" if type(key) in _KEYS else f"{path}[{type(key).__name__} key]"
+            try:
+                rows.append([self.key(key, where), self.value(item, where)])
+            except UnsupportedStateError:
+                if self.dropped is None:
+                    raise
+                self.dropped.append(where)
+        return rows
+
+    def key(self, key: Any, path: str) -> Any:
+        if not _is_key(key):
+            raise UnsupportedStateError(
+                f"{path}: {type(key).__name__} as a dict key cannot be saved: use text, numbers or tuples of these"
+            )
+        return self.value(key, path)
+
+    def ordered(self, value: OrderedDict[Any, Any], path: str) -> dict[str, Any]:
+        return {"$": "odict", "v": self.pairs(value, path)}
+
+    def default(self, value: defaultdict[Any, Any], path: str) -> dict[str, Any]:
+        factory = value.default_factory
+        name = getattr(factory, "__name__", None)
+        if factory is not None and _FACTORIES.get(name) is not factory:  # type: ignore[arg-type]
+            raise UnsupportedStateError(
+                f"{path}: a defaultdict with the factory {name or type(factory).__name__!r} cannot be saved: only "
+                f"{', '.join(_FACTORIES)} or None; or save dict(it)"
+            )
+        return {"$": "ddict", "f": None if factory is None else name, "v": self.pairs(value, path)}
+
+    def counter(self, value: Counter[Any], path: str) -> dict[str, Any]:
+        return {"$": "counter", "v": self.pairs(value, path)}
+
+    def tuple_(self, value: tuple[Any, ...], path: str) -> dict[str, Any]:
+        # Not `items`: what cannot be stored takes the whole tuple with it, since positions mean something.
+        return {"$": "tuple", "v": [self.value(item, f"{path}[{number}]") for number, item in enumerate(value)]}
+
+    def named(self, value: Any, path: str) -> dict[str, Any]:
+        items = [self.value(item, f"{path}.{name}") for name, item in zip(value._fields, value, strict=True)]
+        return {"$": "namedtuple", "n": type(value).__name__, "f": list(value._fields), "v": items}
+
+    def set_(self, value: set[Any] | frozenset[Any], path: str) -> dict[str, Any]:
+        try:
+            members = sorted(value)
+        except TypeError:
+            members = list(value)
+        items = self.items(members, path)
+        if not {type(member) for member in members} <= {str} and not {type(member) for member in members} <= {int}:
+            items.sort(key=dumps)  # mixed or only partly ordered (NaN, frozensets): by what is written
+        return {"$": type(value).__name__, "v": items}
+
+    def deque_(self, value: deque[Any], path: str) -> dict[str, Any]:
+        return {"$": "deque", "m": value.maxlen, "v": self.items(value, path)}
+
+
+_CONTAINERS: dict[type, Callable[[_Encoder, Any, str], Any]] = {
+    dict: _Encoder.plain_dict,
+    list: _Encoder.items,
+    tuple: _Encoder.tuple_,
+    OrderedDict: _Encoder.ordered,
+    defaultdict: _Encoder.default,
+    Counter: _Encoder.counter,
+    set: _Encoder.set_,
+    frozenset: _Encoder.set_,
+    deque: _Encoder.deque_,
+}
+_KEYS = frozenset({str, int, float, bool, type(None), tuple, bytes, complex, frozenset})
+
+
+def _is_key(key: Any) -> bool:
+    if type(key) in (tuple, frozenset):
+        return all(map(_is_key, key))
+    return type(key) in _KEYS or scalars.is_scalar(key) or (is_named_tuple(key) and all(map(_is_key, key)))
+
+
+_TREES = frozenset({dict, list})
+
+
+class _Decoder:
+    """Rebuilds values."""
+
+    __slots__ = ("leaf",)
+
+    def __init__(self, leaf: NodeLeaf | None) -> None:
+        self.leaf = leaf
+
+    def value(self, tree: Any) -> Any:
+        kind = type(tree)
+        if kind is list:
+            return [self.value(item) if type(item) in _TREES else item for item in tree]
+        if kind is not dict:
+            return tree
+        if "$" not in tree:
+            return {key: self.value(item) if type(item) in _TREES else item for key, item in tree.items()}
+        tag = tree["$"]
+        if type(tag) is not str:
+            raise TypeError(f"a node has the tag {str(tag)[:40]!r}")
+        if (build := _NODES.get(tag)) is not None:
+            return build(self, tree)
+        if (make := scalars.DECODERS.get(tag)) is not None:
+            return make(self.value(tree["v"]))
+        return tree if self.leaf is None else self.leaf(tag, tree)
+
+    def items(self, node: dict[str, Any]) -> list[Any]:
+        if type(node["v"]) is not list:
+            raise TypeError(f"{node['$']} without a list")
+        return [self.value(item) if type(item) in _TREES else item for item in node["v"]]
+
+    def pairs(self, node: dict[str, Any]) -> list[Any]:
+        rows = []
+        for key, item in node["v"]:
+            rows.append((self.value(key), self.value(item)))
+        if len({key for key, _ in rows}) != len(rows):
+            raise ValueError("a key occurs twice")
+        return rows
+
+    def default(self, node: dict[str, Any]) -> Any:
+        factory = node["f"]
+        return defaultdict(None if factory is None else _FACTORIES[factory], self.pairs(node))
+
+    def counter(self, node: dict[str, Any]) -> Any:
+        return Counter(dict(self.pairs(node)))
+
+    def named(self, node: dict[str, Any]) -> Any:
+        return named_tuple(node["n"], tuple(node["f"]))._make(self.items(node))
+
+
+_NODES: dict[str, Callable[[_Decoder, dict[str, Any]], Any]] = {
+    "dict": lambda decoder, node: dict(decoder.pairs(node)),
+    "odict": lambda decoder, node: OrderedDict(decoder.pairs(node)),
+    "ddict": _Decoder.default,
+    "counter": _Decoder.counter,
+    "tuple": lambda decoder, node: tuple(decoder.items(node)),
+    "namedtuple": _Decoder.named,
+    "set": lambda decoder, node: set(decoder.items(node)),
+    "frozenset": lambda decoder, node: frozenset(decoder.items(node)),
+    "deque": lambda decoder, node: deque(decoder.items(node), node["m"]),
+}

@@ -1,0 +1,262 @@
+"""What makes a directory a checkpoint: all files first, the manifest last. Works alike on a disk and an object store.
+
+Overwriting = new file names, manifest replaced, old files removed. Removing = manifest first. A crash at any point
+leaves the old checkpoint, the new one, or files without a manifest, which `sweep` removes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime, timezone
+from typing import Any
+
+from ..errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    IncompleteCheckpointError,
+    StorageExistsError,
+    StorageNotFoundError,
+)
+from ..storage.base import Storage
+from .manifest import MAX_MANIFEST_BYTES, FileEntry, Manifest
+from .names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, check_links, join, start_id_of
+
+__all__ = ["PartSummary", "commit", "read_manifest", "remove", "sweep"]
+
+_FIELDS = frozenset(item.name for item in fields(Manifest)) - {"files", "total_bytes", "reused_bytes", "writers"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSummary:
+    """What one writer contributed: files that are complete and durable in the checkpoint's directory."""
+
+    writer: int
+    files: tuple[FileEntry, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of its files."""
+        return sum(entry.size for entry in self.files)
+
+    @property
+    def reused_bytes(self) -> int:
+        """Bytes that it shares with an earlier checkpoint."""
+        return sum(entry.size for entry in self.files if entry.reused_from is not None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe this part for another process."""
+        return {"writer": self.writer, "files": [entry.to_json() for entry in self.files]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> PartSummary:
+        """Rebuild what `to_json` described."""
+        return cls(writer=data["writer"], files=tuple(FileEntry.from_json(row) for row in data["files"]))
+
+
+def commit(
+    storage: Storage,
+    directory: str,
+    manifest_fields: Mapping[str, Any],
+    parts: Sequence[PartSummary],
+    *,
+    overwrite: bool = False,
+) -> Manifest:
+    """Write the manifest: from its return on, ``directory`` is a checkpoint, durably.
+
+    Args:
+        storage: holds the directory.
+        directory: where the files of ``parts`` are.
+        manifest_fields: fields of `Manifest`; ``writers`` names the ranks that must have a part (default: those that
+            have one); keys that are no fields go to ``extra``.
+        parts: what each writer contributed.
+        overwrite: replace a checkpoint that is there, then remove its files.
+
+    Raises:
+        CheckpointExistsError: there is a manifest, and ``overwrite`` is false.
+        CheckpointError: parts are missing or contradict each other.
+    """
+    given = dict(manifest_fields)
+    entries = _merge(directory, given.pop("writers", None), parts)
+    values = {name: given.pop(name) for name in tuple(given) if name in _FIELDS}
+    values.setdefault("created", datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
+    manifest = Manifest(
+        **{
+            **values,
+            "extra": {**values.get("extra", {}), **given},
+            "writers": tuple(sorted(part.writer for part in parts)),
+            "total_bytes": sum(part.total_bytes for part in parts),
+            "reused_bytes": sum(part.reused_bytes for part in parts),
+            "files": entries,
+        }
+    )
+    data = manifest.to_bytes()
+    target = join(directory, MANIFEST_NAME)
+    replaced = _listed(storage, directory) if overwrite else frozenset()
+    if overwrite:
+        _check_own(storage, directory, entries)
+    try:
+        storage.put(target, data, if_absent=not overwrite)
+    except StorageExistsError as error:
+        # A store that retries a request by itself may refuse its own first success.
+        if _read_bytes(storage, target) != data:
+            raise CheckpointExistsError(
+                f"{join(storage.uri, directory)} is a committed checkpoint: "
+                "pass overwrite=True to replace it, or save under another name"
+            ) from error
+    if overwrite and _read_bytes(storage, target) == data:  # else somebody replaces ours just now, and cleans up
+        stale = replaced | _ours(storage, directory) | {REMOVING_NAME, *SIDECARS}
+        _delete(storage, directory, stale - {entry.path for entry in entries})
+    return manifest
+
+
+def read_manifest(storage: Storage, directory: str, *, check_sizes: bool = False) -> Manifest:
+    """Read the manifest of the checkpoint at ``directory`` ("" is the root of the storage).
+
+    Args:
+        storage: holds the directory.
+        directory: the checkpoint.
+        check_sizes: also compare the listed files with a listing of the directory; one request, no reads.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing.
+        IncompleteCheckpointError: there are files, but no manifest.
+        CorruptCheckpointError: the manifest is damaged or, with ``check_sizes``, a file is missing or of another size.
+        FormatVersionError: written by a newer Holdfast.
+    """
+    where = join(storage.uri, directory)
+    check_links(storage, directory, (MANIFEST_NAME,))  # before it is opened: what lies outside is not even read
+    try:
+        data = _read_bytes(storage, join(directory, MANIFEST_NAME))
+    except StorageNotFoundError:
+        if any(True for _ in storage.list(directory)):
+            raise IncompleteCheckpointError(
+                f"{where} has files but no {MANIFEST_NAME}: a save that never committed, or not a Holdfast checkpoint"
+            ) from None
+        raise CheckpointNotFoundError(f"there is no checkpoint at {where}: check the path") from None
+    manifest = Manifest.from_bytes(data, where=join(where, MANIFEST_NAME))
+    check_links(storage, directory, (entry.path for entry in manifest.files))
+    if check_sizes:
+        _check_sizes(storage, directory, manifest)
+    return manifest
+
+
+def remove(storage: Storage, directory: str) -> None:
+    """Remove a checkpoint, manifest first: a reader sees all of it or none.
+
+    Only what Holdfast wrote or listed goes; files that somebody put into the directory later stay. Safe to repeat
+    after a crash, and fine if there is nothing.
+    """
+    listed = _listed(storage, directory)
+    if any(start_id_of(path) is None for path in listed):
+        # User files have names that tell nothing: after a crash only this list says that they are ours to remove.
+        storage.put(join(directory, REMOVING_NAME), _read_bytes(storage, join(directory, MANIFEST_NAME)))
+    storage.delete(join(directory, MANIFEST_NAME))
+    _finish_removal(storage, directory, listed)
+
+
+def sweep(storage: Storage, directory: str, keep_start_id: str | None = None) -> list[str]:
+    """Remove what dead lives left in ``directory``: files of saves that never committed, half-done removals.
+
+    Files of the start id ``keep_start_id`` stay, as do all that a valid manifest lists and all that no save of
+    Holdfast named. Under a damaged manifest nothing is touched: people may want to look at it.
+
+    Returns:
+        The removed paths, relative to ``directory``.
+    """
+    try:
+        listed = frozenset(entry.path for entry in read_manifest(storage, directory).files)
+    except (CorruptCheckpointError, FormatVersionError):
+        return []
+    except CheckpointNotFoundError:
+        return []
+    except IncompleteCheckpointError:
+        if storage.exists(join(directory, REMOVING_NAME)):
+            listed = _listed(storage, directory, REMOVING_NAME)
+            _finish_removal(storage, directory, listed)
+            return sorted(listed)
+        listed = frozenset()
+    stale = {path for path in _ours(storage, directory) - listed if start_id_of(path) != keep_start_id}
+    _delete(storage, directory, stale)
+    return sorted(stale)
+
+
+def _merge(directory: str, expected: Iterable[int] | None, parts: Sequence[PartSummary]) -> tuple[FileEntry, ...]:
+    present = sorted(part.writer for part in parts)
+    missing = sorted(set(present if expected is None else expected) - set(present))
+    if missing or not parts or len(set(present)) != len(present):
+        raise CheckpointError(
+            f"{directory}: parts of the ranks {present} are there, those of {missing or 'any rank'} are missing "
+            "or doubled: a checkpoint commits only when each writer has handed in one part"
+        )
+    entries = tuple(entry for part in parts for entry in part.files)
+    paths = [entry.path for entry in entries]
+    if len(set(paths)) != len(paths):
+        twice = sorted({path for path in paths if paths.count(path) > 1})
+        raise CheckpointError(f"{directory}: more than one part brings {', '.join(twice[:5])}: give them other names")
+    return entries
+
+
+def _read_bytes(storage: Storage, path: str) -> bytes:
+    with storage.open(path) as reader:
+        if reader.size > MAX_MANIFEST_BYTES:
+            raise CorruptCheckpointError(f"{path} has {reader.size} bytes: refused to read that much", file=path)
+        buffer = bytearray(reader.size)
+        if buffer:
+            reader.read_into(0, memoryview(buffer))
+    return bytes(buffer)
+
+
+def _listed(storage: Storage, directory: str, name: str = MANIFEST_NAME) -> frozenset[str]:
+    """Return the files that a manifest lists; none if it cannot be read."""
+    try:
+        data = _read_bytes(storage, join(directory, name))
+        return frozenset(entry.path for entry in Manifest.from_bytes(data).files)
+    except (StorageNotFoundError, CorruptCheckpointError, FormatVersionError):
+        return frozenset()
+
+
+def _ours(storage: Storage, directory: str) -> frozenset[str]:
+    """Return the files, directly in the directory, whose names only a save of Holdfast gives."""
+    skip = len(directory) + 1 if directory else 0
+    names = (info.path[skip:] for info in storage.list(directory, recursive=False))
+    return frozenset(name for name in names if start_id_of(name) is not None)
+
+
+def _check_own(storage: Storage, directory: str, entries: Iterable[FileEntry]) -> None:
+    """Refuse to commit what another overwrite of the same name has taken for remains and removed meanwhile."""
+    skip = len(directory) + 1 if directory else 0
+    there = {info.path[skip:] for info in storage.list(directory)}
+    gone = [entry.path for entry in entries if entry.path not in there]
+    if gone:
+        raise CheckpointError(
+            f"{join(storage.uri, directory)}: {gone[0]} was removed before the commit: another process has overwritten "
+            "this checkpoint at the same time, and its one stays. Save from one process (one rank) under one name"
+        )
+
+
+def _finish_removal(storage: Storage, directory: str, listed: frozenset[str]) -> None:
+    _delete(storage, directory, listed | _ours(storage, directory) | set(SIDECARS))
+    storage.delete(join(directory, REMOVING_NAME))
+
+
+def _delete(storage: Storage, directory: str, paths: Iterable[str]) -> None:
+    for path in sorted(paths):
+        storage.delete(join(directory, path))
+
+
+def _check_sizes(storage: Storage, directory: str, manifest: Manifest) -> None:
+    skip = len(directory) + 1 if directory else 0
+    found = {info.path[skip:]: info.size for info in storage.list(directory)}
+    for entry in manifest.files:
+        size = found.get(entry.path)
+        if size != entry.size:
+            state = "is missing" if size is None else f"has {size} bytes"
+            raise CorruptCheckpointError(
+                f"{join(storage.uri, directory)}: {entry.path} {state}, the manifest says {entry.size} bytes: "
+                "this checkpoint is damaged; use another one",
+                file=entry.path,
+            )

@@ -1,0 +1,129 @@
+"""JSON for bytes that nobody vouches for: bounded, without duplicate keys, NaN or depth that overflows a stack."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any, NoReturn
+
+from ..errors import CorruptCheckpointError
+
+__all__ = ["BIG_INT_BITS", "MAX_BYTES", "MAX_DEPTH", "dumps", "encode_big_int", "loads", "paused_gc"]
+
+MAX_BYTES = 2 << 30
+MAX_DEPTH = 640
+"""Nesting of JSON that is read; `codec` needs up to three levels for each of its own 200."""
+BIG_INT_BITS = 2048
+"""Integers beyond this are written as hex: Python limits decimal digits (at the least to 640), never hex ones."""
+
+# Brackets become +1 and -1 (as signed bytes); everything else is deleted before.
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+@contextmanager
+def paused_gc() -> Iterator[None]:
+    """Keep the garbage collector from searching a million new containers that all stay: two thirds of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def dumps(tree: Any) -> bytes:
+    """Write a JSON-able tree (from `codec.encode`) as compact UTF-8."""
+    try:
+        return _text(tree, ascii_only=False).encode()
+    except UnicodeEncodeError:
+        # Lone surrogates have no UTF-8 form; as \\uXXXX escapes they survive.
+        return _text(tree, ascii_only=True).encode()
+    except ValueError:
+        # An integer beyond Python's digit limit that did not come through `codec.encode`.
+        return _text(_tame(tree), ascii_only=True).encode()
+
+
+def _text(tree: Any, *, ascii_only: bool) -> str:
+    return json.dumps(tree, ensure_ascii=ascii_only, allow_nan=False, check_circular=False, separators=(",", ":"))
+
+
+def _tame(tree: Any) -> Any:
+    kind = type(tree)
+    if kind is dict:
+        return {key: _tame(item) for key, item in tree.items()}
+    if kind is list or kind is tuple:
+        return [_tame(item) for item in tree]
+    return encode_big_int(tree) if kind is int and tree.bit_length() > BIG_INT_BITS else tree
+
+
+def encode_big_int(value: int) -> dict[str, str]:
+    """Return the node of an integer that is too long for decimal digits."""
+    return {"$": "bigint", "v": hex(value)}
+
+
+def loads(
+    data: bytes | bytearray | memoryview, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH, where: str = "JSON"
+) -> Any:
+    """Read JSON.
+
+    Args:
+        data: UTF-8.
+        max_bytes: longer input is refused.
+        max_depth: deeper nesting is refused, before any parser recurses.
+        where: name of the file, for messages.
+
+    Raises:
+        CorruptCheckpointError: the input is not strict JSON within the bounds.
+    """
+    if len(data) > max_bytes:
+        raise _corrupt(where, f"{len(data)} bytes are more than the {max_bytes} that such a file may have")
+    data = bytes(data)
+    # No more brackets than levels: nothing to measure (small files, the usual case).
+    if data.count(b"[") + data.count(b"{") > max_depth and (depth := _depth(data)) > max_depth:
+        raise _corrupt(where, f"nested {depth} levels deep, at most {max_depth} are read")
+    try:
+        with paused_gc():
+            return json.loads(
+                data.decode(), object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse_constant
+            )
+    except (ValueError, RecursionError) as error:
+        raise _corrupt(where, f"not the JSON that was written ({error})") from error
+
+
+def _corrupt(where: str, what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{where}: {what}: this checkpoint is damaged; use another one", file=where)
+
+
+def _depth(data: bytes) -> int:
+    """Return how deep brackets nest outside of strings, in linear time and without recursion."""
+    if b"\\" in data:
+        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outside = b"".join(data.split(b'"')[::2])
+    return max(accumulate(array("b", outside.translate(_STEPS, _NOT_BRACKETS))), default=0)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    tree = dict(pairs)
+    if len(tree) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice[:100]!r} occurs twice in one object")
+    return tree
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:40]} is out of range")
+    return value
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")

@@ -1,0 +1,160 @@
+"""Compare a checkpoint with its digests, in constant memory however large its files are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import xxhash
+
+from ..errors import CorruptCheckpointError, StorageError, StorageNotFoundError
+from ..storage.base import FileReader, Storage
+from .digest import CHUNK, ChunkHasher, bytes_digest, chunk_digests, file_digest
+from .index import Index
+from .manifest import FileEntry, Manifest
+from .names import check_links, join, save_id_of
+
+__all__ = ["Problem", "verify_files"]
+
+_BLOCK = 128 * CHUNK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong with a checkpoint.
+
+    Attributes:
+        file: path inside the checkpoint.
+        message: what is wrong, for people; names file, bytes and tensors.
+        chunk: number of the damaged 64 KiB chunk, if it is known.
+        tensors: names of the tensors that have bytes in it.
+    """
+
+    file: str
+    message: str
+    chunk: int | None = None
+    tensors: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def verify_files(storage: Storage, directory: str, manifest: Manifest, *, deep: bool = True) -> list[Problem]:
+    """Compare the files of a checkpoint with its manifest.
+
+    Args:
+        storage: holds the directory.
+        directory: the checkpoint.
+        manifest: its manifest.
+        deep: read every byte and compare digests; otherwise sizes only.
+
+    Returns:
+        What is wrong, in the order of the manifest; damaged chunks one by one.
+
+    Raises:
+        StorageError: the storage failed; that says nothing about the checkpoint.
+    """
+    problems: list[Problem] = []
+    names = _TensorNames(storage, directory, manifest)
+    for entry in manifest.files:
+        try:
+            check_links(storage, directory, (entry.path,))
+            with storage.open(join(directory, entry.path)) as reader:
+                problems.extend(_verify(storage, directory, entry, reader, names, deep=deep))
+        except StorageNotFoundError:
+            problems.append(Problem(file=entry.path, message=f"{entry.path} is missing"))
+        except CorruptCheckpointError as error:
+            problems.append(Problem(file=entry.path, message=str(error)))
+    return problems
+
+
+def _verify(
+    storage: Storage, directory: str, entry: FileEntry, reader: FileReader, names: _TensorNames, *, deep: bool
+) -> Iterator[Problem]:
+    if reader.size != entry.size:
+        message = f"{entry.path} has {reader.size} bytes, the manifest says {entry.size}"
+        yield Problem(file=entry.path, message=message)
+        return
+    if not deep:
+        return
+    if entry.chunks is None:
+        hasher = ChunkHasher()
+        for _, view in _blocks(reader):
+            hasher.update(view)
+        if file_digest(hasher.table) != entry.digest:
+            yield Problem(file=entry.path, message=f"{entry.path}: its bytes are not what was written (digest differs)")
+        return
+    table_path, offset = entry.chunks
+    whole = xxhash.xxh3_128()
+    damaged = False
+    try:
+        with storage.open(join(directory, table_path)) as tables:
+            for start, view in _blocks(reader):
+                found = chunk_digests(view)
+                expected = bytearray(len(found))
+                tables.read_into(offset + start // CHUNK * 8, memoryview(expected))
+                whole.update(expected)
+                if found != expected:
+                    damaged = True
+                    yield from _damaged_chunks(entry, start // CHUNK, found, bytes(expected), names)
+    except StorageError as error:
+        # Its own entry tells why; without it nothing can be said about this file.
+        yield Problem(file=entry.path, message=f"{entry.path}: its chunk digests cannot be read ({error})")
+        return
+    if not damaged and f"xxh3:{whole.hexdigest()}" != entry.digest:
+        message = f"{entry.path}: {table_path} does not hold the digests of this file"
+        yield Problem(file=entry.path, message=message)
+
+
+def _blocks(reader: FileReader) -> Iterator[tuple[int, memoryview]]:
+    """Read a file through one buffer; each view is valid until the next is asked for."""
+    buffer = memoryview(bytearray(min(_BLOCK, reader.size)))
+    for start in range(0, reader.size, _BLOCK):
+        view = buffer[: min(_BLOCK, reader.size - start)]
+        reader.read_into(start, view)
+        yield start, view
+
+
+def _damaged_chunks(
+    entry: FileEntry, first: int, found: bytes, expected: bytes, names: _TensorNames
+) -> Iterator[Problem]:
+    for number in range(len(found) // 8):
+        if found[8 * number : 8 * number + 8] == expected[8 * number : 8 * number + 8]:
+            continue
+        chunk = first + number
+        start, stop = chunk * CHUNK, min((chunk + 1) * CHUNK, entry.size)
+        tensors = names.between(entry.path, start, stop)
+        shown = ", ".join(tensors[:5]) + (f" and {len(tensors) - 5} more" if len(tensors) > 5 else "")
+        message = f"{entry.path}: bytes {start}..{stop} (chunk {chunk}) are not what was written"
+        yield Problem(
+            file=entry.path, message=message + (f"; tensors: {shown}" if shown else ""), chunk=chunk, tensors=tensors
+        )
+
+
+class _TensorNames:
+    """Says which tensors have bytes in a range. Reads the indexes only when something is damaged."""
+
+    def __init__(self, storage: Storage, directory: str, manifest: Manifest) -> None:
+        self._storage, self._directory, self._manifest = storage, directory, manifest
+        self._ranges: dict[str, list[tuple[int, int, str]]] | None = None
+
+    def between(self, path: str, start: int, stop: int) -> tuple[str, ...]:
+        if self._ranges is None:
+            self._ranges = self._read()
+        rows = self._ranges.get(path, ())
+        return tuple(name for first, last, name in rows if first < stop and last > start)
+
+    def _read(self) -> dict[str, list[tuple[int, int, str]]]:
+        ranges: dict[str, list[tuple[int, int, str]]] = {}
+        for entry in self._manifest.with_role("index"):
+            try:
+                data = self._storage.read(join(self._directory, entry.path))
+                if bytes_digest(data) != entry.digest:
+                    continue
+                index = Index.from_bytes(data, where=entry.path, save_id=save_id_of(entry.path))
+            except (StorageError, CorruptCheckpointError):
+                continue  # reported under its own entry; here it only costs the names
+            for tensor in index.tensors.values():
+                for piece in tensor.pieces:
+                    ranges.setdefault(piece.file, []).append((piece.offset, piece.offset + piece.nbytes, tensor.name))
+        return ranges

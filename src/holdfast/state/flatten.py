@@ -1,0 +1,259 @@
+"""Take a state apart: its tensors by name, and a tree of typed JSON for everything else.
+
+Nothing is copied here. The tensors are the live ones; `staging` copies them. Plain data is encoded at once, so the
+tree is a snapshot of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedStateError
+from ..format.codec import MAX_NESTING, encode
+from ..format.scalars import is_text
+from . import arrays, metrics, optim, rng
+from .names import canonical_keys, parameter_names, unwrap
+from .values import PerRank
+
+__all__ = ["Flat", "flatten"]
+
+_PLAIN = frozenset({int, str, bool, type(None)})
+# One step of a path as the codec spells it: ['key'], [3] or .field.
+_STEP = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\]]*)\]|\.(\w+)""")
+
+
+@dataclass(slots=True)
+class Flat:
+    """A state taken apart.
+
+    Attributes:
+        tree: typed JSON of the structure and the plain data.
+        names: name of each tensor, in order of discovery; unique.
+        tensors: the live tensors, in the same order.
+        files: for each tensor the group of files it belongs to: the top-level key, or "" for loose tensors.
+        frozen: positions of tensors that are known not to train.
+        optimized: names of parameters, and of the state an optimizer keeps for them: these change in its step only.
+        per_rank: key -> tree of what each rank stores for itself.
+        dropped: paths left out because of ``unsupported="drop"``.
+    """
+
+    tree: Any = None
+    names: list[str] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    frozen: set[int] = field(default_factory=set)
+    optimized: set[str] = field(default_factory=set)
+    per_rank: dict[str, Any] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+
+
+def flatten(state: Mapping[Any, Any], *, unsupported: str = "raise", rank: int = 0) -> Flat:
+    """Take ``state`` apart.
+
+    Raises:
+        UnsupportedStateError: a value is of no supported kind; the message names its path, its type and what to do.
+    """
+    if not isinstance(state, Mapping):
+        raise UnsupportedStateError(
+            f"a state is a mapping {{name: value}}, not {type(state).__name__}: wrap it, as in {{'model': model}}"
+        )
+    walker = _Walker(parameter_names(state), drop=unsupported == "drop", rank=rank)
+    walker.flat.tree = walker.mapping(state if isinstance(state, dict) else dict(state), "", "")
+    return walker.flat
+
+
+class _Walker:
+    def __init__(self, parameter_names: dict[int, str], *, drop: bool, rank: int) -> None:
+        self.flat = Flat()
+        self.parameter_names = parameter_names
+        self.drop = drop
+        self.rank = rank
+        self.file = ""
+        self.taken: set[str] = set()
+        self.active: set[int] = set()  # ids of the containers around the current value
+
+    # -- containers and objects
+
+    def mapping(self, value: Mapping[Any, Any], name: str, path: str) -> Any:
+        """Encode a dict; its own fast paths, because a state may hold 100 000 entries."""
+        kind = type(value)
+        if kind in (dict, OrderedDict) and all(type(key) is str for key in value) and is_text("".join(value)):
+            if value and all(type(item) is torch.Tensor for item in value.values()):
+                return self._all_tensors(value, name, path, ordered=kind is OrderedDict)
+            if kind is OrderedDict:
+                return {"$": "odict", "v": [[key, item] for key, item in self._items(value, name, path).items()]}
+            if "$" not in value:
+                return self._items(value, name, path)
+        return self._encode(value, name, path)
+
+    def _items(self, value: Mapping[str, Any], name: str, path: str) -> dict[str, Any]:
+        tree = {}
+        top = not name
+        with self._inside(value, path):
+            for key, item in value.items():
+                if type(item) in _PLAIN and (type(item) is not str or item.isascii()):
+                    tree[key] = item
+                    continue
+                if top:
+                    self.file = "" if isinstance(item, torch.Tensor) else key
+                try:
+                    tree[key] = self.value(item, f"{name}/{key}" if name else key, f"{path}[{key!r}]")
+                except UnsupportedStateError:
+                    if not self.drop:
+                        raise
+                    self.flat.dropped.append(f"state{path}[{key!r}]")
+        return tree
+
+    def _list(self, value: list[Any], name: str, path: str) -> list[Any]:
+        tree = []
+        with self._inside(value, path):
+            for number, item in enumerate(value):
+                try:
+                    tree.append(self.value(item, f"{name}/{number}", f"{path}[{number}]"))
+                except UnsupportedStateError:
+                    if not self.drop:
+                        raise
+                    self.flat.dropped.append(f"state{path}[{number}]")
+        return tree
+
+    @contextmanager
+    def _inside(self, value: Any, path: str) -> Iterator[None]:
+        """Refuse cycles, and nesting that a reader would refuse."""
+        if id(value) in self.active:
+            raise UnsupportedStateError(
+                f"state{path}: this {type(value).__name__} contains itself: save plain data without cycles"
+            )
+        if len(self.active) >= MAX_NESTING:
+            raise UnsupportedStateError(
+                f"state{path}: nested more than {MAX_NESTING} levels deep: flatten it, or store it as a list"
+            )
+        self.active.add(id(value))
+        try:
+            yield
+        finally:
+            self.active.discard(id(value))
+
+    def value(self, value: Any, name: str, path: str) -> Any:
+        """Encode any one value; ``name`` is where its tensors are called, ``path`` how an error spells it."""
+        kind = type(value)
+        if kind in _PLAIN and (kind is not str or value.isascii()):
+            return value
+        if kind is dict or kind is OrderedDict:
+            return self.mapping(value, name, path)
+        leaf = self._leaf(value, name, path)
+        if leaf is not NotImplemented:
+            return leaf
+        if kind is list and not any(type(item) in (int, float, str) for item in value[:1]):
+            return self._list(value, name, path)
+        return self._encode(value, name, path)
+
+    def _encode(self, value: Any, name: str, path: str) -> Any:
+        """Leave everything else to the codec, which asks back for what is not plain."""
+        base = f"state{path}"
+
+        def leaf(item: Any, where: str) -> Any:
+            tail = where[len(base) :]
+            below = _as_name(tail)
+            return self._leaf(item, f"{name}/{below}" if name and below else name + below, path + tail)
+
+        return encode(value, leaf=leaf, path=base, dropped=self.flat.dropped if self.drop else None)
+
+    def _leaf(self, value: Any, name: str, path: str) -> Any:
+        """Encode a value that is not plain data; NotImplemented if it is none of ours."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, name, path)
+        if value is rng.RNG:
+            self.flat.per_rank[name] = {"rng": self.value(rng.capture(), f"{name}@{self.rank}", path)}
+            return {"$": "rng", "key": name}
+        if isinstance(value, PerRank):
+            self.flat.per_rank[name] = self.value(value.value, f"{name}@{self.rank}", path)
+            return {"$": "per_rank", "key": name}
+        if (plain := arrays.encode_torch_value(value)) is not None:
+            return plain
+        if arrays.is_array(value):
+            stored, extra = arrays.array_to_tensor(value, f"state{path}")
+            return {**self._add(stored, name), "k": "array", **extra}
+        if isinstance(value, type):
+            return NotImplemented
+        if isinstance(value, nn.Module):
+            return self._module(value, name, path)
+        if isinstance(value, torch.optim.Optimizer) and optim.is_plain(value):
+            named = optim.to_named(value, self.parameter_names)
+            start = len(self.flat.names)
+            node = self._object(value, "optimizer", named, name, path)
+            self.flat.optimized.update(self.flat.names[start:])
+            self.flat.optimized.update(key for group in named["param_groups"] for key in group["params"])
+            return node
+        if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+            return self._object(value, "object", value.state_dict(), name, path)
+        return NotImplemented
+
+    def _object(self, value: Any, kind: str, state: Any, name: str, path: str) -> dict[str, Any]:
+        tree = self.value(state, name, f"{path}.state_dict()")
+        return {"$": "object", "type": type(value).__name__, "kind": kind, "state": tree}
+
+    def _module(self, module: nn.Module, name: str, path: str) -> dict[str, Any]:
+        if metrics.is_metric(module):
+            return self._object(module, "metric", metrics.metric_state(module), name, path)
+        module = unwrap(module)
+        raw = module.state_dict()
+        named = OrderedDict(zip(canonical_keys(module, list(raw)), raw.values(), strict=True))
+        start = len(self.flat.names)
+        node = self._object(module, "module", named, name, path)
+        params = dict(module.named_parameters(remove_duplicate=False))
+        frozen = {
+            f"{name}/{key}" if name else key
+            for key, param in zip(canonical_keys(module, list(params)), params.values(), strict=True)
+            if not param.requires_grad
+        }
+        if frozen:
+            added = range(start, len(self.flat.names))
+            self.flat.frozen.update(number for number in added if self.flat.names[number] in frozen)
+        return node
+
+    # -- tensors
+
+    def _all_tensors(self, value: Mapping[str, torch.Tensor], name: str, path: str, *, ordered: bool) -> dict[str, Any]:
+        prefix = f"{name}/" if name else ""
+        names = [prefix + key for key in value]
+        if not self.taken.isdisjoint(names) or not all(map(arrays.is_dense, value.values())):
+            # A name is taken (a key with "/" in it) or a tensor is odd: each gets its own node.
+            nodes = self._items(value, name, path)
+            return {"$": "odict", "v": [[key, node] for key, node in nodes.items()]} if ordered else nodes
+        self.taken.update(names)
+        self.flat.names.extend(names)
+        self.flat.tensors.extend(value.values())
+        self.flat.files.extend([self.file if name else ""] * len(names))
+        return {"$": "tensors", "at": prefix, "k": list(value), "o": int(ordered)}
+
+    def _tensor(self, value: torch.Tensor, name: str, path: str) -> dict[str, Any]:
+        arrays.check_tensor(value, f"state{path}")
+        node = self._add(value.detach(), name)
+        if isinstance(value, nn.Parameter):
+            node["k"] = "parameter"
+            node["rg"] = int(value.requires_grad)
+        return node
+
+    def _add(self, tensor: torch.Tensor, name: str) -> dict[str, Any]:
+        unique, number = name, 1
+        while unique in self.taken:
+            number += 1
+            unique = f"{name}~{number}"
+        self.taken.add(unique)
+        self.flat.names.append(unique)
+        self.flat.tensors.append(tensor)
+        self.flat.files.append(self.file)
+        return {"$": "tensor", "n": unique}
+
+
+def _as_name(tail: str) -> str:
+    """Turn the spelling of a path below a plain container ("[0]['a'].b") into a name ("0/a/b")."""
+    return "/".join(field or key.strip("'\"") for key, field in _STEP.findall(tail))

@@ -1,0 +1,109 @@
+"""Lay a stored module over a live one, tensor by tensor."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
+
+from ..errors import CorruptCheckpointError
+from .names import canonical_keys, unwrap
+from .values import ObjectNode, TensorRef
+
+if TYPE_CHECKING:
+    from .match import Matcher
+
+__all__ = ["match_module"]
+
+
+def match_module(matcher: Matcher, live: nn.Module, saved: Any, path: str) -> nn.Module:
+    """Match by name. Tensors the module owns are read in place; the rest goes through ``load_state_dict``."""
+    from .match import kind_of
+
+    if isinstance(saved, ObjectNode) and saved.kind != "optimizer":
+        entries = saved.state
+    else:
+        entries = {} if saved is None and matcher.moved else saved
+    prefix = f"{path}/" if path else ""
+    if not isinstance(entries, Mapping):
+        if matcher.takes(path):
+            matcher.problems.wrong.append(f"{path}: a module in the state, {kind_of(saved)} in the checkpoint")
+        return live
+    have = _named(matcher, entries, path, prefix)
+    module = unwrap(live)
+    raw = module.state_dict()
+    own = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta}
+    in_place = type(module).load_state_dict is nn.Module.load_state_dict
+    copies: dict[str, Any] = {}  # what has to go through load_state_dict
+    direct: dict[str, Any] = {}
+    for (key, value), name in zip(raw.items(), canonical_keys(module, list(raw)), strict=True):
+        where = prefix + name
+        if name not in have:
+            matcher.lacks(value, where)
+            continue
+        ref = have.pop(name)
+        if not matcher.takes(where):
+            continue
+        # Extra state may have another size each time: no shape to compare.
+        if not isinstance(value, torch.Tensor) or not isinstance(ref, TensorRef) or _is_extra(key):
+            copies[key] = matcher.fresh(ref, where)
+        elif in_place and not value.is_meta and (value.data_ptr() in own or not value.numel()):
+            if matcher.read(ref, value, where):
+                direct[key] = value
+        else:
+            target = torch.empty_like(value, device="cpu" if value.is_meta else value.device)
+            if matcher.read(ref, target, where):
+                copies[key] = target
+    for name in have:
+        if matcher.takes(prefix + name):
+            matcher.problems.unexpected.append(prefix + name)
+    if copies:
+        assign = any(isinstance(value, torch.Tensor) and value.is_meta for value in raw.values())
+        matcher.actions.append(lambda: _load_rest(module, direct, matcher.filled(copies), assign=assign))
+    elif direct:
+        matcher.actions.append(lambda: _run_hooks(module))
+    if copies or direct:
+        matcher.restored.append(path)
+    return live
+
+
+def _named(matcher: Matcher, entries: Mapping[Any, Any], path: str, prefix: str) -> dict[str, Any]:
+    """Return what is stored for this module by the name it has now."""
+    if not matcher.selection.renames:
+        return dict(entries)
+    have = {name[len(prefix) :]: ref for name, ref in matcher.moved.items() if name.startswith(prefix)}
+    for key, item in entries.items():
+        name = prefix + str(key)
+        if isinstance(item, TensorRef):
+            # By its stored name: the container may have been renamed as well.
+            name = item.name
+            if matcher.selection.renamed(name) != name:
+                continue
+        have[name.removeprefix(prefix)] = item
+    return have
+
+
+def _is_extra(key: str) -> bool:
+    return key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+
+
+def _load_rest(module: nn.Module, direct: dict[str, Any], copies: dict[str, Any], *, assign: bool) -> None:
+    """Let the module take what cannot be read in place; the others go along, so that its hooks see them all."""
+    values = copies if assign else {**direct, **copies}
+    accepted = inspect.signature(module.load_state_dict).parameters
+    anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values())
+    wanted: dict[str, Any] = {"strict": False, **({"assign": True} if assign else {})}
+    outcome = module.load_state_dict(values, **{key: on for key, on in wanted.items() if anything or key in accepted})
+    if unexpected := getattr(outcome, "unexpected_keys", None):
+        raise CorruptCheckpointError(f"{type(module).__name__} refused {unexpected[:5]}")
+
+
+def _run_hooks(module: nn.Module) -> None:
+    """Run what modules registered for after a load, as ``load_state_dict`` does."""
+    for child in module.modules():
+        for hook in child._load_state_dict_post_hooks.values():
+            hook(child, _IncompatibleKeys([], []))

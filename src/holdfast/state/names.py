@@ -1,0 +1,92 @@
+"""Names that survive wrappers: what a parameter is called whatever wraps its module.
+
+DDP and DataParallel add ``module.``, ``torch.compile`` adds ``_orig_mod.``, activation checkpointing and FSDP1 add
+their own prefixes. None of them is part of a stored name, so a checkpoint of a wrapped model fits the bare one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["canonical_keys", "parameter_names", "unwrap"]
+
+# Prefixes no user would choose: removed wherever they occur.
+_TOKENS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the user's own module inside any stack of DDP, DataParallel and ``torch.compile`` wrappers."""
+    while True:
+        if isinstance(module, _PARALLEL):
+            module = module.module
+        elif isinstance(inner := module.__dict__.get("_modules", {}).get("_orig_mod"), nn.Module):
+            module = inner
+        else:
+            return module
+
+
+def canonical_keys(module: nn.Module, keys: Mapping[str, Any] | list[str]) -> list[str]:
+    """Return the stored name of each raw ``state_dict`` key of an unwrapped module, in the same order."""
+    names = [_without_tokens(name) for name in keys]
+    parallel = [
+        _without_tokens(f"{path}.") for path, child in module.named_modules() if path and isinstance(child, _PARALLEL)
+    ]
+    if parallel:
+        # Longest first: an inner wrapper's path still contains the outer one's "module.".
+        parallel.sort(key=len, reverse=True)
+        names = [_strip_parallel(name, parallel) for name in names]
+    return names
+
+
+def _without_tokens(name: str) -> str:
+    if "_wrapped_module." in name or "_orig_mod." in name:
+        for token in _TOKENS:
+            name = name.replace(token, "")
+    return name
+
+
+def _strip_parallel(name: str, prefixes: list[str]) -> str:
+    for prefix in prefixes:
+        if name.startswith(prefix + "module."):
+            name = prefix + name[len(prefix) + len("module.") :]
+    return name
+
+
+def parameter_names(state: Mapping[Any, Any]) -> dict[int, str]:
+    """Map ``id(parameter)`` to its stored name for every parameter of every module found in ``state``.
+
+    The name is the path of the module in the state and the parameter's own canonical name, joined by "/":
+    ``model/blocks.0.weight``. A parameter shared by several modules keeps the first name.
+    """
+    names: dict[int, str] = {}
+    for path, module in _modules(state, ""):
+        inner = unwrap(module)
+        params = dict(inner.named_parameters(remove_duplicate=False))
+        for key, param in zip(canonical_keys(inner, params), params.values(), strict=True):
+            names.setdefault(id(param), f"{path}/{key}" if path else key)
+    return names
+
+
+def _modules(value: Any, path: str, above: tuple[int, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(value, nn.Module):
+        yield path, value
+        return
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple, deque)):
+        names = getattr(value, "_fields", range(len(value)))
+        items = zip(names, value, strict=False)
+    else:
+        return
+    if id(value) in above:
+        return  # a cycle: flattening refuses it, and says where
+    for key, child in items:
+        if not isinstance(child, (torch.Tensor, int, float, str)):
+            yield from _modules(child, f"{path}/{key}" if path else str(key), (*above, id(value)))

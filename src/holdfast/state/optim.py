@@ -1,0 +1,100 @@
+"""Optimizer state by parameter name.
+
+``Optimizer.state_dict`` keys its state by position. Here it is keyed by the stored name of the parameter, so that
+the order of parameters, their groups and which of them are frozen may change between save and load. It is put back
+without casts (torch's own ``load_state_dict`` turns float32 state of bfloat16 parameters into bfloat16).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = ["IMPLEMENTATION_FLAGS", "apply_groups", "is_plain", "live_names", "state_device", "to_named"]
+
+# How a step is computed on this device, not what it computes: the live optimizer's own choice stays.
+IMPLEMENTATION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+
+# Which parameters a group holds and how it calls them is the live optimizer's business as well.
+_OWN = frozenset({"params", "param_names"})
+
+
+def is_plain(optimizer: Optimizer) -> bool:
+    """Tell whether the optimizer keeps its state the standard way; others go through their own ``state_dict``."""
+    kind = type(optimizer)
+    return kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict
+
+
+def live_names(optimizer: Optimizer, names: dict[int, str]) -> list[list[str]]:
+    """Return the stored name of each parameter, group by group.
+
+    A parameter that belongs to no module of the state is called ``param.<position>``.
+    """
+    position = 0
+    groups = []
+    for group in optimizer.param_groups:
+        row = []
+        for param in group["params"]:
+            row.append(names.get(id(param), f"param.{position}"))
+            position += 1
+        groups.append(row)
+    return groups
+
+
+def to_named(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
+    """Return ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`` with the live tensors in it."""
+    groups = live_names(optimizer, names)
+    state = {}
+    for group, row in zip(optimizer.param_groups, groups, strict=True):
+        for param, name in zip(group["params"], row, strict=True):
+            if kept := optimizer.state.get(param):
+                state[name] = dict(kept)
+    hyper = [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": row}
+        for group, row in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    return {"state": state, "param_groups": hyper}
+
+
+def state_device(key: str, group: dict[str, Any], param: torch.Tensor) -> torch.device:
+    """Return where a state tensor of ``param`` lives: torch keeps ``step`` on the CPU unless a kernel reads it."""
+    if key == "step" and not (group.get("capturable") or group.get("fused")):
+        return torch.device("cpu")
+    return param.device
+
+
+def apply_groups(optimizer: Optimizer, rows: list[list[str]], saved: list[dict[str, Any]]) -> list[str]:
+    """Put saved hyper-parameters into the live groups; return a line for each group that could not be matched.
+
+    A live group takes the hyper-parameters of the saved groups its parameters came from, if these agree.
+    """
+    home = {name: group for group in saved for name in group["params"]}
+    problems = []
+    for number, (group, row) in enumerate(zip(optimizer.param_groups, rows, strict=True)):
+        sources = list({id(home[name]): home[name] for name in row if name in home}.values())
+        if not sources:
+            if saved and row:
+                problems.append(f"param_groups[{number}]: none of its parameters was saved; live values kept")
+            continue
+        for key in sources[0]:
+            if key in _OWN or key in IMPLEMENTATION_FLAGS:
+                continue
+            values = [source.get(key) for source in sources]
+            if any(not _same(values[0], other) for other in values[1:]):
+                problems.append(f"param_groups[{number}].{key}: saved groups disagree ({values}); live value kept")
+            elif isinstance(group.get(key), torch.Tensor):
+                group[key].copy_(torch.as_tensor(values[0]))
+            elif isinstance(values[0], torch.Tensor) and isinstance(group.get(key), (int, float)):
+                group[key] = values[0].item()  # whether lr is a tensor is a choice of implementation, too
+            else:
+                group[key] = values[0]
+    return problems
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(left), torch.as_tensor(right)))
+    return bool(left == right)

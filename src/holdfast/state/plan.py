@@ -1,0 +1,271 @@
+"""Where every tensor goes: files, their headers, the index, and the arena that mirrors them.
+
+The layout of the arena is the layout of the files (header padded to 4096 bytes, tensors by descending element size
+without holes), so bytes go from the arena to the disk with no further copy. A layout depends on the structure of the
+state alone and is reused until the structure changes; headers and index are part of it.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter, eq, is_
+
+import torch
+
+from ..format.index import Index, Piece, TensorEntry
+from ..format.layout import header_bytes
+from ..writer.messages import FilePlan
+from .arrays import dtype_name
+from .flatten import Flat
+
+__all__ = ["FileLayout", "Layout", "Signature", "fits", "plan", "signature"]
+
+BLOCK = 4096  # alignment of direct I/O and of every file in the arena
+_OWN_FILE = 1 << 20  # items below this size share the file "state", unless they are modules
+_LOOSE = "state"
+_FROZEN = ".frozen"
+
+
+@dataclass(slots=True)
+class Signature:
+    """The structure of a flat state: two saves with equal signatures share one layout."""
+
+    names: list[str]
+    dtypes: list[torch.dtype]
+    shapes: list[torch.Size]
+    files: list[str]
+    frozen: set[int]
+    aliases: dict[int, int]  # position -> position of the tensor it is tied to
+
+
+def signature(flat: Flat) -> Signature:
+    """Return the structure of ``flat``; linear, and cheap enough for 100 000 tensors at every save."""
+    return Signature(
+        flat.names,
+        [tensor.dtype for tensor in flat.tensors],
+        [tensor.shape for tensor in flat.tensors],
+        flat.files,
+        flat.frozen,
+        _aliases(flat.tensors),
+    )
+
+
+def fits(sig: Signature, flat: Flat) -> bool:
+    """Tell whether ``flat`` has this structure, without building its own signature: four times as fast."""
+    tensors = flat.tensors
+    return (
+        sig.names == flat.names
+        and all(map(eq, map(attrgetter("shape"), tensors), sig.shapes))
+        and all(map(is_, map(attrgetter("dtype"), tensors), sig.dtypes))
+        and sig.files == flat.files
+        and sig.frozen == flat.frozen
+        and sig.aliases == _aliases(tensors)
+    )
+
+
+def _aliases(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Find tensors that are the same memory seen the same way (tied weights)."""
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    if len(set(pointers)) == len(pointers):
+        return {}
+    first: dict[tuple[object, ...], int] = {}
+    aliases = {}
+    for number, (tensor, pointer) in enumerate(zip(tensors, pointers, strict=True)):
+        if not pointer:
+            continue  # an empty tensor is nobody's alias
+        key = (pointer, tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        original = first.setdefault(key, number)
+        if original != number:
+            aliases[number] = original
+    return aliases
+
+
+@dataclass(slots=True)
+class FileLayout:
+    """One file: what stands where in it, and where it lies in the arena."""
+
+    stem: str
+    suffix: str
+    role: str
+    size: int = 0
+    arena_offset: int = 0
+    stable: bool = False
+    starts: list[int] = field(default_factory=list)  # first byte of each segment within the file
+    segments: list[tuple[int | bytes, int, int]] = field(default_factory=list)  # (tensor or bytes, start, size)
+
+    def path(self, save_id: str) -> str:
+        """Return the name of this file in the checkpoint of ``save_id``."""
+        return f"{self.stem}-{save_id}{self.suffix}"
+
+    @property
+    def padded(self) -> int:
+        """Size rounded up to whole blocks."""
+        return -(-self.size // BLOCK) * BLOCK
+
+    def add(self, source: int | bytes, size: int) -> None:
+        """Append a segment."""
+        if size:
+            self.starts.append(self.size)
+            self.segments.append((source, self.size, size))
+        self.size += size
+
+    def segments_between(self, start: int, stop: int) -> Iterator[tuple[int | bytes, int, int]]:
+        """Yield the segments that overlap bytes ``start:stop`` of the file."""
+        for number in range(max(0, bisect_right(self.starts, start) - 1), len(self.segments)):
+            source, first, size = self.segments[number]
+            if first >= stop:
+                return
+            if first + size > start:
+                yield source, first, size
+
+
+@dataclass(slots=True)
+class Layout:
+    """Files and arena for one structure.
+
+    Attributes:
+        signature: the structure this layout is for.
+        files: all files with tensors, then the index.
+        offsets: for each tensor its place in the arena; -1 for one that is tied to another.
+        sizes: bytes of each tensor.
+        arena_bytes: size of an arena that holds everything.
+        tensor_bytes: bytes of all tensors, ties counted once.
+    """
+
+    signature: Signature
+    files: list[FileLayout]
+    offsets: list[int]
+    sizes: list[int]
+    arena_bytes: int
+    tensor_bytes: int
+
+    def file_plans(self, save_id: str) -> tuple[FilePlan, ...]:
+        """Describe the files of one save to the writer."""
+        return tuple(
+            FilePlan(
+                path=file.path(save_id),
+                size=file.size,
+                role=file.role,
+                arena_offset=file.arena_offset,
+                stable=file.stable,
+            )
+            for file in self.files
+        )
+
+    def write_static(self, view: memoryview) -> None:
+        """Put headers and index into a fresh arena; they stay there for every save with this layout."""
+        for file in self.files:
+            for source, start, size in file.segments:
+                if isinstance(source, bytes):
+                    at = file.arena_offset + start
+                    view[at : at + size] = source
+
+
+def plan(
+    sig: Signature, *, rank: int = 0, max_file_bytes: int = 4 << 30, stable: frozenset[str] = frozenset()
+) -> Layout:
+    """Lay out a structure.
+
+    Args:
+        sig: the structure.
+        rank: the writing rank; part of the file names.
+        max_file_bytes: a file is split when it would grow beyond this (one tensor is never split).
+        stable: names of tensors observed not to change between saves; they get files of their own, as frozen ones do.
+    """
+    sizes = [dtype.itemsize * shape.numel() for dtype, shape in zip(sig.dtypes, sig.shapes, strict=True)]
+    files: list[FileLayout] = []
+    place: list[tuple[int, int]] = [(-1, -1)] * len(sizes)  # tensor -> (file number, offset in file)
+    for label, members in _groups(sig, sizes, stable).items():
+        for part, chunk in enumerate(_parts(members, sizes, max_file_bytes)):
+            stem = f"{label}-{rank:05d}" + (f".part{part:02d}" if part else "")
+            file = FileLayout(stem, ".safetensors", "tensors", stable=label.endswith(_FROZEN))
+            own = sig.files[chunk[0]] if label.removesuffix(_FROZEN) != _LOOSE else ""
+            _fill(file, chunk, sig, sizes, prefix=f"{own}/" if own else "", number=len(files), place=place)
+            files.append(file)
+    index = FileLayout(f"index-{rank:05d}", ".json", "index")
+    body = _index(sig, sizes, place, files, rank)
+    index.add(body, len(body))
+    files.append(index)
+    end = 0
+    for file in files:
+        file.arena_offset = end
+        end += file.padded
+    offsets = [files[number].arena_offset + at if number >= 0 else -1 for number, at in place]
+    tied = sum(sizes[number] for number in sig.aliases)
+    return Layout(sig, files, offsets, sizes, max(end, BLOCK), sum(sizes) - tied)
+
+
+def _groups(sig: Signature, sizes: list[int], stable: frozenset[str]) -> dict[str, list[int]]:
+    """Assign tensors to files: one for each item of the state, frozen tensors apart, small items together."""
+    totals: dict[str, int] = {}
+    for item, size in zip(sig.files, sizes, strict=True):
+        totals[item] = totals.get(item, 0) + size
+    labels: dict[str, str] = {"": _LOOSE}
+    for item, total in totals.items():
+        if item and item != _LOOSE and (total >= _OWN_FILE or item == "model"):
+            safe = re.sub(r"[^A-Za-z0-9_.-]", "_", item).lstrip(".")[:64] or _LOOSE
+            taken = safe in labels.values() or safe.endswith(_FROZEN)
+            labels[item] = f"{safe}.{len(labels)}" if taken else safe
+    groups: dict[str, list[int]] = {}
+    for number, (item, name) in enumerate(zip(sig.files, sig.names, strict=True)):
+        if number in sig.aliases:
+            continue
+        label = labels.get(item, _LOOSE)
+        if number in sig.frozen or name in stable:
+            label += _FROZEN
+        groups.setdefault(label, []).append(number)
+    return groups
+
+
+def _parts(members: list[int], sizes: list[int], limit: int) -> Iterator[list[int]]:
+    part: list[int] = []
+    total = 0
+    for number in members:
+        if part and total + sizes[number] > limit:
+            yield part
+            part, total = [], 0
+        part.append(number)
+        total += sizes[number]
+    if part:
+        yield part
+
+
+def _fill(
+    file: FileLayout,
+    members: list[int],
+    sig: Signature,
+    sizes: list[int],
+    *,
+    prefix: str,
+    number: int,
+    place: list[tuple[int, int]],
+) -> None:
+    # safetensors wants every tensor aligned to its element size and no holes: widest elements first.
+    members = sorted(members, key=lambda one: -sig.dtypes[one].itemsize)
+    rows = [
+        (sig.names[one].removeprefix(prefix), dtype_name(sig.dtypes[one]), tuple(sig.shapes[one]), sizes[one])
+        for one in members
+    ]
+    header = header_bytes(rows, {"format": "pt"})
+    file.add(header, len(header))
+    for one in members:
+        place[one] = (number, file.size)
+        file.add(one, sizes[one])
+
+
+def _index(sig: Signature, sizes: list[int], place: list[tuple[int, int]], files: list[FileLayout], rank: int) -> bytes:
+    """Encode the index. File names carry ``{save_id}`` so that the same bytes serve every save."""
+    paths = [file.path("{save_id}") for file in files]
+    tensors = {}
+    for number, name in enumerate(sig.names):
+        if number not in sig.aliases:
+            at, offset = place[number]
+            piece = Piece(file=paths[at], offset=offset, nbytes=sizes[number])
+            tensors[name] = TensorEntry(
+                name=name, dtype=dtype_name(sig.dtypes[number]), shape=tuple(sig.shapes[number]), pieces=(piece,)
+            )
+    aliases = {sig.names[number]: sig.names[original] for number, original in sig.aliases.items()}
+    return Index(writer=rank, files=tuple(paths), tensors=tensors, aliases=aliases).to_bytes()

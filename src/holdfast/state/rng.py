@@ -1,0 +1,157 @@
+"""Random generators of this process: python, NumPy's global one, torch's CPU one and those of the accelerators.
+
+The captured form is plain data (ints, floats, bytes) and uint8 tensors, so that it travels through the codec like any
+other state. Capturing advances no generator and starts no accelerator that the process has not used yet.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .values import RNG, RngSentinel
+
+__all__ = ["RNG", "RngSentinel", "capture", "restore"]
+
+_WORDS = struct.Struct("<625I")  # 624 words of the Mersenne Twister and the position in them
+# What a malformed or foreign entry makes the setters below raise: it is listed as not restored, never half trusted.
+_REFUSALS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, struct.error, ImportError)
+
+
+def capture(*, devices: bool = True) -> dict[str, Any]:
+    """Describe the state of every generator of this process.
+
+    Args:
+        devices: also those of accelerators in use; False for the three that live on the host.
+    """
+    state: dict[str, Any] = {"python": _python_state(), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state["numpy"] = _plain(numpy.random.get_state(legacy=False))
+    if devices:
+        kind = _accelerator()
+        if kind is not None:
+            state["devices"] = {kind: _device_states(kind)}
+    return state
+
+
+def restore(state: Mapping[str, Any]) -> list[str]:
+    """Put every generator back into the state `capture` described.
+
+    Returns:
+        One line for each generator that could NOT be restored, empty when all were.
+    """
+    problems: list[str] = []
+    _restore_one(problems, state, "python", _set_python)
+    if "numpy" in state or "numpy" in sys.modules:
+        _restore_one(problems, state, "numpy", _set_numpy)
+    _restore_one(problems, state, "torch", _set_torch)
+    saved = state.get("devices")
+    saved = saved if isinstance(saved, Mapping) else {}
+    for kind in saved:
+        problems += _set_devices(str(kind), saved[kind])
+    kind = _accelerator()
+    if kind is not None and kind not in saved:
+        problems.append(f"{kind} generators: the checkpoint has no entry for them")
+    return problems
+
+
+def _restore_one(problems: list[str], state: Mapping[str, Any], name: str, setter: Callable[[Any], None]) -> None:
+    if name not in state:
+        problems.append(f"{name} generator: the checkpoint has no entry for it")
+        return
+    try:
+        setter(state[name])
+    except _REFUSALS as error:
+        problems.append(f"{name} generator: {type(error).__name__}: {error}")
+
+
+def _python_state() -> dict[str, Any]:
+    version, words, gauss_next = random.getstate()
+    return {"version": version, "words": _WORDS.pack(*words), "gauss_next": gauss_next}
+
+
+def _set_python(saved: Any) -> None:
+    random.setstate((saved["version"], _WORDS.unpack(saved["words"]), saved["gauss_next"]))
+
+
+def _plain(value: Any) -> Any:
+    """Replace the arrays of a NumPy bit generator's state by plain data."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if hasattr(value, "tobytes") and getattr(value, "ndim", None):
+        return {"dtype": value.dtype.str, "data": value.tobytes()}
+    return value.item() if hasattr(value, "item") else value
+
+
+def _arrays(value: Any) -> Any:
+    """Undo `_plain`."""
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() == {"dtype", "data"}:
+        import numpy as np
+
+        return np.frombuffer(value["data"], dtype=value["dtype"]).copy()
+    return {key: _arrays(item) for key, item in value.items()}
+
+
+def _set_numpy(saved: Any) -> None:
+    import numpy as np
+
+    np.random.set_state(_arrays(saved))
+
+
+def _set_torch(saved: Any) -> None:
+    torch.set_rng_state(saved.cpu())
+
+
+def _accelerator() -> str | None:
+    """Name the kind of accelerator this process has in use.
+
+    One that is there but unused has drawn nothing; asking for its state would start it (seconds, and hundreds of
+    megabytes) and forbid the fork of loader workers.
+    """
+    if torch.cuda.is_available():
+        return "cuda" if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    accelerator = getattr(torch, "accelerator", None)  # torch >= 2.6
+    if accelerator is None or not accelerator.is_available():
+        return None
+    device = accelerator.current_accelerator()
+    if device is None:
+        return None
+    module = getattr(torch, device.type, None)
+    if not hasattr(module, "get_rng_state") or not getattr(module, "is_initialized", lambda: True)():
+        return None
+    return str(device.type)
+
+
+def _device_states(kind: str) -> list[torch.Tensor]:
+    module = getattr(torch, kind)
+    if hasattr(module, "get_rng_state_all"):
+        return list(module.get_rng_state_all())
+    return [module.get_rng_state()]
+
+
+def _set_devices(kind: str, saved: Any) -> list[str]:
+    module = getattr(torch, kind, None)
+    saved = list(saved)
+    if module is None or not hasattr(module, "set_rng_state") or not module.is_available():
+        return [f"{kind} generators: {len(saved)} saved, this machine has no {kind} device"]
+    here = module.device_count()
+    single = not hasattr(module, "set_rng_state_all")  # mps: one device, no device argument
+    problems = []
+    for number, tensor in enumerate(saved[:here]):
+        try:
+            _ = module.set_rng_state(tensor.cpu()) if single else module.set_rng_state(tensor.cpu(), number)
+        except _REFUSALS as error:
+            problems.append(f"{kind} generator {number}: {type(error).__name__}: {error}")
+    if len(saved) > here:
+        problems.append(f"{kind} generators {here} to {len(saved) - 1}: only {here} {kind} device(s) here")
+    elif here > len(saved):
+        problems.append(f"{kind} generators {len(saved)} to {here - 1}: saved on {len(saved)} {kind} device(s)")
+    return problems

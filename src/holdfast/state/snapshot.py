@@ -1,0 +1,291 @@
+"""Snapshots: take a state apart, copy it where the writer sees it, and hand it over.
+
+`Snapshotter` owns the arena and the layout of the last structure. A save is `take` (flatten, plan if the structure
+is new, copy) and `submit`; with `max_staging_bytes` the state streams through a small arena in windows instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import ConfigError
+from ..format.codec import dumps
+from ..format.digest import CHUNK
+from ..format.strict_json import paused_gc
+from ..storage.base import Storage
+from ..writer.arena import Arena
+from ..writer.client import SaveFuture, WriterClient
+from ..writer.messages import BlobPlan, SaveJob
+from . import cuda
+from .flatten import Flat, flatten
+from .plan import Layout, fits, plan, signature
+from .staging import copy_window, stage
+
+__all__ = ["Snapshotter", "Submitted"]
+
+_LOG = logging.getLogger("holdfast.state")
+MIN_WINDOW = 1 << 20
+_FOLLOW = 128 << 20  # from this size on the writer starts before the copying has ended,
+_FOLLOW_FROM = 0.6  # when this share of it is done
+
+
+@dataclass(slots=True)
+class Submitted:
+    """A save under way.
+
+    Attributes:
+        future: resolves when the checkpoint is committed.
+        held_s: how long the caller was held by flattening and copying.
+        tensor_bytes: bytes of the tensors.
+        dropped: paths left out by ``unsupported="drop"``.
+        names: tensor names, in the order of the layout.
+    """
+
+    future: Future[Any]
+    held_s: float
+    tensor_bytes: int
+    dropped: list[str] = field(default_factory=list)
+
+
+class Snapshotter:
+    """Copies states into one reused arena. Not thread-safe: one owner, one save at a time.
+
+    Args:
+        rank: the writing rank, part of the file names.
+        max_file_bytes: larger files are split.
+        max_staging_bytes: bound of the arena; a state that does not fit streams through it and the caller is held
+            until the last window has been taken.
+    """
+
+    def __init__(self, *, rank: int = 0, max_file_bytes: int = 4 << 30, max_staging_bytes: int | None = None) -> None:
+        if max_staging_bytes is not None and max_staging_bytes < 2 * MIN_WINDOW:
+            raise ConfigError(f"max_staging_bytes={max_staging_bytes}: give at least {2 * MIN_WINDOW} bytes")
+        self.rank, self.max_file_bytes, self.max_staging_bytes = rank, max_file_bytes, max_staging_bytes
+        self.layout: Layout | None = None
+        self.arena: Arena | None = None
+        self.stable: frozenset[str] = frozenset()
+        self.copies: cuda.DeviceCopies | None = None
+        self._observed = False
+        self._said: tuple[str, ...] = ()  # what was reported as left out
+
+    def plan(self, state: Mapping[Any, Any], *, unsupported: str = "raise") -> Layout:
+        """Take the state apart and lay it out, without memory for it: shows whether it can be saved, and its size."""
+        return self._layout(flatten(state, unsupported=unsupported, rank=self.rank))
+
+    def prepare(self, state: Mapping[Any, Any], client: WriterClient) -> None:
+        """Get ready for the first save: map the arena here and in the writer, fault its pages in the background."""
+        flat = flatten(state, rank=self.rank)
+        layout = self._layout(flat)
+        if not self._windowed(layout):
+            if cuda.needed(flat.tensors):
+                self.copies = self.copies or cuda.DeviceCopies()  # it has to see a step before it is trusted with one
+            arena = self._arena(layout)
+            arena.prefault()
+            client.attach(arena)
+
+    @paused_gc()
+    def submit(
+        self,
+        state: Mapping[Any, Any],
+        client: WriterClient,
+        storage: Storage,
+        *,
+        directory: str,
+        save_id: str,
+        manifest: dict[str, Any],
+        overwrite: bool = False,
+        reuse: bool = False,
+        run: bool = False,
+        unsupported: str = "raise",
+        lazy: bool = False,
+    ) -> Submitted:
+        """Snapshot ``state`` and hand it to the writer. The caller may change the state when this returns.
+
+        Args:
+            state: what to save.
+            client: the writer.
+            storage: root that ``directory`` is relative to.
+            directory: the checkpoint's directory.
+            save_id: unique id of this save.
+            manifest: fields of the manifest.
+            overwrite: replace a committed checkpoint of this name.
+            reuse: unchanged files may be linked from the previous checkpoint.
+            run: the save belongs to the writer's open run.
+            unsupported: "raise" or "drop".
+            lazy: CUDA tensors owned by an optimizer may still be copying when this returns (`cuda.fence` guards).
+        """
+        started = time.perf_counter()
+        flat = flatten(state, unsupported=unsupported, rank=self.rank)
+        self._report_dropped(flat.dropped)
+        layout = self._layout(flat)
+        blobs = [dumps(flat.tree)]
+        plans = [BlobPlan(path=f"state-{save_id}.json", role="state")] if self.rank == 0 else []
+        if flat.per_rank:
+            plans.append(BlobPlan(path=f"rank-{self.rank:05d}-{save_id}.json", role="rank"))
+            blobs.append(dumps(flat.per_rank))
+        windowed = self._windowed(layout)
+        job = SaveJob(
+            directory=directory,
+            save_id=save_id,
+            writer=self.rank,
+            files=layout.file_plans(save_id),
+            blobs=tuple(plans),
+            manifest=manifest,
+            overwrite=overwrite,
+            reuse=reuse,
+            windowed=windowed,
+            run=run,
+            want_unchanged=reuse and not windowed and not self._observed,
+        )
+        arena = self._window_arena() if windowed else self._arena(layout)
+        future: Future[Any]
+        if windowed:
+            future = save = client.submit(storage, job, blobs, arena)
+            self._stream(flat, layout, client, save, arena)
+        elif cuda.needed(flat.tensors):
+            self.copies = self.copies or cuda.DeviceCopies()
+            future = self.copies.submit(
+                flat, layout, arena, lambda: client.submit(storage, job, blobs, arena), lazy=lazy
+            )
+        else:
+            future = self._copy(
+                flat, layout, arena, client, lambda filled: client.submit(storage, job, blobs, arena, filled=filled)
+            )
+            arena.prefault()  # maps the pages for the next save, if nobody did before
+        held = time.perf_counter() - started
+        return Submitted(future, held, layout.tensor_bytes, flat.dropped)
+
+    def _copy(
+        self,
+        flat: Flat,
+        layout: Layout,
+        arena: Arena,
+        client: WriterClient,
+        submit: Callable[[int | None], SaveFuture],
+    ) -> SaveFuture:
+        """Copy everything into the arena; a big job is submitted on the way, so that the writer starts meanwhile.
+
+        Not from the beginning: writer and copying share the cores and the memory bus (measured with 1.4 GiB on two
+        cores: the copy takes 1.4 times as long when the writer starts at once).
+        """
+        fresh = None if arena.prefaulted.is_set() else arena.fd
+        begun: list[SaveFuture] = []
+
+        def follow(filled: int) -> None:
+            if begun:
+                client.fill(begun[0].job_no, filled)
+            elif filled >= _FOLLOW_FROM * arena.size:
+                begun.append(submit(filled))
+
+        big = layout.tensor_bytes >= _FOLLOW
+        try:
+            stage(layout, flat.tensors, arena.address, arena.view, fresh_fd=fresh, filled=follow if big else None)
+        except BaseException:
+            if begun:
+                client.abandon(begun[0].job_no)
+            raise
+        if not begun:
+            return submit(None)
+        client.fill(begun[0].job_no, arena.size)  # sealed
+        return begun[0]
+
+    def observe(self, unchanged: tuple[tuple[int, int, int], ...]) -> None:
+        """Learn from one save which tensors did not change since the one before, and give them files of their own.
+
+        Args:
+            unchanged: (file number, offset, bytes) runs that equal the previous save.
+        """
+        layout = self.layout
+        if layout is None or self._observed or not unchanged:
+            return
+        self._observed = True
+        found = set()
+        total = 0
+        for number, start, size in unchanged:
+            file = layout.files[number]
+            for source, first, nbytes in file.segments_between(start, start + size):
+                # Chunks at its ends are shared with neighbours that may change: whole chunks inside are enough.
+                low, high = -(-first // CHUNK) * CHUNK, (first + nbytes) // CHUNK * CHUNK
+                low, high = (low, high) if high > low else (first, first + nbytes)
+                if isinstance(source, int) and low >= start and high <= start + size:
+                    found.add(layout.signature.names[source])
+                    total += nbytes
+        if total * 10 >= layout.tensor_bytes:
+            _LOG.info("%d tensors did not change between saves: they get files of their own", len(found))
+            self.stable |= found
+            self._drop_layout()
+
+    def close(self) -> None:
+        """Give the arena back; idempotent."""
+        if self.copies is not None:
+            self.copies.close()
+            self.copies = None
+        self._drop_layout()
+
+    def _report_dropped(self, dropped: list[str]) -> None:
+        """Say what is not saved: once, and again when that changes."""
+        if tuple(dropped) != self._said:
+            self._said = tuple(dropped)
+            if dropped:
+                _LOG.warning("NOT saved, as unsupported='drop' asks: %s", ", ".join(dropped))
+
+    # -- layout and arena
+
+    def _layout(self, flat: Flat) -> Layout:
+        if self.layout is None or not fits(self.layout.signature, flat):
+            self._drop_layout()
+            self.layout = plan(signature(flat), rank=self.rank, max_file_bytes=self.max_file_bytes, stable=self.stable)
+        return self.layout
+
+    def _drop_layout(self) -> None:
+        self.layout = None
+        if self.arena is not None:
+            if self.copies is not None:
+                self.copies.unpin()
+            self.arena.close()
+            self.arena = None
+
+    def _windowed(self, layout: Layout) -> bool:
+        return self.max_staging_bytes is not None and layout.arena_bytes > self.max_staging_bytes
+
+    def _arena(self, layout: Layout) -> Arena:
+        if self.arena is None:
+            self.arena = Arena.create(layout.arena_bytes)
+            layout.write_static(self.arena.view)
+        return self.arena
+
+    def _window_arena(self) -> Arena:
+        assert self.max_staging_bytes is not None
+        if self.arena is None:
+            self.arena = Arena.create(self.max_staging_bytes // MIN_WINDOW * MIN_WINDOW)
+        return self.arena
+
+    def _stream(self, flat: Flat, layout: Layout, client: WriterClient, save: SaveFuture, arena: Arena) -> None:
+        """Send the state window by window; two windows take turns, so copying and writing overlap."""
+        window = arena.size // 2 // MIN_WINDOW * MIN_WINDOW
+        slots = deque([0, window])
+        waiting: deque[tuple[Future[None], int]] = deque()
+        try:
+            for number, file in enumerate(layout.files):
+                for start in range(0, file.padded, window):
+                    if not slots:
+                        done, slot = waiting.popleft()
+                        done.result()
+                        slots.append(slot)
+                    slot = slots.popleft()
+                    size = min(window, file.padded - start)
+                    copy_window(layout, file, flat.tensors, start=start, size=size, address=arena.address + slot)
+                    sent = client.window(save.job_no, file_no=number, file_offset=start, arena_offset=slot, nbytes=size)
+                    waiting.append((sent, slot))
+            for done, _ in waiting:
+                done.result()
+        except BaseException:
+            client.abandon(save.job_no)
+            raise
+        client.seal(save.job_no)

@@ -1,0 +1,164 @@
+"""A committed checkpoint opened for reading: its index, its decoded tree, its digests."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import CorruptCheckpointError, StorageNotFoundError
+from ..format.codec import decode, loads
+from ..format.commit import read_manifest
+from ..format.digest import chunk_digests, file_digest
+from ..format.index import Index, TensorEntry
+from ..format.manifest import FileEntry, Manifest
+from ..storage.base import Storage
+from . import arrays
+from .reader import Digests
+from .values import ObjectNode, PerRankNode, TensorRef
+
+__all__ = ["Stored", "open_stored"]
+
+_MAX_JSON = 2 << 30  # bound for index and state files before they are read
+
+
+@dataclass(slots=True)
+class Stored:
+    """An opened checkpoint.
+
+    Attributes:
+        storage: rooted at the checkpoint.
+        manifest: its manifest.
+        entries: every tensor by name, of all writers.
+        aliases: name -> name of the tensor it is tied to.
+        tree: decoded structure with `TensorRef`, `ObjectNode` and `PerRankNode` in it.
+        per_rank: key -> decoded value of the asked rank (None if the checkpoint has no such rank).
+        digests: tables of the files that have tensors.
+        refs: all tensors of the tree, by name.
+    """
+
+    storage: Storage
+    manifest: Manifest
+    entries: dict[str, TensorEntry] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    tree: Any = None
+    per_rank: dict[str, Any] | None = None
+    digests: Digests = field(default_factory=lambda: Digests({}))
+    refs: dict[str, TensorRef] = field(default_factory=dict)
+
+    def entry(self, name: str) -> TensorEntry:
+        """Return where a tensor is stored, through its tie if it has one."""
+        found = self.entries.get(self.aliases.get(name, name))
+        if found is None:
+            raise CorruptCheckpointError(
+                f"the structure names a tensor {name!r} that no index lists: the checkpoint is damaged", tensor=name
+            )
+        return found
+
+
+def open_stored(storage: Storage, *, rank: int = 0) -> Stored:
+    """Open the checkpoint at the root of ``storage``: reads manifest, indexes and structure, checks their digests.
+
+    Raises:
+        CheckpointNotFoundError, IncompleteCheckpointError: there is no committed checkpoint.
+        CorruptCheckpointError: a small file differs from its digest.
+    """
+    manifest = read_manifest(storage, "")
+    stored = Stored(storage, manifest)
+    tables: dict[str, bytes] = {}
+    for entry in manifest.files:
+        if entry.role == "digests":
+            tables[entry.path] = _checked(storage, entry)
+    stored.digests = Digests(dict(_tables(manifest, tables)))
+    sizes = {entry.path: entry.size for entry in manifest.files}
+    for entry in manifest.files:
+        if entry.role == "index":
+            index = Index.from_bytes(
+                _checked(storage, entry), where=entry.path, save_id=_save_id(entry.path), sizes=sizes
+            )
+            missing = [path for path in index.files if path not in sizes]
+            if missing:
+                raise CorruptCheckpointError(
+                    f"{entry.path} refers to {missing[0]}, which the manifest does not list", file=entry.path
+                )
+            stored.entries.update(index.tensors)
+            stored.aliases.update(index.aliases)
+        elif entry.role == "state":
+            stored.tree = _decode(_checked(storage, entry), entry.path, stored.refs)
+        elif entry.role == "rank" and entry.writer == rank:
+            stored.per_rank = _decode(_checked(storage, entry), entry.path, stored.refs)
+    if stored.tree is None:
+        raise CorruptCheckpointError("the manifest lists no state file: this checkpoint holds no state to load")
+    return stored
+
+
+def _save_id(index_path: str) -> str:
+    # index-00000-<save id>.json
+    return index_path.removesuffix(".json").split("-", 2)[2]
+
+
+def _checked(storage: Storage, entry: FileEntry) -> bytes:
+    if entry.size > _MAX_JSON:
+        raise CorruptCheckpointError(f"{entry.path} claims {entry.size} bytes: refused", file=entry.path)
+    try:
+        with storage.open(entry.path) as reader:
+            # A file that was cut short is damage, not an error of the storage: `resume` goes on to the next one.
+            data = bytearray(min(entry.size, reader.size))
+            reader.read_into(0, memoryview(data))
+    except StorageNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"{entry.path} is gone: this checkpoint is damaged; use another one, or a copy of this file",
+            file=entry.path,
+        ) from error
+    if len(data) != entry.size or file_digest(chunk_digests(memoryview(data))) != entry.digest:
+        raise CorruptCheckpointError(
+            f"{entry.path}: its bytes are not what was written (digest differs): this checkpoint is damaged",
+            file=entry.path,
+        )
+    return bytes(data)
+
+
+def _tables(manifest: Manifest, tables: dict[str, bytes]) -> Iterator[tuple[str, bytes]]:
+    """Cut the digest tables of the files out of the tables of their writers, and check them against the manifest."""
+    for entry in manifest.files:
+        if entry.chunks is None:
+            continue
+        path, offset = entry.chunks
+        length = 8 * math.ceil(entry.size / 65536)
+        table = tables.get(path, b"")[offset : offset + length]
+        if len(table) != length or file_digest(table) != entry.digest:
+            raise CorruptCheckpointError(
+                f"{path} does not hold the digests of {entry.path}: the checkpoint is damaged", file=path
+            )
+        yield entry.path, table
+
+
+def _decode(data: bytes, where: str, refs: dict[str, TensorRef]) -> Any:
+    def tensor(name: str, kind: str = "tensor", **extra: Any) -> TensorRef:
+        ref = refs.setdefault(name, TensorRef(name, kind))
+        ref.extra = {**ref.extra, **extra}
+        return ref
+
+    def leaf(tag: str, node: dict[str, Any]) -> Any:
+        try:
+            if tag == "tensors":
+                at, keys = node["at"], node["k"]
+                items = {key: TensorRef(at + key) for key in keys}
+                refs.update((ref.name, ref) for ref in items.values())
+                return OrderedDict(items) if node["o"] else items
+            if tag == "tensor":
+                extra = {key: value for key, value in node.items() if key not in ("$", "n", "k")}
+                return tensor(node["n"], node.get("k", "tensor"), **extra)
+            if tag == "object":
+                return ObjectNode(node["type"], node["kind"], decode(node["state"], leaf))
+            if tag in ("per_rank", "rng"):
+                return PerRankNode(node["key"], rng=tag == "rng")
+        except (KeyError, TypeError) as error:
+            raise CorruptCheckpointError(f"{where}: a {tag!r} node is malformed ({error})", file=where) from error
+        if tag == "torch":
+            return arrays.decode_torch_value(node)
+        raise CorruptCheckpointError(f"{where}: unknown node {tag!r}: written by a newer Holdfast?", file=where)
+
+    return decode(loads(data, max_bytes=_MAX_JSON, where=where), leaf)

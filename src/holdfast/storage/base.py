@@ -1,0 +1,372 @@
+"""What a storage is: seven operations that a disk and an object store can both keep.
+
+There is no rename, no mkdir and no append, because object stores have none. Paths are relative to the root of the
+storage, separated by "/", without "." or ".." or empty parts.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, StorageNotFoundError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = [
+    "BLOCK",
+    "TEMPORARY",
+    "FileReader",
+    "FileWriter",
+    "ObjectInfo",
+    "PrefixStorage",
+    "Storage",
+    "check_path",
+    "check_prefix",
+    "check_view",
+]
+
+BLOCK = 4096
+"""Unit of views given to `FileWriter.write`, in bytes."""
+
+TEMPORARY = ".tmp-"
+"""First characters of names a storage keeps to itself: never listed, refused in paths."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """One object, or (path ends with "/") one directory of a listing that is not recursive.
+
+    Attributes:
+        path: path inside the storage.
+        size: bytes; 0 for a directory.
+        etag: changes whenever the content is replaced; None where the listing does not know it.
+        modified: seconds since 1970 by the clock of the storage; 0.0 if unknown.
+    """
+
+    path: str
+    size: int
+    etag: str | None = None
+    modified: float = 0.0
+
+
+class FileWriter(ABC):
+    """Writes one object of known size from start to end; used by one thread at a time."""
+
+    @abstractmethod
+    def write(self, view: memoryview) -> None:
+        """Append ``view``.
+
+        All views but the last are multiples of 4096 bytes. The last one may reach past the size given to
+        `Storage.create`, padded to a multiple of 4096: what is past the size is not stored.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Make the object durable and end the writer; idempotent.
+
+        Raises:
+            StorageError: the bytes could not be made durable, or fewer than ``size`` were written; the object is
+                dropped.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Drop the object and end the writer; idempotent, never raises for a storage that has gone away."""
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+class FileReader(ABC):
+    """Reads ranges of one object; `read_into` may be called by many threads at once.
+
+    Attributes:
+        size: bytes in the object when it was opened.
+    """
+
+    size: int
+
+    @abstractmethod
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` with the bytes from ``offset`` on.
+
+        Raises:
+            StorageError: the object ends before ``view`` is full, or it could not be read.
+        """
+
+    def will_read(self, offset: int, size: int) -> None:  # noqa: B027 - a hint: most storages have no use for it
+        """Hint that this range is read soon."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the reader holds; idempotent."""
+
+    def __enter__(self) -> FileReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Storage(ABC):
+    """A tree of objects.
+
+    The seven abstract methods: `put` commits (small, atomic), `create` takes the bulk of the bytes, `open` gives
+    them back in ranges, `stat` and `list` find them, `delete` removes them, `copy` repeats an unchanged file without
+    moving its bytes through this machine. Subclass `holdfast.testing.StorageTests` to prove a new storage.
+
+    Example:
+        >>> from holdfast.storage import MemoryStorage
+        >>> storage = MemoryStorage("doc")
+        >>> tag = storage.put("a/b.json", b"{}")
+        >>> storage.read("a/b.json")
+        b'{}'
+    """
+
+    @abstractmethod
+    def put(
+        self, path: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
+    ) -> str | None:
+        """Store a small object: all or nothing for every reader, durable on return.
+
+        Whatever was written earlier in the same directory is durable before this object becomes visible, which is
+        what makes a manifest that is written last a commit.
+
+        Args:
+            path: where.
+            data: the whole content.
+            if_absent: only if there is no object yet.
+            if_match: only if the object has this etag.
+
+        Returns:
+            The etag of the new content, where the storage has such a thing.
+
+        Raises:
+            StorageExistsError: ``if_absent`` and there is an object.
+            StorageConflictError: the object is gone or its etag is not ``if_match``.
+        """
+
+    @abstractmethod
+    def create(self, path: str, size: int) -> FileWriter:
+        """Start a big object of ``size`` bytes under its final name; an older object there is replaced.
+
+        The object counts only after `FileWriter.close`; until then readers may or may not see a part of it.
+        """
+
+    @abstractmethod
+    def open(self, path: str) -> FileReader:
+        """Open an object for reading.
+
+        Raises:
+            StorageNotFoundError: there is no object.
+        """
+
+    @abstractmethod
+    def stat(self, path: str) -> ObjectInfo:
+        """Describe an object; a directory is none.
+
+        Raises:
+            StorageNotFoundError: there is no object.
+        """
+
+    @abstractmethod
+    def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
+        """Iterate over the objects below the directory ``prefix``, in no particular order.
+
+        With ``recursive=False`` only over its children, where directories appear as ``ObjectInfo(path="a/b/",
+        size=0)``. A directory that does not exist has no objects.
+        """
+
+    @abstractmethod
+    def delete(self, path: str) -> None:
+        """Remove an object, durably; fine if there is none. Directories left empty go too."""
+
+    @abstractmethod
+    def copy(self, source: str, target: str) -> None:
+        """Repeat a file that Holdfast wrote, durably and without moving its bytes where the storage can.
+
+        Raises:
+            StorageNotFoundError: there is no ``source``.
+            StorageExistsError: there is a ``target``.
+        """
+
+    @property
+    @abstractmethod
+    def uri(self) -> str:
+        """Where the root is, in the form `resolve` takes: "/abs/runs/gpt", "memory://name"."""
+
+    @property
+    def local_root(self) -> Path | None:
+        """The root as a directory, if this is a plain local one."""
+        return None
+
+    def describe(self) -> dict[str, Any] | None:
+        """Return JSON from which `from_description` rebuilds this storage in another process, None if it cannot."""
+        return None
+
+    def free_bytes(self) -> int | None:
+        """Return the bytes that can still be written, None if unknown."""
+        return None
+
+    def child(self, path: str) -> Storage:
+        """Return the same storage rooted deeper; ``path`` need not exist."""
+        prefix = check_prefix(path)
+        return PrefixStorage(self, prefix) if prefix else self
+
+    def exists(self, path: str) -> bool:
+        """Tell whether there is an object (not a directory) at ``path``."""
+        try:
+            self.stat(path)
+        except StorageNotFoundError:
+            return False
+        return True
+
+    def read(self, path: str, offset: int = 0, size: int | None = None) -> bytes:
+        """Return ``size`` bytes from ``offset`` on, up to the end if ``size`` is None."""
+        with self.open(path) as reader:
+            buffer = bytearray(max(0, reader.size - offset) if size is None else size)
+            if buffer:
+                reader.read_into(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def delete_tree(self, prefix: str) -> None:
+        """Remove every object below the directory ``prefix``; "" empties the storage."""
+        for info in list(self.list(prefix)):
+            self.delete(info.path)
+
+    def tidy(self, directory: str) -> None:  # noqa: B027 - nothing to do where a put leaves nothing behind
+        """Remove what dead writers left directly in ``directory``: unfinished `put`s, and itself if it is empty."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.uri!r})"
+
+
+class PrefixStorage(Storage):
+    """A storage seen from one of its directories."""
+
+    def __init__(self, parent: Storage, prefix: str) -> None:
+        self._parent, self._prefix = parent, check_path(prefix)
+
+    def _full(self, path: str) -> str:
+        return f"{self._prefix}/{check_path(path)}"
+
+    def put(
+        self, path: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
+    ) -> str | None:
+        """Store a small object atomically; see `Storage.put`."""
+        return self._parent.put(self._full(path), data, if_absent=if_absent, if_match=if_match)
+
+    def create(self, path: str, size: int) -> FileWriter:
+        """Start a big object; see `Storage.create`."""
+        return self._parent.create(self._full(path), size)
+
+    def open(self, path: str) -> FileReader:
+        """Open an object for reading; see `Storage.open`."""
+        return self._parent.open(self._full(path))
+
+    def stat(self, path: str) -> ObjectInfo:
+        """Describe an object; see `Storage.stat`."""
+        return replace(self._parent.stat(self._full(path)), path=path)
+
+    def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
+        """Iterate over objects; see `Storage.list`."""
+        for info in self._parent.list(posixpath.join(self._prefix, check_prefix(prefix)), recursive=recursive):
+            yield replace(info, path=info.path[len(self._prefix) + 1 :])
+
+    def delete(self, path: str) -> None:
+        """Remove an object; see `Storage.delete`."""
+        self._parent.delete(self._full(path))
+
+    def copy(self, source: str, target: str) -> None:
+        """Repeat an object; see `Storage.copy`."""
+        self._parent.copy(self._full(source), self._full(target))
+
+    def delete_tree(self, prefix: str) -> None:
+        """Remove everything below ``prefix``; see `Storage.delete_tree`."""
+        self._parent.delete_tree(posixpath.join(self._prefix, check_prefix(prefix)))
+
+    def tidy(self, directory: str) -> None:
+        """Remove what dead writers left; see `Storage.tidy`."""
+        self._parent.tidy(posixpath.join(self._prefix, check_prefix(directory)))
+
+    @property
+    def uri(self) -> str:
+        """The URI of the parent and the prefix."""
+        return f"{self._parent.uri.rstrip('/')}/{self._prefix}"
+
+    @property
+    def local_root(self) -> Path | None:
+        """The directory, if the parent is local."""
+        root = self._parent.local_root
+        return None if root is None else root / self._prefix
+
+    def free_bytes(self) -> int | None:
+        """Return what the parent has left."""
+        return self._parent.free_bytes()
+
+    def child(self, path: str) -> Storage:
+        """Return the parent seen from deeper below."""
+        prefix = check_prefix(path)
+        return PrefixStorage(self._parent, f"{self._prefix}/{prefix}") if prefix else self
+
+    def describe(self) -> dict[str, Any] | None:
+        """Return the description of the parent and the prefix."""
+        parent = self._parent.describe()
+        return None if parent is None else {"kind": "prefix", "parent": parent, "prefix": self._prefix}
+
+
+def check_path(path: str) -> str:
+    """Return ``path`` if it names an object inside a storage.
+
+    Raises:
+        ConfigError: it is empty, absolute, leaves the storage or uses a reserved name.
+    """
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise ConfigError(f"storage path {path!r}: give a relative path such as 'step_100/manifest.json'")
+    for part in path.split("/"):
+        if part in ("", ".", ".."):
+            raise ConfigError(
+                f"storage path {path!r}: give a relative path without empty parts, '.' or '..', separated by '/'"
+            )
+        if part.startswith(TEMPORARY):
+            raise ConfigError(f"storage path {path!r}: names that start with {TEMPORARY!r} are reserved; use another")
+    return path
+
+
+def check_prefix(prefix: str) -> str:
+    """Return the directory ``prefix`` without a trailing "/"; "" is the root.
+
+    Raises:
+        ConfigError: as `check_path`.
+    """
+    prefix = prefix[:-1] if isinstance(prefix, str) and prefix.endswith("/") and prefix != "/" else prefix
+    return "" if prefix == "" else check_path(prefix)
+
+
+def check_view(path: str, *, size: int, offset: int, nbytes: int) -> None:
+    """Refuse a view that breaks the rules of `FileWriter.write`.
+
+    Raises:
+        ConfigError: it comes after a view that had to be the last, or reaches past the padded size.
+    """
+    if offset % BLOCK or offset + nbytes > -(-size // BLOCK) * BLOCK:
+        raise ConfigError(
+            f"cannot write {nbytes} bytes at {offset} of {path} (size {size}): all views but the last must be "
+            f"multiples of {BLOCK} bytes, the last may be padded to one"
+        )

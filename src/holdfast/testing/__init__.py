@@ -1,0 +1,70 @@
+"""Test kits for users of Holdfast and authors of plug-ins; also what Holdfast's own tests use.
+
+`StorageTests` proves a storage, `FaultyStorage` breaks a disk at any operation, `power_cut_states` builds the states
+a power cut may leave, `ForkServer` and `ArmedOps` kill a piece of work at each of its operations. `verify_resume` runs
+a training twice, once killed again and again, and names the first thing that differs; `assert_state_equal` compares
+two states bit by bit. Names load on first use: a writer process that is told to use a faulty disk imports no pytest.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .crash import ArmedOps as ArmedOps
+    from .crash import ForkServer as ForkServer
+    from .crash import Outcome as Outcome
+    from .faults import CRASH_EXIT_CODE as CRASH_EXIT_CODE
+    from .faults import FaultyOps as FaultyOps
+    from .faults import FaultyStorage as FaultyStorage
+    from .faults import Operation as Operation
+    from .faults import count_operations as count_operations
+    from .power_cut import PowerCutState as PowerCutState
+    from .power_cut import Snapshot as Snapshot
+    from .power_cut import power_cut_states as power_cut_states
+    from .power_cut import snapshot as snapshot
+    from .resume import ResumeDivergedError as ResumeDivergedError
+    from .resume import ResumeReport as ResumeReport
+    from .resume import verify_resume as verify_resume
+    from .state import assert_state_equal as assert_state_equal
+    from .storage_tests import StorageTests as StorageTests
+
+_HOME = {
+    "ArmedOps": "crash",
+    "CRASH_EXIT_CODE": "faults",
+    "FaultyOps": "faults",
+    "FaultyStorage": "faults",
+    "ForkServer": "crash",
+    "Operation": "faults",
+    "Outcome": "crash",
+    "PowerCutState": "power_cut",
+    "ResumeDivergedError": "resume",
+    "ResumeReport": "resume",
+    "Snapshot": "power_cut",
+    "StorageTests": "storage_tests",
+    "assert_state_equal": "state",
+    "count_operations": "faults",
+    "power_cut_states": "power_cut",
+    "snapshot": "power_cut",
+    "verify_resume": "resume",
+}
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'holdfast.testing' has no attribute {name!r}")
+    if home == "storage_tests":
+        import pytest
+
+        # So that a failed assertion of the suite shows its values in somebody else's project.
+        pytest.register_assert_rewrite(f"{__name__}.{home}")
+    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,313 @@
+"""A local disk that counts, records, fails and kills on command.
+
+Operations are numbered from 0 in the order in which they happen; one lock keeps number, effect and record together
+when several threads work. The same work done by one thread has the same numbers each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError
+from ..storage.local import LocalStorage
+from ..storage.ops import Ops
+
+__all__ = ["CRASH_EXIT_CODE", "FaultyOps", "FaultyStorage", "Operation", "count_operations"]
+
+CRASH_EXIT_CODE = 9
+"""Exit status of a process that ``crash_at`` ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One recorded operation that took effect, or a mark (``name="mark"``, no number of its own).
+
+    Attributes:
+        number: position in the sequence of operations.
+        name: method of `Ops`.
+        path: what it worked on; for operations on an open file the path it was opened under.
+        target: new name of a rename or link; the label of a mark.
+        handle: identity of an open file, unique in the log.
+        offset: where a pwrite went.
+        data: what a pwrite wrote.
+        size: length given to ftruncate.
+        created: whether an open made the file.
+    """
+
+    number: int
+    name: str
+    path: str = ""
+    target: str = ""
+    handle: int = -1
+    offset: int = 0
+    data: bytes = b""
+    size: int = 0
+    created: bool = False
+
+
+class FaultyOps(Ops):
+    """Numbers every operation that changes the disk, and breaks those it was told to break.
+
+    Example:
+        >>> import tempfile
+        >>> ops = FaultyOps(record=True)
+        >>> storage = FaultyStorage(tempfile.mkdtemp(), ops=ops)
+        >>> tag = storage.put("a", b"1")
+        >>> [operation.name for operation in ops.log]
+        ['fsync_dir', 'open', 'pwrite', 'fsync', 'fsync_dir', 'rename', 'fsync_dir']
+
+    Args:
+        crash_at: end the process, as `kill -9` would, before the operation of this number.
+        crash_once: with ``crash_at``: path of a file made by the crash; while it is there nothing crashes again.
+        tear: with ``crash_at`` on a pwrite: its first half reaches the file.
+        fail_at: number -> errno of operations that fail once.
+        fail_from: (number, errno): this operation and all later ones fail.
+        fail_on: name of an operation ("fsync", "mkdir", ...) -> errno; it always fails.
+        disk_bytes: size of the disk: writes beyond it are cut short, then fail with ENOSPC. Removing files written
+            here gives their bytes back.
+        short_write: largest number of bytes one pwrite takes.
+        direct: False for a file system without O_DIRECT.
+        record: keep `log`, with all bytes written, for `holdfast.testing.power_cut`.
+        trace: file to which one JSON line for each operation is appended before it happens: read it in the test
+            when the operations happen in another process.
+    """
+
+    def __init__(
+        self,
+        *,
+        crash_at: int | None = None,
+        crash_once: str | None = None,
+        tear: bool = False,
+        fail_at: Mapping[int, int] | None = None,
+        fail_from: tuple[int, int] | None = None,
+        fail_on: Mapping[str, int] | None = None,
+        disk_bytes: int | None = None,
+        short_write: int | None = None,
+        direct: bool = True,
+        record: bool = False,
+        trace: str | None = None,
+    ) -> None:
+        unknown = sorted(set(fail_on or ()) - _NAMES)
+        if unknown:
+            raise ConfigError(f"fail_on={unknown}: no such operation; use some of {sorted(_NAMES)}")
+        self._crash_at, self._crash_once, self._tear = crash_at, crash_once, tear
+        self._fail_at, self._fail_on = dict(fail_at or {}), dict(fail_on or {})
+        self._fail_from = None if fail_from is None else (fail_from[0], fail_from[1])
+        self._disk_bytes, self._short_write, self._direct = disk_bytes, short_write, direct
+        self._record, self._trace = record, trace
+        self._lock = threading.RLock()
+        self._files: dict[int, tuple[str, int]] = {}  # fd -> (path when opened, handle)
+        self._num_handles = 0
+        self.count = 0
+        self.used_bytes = 0
+        self.log: list[Operation] = []
+
+    def mark(self, label: str) -> None:
+        """Put a label into the log: what was promised by now must survive every later crash."""
+        with self._lock:
+            self.log.append(Operation(number=self.count, name="mark", target=label))
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Bytes left on the disk of ``disk_bytes``."""
+        return None if self._disk_bytes is None else max(0, self._disk_bytes - self.used_bytes)
+
+    @contextlib.contextmanager
+    def _operation(self, name: str, path: str, torn: Callable[[], object] | None = None) -> Iterator[int]:
+        """Number an operation and apply what is planned for it; the lock is held until its effect is recorded."""
+        with self._lock:
+            number = self.count
+            self.count += 1
+            if self._trace is not None:
+                self._append_trace({"number": number, "name": name, "path": path, "pid": os.getpid()})
+            if number == self._crash_at and self._first_crash():
+                if self._tear and torn is not None:
+                    torn()
+                os._exit(CRASH_EXIT_CODE)
+            code = self._fail_at.get(number) or self._fail_on.get(name)
+            if code is None and self._fail_from is not None and number >= self._fail_from[0]:
+                code = self._fail_from[1]
+            if code is not None:
+                raise OSError(code, os.strerror(code), path)
+            yield number
+
+    def _first_crash(self) -> bool:
+        if self._crash_once is None:
+            return True
+        try:
+            os.close(os.open(self._crash_once, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        except FileExistsError:
+            return False
+        return True
+
+    def _append_trace(self, line: dict[str, Any]) -> None:
+        fd = os.open(str(self._trace), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            os.write(fd, json.dumps(line).encode() + b"\n")
+        finally:
+            os.close(fd)
+
+    def _note(self, number: int, name: str, path: str, **details: Any) -> None:
+        if self._record:
+            self.log.append(Operation(number=number, name=name, path=path, **details))
+
+    def open(self, path: str, flags: int) -> int:
+        """Open a file for writing: one operation."""
+        with self._operation("open", path) as number:
+            created = not os.path.lexists(path)
+            fd = super().open(path, flags)
+            self._num_handles += 1
+            self._files[fd] = path, self._num_handles
+            self._note(number, "open", path, handle=self._num_handles, created=created)
+        return fd
+
+    def close(self, fd: int) -> None:
+        """Close a file: no operation, for a crash before it equals one before the next."""
+        with self._lock:
+            self._files.pop(fd, None)
+            super().close(fd)
+
+    def set_direct(self, fd: int, *, on: bool) -> None:
+        """Switch O_DIRECT, or refuse to: no operation, for it changes nothing on the disk."""
+        if on and not self._direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        super().set_direct(fd, on=on)
+
+    def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
+        """Write some bytes: one operation for each call."""
+        path, handle = self._files[fd]
+        head = view[: len(view) // 2 // 4096 * 4096 or len(view) // 2]
+        with self._operation("pwrite", path, torn=lambda: Ops.pwrite(self, fd, head, offset)) as number:
+            if self._short_write is not None:
+                view = view[: self._short_write]
+            before = os.fstat(fd).st_size
+            growth = offset + len(view) - before
+            if self._disk_bytes is not None and growth > (room := self._disk_bytes - self.used_bytes):
+                # A full disk takes whole blocks while it can; the next call gets nothing.
+                view = view[: max(0, len(view) - growth + room) // 4096 * 4096]
+                if not len(view):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+            written = super().pwrite(fd, view, offset)
+            self.used_bytes += os.fstat(fd).st_size - before
+            if self._record:
+                self._note(number, "pwrite", path, handle=handle, offset=offset, data=bytes(view[:written]))
+        return written
+
+    def fsync(self, fd: int) -> None:
+        """Make content durable: one operation."""
+        path, handle = self._files[fd]
+        with self._operation("fsync", path) as number:
+            super().fsync(fd)
+            self._note(number, "fsync", path, handle=handle)
+
+    def fsync_dir(self, path: str) -> None:
+        """Make entries durable: one operation."""
+        with self._operation("fsync_dir", path) as number:
+            super().fsync_dir(path)
+            self._note(number, "fsync_dir", path)
+
+    def ftruncate(self, fd: int, size: int) -> None:
+        """Set the length: one operation."""
+        path, handle = self._files[fd]
+        with self._operation("ftruncate", path) as number:
+            before = os.fstat(fd).st_size
+            super().ftruncate(fd, size)
+            self.used_bytes += size - before
+            self._note(number, "ftruncate", path, handle=handle, size=size)
+
+    def rename(self, source: str, target: str) -> None:
+        """Replace a name: one operation."""
+        with self._operation("rename", source) as number:
+            freed = _last_name_bytes(target)
+            super().rename(source, target)
+            self.used_bytes -= freed
+            self._note(number, "rename", source, target=target)
+
+    def link(self, source: str, target: str) -> None:
+        """Add a name: one operation."""
+        with self._operation("link", source) as number:
+            super().link(source, target)
+            self._note(number, "link", source, target=target)
+
+    def unlink(self, path: str) -> None:
+        """Remove a name: one operation."""
+        with self._operation("unlink", path) as number:
+            freed = _last_name_bytes(path)
+            super().unlink(path)
+            self.used_bytes -= freed
+            self._note(number, "unlink", path)
+
+    def mkdir(self, path: str) -> None:
+        """Make a directory: one operation."""
+        with self._operation("mkdir", path) as number:
+            super().mkdir(path)
+            self._note(number, "mkdir", path)
+
+    def rmdir(self, path: str) -> None:
+        """Remove a directory: one operation."""
+        with self._operation("rmdir", path) as number:
+            super().rmdir(path)
+            self._note(number, "rmdir", path)
+
+
+_NAMES = frozenset(("open", "pwrite", "fsync", "fsync_dir", "ftruncate", "rename", "link", "unlink", "mkdir", "rmdir"))
+
+
+def _last_name_bytes(path: str) -> int:
+    """Return the bytes that go when this name goes."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return 0
+    return found.st_size if found.st_nlink == 1 else 0
+
+
+# Storages rebuilt in one process from one description count together, as they would on one disk.
+_shared: dict[str, FaultyOps] = {}
+
+
+class FaultyStorage(LocalStorage):
+    """A `LocalStorage` on `FaultyOps`, which another process can rebuild: its writer process breaks in the same way.
+
+    Takes the arguments of `FaultyOps`, or ``ops`` ready made. In the process that made it, `ops` counts; a writer
+    process counts for itself, from 0. With ``record=True`` or ``ops`` it describes itself as impossible to rebuild,
+    so that the writer runs as a thread of this process and its operations can be seen here.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str], *, ops: FaultyOps | None = None, token: str = "", **faults: Any
+    ) -> None:
+        self._faults = faults
+        # JSON has no integer keys: undo what the way to another process did to them.
+        if faults.get("fail_at"):
+            faults["fail_at"] = {int(number): code for number, code in faults["fail_at"].items()}
+        self._rebuildable = ops is None and not faults.get("record")
+        self._token = token or uuid.uuid4().hex
+        self.ops = ops or _shared.setdefault(self._token, FaultyOps(**faults))
+        super().__init__(root, ops=self.ops)
+
+    def describe(self) -> dict[str, Any] | None:
+        """Return root and faults; None if the operations must stay in this process."""
+        if not self._rebuildable:
+            return None
+        faults = {name: dict(value) if isinstance(value, Mapping) else value for name, value in self._faults.items()}
+        return {"kind": "faulty", "root": self.uri, "token": self._token, **faults}
+
+    def free_bytes(self) -> int | None:
+        """Return what is left of ``disk_bytes``, or of the real disk."""
+        return super().free_bytes() if self.ops.free_bytes is None else self.ops.free_bytes
+
+
+def count_operations(work: Callable[[FaultyOps], object]) -> int:
+    """Return how many operations ``work`` does with the `FaultyOps` it is given: the range of a crash sweep."""
+    ops = FaultyOps()
+    work(ops)
+    return ops.count

@@ -1,0 +1,189 @@
+"""The arena: memory that trainer and writer share, laid out like the files it becomes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import logging
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+__all__ = ["Arena"]
+
+_LOG = logging.getLogger("holdfast.writer")
+_NAME = "holdfast-arena"
+_PAGE = 4096
+_STEP = 32 << 20
+# From linux/mman.h; the mmap module names neither, and its own madvise keeps the interpreter lock.
+_POPULATE_READ = 22
+_POPULATE_WRITE = 23
+_DONTFORK = 10
+_NUMBERS = itertools.count(1)
+_LIVE: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+class Arena:
+    """A page-aligned block of memory, shared with the writer process where the platform can (memfd).
+
+    A memfd needs no /dev/shm, cannot be leaked, and travels over a socket. Forked children (data loader workers) do
+    not inherit the mapping: it would be copied page by page on write otherwise.
+
+    Example:
+        >>> with Arena.create(8192) as arena:
+        ...     arena.view[:5] = b"hello"
+        ...     bytes(arena.view[:5])
+        b'hello'
+    """
+
+    def __init__(self, memory: mmap.mmap, fd: int | None, size: int) -> None:
+        self._memory, self._fd, self._size = memory, fd, size
+        self._view: memoryview | None = memoryview(memory)
+        anchor = ctypes.c_char.from_buffer(memory)
+        self._address = ctypes.addressof(anchor)
+        del anchor  # it would keep the mapping from being closed
+        self.number = next(_NUMBERS)
+        self.prefaulted = threading.Event()
+        self._prefaulter: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._on_close: list[Callable[[Arena], None]] = []
+        _LIVE.add(self)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            memory.madvise(mmap.MADV_DONTFORK)
+
+    @classmethod
+    def create(cls, size: int) -> Arena:
+        """Map at least ``size`` bytes (rounded up to whole pages); nothing is touched yet."""
+        size = max(_PAGE, -(-size // _PAGE) * _PAGE)
+        if not hasattr(os, "memfd_create"):
+            return cls(mmap.mmap(-1, size), None, size)
+        fd = os.memfd_create(_NAME)
+        try:
+            os.ftruncate(fd, size)
+            return cls(mmap.mmap(fd, size), fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, fd: int, size: int) -> Arena:
+        """Map an arena that another process created; takes over ``fd``."""
+        try:
+            memory = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        return cls(memory, None, size)
+
+    @property
+    def size(self) -> int:
+        """Length in bytes, a multiple of 4096."""
+        return self._size
+
+    @property
+    def fd(self) -> int | None:
+        """File descriptor of the memory, None when it cannot be shared (or after `close`)."""
+        return self._fd
+
+    @property
+    def address(self) -> int:
+        """Where the memory is mapped in this process."""
+        return self._address
+
+    @property
+    def view(self) -> memoryview:
+        """The whole memory, writable."""
+        if self._view is None:
+            raise ValueError("this arena is closed")
+        return self._view
+
+    def prefault(self, *, allocate: bool = True) -> None:
+        """Fault all pages in the background; `prefaulted` is set when done. Safe to call more than once.
+
+        The first touch of a fresh shared page costs 10 to 40 times a warm copy, so it must not happen while the
+        trainer is held.
+
+        Args:
+            allocate: the trainer's side, which creates pages; the writer's side only maps pages that exist.
+        """
+        if self._prefaulter is None and self._view is not None:
+            self._prefaulter = threading.Thread(
+                target=self._populate, args=(allocate,), name="holdfast-prefault", daemon=True
+            )
+            self._prefaulter.start()
+
+    def _populate(self, allocate: bool) -> None:
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        advice = _POPULATE_WRITE if allocate else _POPULATE_READ
+        for start in range(0, self._size, _STEP):
+            if self._stop.is_set():
+                return
+            length = min(_STEP, self._size - start)
+            try:
+                if allocate and self._fd is not None and hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(self._fd, start, length)
+            except OSError as error:
+                _LOG.debug("arena: fallocate of %d bytes failed: %s", length, error)
+            # Older kernels (before 5.14) answer EINVAL: the pages are then faulted by the first copy, as without us.
+            if madvise(self._address + start, length, advice) != 0:
+                _LOG.debug("arena: populate failed with errno %d", ctypes.get_errno())
+                break
+        self.prefaulted.set()
+
+    def on_close(self, callback: Callable[[Arena], None]) -> None:
+        """Call ``callback`` once when this arena closes."""
+        self._on_close.append(callback)
+
+    def close(self) -> None:
+        """Give the memory back; idempotent. Views that others still hold keep the mapping alive until they go."""
+        if self._view is None:
+            return
+        self._stop.set()
+        if self._prefaulter is not None:
+            self._prefaulter.join()  # at most one step of 32 MiB; munmap under a running madvise would be a crash
+        callbacks, self._on_close = self._on_close, []
+        for callback in callbacks:
+            callback(self)
+        view, self._view = self._view, None
+        try:
+            view.release()
+            self._memory.close()
+        except BufferError:
+            _LOG.debug("arena: %d bytes stay mapped until the last view of them goes", self._size)
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _forget_in_child(self) -> None:
+        # The child has no mapping here (MADV_DONTFORK), yet its copy of the mmap object would unmap the range when
+        # it is collected, by then perhaps somebody else's memory. One reference too many keeps that from happening.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
+        self._view = self._fd = None
+
+
+def _after_fork_in_child() -> None:
+    arenas = list(_LIVE)
+    for arena in arenas:
+        arena._forget_in_child()
+    if not arenas:
+        return
+    # mmap objects keep a duplicate of their descriptor and do not tell its number. Held by a child, it would keep
+    # the memory of a dead trainer.
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith(f"/memfd:{_NAME} "):
+                    os.close(int(name))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,240 @@
+"""The trainer's end of the writer: submit jobs, get futures."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from holdfast.storage.base import Storage
+
+from .arena import Arena
+from .conversation import Call, Conversation
+from .launch import can_run_process
+from .messages import RunOpened, SaveJob, SaveResult
+from .wire import Message
+
+__all__ = ["SaveFuture", "WriterClient"]
+
+
+class SaveFuture(Future[SaveResult]):
+    """The committed checkpoint of one job, later.
+
+    Attributes:
+        job_no: number for `WriterClient.window`, `seal` and `abandon`.
+    """
+
+    def __init__(self, job_no: int) -> None:
+        super().__init__()
+        self.job_no = job_no
+
+
+class WriterClient:
+    """One writer process (or thread) and the means to talk to it. All methods return at once, except `close`.
+
+    Futures are resolved on a thread of the client: a callback on one must be short and must not wait for another.
+    After a death of the writer process it is started again once and everything unanswered is sent again (the data
+    still lies in the arena); a windowed job cannot be repeated and fails.
+
+    Example:
+        >>> with WriterClient.start(storage) as writer:                               # doctest: +SKIP
+        ...     writer.submit(storage, job, [index, state], arena).result().bytes_written
+    """
+
+    def __init__(self, *, thread: bool) -> None:
+        self._talk = Conversation(thread=thread)
+
+    @classmethod
+    def start(cls, storage: Storage | None = None, *, thread: bool | None = None) -> WriterClient:
+        """Start a writer: a process where possible, else a thread.
+
+        Args:
+            storage: where the jobs will go; one that cannot describe itself (memory, plug-ins) needs a thread.
+            thread: force the choice.
+        """
+        if thread is None:
+            thread = not can_run_process() or (storage is not None and storage.describe() is None)
+        return cls(thread=thread)
+
+    @property
+    def process_id(self) -> int | None:
+        """Process id of the writer, None when it is a thread."""
+        return None if self._talk.process is None else self._talk.process.pid
+
+    @property
+    def closed(self) -> bool:
+        """True once this client takes no more work: closed, or its writer died for good."""
+        return self._talk.closed
+
+    def attach(self, arena: Arena) -> None:
+        """Hand an arena over before the first job needs it, so that the writer maps its pages meanwhile."""
+        with self._talk.lock:
+            self._talk.check()
+            self._talk.tell_arena(arena)
+
+    def submit(
+        self,
+        storage: Storage,
+        job: SaveJob,
+        blobs: Sequence[bytes] = (),
+        arena: Arena | None = None,
+        *,
+        filled: int | None = None,
+    ) -> SaveFuture:
+        """Start a save. The arena ranges of the job must not change until the future is done.
+
+        Args:
+            storage: root that ``job.directory`` is relative to.
+            job: what to write. Unless it is windowed, it is sealed by this call: from now on it is committed even
+                if the trainer dies.
+            blobs: bytes of ``job.blobs``, in order (windowed jobs may give them to `seal`).
+            arena: memory that holds the files.
+            filled: bytes of the arena that are complete, None for all; `fill` tells of the rest, and the job is
+                sealed when it has.
+
+        Raises:
+            HoldfastError: the writer died twice, or this client is closed.
+            ConfigError: the storage cannot be used by a writer process.
+        """
+        header = {"do": "save", "job": job.to_json(), "arena": None if arena is None else arena.number}
+        if filled is not None:
+            header["filled"] = filled
+        with self._talk.lock:
+            self._talk.check()
+            header["storage"] = self._talk.tell_storage(storage)
+            if arena is not None:
+                self._talk.tell_arena(arena)
+            future = SaveFuture(self._talk.number())
+            self._talk.call(
+                future.job_no,
+                Call(
+                    header=header,
+                    attachments=tuple(blobs),
+                    arena=arena,
+                    future=future,
+                    repeatable=not job.windowed,
+                    decode=lambda answer: SaveResult.from_json(answer.header["value"], answer.attachments[0]),
+                ),
+            )
+            return future
+
+    def window(self, job_no: int, *, file_no: int, file_offset: int, arena_offset: int, nbytes: int) -> Future[None]:
+        """Hand over the next bytes of one file of a windowed job; resolved when the arena range may be reused.
+
+        Windows of a file come in ascending order without gaps; all but the last are multiples of 1 MiB.
+        """
+        header = {"do": "window", "job_no": job_no, "file_no": file_no, "file_offset": file_offset}
+        header |= {"arena_offset": arena_offset, "nbytes": nbytes}
+        return self._call(header, repeatable=False)
+
+    def fill(self, job_no: int, filled: int) -> None:
+        """Tell that the first ``filled`` bytes of the arena are complete, for a job submitted before they were."""
+        with self._talk.lock:
+            self._talk.check()
+            # Kept with the call: if the writer dies, the job is sent again with what is there by then.
+            call = self._talk.find(job_no)
+            if call is not None:
+                call.header["filled"] = filled
+                self._talk.send({"do": "fill", "job_no": job_no, "filled": filled})
+
+    def seal(self, job_no: int, blobs: Sequence[bytes] = (), *, manifest: dict[str, Any] | None = None) -> None:
+        """Declare the state of a windowed job complete: from now on it is committed even if the trainer dies.
+
+        Args:
+            job_no: from the future of `submit`.
+            blobs: bytes of ``job.blobs``, unless `submit` got them.
+            manifest: fields that replace those given before.
+        """
+        with self._talk.lock:
+            self._talk.check()
+            self._talk.send({"do": "seal", "job_no": job_no, "manifest": manifest}, tuple(blobs))
+
+    def abandon(self, job_no: int) -> None:
+        """Drop a job that is not sealed; its files are removed and its future fails."""
+        with self._talk.lock:
+            self._talk.check()
+            self._talk.send({"do": "abandon", "job_no": job_no})
+
+    def open_run(
+        self,
+        storage: Storage,
+        *,
+        owner: dict[str, Any] | None = None,
+        keep: dict[str, Any] | None = None,
+        wait_s: float = 60.0,
+    ) -> Future[RunOpened]:
+        """Take the lease of the run at ``storage``, find its checkpoints and register this attempt.
+
+        Args:
+            storage: root of the run; jobs with ``run=True`` go there.
+            owner: start_id of this trainer and what else the lease shall say; missing fields are filled in.
+            keep: `holdfast.config.Keep` as JSON, applied after each commit; None keeps everything.
+            wait_s: how long to wait for the writer of a dead trainer that still finishes.
+
+        Raises:
+            RunBusyError: (from the future) a live trainer holds the run.
+        """
+        with self._talk.lock:
+            self._talk.check()
+            told = {"start_id": secrets.token_hex(4), **(owner or {}), "trainer_pid": os.getpid()}
+            header = {"do": "open_run", "storage": self._talk.tell_storage(storage), "owner": told, "keep": keep}
+            header["wait_s"] = wait_s
+            future = self._call(header, decode=lambda answer: RunOpened.from_json(answer.header["value"]))
+            future.add_done_callback(lambda done: self._remember_run(header, done))
+            return future
+
+    def run_op(self, op: str, **args: Any) -> Future[Any]:
+        """Ask for something else about the open run.
+
+        "report" (rows; done when durable, within about a second), "metrics" (name, metrics), "pin" (name, on),
+        "quarantine" (name, reason), "finished" (info), "resumed" (name, step), "records", "close_run" (reason), and
+        "probe" (storage; see `probe`). All but "report" run after the saves submitted before them.
+        """
+        future = self._call({"do": "op", "op": op, "args": args})
+        if op == "close_run":
+            future.add_done_callback(self._forget_run)
+        return future
+
+    def probe(self, storage: Storage, *, directory: str) -> Future[dict[str, Any]]:
+        """Send a small checkpoint through the whole commit in ``directory`` and delete it.
+
+        The future gives {"free_bytes": int | None, "seconds": float} or the error a save would meet.
+        """
+        with self._talk.lock:
+            self._talk.check()
+            return self.run_op("probe", storage=self._talk.tell_storage(storage), directory=directory)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Let pending jobs finish, give the lease back and end the writer; idempotent.
+
+        After ``timeout_s`` the writer is left alone: it still commits what is sealed, then ends by itself, while
+        the futures fail.
+        """
+        self._talk.close(timeout_s)
+
+    def __enter__(self) -> WriterClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(
+        self, header: dict[str, Any], *, repeatable: bool = True, decode: Callable[[Message], Any] | None = None
+    ) -> Future[Any]:
+        with self._talk.lock:
+            self._talk.check()
+            call = Call(header=header, future=Future(), repeatable=repeatable, decode=decode)
+            self._talk.call(self._talk.number(), call)
+            return call.future
+
+    def _remember_run(self, header: dict[str, Any], done: Future[RunOpened]) -> None:
+        """Keep what a new writer needs to go on with this attempt."""
+        if not done.cancelled() and done.exception() is None:
+            opened = done.result()
+            self._talk.run = {**header, "again": {"run_id": opened.run_id, "attempt": opened.attempt}}
+
+    def _forget_run(self, done: Future[Any]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._talk.run = None

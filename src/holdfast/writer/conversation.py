@@ -1,0 +1,329 @@
+"""The trainer's half of the conversation: calls that wait for answers, and the writer's death."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import logging
+import os
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import ConfigError, HoldfastError, SessionError
+from holdfast.storage.base import Storage
+
+from .arena import Arena
+from .launch import Shared, launch_process, launch_thread
+from .messages import error_from_json
+from .wire import Channel, Message
+
+__all__ = ["Call", "Conversation"]
+
+_LOG = logging.getLogger("holdfast.writer")
+_END_S = 10.0
+_AT_EXIT_S = 600.0
+_RESTART_PAUSE_S = 600.0  # a writer that dies again within this time is not an accident: saving stops
+_LIVE: weakref.WeakSet[Conversation] = weakref.WeakSet()
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """A message that waits for its answer, kept so that it can be sent again to a new writer.
+
+    Attributes:
+        header: the message.
+        future: gets the answer.
+        attachments: bytes behind the header.
+        arena: memory the call refers to.
+        repeatable: a new writer can carry it out from the start.
+        decode: makes a value of the answer.
+    """
+
+    header: dict[str, Any]
+    future: Future[Any]
+    attachments: Sequence[bytes] = ()
+    arena: Arena | None = None
+    repeatable: bool = True
+    decode: Callable[[Message], Any] | None = None
+
+
+class Conversation:
+    """Talks to one writer; starts it again once after its death and repeats what it had not answered.
+
+    Callers hold `lock` across `check` and the messages that belong together.
+    """
+
+    def __init__(self, *, thread: bool) -> None:
+        self.lock = threading.RLock()
+        self.run: dict[str, Any] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, Call] = {}
+        self._lost: list[tuple[Call, str]] = []
+        self._keys: dict[str, int] = {}
+        self._descriptions: dict[int, dict[str, Any]] = {}
+        self._arenas: set[int] = set()
+        self._shared = Shared() if thread else None
+        self._thread: threading.Thread | None = None
+        self._closing = self._ended = self._left_alone = False
+        self._restarted = -_RESTART_PAUSE_S
+        self._failure: str | None = None
+        self._owner = os.getpid()
+        self._channel = self._launch()
+        self._reader = threading.Thread(target=self._read, name="holdfast-answers", daemon=True)
+        self._reader.start()
+        _LIVE.add(self)
+
+    @property
+    def closed(self) -> bool:
+        """True once no more calls are taken."""
+        return self._closing or self._ended or self._failure is not None
+
+    def find(self, number: int) -> Call | None:
+        """Return a call that is not answered yet; needs the lock."""
+        return self._calls.get(number)
+
+    def check(self) -> None:
+        """Refuse to go on after the end.
+
+        Raises:
+            HoldfastError: the writer is gone for good.
+            SessionError: closed, or called in a forked child.
+        """
+        if self._owner != os.getpid():
+            raise SessionError("this process was forked from the trainer: only the trainer itself talks to its writer")
+        if self._failure is not None:
+            raise HoldfastError(self._failure)
+        if self._closing:
+            raise SessionError("the writer is closed; start another one")
+
+    # ---- sending
+
+    def number(self) -> int:
+        """Give a number for a call."""
+        return next(self._numbers)
+
+    def call(self, number: int, call: Call) -> None:
+        """Send a call; its future is resolved later."""
+        self._calls[number] = call
+        self.send({**call.header, "call": number}, call.attachments)
+
+    def send(self, header: dict[str, Any], attachments: Sequence[bytes] = (), fds: Sequence[int] = ()) -> None:
+        """Send a message that nobody waits for."""
+        try:
+            self._channel.send(header, attachments, fds)
+        except OSError:
+            # The writer is gone; the reader thread learns it too and sends every unanswered call again.
+            _LOG.debug("message lost: %s", header.get("do"))
+
+    def tell_storage(self, storage: Storage) -> int:
+        """Give the number of a storage in this conversation, telling of it the first time."""
+        if self._shared is not None:
+            name = f"object {id(storage)}"
+        else:
+            description = storage.describe()
+            if description is None:
+                raise ConfigError(
+                    f"{storage.uri} cannot be described to a writer process: start a writer for it with "
+                    "WriterClient.start(storage)"
+                )
+            name = json.dumps(description, sort_keys=True)
+        key = self._keys.get(name)
+        if key is None:
+            key = self._keys[name] = len(self._keys) + 1
+            if self._shared is not None:
+                self._shared.storages[key] = storage
+            self._descriptions[key] = json.loads(name) if self._shared is None else {}
+            self.send({"do": "storage", "key": key, "description": self._descriptions[key]})
+        return key
+
+    def tell_arena(self, arena: Arena) -> None:
+        """Hand an arena over, the first time."""
+        if arena.number in self._arenas:
+            return
+        if self._shared is None and arena.fd is None:
+            raise ConfigError("this arena cannot be shared with a writer process: it has no memfd or is closed")
+        self._arenas.add(arena.number)
+        if self._shared is not None:
+            self._shared.share(arena)
+        fds = () if self._shared is not None or arena.fd is None else (arena.fd,)
+        self.send({"do": "arena", "number": arena.number, "size": arena.size}, fds=fds)
+        reference = weakref.ref(self)
+        arena.on_close(lambda closed: _drop_arena(reference, closed.number))
+
+    def drop_arena(self, number: int) -> None:
+        """Let the writer unmap an arena once the jobs before are done."""
+        with self.lock:
+            if number in self._arenas and not self._ended and self._owner == os.getpid():
+                self._arenas.discard(number)
+                self.send({"do": "drop_arena", "number": number})
+
+    def close(self, timeout_s: float | None) -> None:
+        """Let the writer finish and end; after ``timeout_s`` leave it alone to do so."""
+        with self.lock:
+            if self._owner != os.getpid() or self._ended:
+                return
+            if not self._closing:
+                self._closing = True
+                self.send({"do": "close"})
+        self._reader.join(timeout_s)
+        if self._reader.is_alive():
+            with self.lock:
+                self._left_alone = True
+                self._end("closed before the writer was done; what was sealed is still committed")
+            self._settle_lost()
+            self._channel.close()
+
+    # ---- answers, on the reader thread
+
+    def _read(self) -> None:
+        try:
+            while True:
+                answer = self._channel.receive()
+                if answer is not None and answer.header["on"] != "bye":
+                    self._resolve(answer)
+                elif answer is not None or not self._recover():
+                    break
+        except Exception as error:  # noqa: BLE001 - a thread edge: whoever waits must hear of it
+            _LOG.error("an answer of the writer could not be read", exc_info=error)
+            self._failure = f"an answer of the writer could not be read: {error}"
+        with self.lock:
+            self._end(self._failure or "the writer ended before it answered")
+        self._settle_lost()
+        self._channel.close()
+        if self._owner == os.getpid():
+            self._reap()
+
+    def _resolve(self, answer: Message) -> None:
+        header = answer.header
+        for number in header["calls"]:
+            with self.lock:
+                call = self._calls.pop(number, None)
+            if call is None:
+                continue
+            if header["on"] == "failed":
+                _settle(call.future, error=error_from_json(header["error"]))
+            else:
+                _settle(call.future, value=call.decode(answer) if call.decode else header.get("value"))
+
+    def _end(self, why: str) -> None:
+        self._ended = True
+        self._lost += [(call, why) for call in self._calls.values()]
+        self._calls.clear()
+
+    def _settle_lost(self) -> None:
+        # Outside of the lock: callbacks of futures may come back to us from other threads.
+        with self.lock:
+            lost, self._lost = self._lost, []
+        for call, why in lost:
+            _settle(call.future, error=HoldfastError(why))
+
+    def _reap(self) -> int | None:
+        """Wait for the end of a writer that has said farewell, closed its socket or died."""
+        if self._thread is not None:
+            self._thread.join(_END_S)
+        if self.process is None:
+            return None
+        try:
+            # One that was left alone by `close` is still saving; this thread is a daemon and has time.
+            return self.process.wait(None if self._left_alone else _END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    # ---- death of the writer
+
+    def _launch(self) -> Channel:
+        if self._shared is not None:
+            channel, self._thread = launch_thread(self._shared)
+        else:
+            channel, self.process = launch_process()
+        return channel
+
+    def _recover(self) -> bool:
+        """Start the writer again after its death and repeat what it had not answered; False when all is over."""
+        with self.lock:
+            if self._ended or self._shared is not None or self._owner != os.getpid():
+                return False
+            status = self._reap()
+            self._channel.close()
+            if self._closing and not self._calls:
+                return False
+            died = f"the writer process died (exit status {status})"
+            now = time.monotonic()
+            if now - self._restarted < _RESTART_PAUSE_S:
+                self._failure = f"{died} for the second time in short: saving has stopped; see the kernel's log for why"
+                _LOG.error("%s", self._failure)
+                return False
+            self._restarted = now
+            _LOG.warning("%s; it is started again and repeats %d unfinished calls", died, len(self._calls))
+            try:
+                self._channel = self._launch()
+            except HoldfastError as error:
+                self._failure = f"{died} and could not be started again: {error}"
+                return False
+            self._repeat(died)
+        self._settle_lost()
+        return True
+
+    def _repeat(self, died: str) -> None:
+        self._arenas.clear()
+        for key, description in self._descriptions.items():
+            self.send({"do": "storage", "key": key, "description": description})
+        if self.run is not None:
+            # Nobody waits for this answer: a failure shows in the jobs that follow.
+            self.send({**self.run, "call": self.number()})
+        for number, call in list(self._calls.items()):
+            closed = call.arena is not None and call.arena.fd is None
+            if not call.repeatable or closed:
+                del self._calls[number]
+                self._lost.append((call, f"{died} during a save whose data is no longer in memory"))
+                continue
+            if call.arena is not None:
+                self.tell_arena(call.arena)
+            self.send({**call.header, "call": number, "again": True}, call.attachments)
+        if self._closing:
+            self.send({"do": "close"})
+
+    def _forget_in_child(self) -> None:
+        self._channel.forget_in_child()
+        if self.process is not None:
+            self.process.returncode = 0  # not our child: keeps Popen from warning about it
+
+
+def _settle(future: Future[Any], *, value: Any = None, error: BaseException | None = None) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(value)
+
+
+def _drop_arena(reference: weakref.ref[Conversation], number: int) -> None:
+    conversation = reference()
+    if conversation is not None:
+        conversation.drop_arena(number)
+
+
+def _after_fork_in_child() -> None:
+    for conversation in list(_LIVE):
+        conversation._forget_in_child()
+
+
+@atexit.register
+def _close_all() -> None:
+    deadline = time.monotonic() + _AT_EXIT_S
+    for conversation in list(_LIVE):
+        conversation.close(max(0.0, deadline - time.monotonic()))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,116 @@
+"""Starting the other side: a plain interpreter in a session of its own, or a thread."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+
+from holdfast.errors import HoldfastError
+from holdfast.storage.base import Storage
+
+from .arena import Arena
+from .wire import Channel, Message
+
+__all__ = ["Shared", "can_run_process", "launch_process", "launch_thread"]
+
+_BOOT = (
+    "import sys,json;a=json.loads(sys.argv[1]);sys.path.extend(a['paths']);"
+    "from holdfast.writer.process import main;main(a['socket'],a['trainer'])"
+)
+
+
+class Shared:
+    """What a writer thread takes from its trainer directly instead of through the socket."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, Storage] = {}
+        self.views: dict[int, memoryview] = {}
+
+    def share(self, arena: Arena) -> None:
+        """Keep a view of our own, so that the memory outlives `Arena.close` in the middle of a save."""
+        self.views[arena.number] = arena.view[:]
+
+    def storage(self, message: Message) -> Storage:
+        """Find the storage a message tells of."""
+        return self.storages[message.header["key"]]
+
+    def arena(self, message: Message) -> memoryview:
+        """Find the memory a message hands over."""
+        return self.views[message.header["number"]]
+
+    def drop(self, number: int) -> None:
+        """Let go of an arena."""
+        view = self.views.pop(number, None)
+        if view is not None:
+            view.release()
+
+
+def can_run_process() -> bool:
+    """Tell whether this platform gives what the process needs: memfd, descriptor passing, a plain interpreter."""
+    return (
+        sys.platform.startswith("linux")
+        and hasattr(os, "memfd_create")
+        and hasattr(socket, "send_fds")
+        and bool(sys.executable)
+        and not getattr(sys, "frozen", False)
+    )
+
+
+def _import_paths() -> list[str]:
+    """Directories the writer needs behind the standard library: never the user's working directory or PYTHONPATH."""
+    paths = [str(Path(__file__).resolve().parents[2])]
+    spec = importlib.util.find_spec("xxhash")
+    if spec is not None and spec.origin is not None:
+        paths.append(str(Path(spec.origin).parents[1]))
+    paths += [sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
+    return list(dict.fromkeys(paths))
+
+
+def launch_process() -> tuple[Channel, subprocess.Popen[bytes]]:
+    """Start the writer process and return our end of the channel; it is ready about 0.03 s later.
+
+    Raises:
+        HoldfastError: the interpreter could not be started.
+    """
+    ours, theirs = socket.socketpair()
+    # A descriptor of the trainer itself, opened by the trainer, cannot point to a recycled process id.
+    trainer = os.pidfd_open(os.getpid()) if hasattr(os, "pidfd_open") else -1
+    told = {"socket": theirs.fileno(), "trainer": trainer, "paths": _import_paths()}
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _BOOT, json.dumps(told)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            cwd="/",
+            pass_fds=[fd for fd in (theirs.fileno(), trainer) if fd >= 0],
+            start_new_session=True,
+        )
+    except OSError as error:
+        ours.close()
+        raise HoldfastError(
+            f"cannot start the writer process with {sys.executable}: {error}; "
+            "check the limits on processes and open files"
+        ) from error
+    finally:
+        theirs.close()
+        if trainer >= 0:
+            os.close(trainer)
+    return Channel(ours), process
+
+
+def launch_thread(shared: Shared) -> tuple[Channel, threading.Thread]:
+    """Start the same loop in a thread of this process."""
+    from .loop import WriterLoop
+
+    ours, theirs = socket.socketpair()
+    loop = WriterLoop(Channel(theirs), shared)
+    thread = threading.Thread(target=loop.serve, name="holdfast-writer", daemon=True)
+    thread.start()
+    return Channel(ours), thread

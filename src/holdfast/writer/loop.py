@@ -1,0 +1,288 @@
+"""The writer's side of the conversation: one thread reads messages, one does the work in order."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import select
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from holdfast.errors import HoldfastError
+from holdfast.storage.base import Storage
+
+from .gate import Gate
+from .messages import FilePlan, SaveJob, error_to_json
+from .run import Run
+from .save import Saver, Task, probe
+from .windows import Window, WindowSource
+from .wire import Channel, Message
+
+__all__ = ["Source", "WriterLoop"]
+
+_LOG = logging.getLogger("holdfast.writer")
+# How long a half-sent message of a dead trainer is waited for.
+_DRAIN_MS = 2000
+
+
+class Source(Protocol):
+    """Where storages and arenas come from: the socket (process) or the trainer's own objects (thread)."""
+
+    def storage(self, message: Message) -> Storage:
+        """Give the storage a message tells of."""
+
+    def arena(self, message: Message) -> memoryview:
+        """Give the memory a message hands over."""
+
+    def drop(self, number: int) -> None:
+        """Let go of an arena."""
+
+
+class WriterLoop:
+    """Serves one trainer. `serve` returns when the trainer closed or died and what was sealed is committed."""
+
+    def __init__(self, channel: Channel, source: Source, *, trainer_fd: int = -1) -> None:
+        self._channel, self._source, self._trainer_fd = channel, source, trainer_fd
+        self._storages: dict[int, Storage] = {}
+        self._views: dict[int, memoryview] = {}
+        self._windowed: dict[int, WindowSource] = {}
+        self._gates: dict[int, Gate] = {}
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._saver = Saver()
+        self._run: Run | None = None
+        self._ending = threading.Event()
+        self._end = "the trainer died"
+
+    def serve(self) -> None:
+        """Read messages until the end, while a second thread works them off."""
+        worker = threading.Thread(target=self._worker, name="holdfast-writer-work", daemon=True)
+        worker.start()
+        try:
+            self._read()
+        except Exception:  # noqa: BLE001 - a thread edge: without messages there is nothing to do but to end in order
+            _LOG.exception("the writer cannot read its trainer's messages")
+        finally:
+            self._ending.set()
+            if self._run is not None:
+                self._run.trainer_gone()
+            waiting: list[WindowSource | Gate] = [*self._windowed.values(), *self._gates.values()]
+            for source in waiting:
+                source.abandon(f"{self._end} before this save was complete")
+            self._work.put(None)
+            worker.join()
+        self._say({"on": "bye"})
+        self._channel.flush(5.0)
+        self._channel.close()
+
+    # ---- the reading thread
+
+    def _read(self) -> None:
+        while self._wait():
+            message = self._channel.receive()
+            if message is None:
+                return
+            kind = message.header["do"]
+            if kind == "close":
+                self._end = "closed"
+                return
+            try:
+                getattr(self, f"_on_{kind}")(message)
+            except Exception as error:  # noqa: BLE001 - the caller hears of it; other calls go on
+                self._fail(message.header.get("call"), error)
+
+    def _wait(self) -> bool:
+        """Wait for a message; False when the trainer is dead and has left no more of them."""
+        if self._trainer_fd < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._channel.fileno(), select.POLLIN)
+        poll.register(self._trainer_fd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll()}
+        if self._channel.fileno() in ready:
+            if self._trainer_fd in ready:
+                # A forked child of the trainer may hold the other end open: then no end of file comes.
+                self._channel.set_timeout(_DRAIN_MS / 1000)
+            return True
+        return False
+
+    def _on_storage(self, message: Message) -> None:
+        self._storages[message.header["key"]] = self._source.storage(message)
+
+    def _on_arena(self, message: Message) -> None:
+        self._views[message.header["number"]] = self._source.arena(message)
+
+    def _on_drop_arena(self, message: Message) -> None:
+        number = message.header["number"]
+
+        def drop() -> None:  # behind the jobs that use it
+            self._views.pop(number, None)
+            self._source.drop(number)
+
+        self._work.put(drop)
+
+    def _on_save(self, message: Message) -> None:
+        header = message.header
+        call, number = header["call"], header["arena"]
+        job = SaveJob.from_json(header["job"])
+        source = WindowSource() if job.windowed else None
+        if source is not None:
+            self._windowed[call] = source
+        gate = None
+        if "filled" in header:
+            gate = self._gates[call] = Gate(header["filled"], max((_end(plan) for plan in job.files), default=0))
+        task = Task(
+            job=job,
+            storage=self._storages[header["storage"]],
+            storage_key=header["storage"],
+            view=memoryview(b"") if number is None else self._views[number],
+            blobs=message.attachments,
+            source=source,
+            gate=gate,
+            again=header.get("again", False),
+        )
+        self._work.put(lambda: self._save(call, task))
+
+    def _on_window(self, message: Message) -> None:
+        header = message.header
+        source = self._windowed.get(header["job_no"])
+        if source is None:
+            raise HoldfastError("this save has ended already; its future says why")
+        fields = ("call", "file_no", "file_offset", "arena_offset", "nbytes")
+        source.put(Window(**{name: header[name] for name in fields}))
+
+    def _on_fill(self, message: Message) -> None:
+        gate = self._gates.get(message.header["job_no"])
+        if gate is not None:
+            gate.rise(message.header["filled"])
+
+    def _on_seal(self, message: Message) -> None:
+        source = self._windowed.get(message.header["job_no"])
+        if source is not None:
+            source.seal(message.attachments, message.header["manifest"])
+
+    def _on_abandon(self, message: Message) -> None:
+        number = message.header["job_no"]
+        source = self._windowed.get(number) or self._gates.get(number)
+        if source is not None:
+            source.abandon("the trainer abandoned this save")
+
+    def _on_open_run(self, message: Message) -> None:
+        self._later(message, lambda: self._open_run(message.header))
+
+    def _on_op(self, message: Message) -> None:
+        header = message.header
+        if header["op"] == "report" and self._run is not None:
+            self._run.report(header["call"], header["args"]["rows"], self._answer_many)
+        else:
+            self._later(message, lambda: self._op(header))
+
+    # ---- the working thread
+
+    def _later(self, message: Message, call: Callable[[], Any]) -> None:
+        def work() -> None:
+            try:
+                value = call()
+            except Exception as error:  # noqa: BLE001 - a thread edge: the caller's future carries it
+                self._fail(message.header["call"], error)
+            else:
+                if value is not _ANSWERED:
+                    self._say({"on": "done", "calls": [message.header["call"]], "value": value})
+
+        self._work.put(work)
+
+    def _worker(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+        try:
+            if self._run is not None:
+                self._run.close(self._end)
+        except Exception as error:  # noqa: BLE001 - a thread edge; the lease goes stale by itself
+            _LOG.warning("the run could not be closed in order: %s", error)
+        self._saver.close()
+
+    def _save(self, call: int, task: Task) -> None:
+        run = self._run if task.job.run else None
+        try:
+            if task.job.run and run is None:
+                raise HoldfastError("a save of a run needs an open run: call open_run first")
+            result = self._saver.save(task, run, self._window_done)
+        except Exception as error:  # noqa: BLE001 - a thread edge: the future of the save carries it
+            self._end_windows(call, task.source, error)
+            self._fail(call, error)
+        else:
+            self._end_windows(call, task.source, None)
+            self._say({"on": "done", "calls": [call], "value": result.to_json()}, (result.manifest,))
+        finally:
+            self._gates.pop(call, None)
+
+    def _end_windows(self, call: int, source: WindowSource | None, error: Exception | None) -> None:
+        if source is None:
+            return
+        self._windowed.pop(call, None)  # windows that come from now on are answered by `_on_window`
+        for window in source.end():
+            self._fail(window.call, error or HoldfastError("this save has ended already"))
+
+    def _window_done(self, source: WindowSource, window: Window) -> None:
+        source.answered(window)
+        self._say({"on": "done", "calls": [window.call]})
+
+    def _open_run(self, header: dict[str, Any]) -> dict[str, Any]:
+        if self._run is not None:
+            raise HoldfastError("this writer has an open run: close it first, or start another writer")
+        run, opened = Run.open(
+            self._storages[header["storage"]],
+            owner=header["owner"],
+            keep=header["keep"],
+            wait_s=header["wait_s"],
+            pause=self._pause,
+            again=header.get("again") if isinstance(header.get("again"), dict) else None,
+        )
+        self._run = run
+        return opened.to_json()
+
+    def _pause(self, seconds: float) -> None:
+        if self._ending.wait(seconds):
+            raise HoldfastError("nobody needs this run any more")
+
+    def _op(self, header: dict[str, Any]) -> Any:
+        op, args = header["op"], header["args"]
+        if op == "probe":
+            return probe(self._storages[args["storage"]], args["directory"], self._saver)
+        if self._run is None:
+            raise HoldfastError(f"{op!r} needs an open run: call open_run first")
+        if op == "report":
+            self._run.report(header["call"], args["rows"], self._answer_many)
+            return _ANSWERED
+        if op == "close_run":
+            run, self._run = self._run, None
+            run.close(args.get("reason", "closed"))
+            return None
+        return self._run.op(op, args)
+
+    # ---- answers, from any thread
+
+    def _answer_many(self, calls: list[int], error: BaseException | None) -> None:
+        if error is None:
+            self._say({"on": "done", "calls": calls})
+        else:
+            self._say({"on": "failed", "calls": calls, "error": error_to_json(error)})
+
+    def _fail(self, call: int | None, error: BaseException) -> None:
+        if not isinstance(error, HoldfastError):
+            _LOG.error("the writer failed", exc_info=error)
+        if call is not None:
+            self._say({"on": "failed", "calls": [call], "error": error_to_json(error)})
+
+    def _say(self, header: dict[str, Any], attachments: tuple[bytes, ...] = ()) -> None:
+        try:
+            self._channel.send(header, attachments)
+        except OSError:
+            _LOG.debug("nobody hears: %s", header["on"])  # the trainer is gone; its job is finished all the same
+
+
+_ANSWERED = object()
+
+
+def _end(plan: FilePlan) -> int:
+    return plan.arena_offset + plan.size

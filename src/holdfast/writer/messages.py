@@ -1,0 +1,208 @@
+"""What travels between a trainer and its writer: frozen values with a JSON form.
+
+Bulk never travels: tensors stay in the shared arena, small files ride behind the JSON header as attachments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from holdfast import errors
+
+__all__ = ["BlobPlan", "FilePlan", "RunOpened", "SaveJob", "SaveResult", "error_from_json", "error_to_json"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePlan:
+    """One big file whose bytes are ``arena[arena_offset : arena_offset + size]``.
+
+    Attributes:
+        path: name inside the checkpoint directory.
+        size: length in bytes.
+        role: role in the manifest, usually "tensors".
+        arena_offset: start in the arena, a multiple of 4096; bytes up to the next such multiple after the end are
+            zero. Not used by windowed jobs.
+        stable: the content is expected to be that of the previous checkpoint (frozen parameters).
+    """
+
+    path: str
+    size: int
+    role: str = "tensors"
+    arena_offset: int = 0
+    stable: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe this plan for the wire."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> FilePlan:
+        """Rebuild what `to_json` described."""
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlobPlan:
+    """One small file sent with the job: index, state, rank entries."""
+
+    path: str
+    role: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe this plan for the wire."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> BlobPlan:
+        """Rebuild what `to_json` described."""
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveJob:
+    """One checkpoint to write.
+
+    Attributes:
+        directory: checkpoint directory inside the storage.
+        save_id: "<start id>-<counter hex>", part of every file name so that two lives never share a file.
+        writer: number of the writing rank.
+        files: big files, in the order of their numbers (`window` names a file by its position here).
+        blobs: small files; their bytes are given to `WriterClient.submit` (or `seal`) in the same order.
+        manifest: fields of the manifest (run_id, checkpoint_id, parent, attempt, step, epoch, metrics, ...).
+        overwrite: replace a committed checkpoint of this name.
+        reuse: files equal to those of the previous checkpoint may be linked instead of written.
+        windowed: the data arrives through `WriterClient.window`; a job without it is sealed by `submit`.
+        run: record the commit in the open run and apply its retention.
+        want_unchanged: report which ranges equal the previous save.
+    """
+
+    directory: str
+    save_id: str
+    writer: int = 0
+    files: tuple[FilePlan, ...] = ()
+    blobs: tuple[BlobPlan, ...] = ()
+    manifest: dict[str, Any] = field(default_factory=dict)
+    overwrite: bool = False
+    reuse: bool = False
+    windowed: bool = False
+    run: bool = False
+    want_unchanged: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe this job for the wire; `dataclasses.asdict` would copy deeply, and the trainer is waiting."""
+        told = {name: getattr(self, name) for name in self.__slots__}
+        told["files"] = [plan.to_json() for plan in self.files]
+        told["blobs"] = [plan.to_json() for plan in self.blobs]
+        return told
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> SaveJob:
+        """Rebuild what `to_json` described."""
+        files = tuple(FilePlan.from_json(item) for item in data["files"])
+        blobs = tuple(BlobPlan.from_json(item) for item in data["blobs"])
+        return cls(**{**data, "files": files, "blobs": blobs})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveResult:
+    """A committed checkpoint.
+
+    Attributes:
+        directory: checkpoint directory inside the storage.
+        manifest: bytes of its manifest (`holdfast.format.manifest.Manifest.from_bytes` reads them).
+        bytes_total: size of all its files.
+        bytes_written: bytes that went to the storage.
+        bytes_reused: bytes linked or copied from the previous checkpoint.
+        seconds: "digest", "write", "commit" and "total" (job start to commit).
+        deleted: (name, why) of checkpoints that retention removed.
+        unchanged: [file number, offset, nbytes] of 64 KiB-chunk runs equal to the previous save, for files that
+            changed in part; only when the job asked.
+    """
+
+    directory: str
+    manifest: bytes
+    bytes_total: int
+    bytes_written: int
+    bytes_reused: int
+    seconds: dict[str, float]
+    deleted: tuple[tuple[str, str], ...] = ()
+    unchanged: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Last component of the directory."""
+        return self.directory.rpartition("/")[2]
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe this result for the wire, without the manifest (it travels as an attachment)."""
+        return {
+            "directory": self.directory,
+            "bytes_total": self.bytes_total,
+            "bytes_written": self.bytes_written,
+            "bytes_reused": self.bytes_reused,
+            "seconds": self.seconds,
+            "deleted": self.deleted,
+            "unchanged": self.unchanged,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any], manifest: bytes) -> SaveResult:
+        """Rebuild what `to_json` described."""
+        pairs = tuple((name, why) for name, why in data["deleted"])
+        runs = tuple((number, offset, nbytes) for number, offset, nbytes in data["unchanged"])
+        return cls(**{**data, "deleted": pairs, "unchanged": runs, "manifest": manifest})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOpened:
+    """What `WriterClient.open_run` found and registered.
+
+    Attributes:
+        run_id: identity of the run.
+        attempt: number of this attempt, 1 for a fresh run.
+        start_id: start id of the owner.
+        records: rows of the committed checkpoints, newest first (`holdfast.checkpoint.record.record_from_row`
+            reads one).
+        quarantined: reason by checkpoint name.
+        finished: what an earlier attempt recorded at its end, or None.
+        waited_s: time spent waiting for the lease.
+        swept: directories of unfinished saves that were removed.
+    """
+
+    run_id: str
+    attempt: int
+    start_id: str
+    records: tuple[list[Any], ...] = ()
+    quarantined: dict[str, str] = field(default_factory=dict)
+    finished: dict[str, Any] | None = None
+    waited_s: float = 0.0
+    swept: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe this value for the wire."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> RunOpened:
+        """Rebuild what `to_json` described."""
+        return cls(**{**data, "records": tuple(data["records"]), "swept": tuple(data["swept"])})
+
+
+def error_to_json(error: BaseException) -> dict[str, Any]:
+    """Describe an exception for the wire: class name, message, and the attributes Holdfast's own classes carry."""
+    extra = {name: getattr(error, name) for name in ("file", "tensor", "chunk", "problems") if hasattr(error, name)}
+    return {"type": type(error).__name__, "message": str(error), "extra": extra}
+
+
+def error_from_json(data: dict[str, Any]) -> errors.HoldfastError:
+    """Rebuild an exception by the name of its class; a class that is not Holdfast's becomes a `HoldfastError`."""
+    kind = getattr(errors, data["type"], None)
+    if not (isinstance(kind, type) and issubclass(kind, errors.HoldfastError)):
+        return errors.HoldfastError(f"the writer failed: {data['type']}: {data['message']}")
+    extra = data.get("extra") or {}
+    if issubclass(kind, errors.CorruptCheckpointError):
+        return kind(data["message"], **{name: extra.get(name) for name in ("file", "tensor", "chunk")})
+    if issubclass(kind, errors.StateMismatchError):
+        return kind(data["message"], problems=tuple(extra.get("problems", ())))
+    return kind(data["message"])

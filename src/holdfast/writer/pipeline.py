@@ -1,0 +1,322 @@
+"""One writer's part of a checkpoint: arena in, durable files and their digests out.
+
+Digests run on the side thread ahead of the writing, which starts at once; small files are written and finished files
+are fsynced on the side thread too. One writing thread with large aligned views is as fast as several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import HoldfastError, StorageExistsError, StorageNotFoundError
+from holdfast.format.commit import PartSummary
+from holdfast.format.digest import CHUNK, chunk_digests, file_digest
+from holdfast.format.manifest import FileEntry
+from holdfast.storage.base import FileWriter, Storage
+
+from .gate import Gate
+from .history import Known, Previous, unchanged_runs
+from .messages import FilePlan, SaveJob
+from .side import Side
+from .windows import Window, WindowSource
+
+__all__ = ["Part", "PartWriter", "join"]
+
+_VIEW = 64 << 20
+_PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one writer contributed to a checkpoint.
+
+    Attributes:
+        summary: what the committing writer needs.
+        previous: the base of reuse for the next save.
+        unchanged: runs equal to the save before, when the job asked.
+        bytes_written: bytes that went to the storage.
+        bytes_reused: bytes linked from the previous save.
+        seconds: time in digests and in writing.
+    """
+
+    summary: PartSummary
+    previous: Previous
+    unchanged: tuple[tuple[int, int, int], ...]
+    bytes_written: int
+    bytes_reused: int
+    seconds: dict[str, float]
+
+
+@dataclass(slots=True)
+class _Done:
+    """One file that is written or linked."""
+
+    table: bytes
+    reused: Known | None = None
+
+
+@dataclass(slots=True)
+class _Clock:
+    digest: float = 0.0
+    write: float = 0.0
+
+
+def join(directory: str, path: str) -> str:
+    """Place a file of a checkpoint in the storage."""
+    return f"{directory}/{path}" if directory else path
+
+
+class PartWriter:
+    """Writes the files of one job. One object per attempt; `discard` undoes it."""
+
+    def __init__(self, storage: Storage, job: SaveJob, *, previous: Previous, side: Side) -> None:
+        self._storage, self._job, self._previous, self._side = storage, job, previous, side
+        self._clock = _Clock()
+        self._gate: Gate | None = None
+        self._closing: list[Future[None]] = []
+        self._created: list[str] = []
+        self._written = 0
+
+    # ---- the two ways in
+
+    def write_arena(self, view: memoryview, blobs: tuple[bytes, ...], gate: Gate | None = None) -> Part:
+        """Write a job whose files all lie in the arena, or will: then ``gate`` tells how far it is filled."""
+        job = self._job
+        self._gate = gate
+        candidates = {number for number, plan in enumerate(job.files) if self._is_candidate(number, plan)}
+        # Candidates for reuse are digested first and written last: the writing starts with what changes anyway.
+        first = sorted(range(len(job.files)), key=lambda number: number not in candidates)
+        digests = {number: self._side.run(self._digester(view, job.files[number])) for number in first}
+        small = self._side.run(lambda: self._write_blobs(blobs))
+        done: dict[int, _Done] = {}
+        try:
+            for number in sorted(range(len(job.files)), key=lambda number: number in candidates):
+                plan = job.files[number]
+                reused = self._reuse(plan, digests[number].result()) if number in candidates else None
+                if reused is None:
+                    self._write_file(view, plan)
+                done[number] = _Done(table=b"", reused=reused)
+            for number, item in done.items():
+                item.table = digests[number].result()
+            return self._finish([done[number] for number in range(len(job.files))], small.result())
+        finally:
+            self._settle([*digests.values(), small])
+
+    def write_windows(
+        self, view: memoryview, source: WindowSource, blobs: tuple[bytes, ...], answer: Callable[[Window], None]
+    ) -> Part:
+        """Write a job whose bytes come window by window; ``answer`` is called when a window may be reused."""
+        files = self._job.files
+        writers: dict[int, FileWriter] = {}
+        tables = [bytearray() for _ in files]
+        positions = [0] * len(files)
+        try:
+            for window in source.windows():
+                plan = _check_window(window, files, positions)
+                if window.file_no not in writers:
+                    writers[window.file_no] = self._create(plan.path, plan.size)
+                # The last window may reach into the padding of the file, which is not part of its content.
+                nbytes = min(window.nbytes, plan.size - window.file_offset)
+                data = view[window.arena_offset : window.arena_offset + nbytes]
+                digest = self._side.run(lambda data=data: self._timed_digest(data))  # type: ignore[misc]
+                positions[window.file_no] += nbytes
+                last = positions[window.file_no] == plan.size
+                try:
+                    self._write_views(writers[window.file_no], view, window.arena_offset, nbytes)
+                finally:
+                    tables[window.file_no] += digest.result()
+                if last:
+                    self._close_later(writers.pop(window.file_no))
+                answer(window)
+            for number, plan in enumerate(files):
+                if not plan.size and number not in writers:
+                    self._close_later(self._create(plan.path, 0))
+            missing = [plan.path for plan, position in zip(files, positions, strict=True) if position != plan.size]
+            if missing:
+                raise HoldfastError(f"the save was sealed before all data had come: {', '.join(missing)}")
+            entries = self._write_blobs(source.blobs or blobs)
+            return self._finish([_Done(table=bytes(table)) for table in tables], entries)
+        finally:
+            for writer in writers.values():
+                writer.abort()
+            self._settle([])
+
+    def discard(self) -> None:
+        """Remove the files of this attempt (never a manifest); what cannot be removed is swept at the next start."""
+        for path in self._created:
+            try:
+                self._storage.delete(join(self._job.directory, path))
+            except HoldfastError:
+                continue
+        with contextlib.suppress(HoldfastError):
+            self._storage.tidy(self._job.directory)
+
+    # ---- steps
+
+    def _is_candidate(self, number: int, plan: FilePlan) -> bool:
+        if not self._job.reuse or not self._previous.files:
+            return False
+        known = self._previous.at(number, plan.size)
+        return plan.stable or (known is not None and known.repeated)
+
+    def _digester(self, view: memoryview, plan: FilePlan) -> Callable[[], bytes]:
+        def digest() -> bytes:
+            # Not before all is copied: the trainer needs the cores until then, and digests are quick.
+            self._await(len(view))
+            return self._timed_digest(view[plan.arena_offset : plan.arena_offset + plan.size])
+
+        return digest
+
+    def _await(self, end: int) -> None:
+        if self._gate is not None:
+            self._gate.wait(end)
+
+    def _timed_digest(self, data: memoryview) -> bytes:
+        start = time.perf_counter()
+        table = chunk_digests(data)
+        self._clock.digest += time.perf_counter() - start
+        return table
+
+    def _reuse(self, plan: FilePlan, table: bytes) -> Known | None:
+        known = self._previous.same(plan.size, table)
+        if known is None:
+            return None
+        source = join(self._previous.directory, known.path)
+        try:
+            if self._storage.stat(source).size != plan.size:
+                return None
+            self._created.append(plan.path)
+            self._link(source, join(self._job.directory, plan.path))
+        except StorageNotFoundError:  # the previous checkpoint was deleted meanwhile
+            return None
+        return known
+
+    def _link(self, source: str, target: str) -> None:
+        try:
+            self._storage.copy(source, target)
+        except StorageExistsError:
+            # The name carries this save's id: an earlier writer of this very save was killed after it had linked.
+            self._storage.delete(target)
+            self._storage.copy(source, target)
+
+    def _create(self, path: str, size: int) -> FileWriter:
+        self._created.append(path)
+        return self._storage.create(join(self._job.directory, path), size)
+
+    def _write_file(self, view: memoryview, plan: FilePlan) -> None:
+        writer = self._create(plan.path, plan.size)
+        try:
+            self._write_views(writer, view, plan.arena_offset, plan.size)
+        except BaseException:
+            writer.abort()
+            raise
+        self._close_later(writer)
+
+    def _write_views(self, writer: FileWriter, view: memoryview, start: int, nbytes: int) -> None:
+        # The tail goes out as a whole page, which the storage cuts to size: O_DIRECT writes nothing smaller.
+        end = min(start + -(-nbytes // _PAGE) * _PAGE, len(view))
+        for offset in range(start, end, _VIEW):
+            self._await(min(offset + _VIEW, start + nbytes))
+            begin = time.perf_counter()
+            writer.write(view[offset : min(offset + _VIEW, end)])
+            self._clock.write += time.perf_counter() - begin
+        self._written += nbytes
+
+    def _close_later(self, writer: FileWriter) -> None:
+        """Make a file durable while the next one is written."""
+        self._closing.append(self._side.run(writer.close))
+
+    def _write_blobs(self, blobs: tuple[bytes, ...]) -> list[FileEntry]:
+        if len(blobs) != len(self._job.blobs):
+            raise HoldfastError(f"{len(blobs)} small files came for {len(self._job.blobs)} in the plan of the save")
+        return [
+            self._write_small(plan.path, plan.role, data) for plan, data in zip(self._job.blobs, blobs, strict=True)
+        ]
+
+    def _write_small(self, path: str, role: str, data: bytes) -> FileEntry:
+        with self._create(path, len(data)) as writer:
+            if data:
+                writer.write(memoryview(data))
+        self._written += len(data)
+        digest = file_digest(chunk_digests(memoryview(data)))
+        return FileEntry(
+            path=path,
+            size=len(data),
+            digest=digest,
+            role=role,
+            writer=self._job.writer,
+            reused_from=None,
+            chunks=None,
+        )
+
+    def _finish(self, done: list[_Done], entries: list[FileEntry]) -> Part:
+        job = self._job
+        digests_path = f"digests-{job.writer:05d}-{job.save_id}.bin"
+        files: list[FileEntry] = []
+        offset = 0
+        for plan, item in zip(job.files, done, strict=True):
+            files.append(
+                FileEntry(
+                    path=plan.path,
+                    size=plan.size,
+                    digest=file_digest(item.table),
+                    role=plan.role,
+                    writer=job.writer,
+                    reused_from=None if item.reused is None else self._previous.directory.rpartition("/")[2],
+                    chunks=(digests_path, offset),
+                )
+            )
+            offset += len(item.table)
+        table = b"".join(item.table for item in done)
+        if table:
+            entries = [*entries, self._write_small(digests_path, "digests", table)]
+        for future in self._closing:
+            future.result()
+        reused = sum(plan.size for plan, item in zip(job.files, done, strict=True) if item.reused is not None)
+        tables, sizes = [item.table for item in done], [plan.size for plan in job.files]
+        files += entries
+        return Part(
+            summary=PartSummary(writer=job.writer, files=tuple(files)),
+            previous=self._next_previous(done),
+            unchanged=tuple(unchanged_runs(tables, sizes, self._previous)) if job.want_unchanged else (),
+            bytes_written=self._written,
+            bytes_reused=reused,
+            seconds={"digest": self._clock.digest, "write": self._clock.write},
+        )
+
+    def _next_previous(self, done: list[_Done]) -> Previous:
+        files = []
+        for number, (plan, item) in enumerate(zip(self._job.files, done, strict=True)):
+            known = self._previous.at(number, plan.size)
+            files.append(
+                Known(
+                    path=plan.path,
+                    size=plan.size,
+                    table=item.table,
+                    reuses=0 if item.reused is None else item.reused.reuses + 1,
+                    repeated=known is not None and known.table == item.table,
+                )
+            )
+        return Previous(directory=self._job.directory, files=tuple(files))
+
+    def _settle(self, futures: list[Future[Any]]) -> None:
+        """Wait for everything on the side thread, so that nothing touches arena or files afterwards."""
+        for future in [*futures, *self._closing]:
+            future.exception()
+
+
+def _check_window(window: Window, files: tuple[FilePlan, ...], positions: list[int]) -> FilePlan:
+    if not 0 <= window.file_no < len(files):
+        raise HoldfastError(f"window for file {window.file_no} of a save with {len(files)} files")
+    plan = files[window.file_no]
+    end = window.file_offset + window.nbytes
+    if window.file_offset != positions[window.file_no] or window.file_offset > plan.size or end > plan.size + _PAGE:
+        raise HoldfastError(f"window {window.file_offset}:{end} of {plan.path} does not follow what came before it")
+    if end < plan.size and window.nbytes % CHUNK:
+        raise HoldfastError(f"window of {window.nbytes} bytes in {plan.path}: only the last one may be odd")
+    return plan

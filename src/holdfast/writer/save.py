@@ -1,0 +1,191 @@
+"""One save from job to commit, with what must happen when it fails."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from holdfast.errors import CheckpointError, HoldfastError, StorageError, StorageFullError
+from holdfast.format.commit import commit, read_manifest, remove
+from holdfast.format.manifest import Manifest
+from holdfast.storage.base import Storage
+
+from .gate import Gate
+from .history import Previous, read_previous
+from .messages import BlobPlan, SaveJob, SaveResult
+from .pipeline import Part, PartWriter
+from .run import Run
+from .side import Side
+from .windows import Window, WindowSource
+
+__all__ = ["Saver", "Task", "probe"]
+
+_LOG = logging.getLogger("holdfast.writer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A job with everything it needs.
+
+    Attributes:
+        job: what to write.
+        storage: where.
+        storage_key: number of the storage in this conversation.
+        view: memory of the arena.
+        blobs: bytes of the small files (a windowed job may bring them with its seal).
+        source: windows of a windowed job.
+        gate: how much of the arena is filled, for a job that was submitted before all of it was.
+        again: the job was sent to an earlier writer process that died: it may be committed already.
+    """
+
+    job: SaveJob
+    storage: Storage
+    storage_key: int
+    view: memoryview
+    blobs: tuple[bytes, ...] = ()
+    source: WindowSource | None = None
+    gate: Gate | None = None
+    again: bool = False
+
+
+class Saver:
+    """Carries out saves one after another and remembers what the previous one contained."""
+
+    def __init__(self) -> None:
+        self._side = Side()
+        self._previous: dict[tuple[int, int], Previous] = {}
+
+    def save(self, task: Task, run: Run | None, answer: Callable[[WindowSource, Window], None]) -> SaveResult:
+        """Write, commit, record in the run, apply its retention.
+
+        Args:
+            task: the job.
+            run: the open run that the job belongs to, if any.
+            answer: called for each window whose memory may be reused.
+
+        Raises:
+            HoldfastError: nothing was committed; the files of this save are removed, older checkpoints untouched.
+        """
+        start = time.perf_counter()
+        job = task.job
+        if task.again:
+            manifest = _committed(task.storage, job)
+            if manifest is not None:
+                return self._result(task, run, manifest, None, {"total": time.perf_counter() - start})
+        try:
+            part, manifest, seconds = self._attempt(task, run, answer)
+        except StorageFullError:
+            # Retention may be behind (it was interrupted, or its rules have changed): catch up, then once more.
+            if run is None or task.source is not None or not run.retain():
+                raise
+            _LOG.warning(
+                "%s is full: old checkpoints were removed by the rules of retention, trying once more", job.directory
+            )
+            part, manifest, seconds = self._attempt(task, run, answer)
+        if job.reuse or job.want_unchanged:  # saves on their own, each in another place, would only pile up tables
+            self._previous[task.storage_key, job.writer] = part.previous
+        seconds["total"] = time.perf_counter() - start
+        return self._result(task, run, manifest, part, seconds)
+
+    def close(self) -> None:
+        """End the helper thread."""
+        self._side.close()
+
+    def _attempt(
+        self, task: Task, run: Run | None, answer: Callable[[WindowSource, Window], None]
+    ) -> tuple[Part, Manifest, dict[str, float]]:
+        job = task.job
+        writer = PartWriter(task.storage, job, previous=self._base(task, run), side=self._side)
+        try:
+            fields: dict[str, Any] = job.manifest
+            if task.source is None:
+                part = writer.write_arena(task.view, task.blobs, task.gate)
+            else:
+                part = writer.write_windows(task.view, task.source, task.blobs, partial(answer, task.source))
+                fields = {**fields, **(task.source.manifest or {})}
+            begin = time.perf_counter()
+            if run is not None:
+                run.before_commit()
+            # One rank, one part. With more, the summaries of the other writers arrive here first.
+            manifest = commit(task.storage, job.directory, fields, [part.summary], overwrite=job.overwrite)
+        except BaseException:
+            # An error after the manifest became visible (say, in a directory fsync) leaves a valid checkpoint: taking
+            # its files away would make it a broken one.
+            if _certainly_uncommitted(task.storage, job):
+                writer.discard()
+            raise
+        return part, manifest, {**part.seconds, "commit": time.perf_counter() - begin}
+
+    def _base(self, task: Task, run: Run | None) -> Previous:
+        """Find what the previous save contained, from an earlier life if need be."""
+        job = task.job
+        key = (task.storage_key, job.writer)
+        if key not in self._previous and job.reuse and run is not None and any(plan.stable for plan in job.files):
+            latest = run.latest_manifest()
+            if latest is not None:
+                self._previous[key] = read_previous(task.storage, *latest, writer=job.writer)
+        return self._previous.get(key, Previous())
+
+    def _result(
+        self, task: Task, run: Run | None, manifest: Manifest, part: Part | None, seconds: dict[str, float]
+    ) -> SaveResult:
+        deleted: tuple[tuple[str, str], ...] = ()
+        if run is not None:
+            deleted = run.committed(task.job.directory, manifest)
+        return SaveResult(
+            directory=task.job.directory,
+            manifest=manifest.to_bytes(),
+            bytes_total=manifest.total_bytes,
+            bytes_written=0 if part is None else part.bytes_written,
+            bytes_reused=manifest.reused_bytes,
+            seconds=seconds,
+            deleted=deleted,
+            unchanged=() if part is None else part.unchanged,
+        )
+
+
+def _committed(storage: Storage, job: SaveJob) -> Manifest | None:
+    """Give the manifest of this very job if it is there."""
+    try:
+        manifest = read_manifest(storage, job.directory)
+    except CheckpointError:
+        return None
+    return manifest if manifest.checkpoint_id == job.manifest.get("checkpoint_id") else None
+
+
+def _certainly_uncommitted(storage: Storage, job: SaveJob) -> bool:
+    try:
+        return _committed(storage, job) is None
+    except StorageError:
+        return False
+
+
+def probe(storage: Storage, directory: str, saver: Saver) -> dict[str, Any]:
+    """Send a small checkpoint through the whole commit and delete it.
+
+    Returns:
+        "free_bytes" (None if unknown) and "seconds".
+
+    Raises:
+        HoldfastError: what a save would meet.
+    """
+    start = time.perf_counter()
+    save_id = directory.rpartition("/")[2].lstrip(".")
+    job = SaveJob(
+        directory=directory,
+        save_id=save_id,
+        blobs=(BlobPlan(path=f"state-{save_id}.json", role="state"),),
+        manifest={"run_id": "probe", "checkpoint_id": save_id, "step": 0, "attempt": 0},
+        overwrite=True,
+    )
+    saver.save(Task(job=job, storage=storage, storage_key=-1, view=memoryview(b""), blobs=(b"{}",)), None, _no_window)
+    remove(storage, directory)
+    return {"free_bytes": storage.free_bytes(), "seconds": time.perf_counter() - start}
+
+
+def _no_window(_: WindowSource, window: Window) -> None:
+    raise HoldfastError(f"unexpected window {window.call}")

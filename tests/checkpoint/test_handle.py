@@ -1,0 +1,371 @@
+"""`Checkpoint`: locations, files, what it says about itself, and sharing one download between processes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import select
+import subprocess
+import sys
+import threading
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+from build import MODEL, TREE, build, small
+
+from holdfast.checkpoint import handle as handle_module
+from holdfast.checkpoint import node
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    StorageNotFoundError,
+)
+from holdfast.storage.local import LocalStorage
+from holdfast.storage.memory import MemoryStorage
+
+
+@pytest.fixture(params=["local", "memory"])
+def storage(request, tmp_path):
+    return LocalStorage(tmp_path / "run") if request.param == "local" else MemoryStorage(f"handle-{tmp_path.name}")
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch):
+    """Keep downloads of the tests to themselves."""
+    monkeypatch.setattr(node.tempfile, "tempdir", str(tmp_path))
+
+
+def test_location_is_fixed_when_it_is_made(tmp_path, monkeypatch) -> None:
+    """Relative paths, "~", file URIs and links mean what they meant at construction; equality is by location."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a b=ü").mkdir()
+    (tmp_path / "latest").symlink_to("a b=ü")
+    expected = str(tmp_path / "a b=ü")
+    made = [Checkpoint(p) for p in ("a b=ü", Path("a b=ü"), "~/a b=ü", f"file://{expected}", "latest", "a b=ü/")]
+    monkeypatch.chdir("/")
+    assert {checkpoint.path for checkpoint in made} == {expected}
+    assert len(set(made)) == 1
+    assert made[0] != Checkpoint(tmp_path)
+    assert made[0].name == "a b=ü"
+    assert repr(made[0]) == f"Checkpoint({expected!r})"
+    assert os.fspath(made[0]) == expected
+
+
+def test_path_and_filesystem_name_it_again(storage) -> None:
+    """`Checkpoint(c.path, c.filesystem)`, `from_uri(c.uri)`, copies and pickles are equal to c."""
+    small(storage, "deep/er/step_1", step=1)
+    checkpoint = Checkpoint("deep/er/step_1", storage)
+    for other in (
+        Checkpoint(checkpoint.path, checkpoint.filesystem),
+        Checkpoint(checkpoint.path, storage),
+        Checkpoint.from_uri(checkpoint.uri),
+        Checkpoint.at(storage, "deep/er/step_1"),
+        copy.deepcopy(checkpoint),
+        pickle.loads(pickle.dumps(checkpoint)),
+    ):
+        assert other == checkpoint
+        assert hash(other) == hash(checkpoint)
+        assert other.step == 1
+        assert other.name == "step_1"
+
+
+@pytest.mark.parametrize(("path", "filesystem"), [("", None), ("/", None), (3, None), ("memory://only", None),
+                                                  ("zz://a/b", None), ("a/../b", MemoryStorage("x")),
+                                                  ("/outside", LocalStorage("/inside")), ("a", object())])  # fmt: skip
+def test_what_is_no_location_is_refused(path, filesystem) -> None:
+    """Roots, unknown schemes, ways out of a storage and file systems of others are configuration errors."""
+    with pytest.raises(ConfigError):
+        Checkpoint(path, filesystem)
+
+
+def test_it_tells_what_the_manifest_says(storage) -> None:
+    """Step, metrics with late ones, time, size and the names in its state come from the small files."""
+    build(storage, "c", step=7, epoch=1.5, metrics={"loss": 1.0, "val": 3.0}, created="2026-01-02T03:04:05.000+00:00")
+    checkpoint = Checkpoint.at(storage, "c")
+    storage.put("c/.metrics.json", json.dumps({"metrics": {"val": 2.0}, "pinned": False}).encode())
+    assert (checkpoint.step, checkpoint.metrics) == (7, {"loss": 1.0, "val": 2.0})
+    assert checkpoint.created == datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
+    assert checkpoint.keys() == list(TREE)
+    assert checkpoint.size_bytes == checkpoint.manifest.total_bytes > sum(tensor.nbytes for tensor in MODEL)
+
+
+def test_a_foreign_directory_is_usable_and_said_to_be_foreign(storage) -> None:
+    """Without a manifest there is no step and no metrics, files are there, and verify says what it is."""
+    storage.put("f/sub/weights.bin", b"12345")
+    checkpoint = Checkpoint.at(storage, "f")
+    assert (checkpoint.manifest, checkpoint.step, checkpoint.metrics, checkpoint.created) == (None, None, {}, None)
+    assert (checkpoint.size_bytes, checkpoint.keys()) == (5, [])
+    found = checkpoint.verify()
+    assert not found
+    assert found.state == "foreign"
+    with pytest.raises(CheckpointNotFoundError, match="retention"):
+        checkpoint.pin()
+    with checkpoint.open("sub/weights.bin") as file:
+        assert (file.read(2), file.seek(-1, os.SEEK_END), file.read()) == (b"12", 4, b"5")
+    checkpoint.delete()
+    assert list(storage.list()) == []
+
+
+def test_incomplete_missing_and_damaged_are_told_apart(storage) -> None:
+    """An uncommitted save, nothing at all and a rotten manifest are three different errors."""
+    build(storage, "half", finish=False)
+    with pytest.raises(IncompleteCheckpointError):
+        Checkpoint.at(storage, "half").manifest  # noqa: B018
+    with pytest.raises(CheckpointNotFoundError):
+        Checkpoint.at(storage, "none").manifest  # noqa: B018
+    storage.put("rot/manifest.json", b"{}")
+    with pytest.raises(CorruptCheckpointError):
+        Checkpoint.at(storage, "rot").manifest  # noqa: B018
+    states = [Checkpoint.at(storage, name).verify().state for name in ("half", "none", "rot")]
+    assert states == ["incomplete", "missing", "corrupt"]
+    for name in ("none",):
+        for act in (Checkpoint.delete, Checkpoint.to_directory, Checkpoint.size_bytes.fget):
+            with pytest.raises(CheckpointNotFoundError):
+                act(Checkpoint.at(storage, name))
+
+
+def test_verify_names_the_damaged_tensor(storage) -> None:
+    """One flipped bit is found by the deep check, with file and tensor; sizes are found by the shallow one."""
+    build(storage, "c")
+    checkpoint = Checkpoint.at(storage, "c")
+    sound = checkpoint.verify()
+    assert sound
+    assert sound.bytes_read >= sum(tensor.nbytes for tensor in MODEL)
+    path = next(info.path for info in storage.list("c") if "model-" in info.path)
+    body = bytearray(storage.read(path))
+    body[4100] ^= 1
+    storage.put(path, bytes(body))
+    assert checkpoint.verify(deep=False).ok
+    (problem, *_) = checkpoint.verify().problems
+    assert "model-00000" in problem
+    assert "model/head.weight" in problem
+    storage.put(path, bytes(body[:-1]))
+    assert not checkpoint.verify(deep=False)
+
+
+def test_to_directory_copies_with_the_manifest_last(storage, tmp_path, monkeypatch) -> None:
+    """A copy equals its source, and one that dies on the way is no checkpoint, even over an older copy."""
+    build(storage, "c", user={"sub/x.bin": b"123", "empty": b""}, step=3)
+    target = tmp_path / "copy"
+    assert Checkpoint.at(storage, "c").to_directory(target) == str(target)
+    assert Checkpoint(target).verify().ok
+    assert (target / "sub" / "x.bin").read_bytes() == b"123"
+    assert Checkpoint(Checkpoint.at(storage, "c").to_directory()).step == 3
+
+    def fail(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("holdfast.checkpoint.transfer.copy_file", fail)
+    with pytest.raises(KeyboardInterrupt):
+        Checkpoint.at(storage, "c").to_directory(target)
+    assert not Checkpoint(target).verify()
+
+
+def test_as_directory_of_a_local_one_is_the_real_path(tmp_path) -> None:
+    """Nothing is copied on the same machine."""
+    small(LocalStorage(tmp_path), "c")
+    with Checkpoint(tmp_path / "c").as_directory() as path:
+        assert path == str(tmp_path / "c")
+    with pytest.raises(CheckpointNotFoundError), Checkpoint(tmp_path / "none").as_directory():
+        pass
+
+
+def test_a_file_is_a_one_file_checkpoint(tmp_path) -> None:
+    """`as_directory` and `to_directory` give a directory with the file under its own name; metadata go beside it."""
+    file = tmp_path / "epoch_3.pt"
+    file.write_bytes(b"weights")
+    checkpoint = Checkpoint.from_directory(file)
+    with checkpoint.as_directory() as path:
+        assert os.listdir(path) == ["epoch_3.pt"]
+        assert (Path(path) / "epoch_3.pt").read_bytes() == b"weights"
+    assert not os.path.exists(path)
+    assert os.listdir(checkpoint.to_directory()) == ["epoch_3.pt"]
+    checkpoint.update_metadata({"a": 1})
+    assert checkpoint.get_metadata() == {"a": 1}
+    assert (checkpoint.manifest, checkpoint.size_bytes, checkpoint.verify().state) == (None, 7, "foreign")
+    with checkpoint.open("epoch_3.pt") as stream:
+        assert stream.read() == b"weights"
+    checkpoint.delete()
+    assert not list(tmp_path.glob("*epoch_3*"))
+    with pytest.raises(CheckpointNotFoundError):
+        Checkpoint.from_directory(file)
+
+
+def test_metadata_are_replaced_whole_and_merged(storage) -> None:
+    """Absent metadata are {}, an update merges, what is not JSON is refused, damage is said."""
+    small(storage, "c")
+    checkpoint = Checkpoint.at(storage, "c")
+    assert checkpoint.get_metadata() == {}
+    checkpoint.set_metadata({"a": 1, "b": [1, None]})
+    checkpoint.update_metadata({"a": 2})
+    assert Checkpoint.from_uri(checkpoint.uri).get_metadata() == {"a": 2, "b": [1, None]}
+    assert checkpoint.verify().ok
+    with pytest.raises(ConfigError):
+        checkpoint.set_metadata({"a": object()})
+    storage.put("c/.metadata.json", b"[")
+    with pytest.raises(CorruptCheckpointError):
+        checkpoint.get_metadata()
+
+
+def test_open_stays_inside(storage) -> None:
+    """A name that leaves the checkpoint is refused, an absent one not found."""
+    small(storage, "c")
+    with pytest.raises(ConfigError):
+        Checkpoint.at(storage, "c").open("../other")
+    with pytest.raises(StorageNotFoundError):
+        Checkpoint.at(storage, "c").open("nothing")
+
+
+def test_delete_leaves_neighbours_alone(storage) -> None:
+    """Deleting takes the whole directory, files added by the user too, and nothing else."""
+    small(storage, "c1")
+    small(storage, "c11")
+    storage.put("c1/mine.txt", b"x")
+    Checkpoint.at(storage, "c1").delete()
+    assert {info.path.split("/")[0] for info in storage.list()} == {"c11"}
+
+
+# -- one download per machine ----------------------------------------------------------------------------------------
+
+
+def downloads() -> list[Path]:
+    return list(node._base().iterdir())
+
+
+def test_one_download_is_shared_and_removed_after_the_last(tmp_path, monkeypatch) -> None:
+    """Nested users and many threads see one copy, made once, gone when the last one leaves."""
+    storage = MemoryStorage(f"node-{tmp_path.name}")
+    build(storage, "c", user={"x.bin": b"123"})
+    checkpoint = Checkpoint.at(storage, "c")
+    copies = []
+    real = node.copy_tree
+    monkeypatch.setattr(node, "copy_tree", lambda *args: copies.append(args) or real(*args))
+    seen, barrier = [], threading.Barrier(8)
+
+    def use() -> None:
+        barrier.wait()
+        with checkpoint.as_directory() as path, checkpoint.as_directory() as again:
+            assert path == again
+            seen.append((Path(path) / "x.bin").read_bytes())
+            barrier.wait()  # nobody leaves before all are in
+
+    threads = [threading.Thread(target=use) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [b"123"] * 8
+    assert len(copies) == 1
+    assert downloads() == []
+
+
+def test_a_checkpoint_that_changed_is_downloaded_anew(tmp_path) -> None:
+    """While an old version is in use, a new user gets the new one."""
+    storage = MemoryStorage(f"node-{tmp_path.name}")
+    small(storage, "c", step=1)
+    with Checkpoint.at(storage, "c").as_directory() as old:
+        small(storage, "c", step=2, overwrite=True)
+        with Checkpoint.at(storage, "c").as_directory() as new:
+            assert (Checkpoint(old).step, Checkpoint(new).step) == (1, 2)
+    assert downloads() == []
+
+
+def test_a_failed_download_leaves_nothing(tmp_path, monkeypatch) -> None:
+    """After an error in the middle the next user starts over."""
+    storage = MemoryStorage(f"node-{tmp_path.name}")
+    small(storage, "c", step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(node, "copy_tree", lambda *args: (_ for _ in ()).throw(OSError("lost")))
+        with pytest.raises(OSError, match="lost"), Checkpoint.at(storage, "c").as_directory():
+            pass
+    assert downloads() == []
+    with Checkpoint.at(storage, "c").as_directory() as path:
+        assert Checkpoint(path).step == 1
+
+
+USER = """
+import sys, tempfile
+tempfile.tempdir = sys.argv[1]
+from holdfast.checkpoint import node
+from holdfast.storage.local import LocalStorage
+with node.shared_download(LocalStorage(sys.argv[2]), "c") as path:
+    print(path, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_processes_share_and_a_killed_user_is_swept(tmp_path) -> None:
+    """Two processes use one copy; one killed with -9 neither removes it nor keeps it for ever."""
+    small(LocalStorage(tmp_path / "remote"), "c", step=1)
+    environment = {**os.environ, "PYTHONPATH": str(Path(handle_module.__file__).parents[2])}
+    command = [sys.executable, "-c", USER, str(tmp_path), str(tmp_path / "remote")]
+    users = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(2)
+    ]
+    try:
+        paths = set()
+        for user in users:
+            assert select.select([user.stdout], [], [], 30)[0]
+            paths.add(user.stdout.readline().strip())
+        assert len(paths) == 1
+        users[0].communicate("\n", timeout=30)
+        assert Checkpoint(paths.pop()).step == 1
+        users[1].kill()
+        users[1].communicate(timeout=30)
+        assert len(downloads()) == 1
+        other = MemoryStorage(f"node-{tmp_path.name}")
+        small(other, "d")
+        with Checkpoint.at(other, "d").as_directory():
+            assert len(downloads()) == 1
+        assert downloads() == []
+    finally:
+        for user in users:
+            user.kill()
+            user.wait()
+
+
+# -- dictionaries ------------------------------------------------------------------------------------------------------
+
+
+class Tensorish:
+    """Looks like a tensor to what must not import torch."""
+
+    dtype = "float32"
+    shape = (1,)
+
+
+def test_a_uniform_module_prefix_is_stripped() -> None:
+    """State dicts of wrapped models lose the prefix, keep their type; mixed names and plain data do not change."""
+    from collections import OrderedDict
+
+    tensor = Tensorish()
+    given = {
+        "model": OrderedDict([("module.a", tensor), ("module.b", tensor)]),
+        "mixed": {"module.a": tensor, "b": tensor},
+        "plain": {"module.a": 1},
+        "deep": {"inner": {"module.w": tensor}},
+    }
+    stripped = handle_module._without_prefix(given)
+    assert stripped == {**given, "model": OrderedDict(a=tensor, b=tensor), "deep": {"inner": {"w": tensor}}}
+    assert type(stripped["model"]) is OrderedDict
+
+
+def test_the_memory_of_a_dictionary_goes_with_its_last_handle() -> None:
+    """The store behind `from_dict` empties itself when neither the handle nor a copy of it is left."""
+    store = handle_module.DictStore("test")
+    storage = MemoryStorage("holdfast-dict-test")
+    small(storage, "checkpoint")
+    first = Checkpoint(f"{store.uri}/checkpoint")
+    second = pickle.loads(pickle.dumps(first))
+    del store, first
+    assert list(storage.list())
+    del second
+    assert not list(storage.list())

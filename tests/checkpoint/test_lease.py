@@ -1,0 +1,298 @@
+"""The lease: one writer per run, whatever dies, hangs or starts at once. Real processes hold it here."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.checkpoint import lease as lease_module
+from holdfast.checkpoint.lease import LEASE_FILE, LOCK_FILE, Lease, make_owner
+from holdfast.errors import RunBusyError, StoragePermissionError
+from holdfast.storage.local import LocalStorage
+from holdfast.storage.memory import MemoryStorage
+
+# Says one line when it has the lease (or why not), then holds it until its stdin ends.
+HOLDER = """
+import sys
+from holdfast.checkpoint.lease import Lease, make_owner
+from holdfast.errors import RunBusyError
+from holdfast.storage.local import LocalStorage
+root, start_id, trainer_pid = sys.argv[1:4]
+sys.stdin.readline()
+try:
+    held = Lease.acquire(LocalStorage(root), make_owner(start_id, trainer_pid=int(trainer_pid) or None), wait_s=0)
+    held.heartbeat()
+    print("held", flush=True)
+except RunBusyError as error:
+    print("busy", error, flush=True)
+    sys.exit()
+sys.stdin.readline()
+held.release()
+"""
+
+
+class Holder:
+    """A process that takes the lease when told to, and says whether it has it."""
+
+    def __init__(self, root: Path, start_id: str, trainer_pid: int = 0) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(root), start_id, str(trainer_pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(lease_module.__file__).parents[2])},
+        )
+
+    def go(self) -> None:
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
+        ready, _, _ = select.select([self.process.stdout], [], [], 30)
+        assert ready, "the holder said nothing"
+        return self.process.stdout.readline()
+
+    def end(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(30)
+        self.process.stdout.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.end()
+
+
+@pytest.fixture
+def start(tmp_path):
+    holders = []
+
+    def make(start_id: str, trainer_pid: int = 0) -> Holder:
+        holders.append(Holder(tmp_path, start_id, trainer_pid))
+        return holders[-1]
+
+    yield make
+    for holder in holders:
+        holder.kill()
+
+
+def dead_pid() -> int:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_two_at_once_exactly_one_wins(start) -> None:
+    """Of six processes released at the same moment exactly one holds the lease; the others name it."""
+    holders = [start(f"s{number}") for number in range(6)]
+    for holder in holders:
+        holder.go()
+    answers = [holder.answer() for holder in holders]
+    assert [answer.startswith("held") for answer in answers].count(True) == 1
+    assert all("in use" in answer for answer in answers if answer.startswith("busy"))
+
+
+def test_a_live_owner_is_named_at_once(start, tmp_path) -> None:
+    """The error names host, pid, start and what to do, without waiting for the time-out."""
+    holder = start("theirs")
+    holder.go()
+    assert holder.answer() == "held\n"
+    begun = time.monotonic()
+    with pytest.raises(RunBusyError) as caught:
+        Lease.acquire(LocalStorage(tmp_path), make_owner("ours"), wait_s=60)
+    assert time.monotonic() - begun < 5
+    message = str(caught.value)
+    for part in (str(holder.process.pid), os.uname().nodename, "theirs", "since", "kill"):
+        assert part in message
+
+
+def test_an_owner_killed_is_taken_over_at_once(start, tmp_path) -> None:
+    """After kill -9 of the owner the next one starts without waiting for a time-out."""
+    holder = start("theirs")
+    holder.go()
+    assert holder.answer() == "held\n"
+    holder.kill()
+    held = Lease.acquire(LocalStorage(tmp_path), make_owner("ours"), wait_s=60)
+    assert held.waited_s < 1
+    assert json.loads((tmp_path / LEASE_FILE).read_text())["start_id"] == "ours"
+    held.release()
+
+
+def test_a_writer_that_finishes_for_a_dead_trainer_is_waited_for(start, tmp_path) -> None:
+    """The owner lives, its trainer does not: the lease is taken as soon as the owner lets go."""
+    holder = start("theirs", trainer_pid=dead_pid())
+    holder.go()
+    assert holder.answer() == "held\n"
+    looks = []
+
+    def pause(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            holder.end()
+
+    held = Lease.acquire(LocalStorage(tmp_path), make_owner("ours"), wait_s=60, sleep=pause)
+    assert len(looks) >= 3
+    held.release()
+
+
+def test_waiting_for_a_dead_trainers_writer_is_bounded(start, tmp_path) -> None:
+    """A writer that never ends is named when the wait is over."""
+    holder = start("theirs", trainer_pid=dead_pid())
+    holder.go()
+    assert holder.answer() == "held\n"
+    with pytest.raises(RunBusyError, match="waited"):
+        Lease.acquire(LocalStorage(tmp_path), make_owner("ours"), wait_s=0.2)
+
+
+def test_a_stopped_owner_keeps_its_lease(start, tmp_path) -> None:
+    """SIGSTOP is not death: the owner may go on any moment, so nobody takes over."""
+    holder = start("theirs")
+    holder.go()
+    assert holder.answer() == "held\n"
+    os.kill(holder.process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(RunBusyError):
+            Lease.acquire(LocalStorage(tmp_path), make_owner("ours"), wait_s=1, stale_s=0.05)
+    finally:
+        os.kill(holder.process.pid, signal.SIGCONT)
+
+
+def test_forked_children_do_not_keep_the_lock(start, tmp_path) -> None:
+    """A data loader worker that outlives its trainer does not lock the next start out."""
+    code = (
+        "import os, sys, time\n"
+        "from holdfast.checkpoint.lease import Lease, make_owner\n"
+        "from holdfast.storage.local import LocalStorage\n"
+        "held = Lease.acquire(LocalStorage(sys.argv[1]), make_owner('theirs'), wait_s=0)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os.write(1, b'x'); os.read(0, 1); os._exit(0)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(lease_module.__file__).parents[2])}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    )
+    try:
+        assert parent.stdout.read(1) == b"x"
+        parent.wait(30)
+        Lease.acquire(LocalStorage(tmp_path), make_owner("ours"), wait_s=5).release()
+    finally:
+        parent.stdin.close()
+        parent.stdout.close()
+
+
+def test_release_leaves_nothing_and_may_be_repeated(tmp_path) -> None:
+    """After release no file is left and another process may take the run."""
+    held = Lease.acquire(LocalStorage(tmp_path), make_owner("one"), wait_s=0)
+    assert {path.name for path in tmp_path.iterdir()} == {LEASE_FILE, LOCK_FILE}
+    held.release()
+    held.release()
+    held.heartbeat()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_process_cannot_hold_a_run_twice(tmp_path) -> None:
+    """Two checkpointers of one process on one run are refused as well."""
+    held = Lease.acquire(LocalStorage(tmp_path), make_owner("one"), wait_s=0)
+    with pytest.raises(RunBusyError, match=str(os.getpid())):
+        Lease.acquire(LocalStorage(tmp_path), make_owner("two"), wait_s=10)
+    held.release()
+
+
+def elsewhere(start_id: str) -> dict[str, object]:
+    return {**make_owner(start_id), "host": "elsewhere", "boot": "another-boot", "pid": 1, "trainer_pid": 1}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A monotonic clock that only `pause` moves; the wall clock runs backwards to prove that nobody asks it."""
+
+    class Clock:
+        now = 100.0
+
+        def pause(self, seconds: float) -> None:
+            self.now += seconds
+            for moment, action in list(self.at):
+                if self.now >= moment:
+                    self.at.remove((moment, action))
+                    action()
+
+    made = Clock()
+    made.at = []
+    monkeypatch.setattr(lease_module.time, "monotonic", lambda: made.now)
+    monkeypatch.setattr(lease_module.time, "time", lambda: 1e9 - made.now * 1e6)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["memory", "local"])
+def test_an_owner_elsewhere_is_given_up_after_its_counter_stood_still(kind, clock, tmp_path) -> None:
+    """An owner on another host that died is taken over after 30 s by the observer's own clock, not before."""
+    storage = MemoryStorage(f"lease-{tmp_path.name}") if kind == "memory" else LocalStorage(tmp_path)
+    storage.put(LEASE_FILE, json.dumps({**elsewhere("theirs"), "beat": 7}).encode())
+    begun = clock.now
+    held = Lease.acquire(storage, make_owner("ours"), wait_s=60, sleep=clock.pause)
+    assert 30 <= clock.now - begun < 31
+    held.heartbeat()
+    assert json.loads(storage.read(LEASE_FILE))["start_id"] == "ours"
+    held.release()
+    assert not storage.exists(LEASE_FILE)
+
+
+def test_an_owner_elsewhere_that_beats_is_busy(clock, tmp_path) -> None:
+    """As soon as the counter of an owner on another host moves, the run is known to be in use."""
+    storage = MemoryStorage(f"lease-{tmp_path.name}")
+    theirs = elsewhere("theirs")
+    storage.put(LEASE_FILE, json.dumps({**theirs, "beat": 7}).encode())
+    clock.at.append((clock.now + 4, lambda: storage.put(LEASE_FILE, json.dumps({**theirs, "beat": 8}).encode())))
+    begun = clock.now
+    with pytest.raises(RunBusyError, match="elsewhere"):
+        Lease.acquire(storage, make_owner("ours"), wait_s=60, sleep=clock.pause)
+    assert clock.now - begun < 6
+
+
+def test_an_owner_elsewhere_whose_trainer_died_is_waited_for(clock, tmp_path) -> None:
+    """A beating writer that says its trainer is gone is no reason to give up, and its end is noticed."""
+    storage = MemoryStorage(f"lease-{tmp_path.name}")
+    theirs = {**elsewhere("theirs"), "trainer_alive": False}
+    storage.put(LEASE_FILE, json.dumps({**theirs, "beat": 1}).encode())
+    for beat in (2, 3):
+        body = json.dumps({**theirs, "beat": beat}).encode()
+        clock.at.append((clock.now + 5 * beat, lambda body=body: storage.put(LEASE_FILE, body)))
+    clock.at.append((clock.now + 20, lambda: storage.delete(LEASE_FILE)))
+    begun = clock.now
+    Lease.acquire(storage, make_owner("ours"), wait_s=60, sleep=clock.pause).release()
+    assert 20 <= clock.now - begun < 21
+
+
+def test_a_lost_lease_is_noticed_by_the_next_heartbeat(tmp_path) -> None:
+    """Who stood still too long learns from the heartbeat who has the run now, and does not take it back."""
+    storage = MemoryStorage(f"lease-{tmp_path.name}")
+    held = Lease.acquire(storage, make_owner("slow"), wait_s=0)
+    storage.put(LEASE_FILE, json.dumps({**elsewhere("theirs"), "beat": 1}).encode())
+    with pytest.raises(RunBusyError, match="elsewhere"):
+        held.heartbeat()
+    held.release()
+    assert json.loads(storage.read(LEASE_FILE))["start_id"] == "theirs"
+
+
+def test_a_damaged_lease_file_does_not_lock_a_run_for_ever(tmp_path) -> None:
+    """A lease.json that cannot be read counts as free where the flock is ours."""
+    (tmp_path / LEASE_FILE).write_bytes(b"\0garbage")
+    Lease.acquire(LocalStorage(tmp_path), make_owner("ours"), wait_s=0).release()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_no_permission_is_said_as_such(tmp_path) -> None:
+    """A run that may not be written to is a permission error, not a busy run."""
+    tmp_path.chmod(0o555)
+    with pytest.raises(StoragePermissionError):
+        Lease.acquire(LocalStorage(tmp_path), make_owner("ours"), wait_s=0)
+    tmp_path.chmod(0o755)

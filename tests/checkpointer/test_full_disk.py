@@ -1,0 +1,101 @@
+"""A disk without room: refused before training, and followed by policy when it fills up later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run_kit as kit
+import torch
+
+import holdfast as hf
+from holdfast.testing import FaultyStorage
+
+
+def test_five_megabytes_free_are_too_few_before_training(tmp_path: Path) -> None:
+    """A disk without room for one checkpoint is StorageFullError on entering, with both numbers."""
+    storage = FaultyStorage(tmp_path, disk_bytes=5 << 20)
+    with (
+        pytest.raises(hf.StorageFullError, match=r"has (5\.0|4\.\d) MiB free.*nothing was trained"),
+        hf.Checkpointer(storage),
+    ):
+        raise AssertionError("entered")
+
+
+def test_the_optimizer_state_to_come_counts_as_needed_space(tmp_path: Path) -> None:
+    """Adam will hold two more copies of the parameters: space for the model alone is not enough."""
+    model = torch.nn.Linear(1000, 1000)
+    state = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+    with (
+        pytest.raises(hf.StorageFullError, match=r"takes about 11\.5 MiB"),
+        hf.Checkpointer(FaultyStorage(tmp_path, disk_bytes=22 << 20), state),
+    ):
+        raise AssertionError("entered")
+
+
+def _fill(storage: FaultyStorage, room: int) -> None:
+    storage.ops.used_bytes = storage.ops._disk_bytes - room
+
+
+@pytest.mark.parametrize("policy", ["skip", "wait", "raise"])
+def test_a_disk_full_later_follows_the_policy(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Skip trains on, wait holds until there is space, raise raises; the checkpoint before stays whole in all cases."""
+    from holdfast.checkpointer import loop
+
+    storage = FaultyStorage(tmp_path, ops=_disk(64 << 20))
+    state = {"weights": torch.zeros(1 << 18)}
+    waits: list[float] = []
+
+    def pause(seconds: float) -> None:
+        waits.append(seconds)
+        _fill(storage, 32 << 20)
+
+    monkeypatch.setattr(loop.time, "sleep", pause)
+    raised = None
+    try:
+        with hf.Checkpointer(storage, state, every=1, keep=None, on_full=policy) as ck:
+            ck.step()
+            ck.wait()
+            _fill(storage, 1 << 16)
+            for _ in range(3):
+                state["weights"] += 1
+                ck.step()
+                if not ck._saver.busy:
+                    continue
+                ck._saver._pending.submitted.future.exception()
+            if policy == "skip":
+                _fill(storage, 32 << 20)
+    except hf.StorageFullError as error:
+        raised = error
+    assert (raised is not None) == (policy == "raise")
+    assert hf.Checkpoint(tmp_path / "step_00000001").verify().ok
+    assert bool(waits) == (policy == "wait")
+    if policy != "raise":
+        assert kit.steps(tmp_path)[-1] == 4
+        assert ck.stats.skipped >= 1
+        assert "was NOT saved, the storage is full" in caplog.text
+        assert "lost to a full storage" in caplog.text
+
+
+def test_a_final_step_that_finds_no_space_is_an_error(tmp_path: Path) -> None:
+    """With on_full="skip" too: a run whose last step is not safe does not end as if all were well."""
+    storage = FaultyStorage(tmp_path, ops=_disk(64 << 20))
+    with (
+        pytest.raises(hf.StorageFullError, match=r"the final step 2 was NOT saved.*that of step 1"),
+        hf.Checkpointer(storage, {"weights": torch.zeros(1 << 18)}, every=None) as ck,
+    ):
+        ck.step()
+        ck.save()
+        ck.wait()
+        _fill(storage, 1 << 14)
+        ck.step()
+    assert kit.steps(tmp_path) == [1]
+
+
+def _disk(size: int) -> Any:
+    from holdfast.testing import FaultyOps
+
+    return FaultyOps(disk_bytes=size)

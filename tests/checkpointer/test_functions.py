@@ -1,0 +1,307 @@
+"""`save`, `save_async` and `load` as a user meets them."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast as hf
+from holdfast.checkpointer import functions
+from holdfast.storage import MemoryStorage
+from holdfast.testing import FaultyStorage
+from holdfast.testing.state import assert_state_equal
+
+
+class Gate(MemoryStorage):
+    """A storage whose manifests wait for the test: a save is under way for as long as it takes."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.open_gate, self.reached = threading.Event(), threading.Event()
+        self.error = None
+
+    def put(self, path, data, **arguments):
+        """Wait before a manifest becomes visible."""
+        if path.endswith("manifest.json"):
+            self.reached.set()
+            assert self.open_gate.wait(60)
+            if self.error:
+                raise self.error
+        return super().put(path, data, **arguments)
+
+
+@pytest.fixture
+def gate(request):
+    one = Gate(f"gate-{request.node.name}")
+    yield one
+    one.open_gate.set()
+
+
+def state_of(value):
+    return {
+        "cpu": torch.full((100,), value),
+        "large": torch.full((300_000,), value),
+        "strided": torch.full((40, 40), value).t()[::2],
+        "parameter": nn.Parameter(torch.full((3,), value)),
+        "model": nn.Linear(2, 2),
+        "array": torch.full((3,), value).numpy(),
+        "plain": [value, {"n": int(value)}],
+    }
+
+
+def test_save_then_load(tmp_path):
+    """A save is durable on return, says where it is, and records step and metrics."""
+    checkpoint = hf.save(tmp_path / "a", {"w": torch.ones(2)}, step=7, metrics={"loss": torch.tensor(0.5)})
+    assert (tmp_path / "a" / "manifest.json").exists()
+    assert checkpoint == hf.Checkpoint(tmp_path / "a")
+    assert (checkpoint.step, checkpoint.metrics) == (7, {"loss": 0.5})
+    assert hf.load(checkpoint)["w"].tolist() == hf.load(str(tmp_path / "a"))["w"].tolist() == [1, 1]
+    assert checkpoint.verify().ok
+    assert checkpoint.keys() == ["w"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**30, 3])
+def test_any_number_is_a_metric(tmp_path, value):
+    """Metrics that JSON has no number for do not break a save."""
+    checkpoint = hf.save(tmp_path / "a", {"n": 1}, metrics={"loss": value})
+    assert str(checkpoint.metrics["loss"]) == str(value)
+
+
+@pytest.mark.parametrize("name", ["with space", "ümläut-步", "a=b,c", "deep/er/still", "%41#?"])
+def test_paths(tmp_path, name):
+    """Paths with spaces, letters of any script and signs name just that directory, as str and as Path."""
+    hf.save(tmp_path / name, {"n": 1})
+    assert (tmp_path / name / "manifest.json").exists()
+    assert hf.load(str(tmp_path / name)) == {"n": 1}
+
+
+def test_relative_path_is_that_of_the_call(tmp_path, monkeypatch):
+    """A relative path means the directory at the time of the call."""
+    monkeypatch.chdir(tmp_path)
+    handle = hf.save_async("runs/one", {"n": 1})
+    monkeypatch.chdir("/")
+    assert handle.result(60).path == str(tmp_path / "runs" / "one")
+
+
+def test_existing_checkpoint_is_kept(tmp_path):
+    """A committed checkpoint is not overwritten unless asked, and what is there is untouched."""
+    hf.save(tmp_path / "a", {"n": 1})
+    with pytest.raises(hf.CheckpointExistsError, match="overwrite=True"):
+        hf.save(tmp_path / "a", {"n": 2})
+    with pytest.raises(FileExistsError):
+        hf.save_async(tmp_path / "a", {"n": 2})
+    assert hf.load(tmp_path / "a") == {"n": 1}
+
+
+def test_overwrite_replaces_everything(tmp_path):
+    """After an overwrite only files of the new checkpoint are left, and it is whole."""
+    hf.save(tmp_path / "a", {"model": nn.Linear(300, 300), "other": torch.ones(1 << 19)})
+    checkpoint = hf.save(tmp_path / "a", {"n": torch.ones(2)}, overwrite=True)
+    assert hf.load(tmp_path / "a")["n"].tolist() == [1, 1]
+    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    listed = {entry["path"] if isinstance(entry, dict) else entry for entry in manifest["files"]}
+    assert {path.name for path in (tmp_path / "a").iterdir()} == listed | {"manifest.json"}
+    assert checkpoint.verify().ok
+
+
+def test_overwrite_replaces_at_the_commit(gate):
+    """Until the new checkpoint commits, the old one loads; afterwards the new one does."""
+    gate.open_gate.set()
+    target = hf.Checkpoint("run/one", filesystem=gate)
+    hf.save(target, {"n": 1, "w": torch.ones(3)})
+    gate.open_gate.clear()
+    gate.reached.clear()
+    handle = hf.save_async(target, {"n": 2, "w": torch.zeros(3)}, overwrite=True)
+    assert gate.reached.wait(60)
+    assert hf.load(target)["n"] == 1
+    assert hf.load(target)["w"].tolist() == [1, 1, 1]
+    gate.open_gate.set()
+    handle.result(60)
+    assert hf.load(target)["n"] == 2
+
+
+def test_a_failed_overwrite_leaves_the_old_one(gate):
+    """A save that fails at its very end leaves the checkpoint it was to replace as it was."""
+    gate.open_gate.set()
+    target = hf.Checkpoint("run/one", filesystem=gate)
+    hf.save(target, {"n": 1, "w": torch.ones(3)})
+    gate.error = hf.StoragePermissionError("no more")
+    with pytest.raises(hf.StoragePermissionError):
+        hf.save(target, {"n": 2, "w": torch.zeros(3)}, overwrite=True)
+    assert hf.load(target)["n"] == 1
+    assert target.verify().ok
+
+
+def test_async_stores_the_values_of_the_call(gate):
+    """Everything may be changed the moment save_async returns: what is stored is what was there at the call."""
+    state = state_of(1.0)
+    weight = state["model"].weight.detach().clone()
+    handle = hf.save_async(hf.Checkpoint("run/one", filesystem=gate), state)
+    for key in ("cpu", "large", "strided"):
+        state[key].fill_(9)
+    state["array"][:] = 9
+    state["plain"][1]["n"] = 9
+    state["plain"].append(9)
+    with torch.no_grad():
+        state["parameter"].fill_(9)
+        state["model"].weight.fill_(9)
+    state["late"] = 9
+    gate.open_gate.set()
+    expected = state_of(1.0)
+    found = hf.load(handle.result(60))
+    assert torch.equal(found["model"]["weight"], weight)
+    del found["model"], expected["model"]
+    assert_state_equal(found, expected)
+
+
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_back_to_back_saves_keep_apart(tmp_path, where):
+    """Saves in a row, each from tensors changed since the last, all hold their own values; one arena serves them."""
+    state = state_of(0.0)
+    handles = []
+    for number in range(6):
+        state["cpu"].fill_(number)
+        state["large"].fill_(number)
+        target = tmp_path / str(number) if where == "disk" else f"memory://back/{tmp_path.name}/{number}"
+        handles.append(hf.save_async(target, state))
+        state["large"].fill_(-1)
+    for number, handle in enumerate(handles):
+        found = hf.load(handle.result(60))
+        assert found["cpu"].unique().tolist() == found["large"].unique().tolist() == [number]
+
+
+def test_handle(gate):
+    """A handle says whether the save has ended, waits as long as told, and gives the error or None."""
+    handle = hf.save_async(hf.Checkpoint("run/one", filesystem=gate), {"w": torch.ones(1)})
+    assert not handle.done()
+    with pytest.raises(TimeoutError):
+        handle.result(timeout_s=0.01)
+    gate.open_gate.set()
+    assert handle.exception() is None
+    assert handle.done()
+    assert handle.result() == hf.Checkpoint("run/one", filesystem=gate)
+    assert handle.held_s > 0
+    assert handle.dropped == ()
+
+
+def test_errors_of_the_writing_come_out_of_the_handle(tmp_path):
+    """A full disk is reported by result() and exception(), nothing half-written is visible, the next save works."""
+    storage = FaultyStorage(tmp_path, disk_bytes=200_000)
+    target = hf.Checkpoint("one", filesystem=storage)
+    handle = hf.save_async(target, {"w": torch.ones(1_000_000)})
+    assert isinstance(handle.exception(), hf.StorageFullError)
+    with pytest.raises(OSError, match="one"):
+        handle.result()
+    with pytest.raises((hf.CheckpointNotFoundError, hf.IncompleteCheckpointError)):
+        hf.load(tmp_path / "one")
+    hf.save_async(tmp_path / "two", {"w": torch.ones(3)}).result(60)
+    assert hf.load(tmp_path / "two")["w"].tolist() == [1, 1, 1]
+
+
+def test_one_writer_and_one_arena_serve_many_saves(tmp_path, monkeypatch):
+    """Saves of one process share one writer; asynchronous ones of one structure share one arena."""
+    from holdfast.state import snapshot
+
+    functions.save(tmp_path / "first", {"w": torch.ones(4)})
+    hf.save_async(tmp_path / "warm", {"w": torch.ones(4)}).result(60)
+    started, arenas = [], []
+    create, start = snapshot.Arena.create, functions.WriterClient.start
+    monkeypatch.setattr(snapshot.Arena, "create", lambda size: arenas.append(size) or create(size))
+    monkeypatch.setattr(functions.WriterClient, "start", lambda *args: started.append(1) or start(*args))
+    for number in range(4):
+        hf.save_async(tmp_path / f"a{number}", {"w": torch.full((4,), float(number))}).result(60)
+    assert (started, arenas) == ([], [])
+
+
+def test_saves_from_many_threads(tmp_path):
+    """Threads that save at the same time do not mix their states."""
+
+    def work(number):
+        call = hf.save if number % 2 else lambda *args: hf.save_async(*args).result(60)
+        call(tmp_path / str(number), {"w": torch.full((5000,), float(number))})
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(8):
+        assert hf.load(tmp_path / str(number))["w"].unique().tolist() == [number]
+
+
+def test_several_ranks_are_refused_for_now(tmp_path, monkeypatch):
+    """With RANK and WORLD_SIZE set, "all" is a ConfigError that names the way out; "this" saves."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for call in (hf.save, hf.save_async):
+        with pytest.raises(hf.ConfigError, match=r"rank 0 of 2.*ranks='this'"):
+            call(tmp_path / "a", {"n": 1})
+    assert not (tmp_path / "a").exists()
+    hf.save(tmp_path / "a", {"n": 1}, ranks="this")
+    assert hf.load(tmp_path / "a") == {"n": 1}
+
+
+@pytest.mark.parametrize("arguments", [{"ranks": "some"}, {"unsupported": "ignore"}])
+def test_wrong_words_are_refused(tmp_path, arguments):
+    """A word that is no choice is a ConfigError that lists the choices."""
+    with pytest.raises(hf.ConfigError, match=r"'this'|'drop'"):
+        hf.save(tmp_path / "a", {"n": 1}, **arguments)
+
+
+@pytest.mark.parametrize("call", [hf.save, hf.save_async])
+def test_unsupported_values_write_nothing(tmp_path, call):
+    """A value that cannot be saved is refused by the call itself, before anything is on the disk."""
+    with pytest.raises(hf.UnsupportedStateError, match=r"state\['callbacks'\]\[0\]: object "):
+        call(tmp_path / "a", {"w": torch.ones(2), "callbacks": [object()]})
+    assert not (tmp_path / "a").exists()
+    hf.save(tmp_path / "a", {"n": 1})
+
+
+def test_drop_warns_on_every_save(tmp_path, caplog):
+    """unsupported='drop' saves the rest and logs what is not saved."""
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        hf.save(tmp_path / "a", {"n": 1, "bad": object()}, unsupported="drop")
+    assert "state['bad']" in caplog.text
+    assert hf.load(tmp_path / "a") == {"n": 1}
+
+
+def test_checkpoint_load_is_the_same_door(tmp_path):
+    """`Checkpoint.load` takes the arguments of `load`."""
+    checkpoint = hf.save(tmp_path / "a", {"a": torch.ones(2), "b": 1})
+    live = torch.zeros(2)
+    checkpoint.load({"a": live}, only="a")
+    assert live.tolist() == [1, 1]
+    assert checkpoint.load(only="b") == {"b": 1}
+
+
+def test_a_forked_child_can_save(tmp_path):
+    """A child of fork has writers of its own: both processes save, and neither disturbs the other."""
+    script = f"""
+import os, torch, holdfast as hf
+hf.save_async({str(tmp_path / "first")!r}, {{"w": torch.ones(2)}}).result()
+child = os.fork()
+if child == 0:
+    hf.save_async({str(tmp_path / "child")!r}, {{"w": torch.ones(2) * 2}}).result()
+    hf.save({str(tmp_path / "child2")!r}, {{"w": torch.ones(2) * 2}})
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+hf.save_async({str(tmp_path / "parent")!r}, {{"w": torch.ones(2) * 3}}).result()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(hf.__file__).parents[1])])}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=120, env=environment)
+    assert [hf.load(tmp_path / name)["w"][0].item() for name in ("first", "child", "child2", "parent")] == [1, 2, 2, 3]
+
+
+def test_a_program_that_ends_right_after_save_async_loses_nothing(tmp_path):
+    """A save handed over is committed although the program ends without waiting."""
+    script = f"import torch, holdfast as hf; hf.save_async({str(tmp_path / 'a')!r}, {{'w': torch.ones(500_000)}})"
+    environment = {**os.environ, "PYTHONPATH": str(Path(hf.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, env=environment)
+    assert hf.load(tmp_path / "a")["w"].sum().item() == 500_000

@@ -1,0 +1,258 @@
+"""Loops over epochs and batches, ended at every step and started again: each sample once, the state of no break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run_kit as kit
+import torch
+
+import holdfast as hf
+
+EPOCHS, STEPS = 2, 4  # of 3 samples each
+
+
+class Killed(Exception):
+    """Stands for the end of the process: nothing of the body is saved."""
+
+
+class Diary:
+    """What lives did; rows of steps that were lost are struck out by the next life."""
+
+    def __init__(self) -> None:
+        self.ids: dict[int, list[int]] = {}
+        self.evaluated: list[tuple[int, int]] = []
+
+    def begin(self, step: int) -> None:
+        self.ids = {at: ids for at, ids in self.ids.items() if at <= step}
+        self.evaluated = [(epoch, at) for epoch, at in self.evaluated if at < step]
+
+    def flat(self) -> list[list[int]]:
+        return [self.ids[at] for at in sorted(self.ids)]
+
+
+Loop = Callable[[hf.Checkpointer, dict[str, Any], Diary, int], None]
+
+
+def one_step(ck: hf.Checkpointer, state: dict[str, Any], diary: Diary, batch: torch.Tensor, kill_at: int) -> None:
+    loss = kit.train_one(state, batch)
+    diary.ids[ck.global_step + 1] = batch.tolist()
+    ck.step(loss=loss)
+    if ck.global_step == kill_at:
+        ck.wait()
+        raise Killed
+
+
+def by_epochs(ck: hf.Checkpointer, state: dict[str, Any], diary: Diary, kill_at: int) -> None:
+    for epoch in ck.epochs(EPOCHS):
+        for batch in ck.batches(kit.loader()):
+            one_step(ck, state, diary, batch, kill_at)
+        diary.evaluated.append((epoch, ck.global_step))
+        ck.report(val=float(epoch))
+    assert list(ck.epochs(EPOCHS)) == []
+
+
+def by_range(ck: hf.Checkpointer, state: dict[str, Any], diary: Diary, kill_at: int) -> None:
+    for epoch in range(ck.epoch, EPOCHS):
+        assert epoch == ck.epoch or ck.global_step == STEPS * epoch
+        for batch in ck.batches(kit.loader()):
+            one_step(ck, state, diary, batch, kill_at)
+        diary.evaluated.append((epoch, ck.global_step))
+        ck.report(val=float(epoch))
+
+
+def by_steps(ck: hf.Checkpointer, state: dict[str, Any], diary: Diary, kill_at: int) -> None:
+    while ck.global_step < EPOCHS * STEPS:
+        for batch in ck.batches(kit.loader()):
+            one_step(ck, state, diary, batch, kill_at)
+
+
+def by_two_loaders(ck: hf.Checkpointer, state: dict[str, Any], diary: Diary, kill_at: int) -> None:
+    for epoch in ck.epochs(EPOCHS):
+        for one, two in zip(ck.batches(kit.loader()), ck.batches(kit.loader(), name="second"), strict=True):
+            one_step(ck, state, diary, torch.cat([one, two]), kill_at)
+        diary.evaluated.append((epoch, ck.global_step))
+
+
+def without_batches(ck: hf.Checkpointer, state: dict[str, Any], diary: Diary, kill_at: int) -> None:
+    while ck.global_step < EPOCHS * STEPS:
+        one_step(ck, state, diary, torch.randint(0, 100, (3,)), kill_at)
+
+
+def live(path: str, loop: Loop, diary: Diary, kill_at: int, every: int | None = 1) -> dict[str, Any]:
+    state = kit.make_state()
+    try:
+        with hf.Checkpointer(path, state, every=every, keep=None) as ck:
+            diary.begin(ck.global_step)
+            loop(ck, state, diary, kill_at)
+    except Killed:
+        pass
+    return state
+
+
+LOOPS: list[Loop] = [by_epochs, by_range, by_steps, by_two_loaders, without_batches]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_run_killed_after_any_step_equals_one_never_killed(loop: Loop, capsys: pytest.CaptureFixture[str]) -> None:
+    """For every step of two epochs: the same ids in order exactly once, every epoch evaluated, equal weights."""
+    plain = Diary()
+    wanted = live(f"memory://loops-{loop.__name__}/plain", loop, plain, 0)
+    assert len(plain.flat()) == EPOCHS * STEPS
+    if loop in (by_epochs, by_range, by_steps):
+        for epoch in range(EPOCHS):
+            ids = [one for ids in plain.flat()[epoch * STEPS : (epoch + 1) * STEPS] for one in ids]
+            assert sorted(ids) == list(range(12))
+    for kill_at in range(1, EPOCHS * STEPS + 1):
+        for every in (1, 3) if kill_at % 3 == 1 else (1,):
+            path, diary = f"memory://loops-{loop.__name__}/{kill_at}-{every}", Diary()
+            live(path, loop, diary, kill_at, every)
+            state = live(path, loop, diary, 0, every)
+            assert diary.flat() == plain.flat(), (kill_at, every)
+            # An epoch whose evaluation was begun or not is evaluated (again) by the next life.
+            assert dict(diary.evaluated) == dict(plain.evaluated), (kill_at, every)
+            assert all(torch.equal(one, two) for one, two in zip(kit.weights(wanted), kit.weights(state), strict=True))
+
+
+def test_many_resumes_in_one_epoch() -> None:
+    """Ended after every single step of the run, eight times: still each sample once and the same weights."""
+    plain, diary = Diary(), Diary()
+    wanted = live("memory://many/plain", by_epochs, plain, 0)
+    for kill_at in range(1, EPOCHS * STEPS + 1):
+        live("memory://many/run", by_epochs, diary, kill_at)
+    state = live("memory://many/run", by_epochs, diary, 0)
+    assert diary.flat() == plain.flat()
+    assert all(torch.equal(one, two) for one, two in zip(kit.weights(wanted), kit.weights(state), strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_drawn_and_not_trained_comes_again(workers: int) -> None:
+    """Leaving the loop after drawing a batch (`if step >= n: break`) loses no sample: the last step counts."""
+    path, seen = f"memory://drawn-{workers}/run", []
+    for limit in (1, 3, 4):
+        state = kit.make_state()
+        with hf.Checkpointer(path, state, every=None) as ck:
+            for batch in ck.batches(kit.loader(num_workers=workers)):
+                if ck.global_step >= limit:
+                    break
+                seen += batch.tolist()
+                ck.step(loss=kit.train_one(state, batch))
+    assert sorted(seen) == list(range(12))
+
+
+def test_gradient_accumulation_moves_the_position_with_the_steps() -> None:
+    """Two batches to a step, saved by ck.save() between them: the first of the pair comes again."""
+    path, trained = "memory://accumulate/run", []
+    for kill in (True, False):
+        state, group = kit.make_state(), []
+        try:
+            with hf.Checkpointer(path, state, every=None) as ck:
+                for number, batch in enumerate(ck.batches(kit.loader(12, batch_size=2))):
+                    group += batch.tolist()
+                    if number % 2:
+                        trained += group
+                        group = []
+                        ck.step()
+                    elif kill and ck.global_step == 1:
+                        ck.save()
+                        ck.wait()
+                        raise Killed
+        except Killed:
+            pass
+    assert sorted(trained) == list(range(12))
+
+
+def test_an_iterable_without_state_is_replayed_by_count(caplog: pytest.LogCaptureFixture) -> None:
+    """A generator-like source is drawn again up to the position of the last trained step, said aloud."""
+    path, seen = "memory://count/run", []
+
+    class Source:
+        def __iter__(self) -> Any:
+            return iter([torch.tensor([number]) for number in range(6)])
+
+    for limit in (2, 6):
+        with hf.Checkpointer(path, {"w": torch.zeros(1)}, every=None) as ck:
+            for batch in ck.batches(Source()):
+                if ck.global_step >= limit:
+                    break
+                seen += batch.tolist()
+                ck.step()
+    assert seen == list(range(6))
+    assert "drawing 2 batches again" in caplog.text
+
+
+def test_more_epochs_after_the_end_train_the_next_one_only() -> None:
+    """A finished run asked for three epochs instead of two trains the third only, in its own order."""
+    diary = Diary()
+    live("memory://longer/run", by_epochs, diary, 0)
+    epochs = []
+    state = kit.make_state()
+    with hf.Checkpointer("memory://longer/run", state, every=None, keep=None) as ck:
+        for epoch in ck.epochs(3):
+            epochs.append(epoch)
+            for batch in ck.batches(kit.loader()):
+                ck.step(loss=kit.train_one(state, batch))
+    # Its checkpoint is of the last step of epoch 1: that epoch comes again, without batches, for what ends it.
+    assert (epochs, ck.global_step) == ([1, 2], 12)
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_a_scheduler_stepped_at_the_end_of_an_epoch_goes_on_after_a_finished_run(every: int, tmp_path: Path) -> None:
+    """Four epochs in two lives have the learning rates of one life, also where the first ended with a save in step."""
+
+    def rates(path: Path, epochs: int) -> list[float]:
+        state = kit.make_state()
+        state["scheduler"] = scheduler = torch.optim.lr_scheduler.StepLR(state["optimizer"], 1, 0.5)
+        seen = []
+        with hf.Checkpointer(path, state, every=every) as ck:
+            for _ in ck.epochs(epochs):
+                for batch in ck.batches(kit.loader(4, batch_size=2)):
+                    seen.append(scheduler.get_last_lr()[0])
+                    ck.step(loss=kit.train_one(state, batch))
+                scheduler.step()
+        return seen
+
+    split = rates(tmp_path / "split", 2) + rates(tmp_path / "split", 4)
+    assert split == rates(tmp_path / "whole", 4)
+
+
+def test_a_finished_run_started_again_does_nothing() -> None:
+    """No epoch, no evaluation, no new checkpoint; also where the last epoch was saved before its evaluation ended."""
+    for every in (1, None):
+        path = f"memory://again/{every}"
+        live(path, by_epochs, Diary(), 0, every)
+        before, diary = kit.names(path), Diary()
+        live(path, by_epochs, diary, 0, every)
+        assert (diary.ids, diary.evaluated, kit.names(path)) == ({}, [], before)
+
+
+def test_a_loader_gone_through_twice_in_one_epoch_needs_two_names() -> None:
+    """Within ck.epochs() a second pass would yield nothing: ConfigError says how to name it."""
+    with pytest.raises(hf.ConfigError, match="under a name of its own"), hf.Checkpointer("memory://twice/run") as ck:
+        for _ in ck.epochs(1):
+            for _ in range(2):
+                for _ in ck.batches(kit.loader()):
+                    ck.step()
+
+
+def test_epochs_are_iterated_by_one_loop_at_a_time() -> None:
+    """A nested ck.epochs() is ConfigError; one left by break goes on in the next."""
+    with hf.Checkpointer("memory://nested/run") as ck:
+        for _ in ck.epochs(2):
+            with pytest.raises(hf.ConfigError, match="one loop over epochs"):
+                next(iter(ck.epochs(2)))
+            break
+        assert list(ck.epochs(2)) == [0, 1]
+
+
+def test_the_plain_loop_needs_nothing_but_step(tmp_path: Path) -> None:
+    """A loop of `while ck.global_step < n` over three lives with files: the weights of one life."""
+    wanted = kit.make_state()
+    kit.train(tmp_path / "plain", 6, state=wanted)
+    for steps in (2, 4, 6):
+        state = kit.make_state()
+        kit.train(tmp_path / "run", steps, state=state)
+    assert all(torch.equal(one, two) for one, two in zip(kit.weights(wanted), kit.weights(state), strict=True))

@@ -1,0 +1,218 @@
+"""Metrics: never read before they are written, bound to the checkpoint of their step, ranked, kept as history."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import run_kit as kit
+import torch
+
+import holdfast as hf
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.runindex import RunIndex
+from holdfast.storage.resolve import resolve
+
+
+def history(path: Any) -> list[dict[str, Any]]:
+    return RunIndex.load(resolve(path)).history()
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the calls that would wait for a device."""
+    seen: list[str] = []
+    for name in ("item", "tolist", "__float__", "__bool__", "cpu", "numpy", "__int__"):
+        original = getattr(torch.Tensor, name)
+
+        def spy(self: Any, *args: Any, _name: str = name, _original: Any = original) -> Any:
+            seen.append(_name)
+            return _original(self, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, spy)
+    return seen
+
+
+def test_step_reads_no_tensor_until_something_is_written(tmp_path: Path, reads: list[str]) -> None:
+    """500 steps with tensors and nothing due: not one read; all are read when the run ends."""
+    with hf.Checkpointer("memory://reads/run", {"w": torch.zeros(1)}, every=None) as ck:
+        ck.step()
+        reads.clear()
+        for number in range(500):
+            ck.step(loss=torch.tensor(float(number)))
+        assert reads == []
+    assert len(reads) >= 500
+    assert [row["metrics"]["loss"] for row in history("memory://reads/run") if row["metrics"]] == list(
+        map(float, range(500))
+    )
+
+
+def test_a_tensor_changed_later_keeps_the_value_it_was_reported_with(tmp_path: Path) -> None:
+    """A running sum updated in place after ck.step does not change what was recorded."""
+    total = torch.zeros(())
+    with hf.Checkpointer("memory://inplace/run", {"w": torch.zeros(1)}, every=None) as ck:
+        for _ in range(4):
+            total += 1
+            ck.step(total=total)
+    assert [row["metrics"]["total"] for row in history("memory://inplace/run")] == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_metric_values_of_every_kind_are_stored_as_plain_numbers(tmp_path: Path) -> None:
+    """Tensors, NumPy values, bools, strings, nan and infinity come back from manifest and history."""
+    values = {
+        "tensor": torch.tensor(2.5, requires_grad=True), "half": torch.tensor(0.5, dtype=torch.bfloat16),
+        "vector": torch.tensor([1, 2]), "numpy": np.float32(0.25), "double": np.float64(0.5), "array": np.arange(3),
+        "bool": True, "text": "warm-up", "int": 3, "nothing": None, "inf": math.inf,
+    }  # fmt: skip
+    with hf.Checkpointer(tmp_path, {"w": torch.zeros(1)}, every=1) as ck:
+        ck.step(**values, nan=float("nan"))
+    wanted = {
+        "tensor": 2.5, "half": 0.5, "vector": [1, 2], "numpy": 0.25, "double": 0.5, "array": [0, 1, 2], "bool": True,
+        "text": "warm-up", "int": 3, "nothing": None, "inf": math.inf,
+    }  # fmt: skip
+    for found in (ck.latest().metrics, history(tmp_path)[0]["metrics"]):
+        assert math.isnan(found.pop("nan"))
+        assert found == wanted
+
+
+def test_a_value_that_is_no_metric_is_refused_by_name(tmp_path: Path) -> None:
+    """ConfigError says which metric and of which type."""
+    with (
+        pytest.raises(hf.ConfigError, match="metric 'model' is a Linear"),
+        hf.Checkpointer("memory://badmetric/run", {"w": torch.zeros(1)}, every=1) as ck,
+    ):
+        ck.step(model=torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("when", ["before", "pending", "after"])
+def test_report_binds_to_the_checkpoint_of_its_step(when: str, tmp_path: Path) -> None:
+    """Reported before the save, while it is written, or when it is durable: the metrics are those of the checkpoint."""
+    path = tmp_path / when
+    with hf.Checkpointer(path, kit.make_state(), every=None, keep=None) as ck:
+        ck.step(loss=1.0)
+        if when == "before":
+            ck.report(val=0.5)
+            assert ck.latest() is None
+            ck.save()
+        else:
+            ck.save()
+            if when == "after":
+                ck.wait()
+            ck.report(val=0.5)
+        ck.step(loss=2.0)
+        ck.report(val=0.25)
+    found = {one.step: one.metrics for one in ck.checkpoints()}
+    assert found == {1: {"loss": 1.0, "val": 0.5}, 2: {"loss": 2.0, "val": 0.25}}
+    assert [(row["step"], row["metrics"]) for row in history(path)] == [
+        (1, {"loss": 1.0, "val": 0.5}), (2, {"loss": 2.0, "val": 0.25}),
+    ]  # fmt: skip
+
+
+def test_a_report_that_ranks_saves_its_step_and_the_best_stay(tmp_path: Path) -> None:
+    """keep.best by val: reports between saves are saved, others are not, and the two best survive retention."""
+    values = [5.0, 3.0, 4.0, float("nan"), 1.0, 2.0, 6.0]
+    with hf.Checkpointer(tmp_path, kit.make_state(), every=None, keep=hf.Keep(best=2, metric="val")) as ck:
+        for number, value in enumerate(values, start=1):
+            ck.step()
+            ck.report(other=1.0)
+            assert ck._saver.last_step != number
+            ck.report(val=value)
+        ck.wait()
+        best = ck.best()
+        assert best is not None
+        assert (best.step, best.metrics["val"]) == (5, 1.0)
+        assert ck.best(mode="max").metrics["val"] == 6.0
+    assert kit.steps(tmp_path) == [5, 6, 7]  # the two best and the newest
+
+
+def test_latest_best_and_checkpoints_tell_what_is_committed(tmp_path: Path) -> None:
+    """Newest first; before the first save there is none; a metric nobody has gives None; no metric is an error."""
+    with hf.Checkpointer(tmp_path, kit.make_state(), every=2, keep=None) as ck:
+        assert (ck.latest(), ck.checkpoints()) == (None, [])
+        for number in range(6):
+            ck.step(loss=abs(number - 3))
+        ck.wait()
+        assert [one.step for one in ck.checkpoints()] == [6, 4, 2]
+        assert ck.latest() == hf.Checkpoint(tmp_path / "step_00000006")
+        assert ck.best("loss") == hf.Checkpoint(tmp_path / "step_00000004")
+        assert ck.best("unknown") is None
+        with pytest.raises(hf.ConfigError, match="needs the name of a metric"):
+            ck.best()
+    assert [one.step for one in ck.checkpoints()] == [6, 4, 2]  # after the run, too
+
+
+def test_rows_that_a_resume_made_void_leave_the_history(tmp_path: Path) -> None:
+    """Six steps, then on from step 2: rows 3 to 6 of the first life are replaced by those of the second."""
+    state = kit.make_state()
+    with hf.Checkpointer(tmp_path, state, every=2, keep=None) as ck:
+        for _ in range(6):
+            ck.step(life=1)
+    with hf.Checkpointer(tmp_path, state, every=None, keep=None, resume=tmp_path / "step_00000002") as ck:
+        for _ in range(2):
+            ck.step(life=2)
+    assert [(row["step"], row["metrics"]["life"]) for row in history(tmp_path)] == [(1, 1), (2, 1), (3, 2), (4, 2)]
+
+
+def test_metrics_bound_to_a_save_that_found_no_space_do_not_stop_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The report of a step whose save is lost is said, and no error."""
+    from holdfast.testing import FaultyOps, FaultyStorage
+
+    storage = FaultyStorage(tmp_path, ops=FaultyOps(disk_bytes=64 << 20))
+    with hf.Checkpointer(storage, {"weights": torch.zeros(1 << 18)}, every=1, keep=None) as ck:
+        ck.step()
+        ck.wait()
+        storage.ops.used_bytes = (64 << 20) - (1 << 18)
+        ck.step()
+        ck.report(val=1.0)
+        ck._saver.settle(wait_for_it=True)
+        ck.wait()
+        storage.ops.used_bytes = 0
+        ck.step()
+    assert kit.steps(tmp_path) == [1, 3]
+    assert "metrics were not bound" in caplog.text
+
+
+def test_a_failed_report_raises_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics that could not be written are not lost in silence, also those sent because many had gathered."""
+    from holdfast.checkpointer import metrics
+    from holdfast.storage.memory import MemoryStorage
+
+    monkeypatch.setattr(metrics, "_MAX_ROWS", 5)
+
+    class Broken(MemoryStorage):
+        broken = False
+
+        def put(self, path: str, data: Any, **options: Any) -> str | None:
+            if Broken.broken and path.startswith("reports/"):
+                raise hf.StorageError("the reports cannot be written")
+            return super().put(path, data, **options)
+
+    with (
+        pytest.raises(hf.StorageError, match="the reports cannot be written"),
+        hf.Checkpointer(Broken("failing"), {"w": torch.zeros(1)}, every=None) as ck,
+    ):
+        Broken.broken = True
+        for _ in range(5):
+            ck.step(loss=1.0)
+        ck._saver._side[0].exception()
+        ck.step()
+        raise AssertionError("the error did not surface")
+
+
+def test_a_lost_index_is_rebuilt_with_its_metrics(tmp_path: Path) -> None:
+    """Without run.json the same best checkpoint is found, from manifests and late metrics."""
+    with hf.Checkpointer(tmp_path, kit.make_state(), every=None, keep=None) as ck:
+        for value in (3.0, 1.0, 2.0):
+            ck.step()
+            ck.save()
+            ck.report(val=value)
+    (tmp_path / "run.json").write_text("{broken")
+    assert Catalog(resolve(tmp_path)).best("val").step == 2
+    assert kit.train(tmp_path, 3).resumed_from.step == 3
+    assert json.loads((tmp_path / "run.json").read_text())["attempts"][-1]["attempt"] == 2

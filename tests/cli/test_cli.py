@@ -1,0 +1,238 @@
+"""The command line: exit status, JSON, what people read, and that it starts without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from build import Shape, build, small
+from click.testing import CliRunner, Result
+
+import holdfast
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.cli.main import cli
+from holdfast.config import Keep
+from holdfast.storage.local import LocalStorage
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run with two good checkpoints, one quarantined, one never committed, and a directory of the user."""
+    storage = LocalStorage(tmp_path / "run")
+    catalog = Catalog(storage)
+    catalog.index.register_attempt("aaaaaaaa", host="h", pid=1)
+    parent = None
+    for step, loss in ((10, 0.5), (20, math.nan), (30, 0.7)):
+        name = f"step_{step}"
+        fields = {"run_id": catalog.index.run_id, "attempt": 1, "step": step, "epoch": 1, "parent": parent}
+        manifest = build(storage, name, metrics={"val": loss}, reused=step > 10, **fields)
+        parent = manifest.checkpoint_id
+        catalog.add(name, manifest)
+        catalog.prune(Keep(last=5, best=1, metric="val"))
+    catalog.pin("step_20")
+    catalog.index.quarantine("step_30", "bytes differ")
+    build(storage, "step_40", finish=False)
+    storage.put("notes/a.txt", b"x")
+    return tmp_path / "run"
+
+
+def invoke(*arguments: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="holdfast")
+    assert result.exit_code == code, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result
+
+
+def as_json(*arguments: object, code: int = 0) -> dict:
+    """Run with --json; stdout must be one strict JSON document."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    sys.argv = ["holdfast", "--json"]
+    return json.loads(invoke(*arguments, "--json", code=code).stdout, parse_constant=refuse)
+
+
+@pytest.fixture(autouse=True)
+def _arguments(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["holdfast"])
+
+
+def flip(run: Path, name: str, item: str = "model") -> None:
+    (path,) = (run / name).glob(f"{item}-*")
+    body = bytearray(path.read_bytes())
+    body[4100] ^= 1
+    path.write_bytes(body)
+
+
+def test_ls_names_each_checkpoint_with_its_state_and_marks(run) -> None:
+    """Good, quarantined, uncommitted and foreign ones are all there, newest first, with the reason."""
+    found = {row["name"]: row for row in as_json("ls", run)["checkpoints"]}
+    assert list(found) == ["step_20", "step_10", "step_30", "step_40", "notes"]
+    assert [row["state"] for row in found.values()] == ["ok", "ok", "quarantined", "incomplete", "foreign"]
+    assert (found["step_20"]["marks"], found["step_10"]["marks"]) == (["newest", "pinned"], ["best"])
+    assert found["step_20"]["metrics"] == {"val": "NaN"}
+    assert found["step_30"]["reason"] == "bytes differ"
+    assert found["step_20"]["new_bytes"] < found["step_20"]["size_bytes"]
+    assert found["step_20"]["uri"] == str(run / "step_20")
+
+
+def test_ls_is_readable_in_a_hundred_columns(run, monkeypatch) -> None:
+    """In a narrow terminal metric columns give way, never the names."""
+    storage = LocalStorage(run)
+    catalog = Catalog(storage)
+    metrics = {f"a_rather_long_metric_name_{number}": 0.123456 for number in range(9)}
+    fields = {"run_id": catalog.index.run_id, "attempt": 2, "step": 12345678, "epoch": 3}
+    catalog.add("step_0012345678", small(storage, "step_0012345678", metrics=metrics, **fields))
+    catalog.index.save()
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr("holdfast.cli.terminal._PIPE_WIDTH", 100)
+    lines = invoke("ls", run).stdout.splitlines()
+    assert max(map(len, lines)) <= 100
+    row = next(line for line in lines if line.startswith("step_0012345678"))
+    assert "12345678" in row.split()[1]
+    assert "newest" in row
+    assert any("val" in line.split() for line in lines)
+
+
+def test_ls_of_a_directory_of_runs_says_which_are_runs(run) -> None:
+    """One level too high is no dead end."""
+    (row,) = as_json("ls", run.parent)["checkpoints"]
+    assert (row["name"], row["state"]) == ("run", "run")
+
+
+def test_ls_shows_checkpoints_saved_on_their_own(tmp_path) -> None:
+    """A directory of plain saves lists them, though they are of no run."""
+    small(LocalStorage(tmp_path), "mine", step=3)
+    (row,) = as_json("ls", tmp_path)["checkpoints"]
+    assert (row["name"], row["state"], row["step"]) == ("mine", "ok", 3)
+    assert "mine" in invoke("ls", tmp_path).stdout
+
+
+def test_show_tells_what_is_inside(run) -> None:
+    """Items with totals, ties, plain data, files and parent come from the small files."""
+    found = as_json("show", run / "step_20", "--tensors")
+    assert found["parent"]["name"] == "step_10"
+    assert found["keys"] == ["model", "optimizer", "note", "holdfast"]
+    model = next(item for item in found["items"] if item["name"] == "model")
+    assert (model["tensors"], model["numel"], model["dtypes"]) == (3, 40_032, ["float32"])
+    tied = {row["name"]: row["tied_to"] for row in found["tensors"] if row["tied_to"]}
+    assert tied == {"model/embedding.weight": "model/head.weight"}
+    assert found["data"]["optimizer/lr"] == "0.001"
+    assert found["data"]["optimizer/betas/1"] == "0.95"
+    assert (found["metrics"], found["pinned"]) == ({"val": "NaN"}, True)
+    text = invoke("show", run / "step_20", "--tensors").stdout
+    for part in ("step_10", "val nan", "40.0 k", "200×200", "= model/head.weight", "shared with", "torch 2.13.0"):
+        assert part in text
+
+
+def test_show_of_foreign_incomplete_and_damaged(run) -> None:
+    """Foreign is fine (0), uncommitted and damaged are a problem (1), a run is a wrong argument (2)."""
+    assert as_json("show", run / "notes")["state"] == "foreign"
+    assert as_json("show", run / "step_40", code=1)["state"] == "incomplete"
+    (run / "step_10" / "manifest.json").write_bytes(b"rot")
+    assert as_json("show", run / "step_10", code=1)["state"] == "corrupt"
+    assert "holdfast ls" in invoke("show", run, code=2).stderr
+    invoke("show", run / "notes")
+
+
+def test_verify_reads_every_byte_of_one_checkpoint(run) -> None:
+    """A flipped bit is found and the tensor named, with status 1; --no-deep compares sizes only."""
+    assert as_json("verify", run / "step_10")["checkpoints"][0]["bytes_read"] > 160_000
+    flip(run, "step_10")
+    found = as_json("verify", run / "step_10", code=1)
+    assert (found["ok"], found["deep"], found["checkpoints"][0]["state"]) == (False, True, "corrupt")
+    assert "model/head.weight" in found["checkpoints"][0]["problems"][0]
+    invoke("verify", run / "step_10", "--no-deep")
+    assert "model/head.weight" in invoke("verify", run / "step_10", code=1).stdout
+
+
+def test_verify_of_a_run_checks_all_of_them(run) -> None:
+    """Sizes by default, digests on demand; what never was a checkpoint is named and is no problem."""
+    found = as_json("verify", run)
+    assert {row["name"]: row["state"] for row in found["checkpoints"]} == {
+        "step_10": "ok", "step_20": "ok", "step_30": "ok", "step_40": "incomplete", "notes": "foreign",
+    }  # fmt: skip
+    flip(run, "step_10", "optimizer")
+    assert as_json("verify", run)["ok"]
+    assert [row["name"] for row in as_json("verify", run, "--deep", code=1)["checkpoints"] if not row["ok"]] == [
+        "step_10"
+    ]
+    (path,) = (run / "step_20").glob("model-*")
+    os.truncate(path, 100)
+    text = invoke("verify", run, code=1).stdout
+    assert "100 bytes" in text
+    assert "1 problem" in text
+
+
+def test_errors_are_one_line(tmp_path) -> None:
+    """A wrong path, a wrong scheme and a missing argument: status 2, one clear line, JSON where asked for."""
+    result = invoke("ls", tmp_path / "none", code=2)
+    assert result.stderr.splitlines() == [f"holdfast: there is nothing at {tmp_path / 'none'}: check the path"]
+    assert as_json("verify", tmp_path / "none", code=2)["error"] == "CheckpointNotFoundError"
+    assert len(invoke("ls", "zz://a/b", code=2).stderr.splitlines()) == 1
+    invoke("ls", code=2)
+    assert "no checkpoints" in invoke("ls", tmp_path).stdout
+
+
+def test_a_hostile_name_does_not_control_the_terminal(tmp_path) -> None:
+    """Markup and escape codes in names and metrics are printed as what they are, or not at all."""
+    storage = LocalStorage(tmp_path)
+    small(storage, "[red]x", step=1, metrics={"\x1b[2J": 1.0})
+    text = invoke("ls", tmp_path).stdout
+    assert "[red]x" in text
+    assert "\x1b" not in text + invoke("show", tmp_path / "[red]x").stdout + invoke("verify", tmp_path).stdout
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(Path(holdfast.__file__).parents[1])}
+    code = (
+        "import sys; from holdfast.cli.main import main; sys.argv[0] = 'holdfast'\n"
+        "try: main()\n"
+        "finally: print(sorted({'torch', 'numpy', 'rich'} & set(sys.modules)), file=sys.stderr)"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, env=environment, check=False
+    )
+
+
+def test_nothing_imports_torch(run) -> None:
+    """No command loads torch or numpy; with --json not even rich."""
+    for arguments in (["ls", run], ["show", run / "step_10", "--tensors"], ["verify", run]):
+        assert command(*arguments).stderr.splitlines()[-1] == "['rich']"
+        found = command(*arguments, "--json")
+        assert found.stderr.splitlines()[-1] == "[]"
+        json.loads(found.stdout)
+    missing = command("ls", run / "none", "--json")
+    assert missing.returncode == 2
+    assert json.loads(missing.stdout)["error"] == "CheckpointNotFoundError"
+
+
+def test_a_large_checkpoint_is_looked_at_without_reading_it(tmp_path) -> None:
+    """Listing and showing 5 GB read the small files alone: their time does not depend on the size."""
+    storage = LocalStorage(tmp_path)
+    big = tuple(Shape(f"model/layers.{number}.weight", (1024, 12_800)) for number in range(100))
+    assert build(storage, "big", tensors=big, sparse=True, step=1).total_bytes > 5e9
+
+    opened = []
+    real = LocalStorage.open
+
+    def watch(self, path):
+        opened.append(path)
+        return real(self, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStorage, "open", watch)
+        begun = time.process_time()
+        assert as_json("show", tmp_path / "big", "--tensors")["size_bytes"] > 5e9
+        as_json("ls", tmp_path)
+        as_json("verify", tmp_path)
+        assert time.process_time() - begun < 1
+    read = [path for path in opened if path.endswith(".safetensors")]
+    assert len(read) <= 1  # verify opens it for its size

@@ -1,0 +1,54 @@
+"""Chunk tables are the same however the bytes arrive."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pytest
+import xxhash
+
+from holdfast.format.digest import (
+    CHUNK,
+    ChunkHasher,
+    bytes_digest,
+    chunk_digests,
+    file_digest,
+    num_chunks,
+    verify_chunk,
+)
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 3 * CHUNK + 17])
+def test_table_holds_xxh3_64_little_endian_for_each_chunk(size):
+    """The table is what the specification says, computed here in the plainest way."""
+    data = random.Random(size).randbytes(size)
+    plain = b"".join(struct.pack("<Q", xxhash.xxh3_64_intdigest(data[at : at + CHUNK])) for at in range(0, size, CHUNK))
+    assert chunk_digests(memoryview(data)) == plain
+    assert len(plain) == 8 * num_chunks(size)
+    assert bytes_digest(data) == file_digest(plain) == f"xxh3:{xxhash.xxh3_128_hexdigest(plain)}"
+    assert all(verify_chunk(data[at * CHUNK : (at + 1) * CHUNK], plain, at) for at in range(num_chunks(size)))
+
+
+def test_hasher_does_not_care_about_the_sizes_of_pieces():
+    """Any split gives the same table, and the table may be asked for in between."""
+    rng = random.Random(7)
+    data = rng.randbytes(5 * CHUNK + 99)
+    for _ in range(30):
+        hasher, at = ChunkHasher(), 0
+        while at < len(data):
+            step = rng.choice((0, 1, 4096, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK))
+            hasher.update(memoryview(data)[at : at + step])
+            at += step
+            assert hasher.table == chunk_digests(data[:at])
+        assert hasher.table == chunk_digests(data)
+
+
+def test_a_flipped_bit_changes_exactly_its_chunk():
+    """Damage is found and placed."""
+    data = bytearray(random.Random(1).randbytes(4 * CHUNK))
+    before = chunk_digests(data)
+    data[2 * CHUNK + 5] ^= 1
+    after = chunk_digests(data)
+    assert [n for n in range(4) if before[8 * n : 8 * n + 8] != after[8 * n : 8 * n + 8]] == [2]
+    assert not verify_chunk(data[2 * CHUNK : 3 * CHUNK], before, 2)

@@ -1,0 +1,67 @@
+"""docs/format.md is true: its example is a checkpoint, and its program reads it."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from holdfast.format.codec import _NODES, decode, loads
+from holdfast.format.commit import read_manifest
+from holdfast.format.scalars import DECODERS
+from holdfast.format.verify import verify_files
+from holdfast.storage.local import LocalStorage
+
+DOC = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+BLOCKS = dict(re.findall(r"^```(?:json|python) (\S+)\n(.*?)\n```$", DOC, re.DOTALL | re.MULTILINE))
+MODEL = "model-00000-5f3a9c01-1.safetensors"
+
+
+@pytest.fixture
+def example(tmp_path):
+    """The checkpoint of the document, built from its text alone."""
+    root = tmp_path / "ckpt"
+    root.mkdir()
+    for name, text in BLOCKS.items():
+        if name.endswith(".json"):
+            (root / name).write_bytes((text + ("\n" if name == "manifest.json" else "")).encode())
+    header = BLOCKS["header"].encode().ljust(4096 - 8)
+    (root / MODEL).write_bytes(struct.pack("<Q", 4088) + header + struct.pack("<6f", 1, 2, 3, 4, 0.5, -0.5))
+    table = re.search(r"in hex, `([0-9a-f]+)`", DOC)
+    (root / "digests-00000-5f3a9c01-1.bin").write_bytes(bytes.fromhex(table[1]))
+    return root
+
+
+def test_the_example_is_a_good_checkpoint(example):
+    """Every byte agrees with the digests in the text."""
+    storage = LocalStorage(example)
+    manifest = read_manifest(storage, "", check_sizes=True)
+    assert verify_files(storage, "", manifest) == []
+    assert (manifest.step, manifest.metrics) == (3, {"loss": 0.25})
+    state = decode(loads(BLOCKS["state-5f3a9c01-1.json"].encode()))
+    assert (state["seen"], state["best"]) == ((1, 2), float("inf"))
+
+
+def test_the_example_is_read_without_holdfast(example):
+    """The program in the text, run as it stands, gives the tensors and finds damage."""
+    np = pytest.importorskip("numpy")
+    space = {}
+    exec(BLOCKS["read"], space)
+    tensors = space["read"](example)
+    assert tensors["model/weight"].tolist() == [[1, 2], [3, 4]]
+    assert tensors["model/bias"].dtype == np.float32
+    assert tensors["model/bias"].tolist() == [0.5, -0.5]
+    data = bytearray((example / MODEL).read_bytes())
+    data[-1] ^= 1
+    (example / MODEL).write_bytes(data)
+    with pytest.raises(AssertionError, match=MODEL):
+        space["read"](example)
+
+
+def test_every_tag_is_documented():
+    """A tag that the codec knows and the table lacks would be a secret."""
+    rows = re.findall(r"^\| (`[a-z]+`(?:, `[a-z]+`)*) \|", DOC.partition("## state-")[2], re.MULTILINE)
+    documented = {tag for row in rows for tag in re.findall(r"`([a-z]+)`", row)}
+    assert set(_NODES) | set(DECODERS) <= documented

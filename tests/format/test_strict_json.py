@@ -1,0 +1,70 @@
+"""JSON from an unknown hand is bounded before it is parsed."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from holdfast.errors import CorruptCheckpointError
+from holdfast.format.strict_json import dumps, loads
+
+HOSTILE = {
+    "duplicate key": b'{"a":1,"b":{"c":1,"c":2}}',
+    "NaN": b'{"a":NaN}',
+    "Infinity": b"[-Infinity]",
+    "overflow": b"[1e999]",
+    "truncated": b'{"a":[1,2',
+    "not utf-8": b'"\xff"',
+    "BOM": b"\xef\xbb\xbf{}",
+    "utf-16": '{"a":1}'.encode("utf-16"),
+    "empty": b"",
+    "two values": b"{} {}",
+    "huge number": b"[" + b"9" * 5000 + b"]",
+    "deep array": b"[" * 100_000,
+    "deep balanced": b"[" * 100_000 + b"]" * 100_000,
+    "deep objects": b'{"a":' * 5_000 + b"1" + b"}" * 5_000,
+    "deep behind an escape": b'["\\"[", ' + b"[" * 5_000 + b"]" * 5_001,
+}
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_json_is_refused_by_file_name(data):
+    """Each is CorruptCheckpointError that names the file, never a RecursionError or a silent guess."""
+    with pytest.raises(CorruptCheckpointError, match=r"index\.json") as caught:
+        loads(data, where="index.json")
+    assert caught.value.file == "index.json"
+
+
+def test_brackets_in_strings_do_not_count_as_depth():
+    """Only nesting counts: text full of brackets, quotes and backslashes is read."""
+    value = ["[{" * 1000 + '"\\', '\\"[', {"k": "]" * 1000}] * 50
+    assert loads(dumps(value), max_depth=2) == value
+    with pytest.raises(CorruptCheckpointError, match="nested 2 levels"):
+        loads(dumps(value), max_depth=1)
+
+
+def test_size_is_bounded():
+    """One byte too many is refused before parsing."""
+    assert loads(b"[1]", max_bytes=3) == [1]
+    with pytest.raises(CorruptCheckpointError, match="4 bytes"):
+        loads(b"[1] ", max_bytes=3)
+
+
+def test_dumps_writes_what_json_alone_would_refuse():
+    """Lone surrogates and integers beyond the digit limit that bypass the codec are still written."""
+    assert loads(dumps({"a\udc80": "\udc80"})) == {"a\udc80": "\udc80"}
+    assert loads(dumps([10**5000])) == [{"$": "bigint", "v": hex(10**5000)}]
+
+
+def test_the_garbage_collector_is_left_as_it_was():
+    """Pausing it is undone, also after an error, and a disabled one stays disabled."""
+    with pytest.raises(CorruptCheckpointError):
+        loads(b"{")
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        loads(b"{}")
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -1,0 +1,120 @@
+"""Every kind of damage is found and named."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+
+import pytest
+
+from holdfast.format.commit import PartSummary, commit
+from holdfast.format.digest import CHUNK, bytes_digest, chunk_digests, file_digest
+from holdfast.format.index import Index, Piece, TensorEntry
+from holdfast.format.layout import header_bytes
+from holdfast.format.manifest import FileEntry
+from holdfast.format.verify import verify_files
+from holdfast.storage.local import LocalStorage
+
+SAVE = "deadbeef-1"
+MODEL, INDEX, STATE, TABLE = (
+    f"model-00000-{SAVE}.safetensors",
+    f"index-00000-{SAVE}.json",
+    f"state-{SAVE}.json",
+    f"digests-00000-{SAVE}.bin",
+)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint of three tensors of 100 kB."""
+    storage = LocalStorage(tmp_path)
+    names, size = ("a", "b", "c"), 100_000
+    header = header_bytes([(name, "uint8", (size,), size) for name in names])
+    data = header + random.Random(1).randbytes(3 * size)
+    template = "model-00000-{save_id}.safetensors"
+    tensors = {
+        name: TensorEntry(name, "uint8", (size,), (Piece(template, len(header) + size * number, size),))
+        for number, name in enumerate(names)
+    }
+    index = Index(files=(template,), tensors=tensors).to_bytes()
+    table = chunk_digests(data)
+    files = [FileEntry(path=MODEL, size=len(data), digest=file_digest(table), role="tensors", chunks=(TABLE, 0))]
+    storage.put(f"s/{MODEL}", data)
+    for path, role, content in ((INDEX, "index", index), (STATE, "state", b"{}"), (TABLE, "digests", table)):
+        storage.put(f"s/{path}", content)
+        files.append(FileEntry(path=path, size=len(content), digest=bytes_digest(content), role=role))
+    return storage, commit(storage, "s", {}, [PartSummary(writer=0, files=tuple(files))]), tmp_path / "s"
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 16
+    path.write_bytes(data)
+
+
+def test_a_good_checkpoint_has_no_problems(saved):
+    """Neither at a glance nor in depth."""
+    storage, manifest, _ = saved
+    assert verify_files(storage, "s", manifest) == []
+    assert verify_files(storage.child("s"), "", manifest, deep=False) == []
+
+
+def test_a_flipped_bit_is_placed_in_chunk_and_tensors(saved):
+    """File, chunk and the tensors that have bytes in it are named."""
+    storage, manifest, root = saved
+    flip(root / MODEL, 2 * CHUNK + 1)
+    (problem,) = verify_files(storage, "s", manifest)
+    assert (problem.file, problem.chunk, problem.tensors) == (MODEL, 2, ("b",))
+    assert "chunk 2" in str(problem)
+    assert "tensors: b" in str(problem)
+    assert verify_files(storage, "s", manifest, deep=False) == []
+
+
+@pytest.mark.parametrize("path", [MODEL, INDEX, STATE, TABLE])
+def test_every_file_is_covered(saved, path):
+    """A flip in any file is found under its name, at any place; truncation and absence even at a glance."""
+    storage, manifest, root = saved
+    good = (root / path).read_bytes()
+    for at in random.Random(2).sample(range(len(good)), min(len(good), 20)):
+        flip(root / path, at)
+        assert path in {problem.file for problem in verify_files(storage, "s", manifest)}
+        (root / path).write_bytes(good)
+    (root / path).write_bytes(good[:-1])
+    (problem,) = verify_files(storage, "s", manifest, deep=False)
+    assert problem.file == path
+    (root / path).unlink()
+    (problem,) = verify_files(storage, "s", manifest, deep=False)
+    assert "missing" in str(problem)
+    assert path in {problem.file for problem in verify_files(storage, "s", manifest)}
+
+
+def test_a_damaged_index_costs_only_the_names(saved):
+    """Both problems are reported."""
+    storage, manifest, root = saved
+    flip(root / MODEL, 5000)
+    flip(root / INDEX, 50)
+    problems = verify_files(storage, "s", manifest)
+    assert [(problem.file, problem.chunk, problem.tensors) for problem in problems] == [
+        (MODEL, 0, ()),
+        (INDEX, None, ()),
+    ]
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    """A file of 256 MiB (sparse) is read through one buffer."""
+    storage = LocalStorage(tmp_path)
+    (tmp_path / "s").mkdir()
+    with open(tmp_path / "s" / "big", "wb") as file:
+        file.truncate(256 << 20)
+    zero = chunk_digests(bytes(CHUNK)) * (256 << 4)
+    storage.put("s/t", zero)
+    files = (
+        FileEntry(path="big", size=256 << 20, digest=file_digest(zero), chunks=("t", 0)),
+        FileEntry(path="t", size=len(zero), digest=bytes_digest(zero), role="digests"),
+    )
+    manifest = commit(storage, "s", {}, [PartSummary(writer=0, files=files)])
+    tracemalloc.start()
+    assert verify_files(storage, "s", manifest) == []
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 12 << 20

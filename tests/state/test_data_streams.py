@@ -1,0 +1,192 @@
+"""Loaders with a state of their own and loaders with none resume too."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from loader_cases import (
+    Augmented,
+    Ids,
+    N,
+    as_list,
+    assert_same_generators,
+    flat,
+    lives,
+    run,
+)
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from holdfast.errors import StateMismatchError
+from holdfast.state import rng
+from holdfast.state.data import ResumableBatches
+
+
+class Counting(IterableDataset):
+    """A stream with state of its own."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        step = info.num_workers if info is not None else 1
+        start = info.id if info is not None else 0
+        if self.at == 0:
+            self.at = start
+        while self.at < N:
+            self.at += step
+            yield self.at - step
+        self.at = 0
+
+    def state_dict(self) -> dict:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.at = state["at"]
+
+
+STATEFUL = [
+    pytest.param(lambda: StatefulDataLoader(Ids(), batch_size=4, shuffle=True), True, id="map"),
+    pytest.param(
+        lambda: StatefulDataLoader(Ids(), batch_size=4, shuffle=True, num_workers=2), True, id="map 2 workers"
+    ),
+    pytest.param(
+        lambda: StatefulDataLoader(Augmented(), batch_size=4, shuffle=True, collate_fn=as_list), True, id="aug"
+    ),
+    pytest.param(lambda: StatefulDataLoader(Counting(), batch_size=4), False, id="stream"),
+    pytest.param(lambda: StatefulDataLoader(Counting(), batch_size=4, num_workers=2), False, id="stream 2 workers"),
+]
+
+
+@pytest.mark.parametrize(("make", "shuffled"), STATEFUL)
+def test_stateful_loaders_resume_in_the_middle_and_between_epochs(make, shuffled):
+    """Three resumes in one epoch, and one at its end, repeat what one life draws over two epochs."""
+
+    def fresh():
+        torch.manual_seed(4)  # what a training script does before it makes its loader
+        return make()
+
+    loader = fresh()
+    before = rng.capture()
+    first, end = run(loader)
+    second, _ = run(loader, end, epoch=1)
+    assert_same_generators(before)
+    assert (second != first) == shuffled
+    assert lives(fresh) == first
+    position, drawn = None, []
+    for stop in (3, None):
+        part, position = run(fresh(), position, stop=stop)
+        drawn += part
+    assert drawn == first
+    resumed, position = run(fresh(), position, epoch=1, stop=4)
+    rest, _ = run(fresh(), position, epoch=1)
+    assert resumed + rest == second
+
+
+def test_stateful_position_is_that_of_yielded_batches():
+    """Asking between any two batches gives the position after the last yielded one, and asking moves nothing."""
+    loader = StatefulDataLoader(Ids(), batch_size=4, num_workers=2)
+    batches = ResumableBatches(loader, None, seed=7, epoch=0)
+    before = rng.capture()
+    assert batches.state_dict()["inner"] is None
+    for number, batch in enumerate(batches, 1):
+        position = batches.state_dict()
+        assert position["batches"] == number
+        if number in (1, 5, 10):
+            rest, _ = run(StatefulDataLoader(Ids(), batch_size=4, num_workers=0), stop=0)
+            rest, _ = run(StatefulDataLoader(Ids(), batch_size=4, num_workers=2), position)
+            assert flat(rest) == list(range(int(batch[-1]) + 1, N))
+    assert_same_generators(before)
+
+
+class Restless:
+    """A loader that draws from a global generator, also when it is asked for its state."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < 9:
+            self.at += 1
+            yield self.at + random.random()
+
+    def state_dict(self) -> dict:
+        random.random()
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict) -> None:
+        random.random()
+        self.at = state["at"]
+
+
+def test_asking_a_loader_for_its_state_moves_no_generator():
+    """Positions taken after every batch change neither training's numbers nor those the loader draws."""
+    whole, _ = run(Restless())
+    batches = ResumableBatches(Restless(), None, seed=7, epoch=0)
+    before = rng.capture()
+    drawn = []
+    for batch in batches:
+        drawn.append(batch)
+        batches.state_dict()
+        assert_same_generators(before)
+    assert drawn == whole
+    assert lives(Restless) == whole
+
+
+def shuffled_stream():
+    """A plain generator with a shuffle of its own."""
+    order = list(range(N))
+    random.shuffle(order)
+    yield from ([index, float(np.random.random())] for index in order)
+
+
+class Restarting:
+    """An iterable without state."""
+
+    def __iter__(self):
+        return shuffled_stream()
+
+
+class Stream(IterableDataset):
+    """An iterable dataset without state; its order comes from the generators of the process that runs it."""
+
+    def __iter__(self):
+        return shuffled_stream()
+
+
+COUNT = [
+    pytest.param(shuffled_stream, id="generator"),
+    pytest.param(Restarting, id="iterable"),
+    pytest.param(lambda: DataLoader(Stream(), batch_size=4, collate_fn=as_list), id="iterable dataset"),
+    pytest.param(lambda: DataLoader(Stream(), batch_size=4, collate_fn=as_list, num_workers=2), id="2 workers"),
+]
+
+
+@pytest.mark.parametrize("make", COUNT)
+def test_iterables_without_state_are_replayed_by_count_and_it_is_said(make, caplog):
+    """Lives over a plain iterable line up, randomness in it included; each replay is logged with its length."""
+    before = rng.capture()
+    whole, _ = run(make())
+    with caplog.at_level(logging.WARNING, "holdfast.data"):
+        assert lives(make) == whole
+    assert_same_generators(before)
+    said = [record.getMessage() for record in caplog.records]
+    assert ["drawing 2 batches" in said[0], "drawing 3 batches" in said[1], "drawing 6 batches" in said[2]] == [
+        True
+    ] * 3
+    assert len(said) == 3
+
+
+def test_a_replay_that_ends_too_early_is_an_error():
+    """Data shorter than the position are other data: said, not passed over."""
+    _, position = run(iter(range(20)), stop=9)
+    with pytest.raises(StateMismatchError, match="ended after 5 batches"):
+        run(iter(range(5)), position)

@@ -1,0 +1,320 @@
+"""The arguments of `load`, and what it refuses."""
+
+import logging
+
+import pytest
+import torch
+from state_kit import assert_same, memory_uri, net, snapshot
+from torch import nn
+
+import holdfast as hf
+
+
+@pytest.fixture
+def saved():
+    """Save a model, an optimizer and some plain data; gives (place, model)."""
+    model = net(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    place = memory_uri()
+    hf.save(place, {"model": model, "optimizer": optimizer, "cfg": {"a": 1, "b": [2]}, "epoch": 3})
+    return place, model
+
+
+def test_only_and_skip_without_into(saved):
+    """Globs over joined paths choose what comes back; containers stay where something in them is wanted."""
+    place, _ = saved
+    assert set(hf.load(place)) == {"model", "optimizer", "cfg", "epoch"}
+    assert set(hf.load(place, only="model")) == {"model"}
+    assert set(hf.load(place, only=["model/0.*", "epoch"])["model"]) == {"0.weight", "0.bias"}
+    assert hf.load(place, only=["cfg/b"]) == {"cfg": {"b": [2]}}
+    assert set(hf.load(place, skip=["model", "opt*"])) == {"cfg", "epoch"}
+    assert hf.load(place, skip=["cfg/b"], only=["cfg", "epoch"]) == {"cfg": {"a": 1}, "epoch": 3}
+    assert "0.weight" not in hf.load(place, skip=["*.weight"])["model"]
+
+
+def test_only_and_skip_with_into(saved):
+    """With a live state everything not chosen keeps its value, plain data in a dict included."""
+    place, model = saved
+    other = net(1)
+    before = snapshot(other)
+    live = {"model": other, "cfg": {"a": 0, "b": 0}, "epoch": 0}
+    back = hf.load(place, live, only=["model/0.weight", "cfg/b"])
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert torch.equal(other[2].weight, before["2.weight"])
+    assert back == {"model": other, "cfg": {"a": 0, "b": [2]}, "epoch": 0}
+    back = hf.load(place, live, skip=["cfg/b", "optimizer", "model/2.*"])
+    assert back == {"model": other, "cfg": {"a": 1, "b": 0}, "epoch": 3}
+    assert torch.equal(other[2].weight, before["2.weight"])
+    assert torch.equal(other[1].running_var, model[1].running_var)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"only": "modle"}, {"only": ["model", "optimiser/*"]}, {"rename": {"backbone.*": "model.*"}}]
+)
+def test_a_pattern_that_matches_nothing_is_refused(saved, arguments):
+    """A misspelt name would load nothing and say nothing: it is an error that says what there is."""
+    place, model = saved
+    with pytest.raises(hf.ConfigError, match=r"it holds .*model"):
+        hf.load(place, **arguments)
+    with pytest.raises(hf.ConfigError, match=r"it holds .*model"):
+        hf.load(place, {"model": model}, **arguments)
+
+
+def three_layers(seed):
+    torch.manual_seed(seed)
+    return nn.ModuleDict({"stem": nn.Linear(3, 4), "body": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
+
+
+def test_a_mismatch_lists_everything_and_changes_nothing():
+    """Every missing, unexpected, wrong-shape and wrong-dtype entry is listed before a single bit changes."""
+    place = memory_uri()
+    hf.save(place, {"model": three_layers(0), "n": 1, "extra": torch.ones(1)})
+    live = three_layers(1)
+    live["head"] = nn.Linear(4, 3)
+    live["body"] = nn.Linear(4, 4, dtype=torch.float64)
+    live["tail"] = nn.Linear(2, 2)
+    del live["stem"]
+    before = snapshot(live)
+    other = torch.zeros(2)
+    with pytest.raises(hf.StateMismatchError) as caught:
+        hf.load(place, {"model": live, "n": other, "scheduler": 0})
+    assert sorted(caught.value.problems) == [
+        "missing: model/tail.bias",
+        "missing: model/tail.weight",
+        "missing: scheduler",
+        "unexpected: extra",
+        "unexpected: model/stem.bias",
+        "unexpected: model/stem.weight",
+        "wrong: model/body.bias: float64 in the state, float32 in the checkpoint",
+        "wrong: model/body.weight: float64 in the state, float32 in the checkpoint",
+        "wrong: model/head.bias: shape (3,) in the state, (2,) in the checkpoint",
+        "wrong: model/head.weight: shape (3, 4) in the state, (2, 4) in the checkpoint",
+        "wrong: n: a tensor in the state, a int in the checkpoint",
+    ]
+    for problem in caught.value.problems:
+        assert problem.partition(": ")[2] in str(caught.value)
+    assert_same(snapshot(live), before)
+    assert other.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("direction", ["stored", "live"])
+def test_one_prefix_is_found_and_its_advice_works(direction):
+    """Where a prefix explains the difference the message says so, and passing what it advises loads."""
+    bare, wrapped = {"model": three_layers(0)}, {"model": nn.ModuleDict({"module": three_layers(1)})}
+    state, live = (wrapped, bare) if direction == "stored" else (bare, wrapped)
+    place = memory_uri()
+    hf.save(place, state)
+    with pytest.raises(hf.StateMismatchError, match=r"prefix 'module\.'") as caught:
+        hf.load(place, live)
+    advice = str(caught.value).split("pass rename={")[1].split("}")[0]
+    old, new = (part.strip().strip("'") for part in advice.split(": "))
+    hf.load(place, live, rename={old: new})
+    left = [bits for _, bits in sorted(wrapped["model"].state_dict().items())]
+    right = [bits for _, bits in sorted(bare["model"].state_dict().items())]
+    assert_same(left, right)
+
+
+def test_not_strict_takes_what_fits():
+    """strict=False restores every entry that fits and leaves the others alone."""
+    place = memory_uri()
+    model = three_layers(0)
+    hf.save(place, {"model": model, "gone": torch.ones(1)})
+    live = three_layers(1)
+    live["head"] = nn.Linear(4, 3)
+    head = live["head"].weight.detach().clone()
+    back = hf.load(place, {"model": live, "new": 5}, strict=False)
+    assert back["new"] == 5
+    assert torch.equal(live["body"].weight, model["body"].weight)
+    assert torch.equal(live["head"].weight, head)
+
+
+def test_allow_missing():
+    """Named entries may be absent from the checkpoint; others still may not."""
+    place = memory_uri()
+    hf.save(place, {"model": nn.ModuleDict({"body": nn.Linear(2, 2)})})
+    live = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    hf.load(place, {"model": live, "ema": torch.zeros(1)}, allow_missing=("model/head.*", "ema"))
+    with pytest.raises(hf.StateMismatchError) as caught:
+        hf.load(place, {"model": live, "ema": torch.zeros(1)}, allow_missing="ema")
+    assert caught.value.problems == ("missing: model/head.bias", "missing: model/head.weight")
+
+
+def test_rename_for_fine_tuning(saved):
+    """Parts of a stored model go to other names: a glob, a whole item, fresh or into a live state."""
+    place, model = saved
+    net_ = nn.ModuleDict({"encoder": net(1)})
+    hf.load(place, {"net": net_}, only="model", rename={"model/*": "net/encoder.*"})
+    assert_same(net_["encoder"].state_dict(), model.state_dict())
+    other = net(2)
+    hf.load(place, {"backbone": other}, only="model", rename={"model": "backbone"})
+    assert_same(other.state_dict(), model.state_dict())
+    fresh = hf.load(place, only=["model"], rename={"model": "backbone", "model/0.*": "backbone/stem.*"})
+    assert "0.weight" in fresh["backbone"]
+    fresh = hf.load(place, only=["model"], rename={"model/0.*": "model/stem.*"})
+    assert {"stem.weight", "stem.bias", "2.bias"} < set(fresh["model"])
+    with pytest.raises(hf.ConfigError, match="another container"):
+        hf.load(place, only=["model"], rename={"model/0.*": "elsewhere/x.*"})
+
+
+def test_rename_takes_the_optimizer_along():
+    """Optimizer state follows a renamed parameter."""
+    model = nn.ModuleDict({"old": nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model["old"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    place = memory_uri()
+    hf.save(place, {"model": model, "optimizer": optimizer})
+    live = nn.ModuleDict({"new": nn.Linear(2, 2)})
+    again = torch.optim.SGD(live.parameters(), lr=0.1, momentum=0.9)
+    hf.load(place, {"model": live, "optimizer": again}, rename={"model/old.*": "model/new.*"})
+    assert torch.equal(again.state[live["new"].weight]["momentum_buffer"], torch.ones(2, 2))
+
+
+def test_dtype_casts_floating_tensors_only():
+    """`dtype` casts floating tensors, fresh or live; integers, arrays and optimizer state keep theirs."""
+    state = {"f": torch.tensor([1.00390625]), "i": torch.arange(3), "c": torch.ones(1, dtype=torch.complex64)}
+    place = memory_uri()
+    hf.save(place, state)
+    back = hf.load(place, dtype=torch.bfloat16)
+    assert [value.dtype for value in back.values()] == [torch.bfloat16, torch.int64, torch.complex64]
+    live = {"f": torch.zeros(1, dtype=torch.float64), "i": torch.zeros(3, dtype=torch.int64)}
+    with pytest.raises(hf.StateMismatchError, match="float64 in the state"):
+        hf.load(place, live, skip="c")
+    hf.load(place, live, skip="c", dtype=torch.float64)
+    assert live["f"].tolist() == [1.00390625]
+
+
+def test_map_location():
+    """Fresh tensors go where `map_location` says; arrays stay arrays."""
+    place = memory_uri()
+    hf.save(place, {"w": torch.ones(2)})
+    assert hf.load(place, map_location="cpu")["w"].device.type == "cpu"
+    assert hf.load(place, map_location=torch.device("meta"))["w"].is_meta
+
+
+def test_a_kind_that_changed_is_a_mismatch_not_a_silent_skip():
+    """A live module, list or dict with tensors meets something else in the checkpoint: never silently replaced."""
+    place = memory_uri()
+    hf.save(place, {"a": 1, "b": [torch.ones(1)], "c": "text", "d": torch.ones(1)})
+    live = {"a": [net(0)], "b": [torch.zeros(1)] * 2, "c": {"w": torch.zeros(1)}, "d": net(0)}
+    with pytest.raises(hf.StateMismatchError) as caught:
+        hf.load(place, live)
+    assert [problem.split(":")[1].strip() for problem in sorted(caught.value.problems)] == ["a", "b", "c", "d"]
+
+
+def test_plain_data_of_the_checkpoint_is_returned():
+    """Plain data comes back with the stored value and type, extra keys included; the live mapping is not changed."""
+    place = memory_uri()
+    hf.save(place, {"epoch": 3, "best": (1.5, "x"), "cfg": {"lr": 0.1, "new": None}, "log": [1, 2, 3]})
+    live = {"epoch": 0, "best": None, "cfg": {"lr": 0}, "log": []}
+    back = hf.load(place, live)
+    assert_same(back, {"epoch": 3, "best": (1.5, "x"), "cfg": {"lr": 0.1, "new": None}, "log": [1, 2, 3]})
+    assert live == {"epoch": 0, "best": None, "cfg": {"lr": 0}, "log": []}
+
+
+def test_unknown_checkpoint(tmp_path):
+    """Nothing there, and files without a manifest, are two different errors."""
+    with pytest.raises(hf.CheckpointNotFoundError, match="nowhere"):
+        hf.load(tmp_path / "nowhere")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "model-00000-x.safetensors").write_bytes(b"x")
+    with pytest.raises(hf.IncompleteCheckpointError):
+        hf.load(tmp_path / "half")
+
+
+class Config:
+    """Something that cannot be saved."""
+
+
+BAD = {
+    "object": (lambda: {"callbacks": [1, {}, {"cfg": Config()}]}, r"state\['callbacks'\]\[2\]\['cfg'\]: Config "),
+    "in tuple": (lambda: {"a": (1, {"b": Config()})}, r"state\['a'\]\[1\]\['b'\]: Config "),
+    "in int keys": (lambda: {"a": {3: {"b": Config()}}}, r"state\['a'\]\[3\]\['b'\]: Config "),
+    "function": (lambda: {"f": memory_uri}, r"state\['f'\]: function memory_uri.*code is not stored"),
+    "class": (lambda: {"f": [Config]}, r"state\['f'\]\[0\]: type Config.*code is not stored"),
+    "sparse": (lambda: {"a": {"s": torch.eye(2).to_sparse()}}, r"state\['a'\]\['s'\]: Tensor .*to_dense"),
+    "meta": (lambda: {"m": [torch.empty(2, device="meta")]}, r"state\['m'\]\[0\]: Tensor .*materialise"),
+    "cycle": (lambda: {"l": _cycle()}, r"state\['l'\]\[0\]: this list contains itself"),
+    "deep": (lambda: _deep(300), r"nested more than"),
+    "own object": (lambda: {"o": [_Holder()]}, r"state\['o'\]\[0\].state_dict\(\)\['cfg'\]: Config "),
+}
+
+
+class _Holder:
+    def state_dict(self):
+        return {"cfg": Config(), "fine": torch.ones(1)}
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def _cycle():
+    items = []
+    items.append(items)
+    return items
+
+
+def _deep(levels):
+    value = torch.ones(1)
+    for number in range(levels):
+        value = [value] if number % 2 else {"k": value}
+    return {"deep": value}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_saved_is_named_before_anything_is_written(tmp_path, name):
+    """The error spells the path as Python would, names the type and the remedy; nothing is on the disk."""
+    make, expected = BAD[name]
+    with pytest.raises(hf.UnsupportedStateError, match=expected):
+        hf.save(tmp_path / "checkpoint", {"model": net(0), **make()})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_quantized_tensor_is_refused():
+    """A quantized tensor is refused, with what to save instead."""
+    value = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    with pytest.raises(hf.UnsupportedStateError, match="int_repr"):
+        hf.save(memory_uri(), {"q": value})
+
+
+def test_what_nests_as_deep_as_is_allowed_can_be_read():
+    """The deepest state that can be saved can be loaded."""
+    place = memory_uri()
+    value = _deep(190)
+    hf.save(place, value)
+    assert_same(hf.load(place), value)
+
+
+def test_drop_leaves_out_and_says_so(caplog):
+    """unsupported='drop' saves the rest, and lists every path that is NOT saved in the log and on the handle."""
+    place = memory_uri()
+    state = {
+        "model": net(0),
+        "bad": Config(),
+        "list": [torch.ones(1), Config(), {"x": Config(), "y": 1}],
+        "own": _Holder(),
+        "tensors": {"s": torch.eye(2).to_sparse(), "t": torch.ones(2)},
+    }
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        handle = hf.save_async(place, state, unsupported="drop")
+    handle.result()
+    assert sorted(handle.dropped) == [
+        "state['bad']",
+        "state['list'][1]",
+        "state['list'][2]['x']",
+        "state['own'].state_dict()['cfg']",
+        "state['tensors']['s']",
+    ]
+    (record,) = caplog.records
+    assert all(path in record.getMessage() for path in handle.dropped)
+    assert "NOT saved" in record.getMessage()
+    back = hf.load(place)
+    assert set(back) == {"model", "list", "own", "tensors"}
+    assert (back["list"][1], list(back["own"]), list(back["tensors"])) == ({"y": 1}, ["fine"], ["t"])
+
+
+def test_a_state_is_a_mapping():
+    """Anything but a mapping is refused, with how to wrap it."""
+    with pytest.raises(hf.UnsupportedStateError, match=r"\{'model': model\}"):
+        hf.save(memory_uri(), [net(0)])

@@ -1,0 +1,308 @@
+"""Objects with ``state_dict``: schedulers, scalers, averages, metrics, modules with state of their own making."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+import torchmetrics
+from state_kit import assert_same, memory_uri, net, train
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
+
+import holdfast as hf
+
+SCHEDULERS = {
+    "cosine": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 10),
+    "restarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 3),
+    "one cycle": lambda opt: lr_scheduler.OneCycleLR(opt, max_lr=0.5, total_steps=20),
+    "cyclic": lambda opt: lr_scheduler.CyclicLR(opt, 0.01, 0.1, step_size_up=3),
+    "lambda": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 0.9**step),
+    "multi-step": lambda opt: lr_scheduler.MultiStepLR(opt, [2, 5]),
+    "sequential": lambda opt: lr_scheduler.SequentialLR(
+        opt, [lr_scheduler.LinearLR(opt, total_iters=3), lr_scheduler.ExponentialLR(opt, 0.9)], milestones=[3]
+    ),
+    "chained": lambda opt: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(opt, 0.1), lr_scheduler.StepLR(opt, 2)]
+    ),
+    "swa": lambda opt: SWALR(opt, swa_lr=0.05),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_learning_rates_go_on(name):
+    """A restored scheduler and optimizer give the learning rates that the original goes on to give."""
+
+    def make(seed):
+        model = net(seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return {"model": model, "optimizer": optimizer, "scheduler": SCHEDULERS[name](optimizer)}
+
+    def rates(state, count):
+        found = []
+        for _ in range(count):
+            state["optimizer"].step()
+            state["scheduler"].step()
+            found.append(state["optimizer"].param_groups[0]["lr"])
+        return found
+
+    state, other = make(0), make(1)
+    rates(state, 4)
+    place = memory_uri()
+    hf.save(place, state)
+    hf.load(place, other)
+    assert rates(other, 6) == rates(state, 6)
+
+
+def test_plateau_scheduler_goes_on():
+    """ReduceLROnPlateau keeps its best value and its patience."""
+
+    def make():
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+        return optimizer, lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
+
+    (optimizer, plateau), (other, again) = make(), make()
+    for loss in (3.0, 2.0, 2.5, 2.5):
+        plateau.step(loss)
+    place = memory_uri()
+    hf.save(place, {"optimizer": optimizer, "plateau": plateau})
+    hf.load(place, {"optimizer": other, "plateau": again})
+    again.step(2.5)
+    plateau.step(2.5)
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+def test_grad_scaler():
+    """An enabled GradScaler keeps its scale and its growth count."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=7)
+    place = memory_uri()
+    hf.save(place, {"scaler": scaler, "off": torch.amp.GradScaler("cpu", enabled=False)})
+    again = torch.amp.GradScaler("cpu")
+    hf.load(place, {"scaler": again, "off": torch.amp.GradScaler("cpu", enabled=False)})
+    assert again.state_dict() == scaler.state_dict()
+
+
+def test_averaged_model():
+    """An AveragedModel keeps its average and its count, whatever names it gives its parts."""
+    model = net(0)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    for seed in range(3):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=seed)
+        average.update_parameters(model)
+    place = memory_uri()
+    hf.save(place, {"model": model, "ema": average})
+    other = net(1)
+    again = AveragedModel(other, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    hf.load(place, {"model": other, "ema": again})
+    for one in ((model, average), (other, again)):
+        train(one[0], torch.optim.SGD(one[0].parameters(), lr=0.1), seed=8)
+        one[1].update_parameters(one[0])
+    assert_same(again.state_dict(), average.state_dict())
+    assert int(again.n_averaged) == 4
+
+
+class Own:
+    """A class of the user's with tensors, plain data and one tensor under two names."""
+
+    def __init__(self):
+        self.shadow = torch.zeros(3)
+        self.best = None
+        self.seen = []
+
+    def state_dict(self):
+        return {"shadow": self.shadow, "same": self.shadow, "best": self.best, "seen": self.seen}
+
+    def load_state_dict(self, state):
+        assert state["same"].data_ptr() == state["shadow"].data_ptr()
+        self.shadow, self.best, self.seen = state["shadow"], state["best"], state["seen"]
+
+
+def test_own_class():
+    """A class with state_dict and load_state_dict gets back what it gave, at any depth, tied tensors tied."""
+    own = Own()
+    own.shadow, own.best, own.seen = torch.arange(3.0), float("-inf"), [(1, "a")]
+    place = memory_uri()
+    hf.save(place, {"callbacks": [{"own": own}]})
+    again = Own()
+    back = hf.load(place, {"callbacks": [{"own": again}]})
+    assert back["callbacks"][0]["own"] is again
+    assert_same([again.shadow, again.best, again.seen], [own.shadow, own.best, own.seen])
+
+
+def test_state_dict_saved_in_place_of_an_object():
+    """What was saved as ``scheduler.state_dict()`` or ``model.state_dict()`` loads into the objects themselves."""
+    model, own = net(0), Own()
+    own.best = 3
+    place = memory_uri()
+    hf.save(place, {"model": model.state_dict(), "own": own.state_dict()})
+    other, again = net(1), Own()
+    hf.load(place, {"model": other, "own": again})
+    assert_same(other.state_dict(), model.state_dict())
+    assert again.best == 3
+
+
+def test_object_loads_into_its_state_dict_in_place():
+    """The habit of giving ``model.state_dict()`` to load fills the model's own tensors."""
+    model, other = net(0), net(1)
+    place = memory_uri()
+    hf.save(place, {"model": model})
+    hf.load(place, {"model": other.state_dict()})
+    assert_same(other.state_dict(), model.state_dict())
+
+
+def metrics():
+    return {
+        "mean": torchmetrics.MeanMetric(),
+        "list": torchmetrics.CatMetric(),
+        "accuracy": torchmetrics.classification.MulticlassAccuracy(3),
+        "minmax": torchmetrics.MinMaxMetric(torchmetrics.MeanMetric()),
+        "collection": torchmetrics.MetricCollection(
+            {
+                "precision": torchmetrics.classification.MulticlassPrecision(3),
+                "recall": torchmetrics.classification.MulticlassRecall(3),
+                "mse": torchmetrics.MeanSquaredError(),
+            }
+        ),
+    }
+
+
+def update(state, seed):
+    generator = torch.Generator().manual_seed(seed)
+    left, right = (torch.randint(0, 3, (20,), generator=generator) for _ in range(2))
+    state["mean"].update(left.float())
+    state["list"].update(right.float())
+    state["accuracy"].update(left, right)
+    state["minmax"].update(left.float())
+    state["minmax"].compute()
+    state["collection"].update(left, right)
+
+
+def results(state):
+    return {name: metric.compute() for name, metric in state.items()}
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["into new ones", "into used ones"])
+def test_torchmetrics(used):
+    """Metrics, wrapped ones and collections (whose state_dict is empty) go on counting where they were."""
+    state, other = metrics(), metrics()
+    update(state, 1)
+    update(state, 2)
+    if used:
+        update(other, 7)
+        results(other)
+    place = memory_uri()
+    hf.save(place, state)
+    hf.load(place, other)
+    assert_same(results(other), results(state))
+    update(state, 3)
+    update(other, 3)
+    assert_same(results(other), results(state))
+
+
+class Extra(nn.Linear):
+    """A module with extra state, whose size changes."""
+
+    extra = None
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+@pytest.mark.parametrize(
+    "extra", [{"scale": torch.ones(2), "n": [1, (2,)]}, torch.arange(5, dtype=torch.uint8), "text", None]
+)
+def test_extra_state(extra):
+    """Extra state of a submodule goes through set_extra_state, of whatever type and size it is."""
+    model = nn.Sequential(Extra(2, 2), nn.Linear(2, 2))
+    model[0].extra = extra
+    place = memory_uri()
+    hf.save(place, {"model": model})
+    other = nn.Sequential(Extra(2, 2), nn.Linear(2, 2))
+    other[0].extra = torch.zeros(1, dtype=torch.uint8)
+    weight = other[0].weight
+    hf.load(place, {"model": other})
+    assert_same(other[0].extra, extra)
+    assert other[0].weight is weight
+    assert torch.equal(weight, model[0].weight)
+
+
+def test_lazy_module_is_refused_with_advice():
+    """A lazy module that has seen no data is refused at save time, by its full path."""
+    place = memory_uri()
+    with pytest.raises(hf.UnsupportedStateError, match=r"state\['model'\].*'0.weight'\].*run one batch"):
+        hf.save(place, {"model": nn.Sequential(nn.LazyLinear(3))})
+
+
+def test_buffers_that_are_not_persistent_stay_out():
+    """A non-persistent buffer is neither stored nor asked for."""
+    module = nn.Linear(2, 2)
+    module.register_buffer("kept", torch.ones(1))
+    module.register_buffer("cache", torch.ones(1), persistent=False)
+    place = memory_uri()
+    hf.save(place, {"model": module})
+    assert set(hf.load(place)["model"]) == {"weight", "bias", "kept"}
+    hf.load(place, {"model": module})
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.parametrizations.orthogonal,
+    ],
+)
+def test_parametrized_modules(wrap):
+    """Parametrized weights come back as their parts and give the same output."""
+    torch.manual_seed(0)
+    module, other = wrap(nn.Linear(3, 3)), wrap(nn.Linear(3, 3))
+    place = memory_uri()
+    hf.save(place, {"model": module})
+    hf.load(place, {"model": other})
+    assert_same(other.state_dict(), module.state_dict())
+    probe = torch.randn(2, 3)
+    assert torch.equal(module.eval()(probe), other.eval()(probe))
+
+
+def test_module_with_its_own_load_state_dict():
+    """A module that overrides load_state_dict, with the bare signature, is loaded through it."""
+
+    class Picky(nn.Linear):
+        calls = 0
+
+        def load_state_dict(self, state_dict):
+            Picky.calls += 1
+            super().load_state_dict(OrderedDict(state_dict))
+
+    module, other = Picky(2, 2), Picky(2, 2)
+    place = memory_uri()
+    hf.save(place, {"model": module})
+    hf.load(place, {"model": other})
+    assert Picky.calls == 1
+    assert torch.equal(other.weight, module.weight)
+
+
+def test_hooks_after_a_load_run():
+    """What a module registered to happen after load_state_dict happens after a load in place, too."""
+    module = net(0)
+    seen = []
+    module[0].register_load_state_dict_post_hook(lambda one, keys: seen.append((one, keys.missing_keys)))
+    place = memory_uri()
+    hf.save(place, {"model": module})
+    hf.load(place, {"model": module})
+    assert seen == [(module[0], [])]
+
+
+def test_module_on_the_meta_device_is_materialised():
+    """A model without memory gets its tensors from the checkpoint."""
+    model = net(0)
+    with torch.device("meta"):
+        other = net(1)
+    place = memory_uri()
+    hf.save(place, {"model": model})
+    hf.load(place, {"model": other})
+    assert_same(other.state_dict(), model.state_dict())

@@ -1,0 +1,242 @@
+"""The order of a map-style loader is a function of (seed, epoch), whatever its sampler."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from loader_cases import (
+    Augmented,
+    Ids,
+    N,
+    as_list,
+    assert_same_generators,
+    flat,
+    lives,
+    run,
+)
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+
+from holdfast.state import rng
+
+
+def test_order_is_a_function_of_seed_and_epoch_only():
+    """Other states of the global generators give the same order, another seed another one."""
+    torch.manual_seed(1)
+    first, _ = run(DataLoader(Ids(), batch_size=4, shuffle=True))
+    torch.manual_seed(2)
+    assert run(DataLoader(Ids(), batch_size=4, shuffle=True))[0] == first
+    assert run(DataLoader(Ids(), batch_size=4, shuffle=True), seed=8)[0] != first
+
+
+def test_an_epoch_keeps_the_seed_it_was_begun_with(caplog):
+    """A position made with another seed finishes its epoch in its own order, and says so."""
+    whole, _ = run(DataLoader(Ids(), batch_size=4, shuffle=True))
+    head, position = run(DataLoader(Ids(), batch_size=4, shuffle=True), stop=4)
+    with caplog.at_level(logging.WARNING, "holdfast.data"):
+        tail, _ = run(DataLoader(Ids(), batch_size=4, shuffle=True), position, seed=8)
+    assert head + tail == whole
+    assert "begun with data seed 7" in caplog.text
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("given", [True, False])
+def test_drop_last_and_given_batch_samplers_are_honoured(drop_last, given):
+    """The last short batch is there or not as asked for, with torch's BatchSampler passed in or made by the loader."""
+
+    def make():
+        if given:
+            return DataLoader(Ids(), batch_sampler=BatchSampler(RandomSampler(range(N)), 4, drop_last))
+        return DataLoader(Ids(), batch_size=4, shuffle=True, drop_last=drop_last)
+
+    whole, _ = run(make())
+    assert [len(batch) for batch in whole] == [4] * 10 + ([] if drop_last else [3])
+    assert lives(make) == whole
+
+
+def test_loaders_that_do_not_batch_resume_by_the_sample():
+    """batch_size=None yields samples; the position counts them."""
+
+    def make():
+        return DataLoader(Ids(), batch_size=None, shuffle=True)
+
+    whole, _ = run(make())
+    assert sorted(whole) == list(range(N))
+    assert lives(make) == whole
+
+
+def test_sampler_that_yields_lists_of_indices_without_auto_batching():
+    """The documented pattern of a batch sampler passed as sampler with batch_size=None resumes as well."""
+
+    class Whole(Dataset):
+        def __len__(self) -> int:
+            return N
+
+        def __getitem__(self, indices: list[int]) -> tuple[list[int], float]:
+            return list(indices), random.random()
+
+    def make():
+        sampler = BatchSampler(RandomSampler(range(N)), 4, False)
+        return DataLoader(Whole(), batch_size=None, sampler=sampler, collate_fn=as_list)
+
+    whole, _ = run(make())
+    assert sorted(flat(ids for ids, _ in whole)) == list(range(N))
+    assert lives(make) == whole
+
+
+def test_distributed_sampler_splits_and_resumes_on_each_rank():
+    """Two ranks draw each sample once together, in orders that differ by epoch; the position counts both ranks."""
+
+    def make(rank):
+        sampler = DistributedSampler(range(40), num_replicas=2, rank=rank)
+        return DataLoader(Ids(40), batch_size=4, sampler=sampler)
+
+    for epoch in range(2):
+        both = []
+        for rank in range(2):
+            options = {"epoch": epoch, "rank": rank, "world_size": 2}
+            whole, _ = run(make(rank), **options)
+            assert lives(lambda rank=rank: make(rank), stops=(2, 1), **options) == whole
+            both.append(flat(whole))
+        assert sorted(both[0] + both[1]) == list(range(40))
+    assert run(make(0), stop=3, world_size=2)[1]["samples"] == 24
+    assert flat(run(make(1), rank=1, world_size=2)[0]) != both[1]
+
+
+@pytest.mark.parametrize("worlds", [(2, 1), (1, 4), (4, 2)])
+def test_an_epoch_is_split_again_over_another_number_of_ranks(worlds):
+    """With the global batch kept, ranks before and after the change draw each sample exactly once."""
+
+    def make(rank, world):
+        sampler = DistributedSampler(range(48), num_replicas=world, rank=rank)
+        return DataLoader(Ids(48), batch_size=8 // world, sampler=sampler)
+
+    before, after = worlds
+    parts = [run(make(rank, before), stop=3, rank=rank, world_size=before) for rank in range(before)]
+    assert len({json.dumps(position) for _, position in parts}) == 1
+    ids = [index for drawn, _ in parts for index in flat(drawn)]
+    for rank in range(after):
+        ids += flat(run(make(rank, after), parts[0][1], rank=rank, world_size=after)[0])
+    assert sorted(ids) == list(range(48))
+
+
+def test_ranks_without_a_split_are_warned(caplog):
+    """Every rank drawing the same samples is said, once."""
+    with caplog.at_level(logging.WARNING, "holdfast.data"):
+        for _ in range(2):
+            _, position = run(DataLoader(Ids(), batch_size=4, shuffle=True), stop=2, world_size=2)
+    assert caplog.text.count("every rank gets the same samples") == 1
+    assert position["samples"] == 8
+
+
+class GlobalShuffle(Sampler):
+    """A sampler of somebody's own that draws from python's and NumPy's global generators, and from its own."""
+
+    def __init__(self, endless: bool = False) -> None:
+        self.generator = torch.Generator()
+        self.endless = endless
+
+    def __iter__(self):
+        while True:
+            order = list(range(N))
+            random.shuffle(order)
+            for index in order:
+                yield (index + np.random.randint(3) * int(torch.randint(2, (1,), generator=self.generator))) % N
+            if not self.endless:
+                return
+
+
+class PairsByLength(Sampler):
+    """A custom batch sampler with batches of several sizes."""
+
+    def __iter__(self):
+        left = torch.randperm(N).tolist()
+        while left:
+            size = random.randint(1, 5)
+            yield left[:size]
+            left = left[size:]
+
+
+class Repeating(Sampler):
+    """A custom batch sampler that draws few indices again and again."""
+
+    def __iter__(self):
+        return iter([[number % 3, (number + 1) % 3] for number in range(12)])
+
+
+CUSTOM = [
+    pytest.param(lambda: {"sampler": WeightedRandomSampler([1.0] * N, 50), "batch_size": 4}, id="weighted"),
+    pytest.param(lambda: {"sampler": GlobalShuffle(), "batch_size": 4}, id="global generators"),
+    pytest.param(lambda: {"batch_sampler": PairsByLength()}, id="batch sampler"),
+    pytest.param(lambda: {"batch_sampler": Repeating()}, id="repeating batch sampler"),
+    pytest.param(lambda: {"sampler": range(0, N, 2), "batch_size": 4}, id="plain range"),
+]
+
+
+@pytest.mark.parametrize("options", CUSTOM)
+def test_custom_samplers_repeat_their_order_and_are_skipped_by_index(options):
+    """The order of a sampler of unknown kind depends on (seed, epoch) only, moves no generator, and seeks for free."""
+
+    def make(dataset=None):
+        return DataLoader(dataset if dataset is not None else Augmented(), collate_fn=as_list, **options())
+
+    before = rng.capture()
+    whole, _ = run(make())
+    assert lives(make) == whole
+    assert_same_generators(before)
+    _, position = run(make(), stop=5)
+    dataset = Ids()
+    ids = flat(run(make(dataset), position)[0])
+    assert ids == [sample[0] for sample in flat(whole[5:])]
+    assert sum(dataset.called()) == len(ids)
+
+
+def test_a_samplers_own_generator_is_left_as_it_was():
+    """A generator the user gave to a sampler decides nothing and is not moved."""
+    generator = torch.Generator().manual_seed(5)
+    before = generator.get_state()
+    sampler = WeightedRandomSampler([1.0] * N, N, generator=generator)
+    first, _ = run(DataLoader(Ids(), batch_size=4, sampler=sampler))
+    assert torch.equal(generator.get_state(), before)
+    generator.manual_seed(6)
+    assert run(DataLoader(Ids(), batch_size=4, sampler=sampler))[0] == first
+
+
+def test_an_endless_sampler_works():
+    """A sampler that never ends is drawn from as needed, and resumes."""
+
+    def make():
+        return DataLoader(Ids(), batch_size=4, sampler=GlobalShuffle(endless=True))
+
+    whole, _ = run(make(), stop=40)
+    head, position = run(make(), stop=17)
+    tail, _ = run(make(), position, stop=23)
+    assert head + tail == whole
+
+
+def test_set_epoch_of_a_custom_sampler_is_called():
+    """A sampler that orders by its own epoch is told the epoch."""
+
+    class ByEpoch(SequentialSampler):
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self):
+            return iter([(index + self.epoch) % N for index in range(N)])
+
+    assert flat(run(DataLoader(Ids(), sampler=ByEpoch(range(N)), batch_size=4), epoch=3)[0])[:2] == [3, 4]

@@ -1,0 +1,174 @@
+"""Reading finds every damaged byte and says where it is."""
+
+import itertools
+import shutil
+
+import pytest
+import torch
+from state_kit import assert_same, net
+
+import holdfast as hf
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.state.reader import ReadRequest, read_tensors
+from holdfast.state.stored import open_stored
+from holdfast.storage.memory import MemoryStorage
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """Save tensors that span blocks, share chunks and lie at the edges of the file."""
+    place = tmp_path_factory.mktemp("original") / "one"
+    torch.manual_seed(0)
+    state = {"model": {"big": torch.randn(700_000), "mid": torch.randn(40_000), "tiny": torch.randn(5)}}
+    state["model"]["tail"] = torch.arange(300, dtype=torch.uint8)
+    hf.save(place, state)
+    return place, state
+
+
+@pytest.fixture
+def copy(original, tmp_path):
+    """Give a copy of the checkpoint that a test may damage."""
+    shutil.copytree(original[0], tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def damage(path, position):
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte[0] ^ 0x40]))
+
+
+def test_every_damaged_tensor_byte_is_found_and_named(original, copy):
+    """One flipped bit anywhere in the data is a CorruptCheckpointError that names file, chunk and tensor."""
+    checkpoint = Checkpoint(copy)
+    entries = open_stored(checkpoint.storage.child(checkpoint.directory)).entries
+    for name, entry in entries.items():
+        (piece,) = entry.pieces
+        for share in (0, 0.3, 0.5, 0.77, 1):
+            position = piece.offset + int(share * (piece.nbytes - 1))
+            damage(copy / piece.file, position)
+            with pytest.raises(hf.CorruptCheckpointError) as caught:
+                hf.load(copy)
+            named = entries[caught.value.tensor].pieces[0]
+            chunk = position // 65536
+            assert named.offset < (chunk + 1) * 65536
+            assert named.offset + named.nbytes > chunk * 65536
+            assert (caught.value.file, caught.value.chunk) == (piece.file, chunk)
+            if piece.nbytes > 200_000 and share == 0.5:
+                assert caught.value.tensor == name
+            damage(copy / piece.file, position)
+    assert_same(hf.load(copy), original[1])
+
+
+def test_damage_outside_of_what_is_loaded_does_no_harm(original, copy):
+    """A part whose chunks are whole loads although another part is damaged."""
+    checkpoint = Checkpoint(copy)
+    piece = open_stored(checkpoint.storage.child(checkpoint.directory)).entries["model/big"].pieces[0]
+    damage(copy / piece.file, piece.offset + 1_000_000)
+    assert_same(hf.load(copy, only="model/tail")["model"]["tail"], original[1]["model"]["tail"])
+    with pytest.raises(hf.CorruptCheckpointError):
+        hf.load(copy, only="model/big")
+
+
+def test_verify_false_reads_what_is_there(copy):
+    """Without verification damaged data loads; the caller asked for that."""
+    checkpoint = Checkpoint(copy)
+    piece = open_stored(checkpoint.storage.child(checkpoint.directory)).entries["model/big"].pieces[0]
+    damage(copy / piece.file, piece.offset + 1_000_000)
+    assert hf.load(copy, verify=False)["model"]["big"].shape == (700_000,)
+
+
+@pytest.mark.parametrize("role", ["index-*", "state-*.json", "digests-*", "manifest.json"])
+def test_damaged_small_files_are_found(copy, role):
+    """A flipped bit in any part of index, structure, digests or manifest is found before anything is read."""
+    (path,) = copy.glob(role)
+    size = path.stat().st_size
+    for position in {0, size // 3, size // 2, size - 2}:
+        damage(path, position)
+        with pytest.raises((hf.CorruptCheckpointError, hf.FormatVersionError)):
+            hf.load(copy)
+        damage(path, position)
+    hf.load(copy)
+
+
+@pytest.mark.parametrize("role", ["model-*", "index-*", "state-*.json", "digests-*"])
+@pytest.mark.parametrize("how", ["cut", "gone", "empty"])
+def test_files_that_are_short_or_gone(copy, role, how):
+    """A truncated or missing file is a damaged checkpoint that names the file, not some other error."""
+    (path,) = copy.glob(role)
+    if how == "gone":
+        path.unlink()
+    else:
+        with path.open("r+b") as file:
+            file.truncate(0 if how == "empty" else path.stat().st_size // 2)
+    with pytest.raises(hf.CorruptCheckpointError, match=path.name) as caught:
+        hf.load(copy)
+    assert caught.value.file == path.name
+    if role == "model-*":
+        assert caught.value.tensor in ("model/big", "model/mid", "model/tiny", "model/tail")
+
+
+def test_damage_reaches_the_caller_from_a_load_into_live_tensors(copy):
+    """The error also comes when tensors are read in place, with strides and with a cast."""
+    checkpoint = Checkpoint(copy)
+    piece = open_stored(checkpoint.storage.child(checkpoint.directory)).entries["model/big"].pieces[0]
+    damage(copy / piece.file, piece.offset + 2_000_000)
+    for live in (torch.zeros(700_000), torch.zeros(1_400_000)[::2], torch.zeros(700_000, dtype=torch.float64)):
+        with pytest.raises(hf.CorruptCheckpointError, match="model/big"):
+            hf.load(copy, {"model": {"big": live}}, only="model/big", dtype=torch.float64)
+
+
+def blob(size):
+    """Return a storage with one file of ``size`` bytes, and the bytes."""
+    storage = MemoryStorage(f"reader-{next(_numbers)}")
+    data = torch.randint(0, 255, (size,), dtype=torch.uint8)
+    storage.put("f", data.numpy().tobytes())
+    return storage, data
+
+
+def request(offset, target, nbytes=None):
+    return ReadRequest(
+        name=f"t{offset}", file="f", offset=offset, nbytes=nbytes or target.numel(), dtype=torch.uint8, target=target
+    )
+
+
+def test_any_ranges_in_any_order():
+    """Ranges of all sizes, adjacent, apart, in any order and wanted twice are all filled."""
+    storage, data = blob(9_000_000)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(10):
+        cuts = torch.randint(0, 9_000_000, (12,), generator=generator).sort().values.tolist()
+        rows = [
+            request(start, torch.zeros(stop - start, dtype=torch.uint8))
+            for start, stop in itertools.pairwise(cuts)
+            if stop > start
+        ]
+        rows += [request(row.offset, torch.zeros_like(row.target)) for row in rows[::3]]
+        rows += [request(row.offset, torch.zeros(2 * row.nbytes, dtype=torch.uint8)[::2]) for row in rows[::4]]
+        rows.reverse()
+        read_tensors(storage, rows, None)
+        assert all(torch.equal(row.target, data[row.offset : row.offset + row.nbytes]) for row in rows)
+
+
+def test_progress_counts_every_byte_read():
+    """The bytes told to ``progress`` add up to what the call returns, which covers what was asked."""
+    storage, _ = blob(3_000_000)
+    seen = []
+    total = read_tensors(storage, [request(0, torch.zeros(3_000_000, dtype=torch.uint8))], None, progress=seen.append)
+    assert sum(seen) == total >= 3_000_000
+
+
+def test_a_load_reads_each_byte_once(tmp_path):
+    """Loading a model reads its tensors once: not per tensor, not per thread."""
+    from holdfast.state.restore import load_state
+    from holdfast.storage import LocalStorage
+
+    model = net(0, width=400)
+    hf.save(tmp_path / "one", {"model": model})
+    loaded = load_state(LocalStorage(tmp_path / "one"), {"model": net(1, width=400)})
+    size = next((tmp_path / "one").glob("model-*")).stat().st_size
+    assert loaded.bytes_read <= size + 65536

@@ -1,0 +1,175 @@
+"""Generators are captured without being moved and put back exactly, and what cannot be put back is named."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.state import rng
+
+
+@pytest.fixture(autouse=True)
+def _generators_put_back():
+    """The tests move the global generators: leave them as they were."""
+    before = rng.capture()
+    yield
+    rng.restore(before)
+
+
+def draw() -> tuple:
+    """Draw from every generator, in the ways that leave different marks in their states."""
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        np.random.random(),
+        np.random.standard_normal(),
+        torch.rand(3).tolist(),
+        torch.randn(1).item(),
+    )
+
+
+def test_restored_generators_repeat_the_same_numbers():
+    """After restore every generator draws again what it drew after capture."""
+    draw()
+    state = rng.capture()
+    first = [draw() for _ in range(3)]
+    assert rng.restore(state) == []
+    assert [draw() for _ in range(3)] == first
+
+
+def test_second_half_of_a_gauss_pair_is_kept():
+    """The Gaussian that `random` and NumPy hold back is part of the state."""
+    random.gauss(0, 1)
+    np.random.standard_normal()
+    state = rng.capture()
+    assert state["python"]["gauss_next"] is not None
+    assert state["numpy"]["has_gauss"] == 1
+    expected = random.gauss(0, 1), np.random.standard_normal()
+    random.seed(9)
+    np.random.seed(9)
+    rng.restore(state)
+    assert (random.gauss(0, 1), np.random.standard_normal()) == expected
+
+
+def test_capture_moves_no_generator():
+    """Numbers drawn with and without captures in between are the same."""
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    plain = [draw() for _ in range(4)]
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    observed = []
+    for _ in range(4):
+        rng.capture()
+        observed.append(draw())
+    assert observed == plain
+
+
+def test_state_is_plain_data_and_uint8_tensors():
+    """What is captured travels through the codec, tensors aside, and still restores exactly."""
+    from holdfast.format import codec
+
+    random.gauss(0, 1)
+    state = rng.capture()
+    tensor = state.pop("torch")
+    assert tensor.dtype is torch.uint8
+    again = codec.decode(codec.loads(codec.dumps(codec.encode(state)), max_bytes=1 << 20, max_depth=50))
+    expected = draw()
+    assert rng.restore({**again, "torch": tensor}) == []
+    assert draw() == expected
+
+
+def test_another_numpy_bit_generator_round_trips():
+    """A global NumPy generator exchanged for another kind is captured and restored as that kind."""
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(5))
+    try:
+        state = rng.capture()
+        expected = np.random.random(3).tolist()
+        assert rng.restore(state) == []
+        assert np.random.random(3).tolist() == expected
+    finally:
+        np.random.set_bit_generator(before)
+
+
+def test_missing_and_damaged_entries_are_named_and_the_rest_is_restored():
+    """A state with one entry gone and one malformed restores the others and lists exactly these two."""
+    state = rng.capture()
+    expected = draw()
+    del state["numpy"]
+    state["torch"] = state["torch"][:7]
+    problems = rng.restore(state)
+    assert len(problems) == 2
+    assert problems[0].startswith("numpy generator: the checkpoint has no entry")
+    assert problems[1].startswith("torch generator: ")
+    assert draw()[:2] == expected[:2]
+
+
+def test_generators_of_devices_that_are_not_here_are_named():
+    """States of accelerators this machine lacks are listed, not dropped in silence."""
+    state = rng.capture()
+    state["devices"] = {"nonesuch": [torch.zeros(16, dtype=torch.uint8)] * 2}
+    assert rng.restore(state) == ["nonesuch generators: 2 saved, this machine has no nonesuch device"]
+
+
+class FakeDevices:
+    """Stands in for `torch.cuda` with any number of devices."""
+
+    def __init__(self, states: list[torch.Tensor]) -> None:
+        self.states = states
+
+    def is_available(self) -> bool:
+        return True
+
+    is_initialized = is_available
+
+    def device_count(self) -> int:
+        return len(self.states)
+
+    def get_rng_state(self, device: int = 0) -> torch.Tensor:
+        return self.states[device].clone()
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [state.clone() for state in self.states]
+
+    def set_rng_state(self, state: torch.Tensor, device: int = 0) -> None:
+        self.states[device] = state.clone()
+
+    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
+        self.states = list(states)
+
+
+def test_every_device_in_use_is_captured_and_restored(monkeypatch):
+    """Each device's generator is in the state, in order, and comes back to its own device."""
+    fake = FakeDevices([torch.full((16,), number, dtype=torch.uint8) for number in range(3)])
+    monkeypatch.setattr(torch, "cuda", fake)
+    state = rng.capture()
+    fake.states = [torch.zeros(16, dtype=torch.uint8)] * 3
+    assert rng.restore(state) == []
+    assert [int(tensor[0]) for tensor in fake.states] == [0, 1, 2]
+    assert "devices" not in rng.capture(devices=False)
+
+
+@pytest.mark.parametrize(("saved", "here", "named"), [(3, 1, "1 to 2"), (1, 3, "1 to 2")])
+def test_another_number_of_devices_is_said(monkeypatch, saved, here, named):
+    """With other device counts the common ones are restored and the others named."""
+    monkeypatch.setattr(torch, "cuda", FakeDevices([torch.full((16,), 7, dtype=torch.uint8)] * saved))
+    state = rng.capture()
+    fake = FakeDevices([torch.zeros(16, dtype=torch.uint8)] * here)
+    monkeypatch.setattr(torch, "cuda", fake)
+    problems = rng.restore(state)
+    assert len(problems) == 1
+    assert f"cuda generators {named}" in problems[0]
+    assert int(fake.states[0][0]) == 7
+
+
+def test_a_device_in_use_without_an_entry_is_said(monkeypatch):
+    """A checkpoint saved without accelerator says so when it is resumed on one."""
+    state = rng.capture()
+    monkeypatch.setattr(torch, "cuda", FakeDevices([torch.zeros(16, dtype=torch.uint8)]))
+    assert rng.restore(state) == ["cuda generators: the checkpoint has no entry for them"]

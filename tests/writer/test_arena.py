@@ -1,0 +1,80 @@
+"""The arena: shared, page-aligned, faulted in the background, harmless to forked children."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from holdfast.writer.arena import Arena
+
+MIB = 1 << 20
+
+
+def test_both_sides_see_the_same_bytes() -> None:
+    """What one mapping writes the other reads."""
+    with Arena.create(5000) as arena:
+        assert arena.size == 8192
+        assert arena.address % 4096 == 0
+        assert arena.fd is not None
+        with Arena.attach(os.dup(arena.fd), arena.size) as other:
+            other.view[4097:4100] = b"abc"
+            assert bytes(arena.view[4097:4100]) == b"abc"
+
+
+def test_prefault_touches_every_page() -> None:
+    """After `prefaulted` is set all pages exist, and they are zero."""
+    with Arena.create(70 * MIB) as arena:
+        assert arena.fd is not None
+        assert os.fstat(arena.fd).st_blocks == 0
+        arena.prefault()
+        arena.prefault()
+        assert arena.prefaulted.wait(60)
+        assert os.fstat(arena.fd).st_blocks * 512 >= 70 * MIB
+        assert arena.view[69 * MIB] == 0
+
+
+def test_close_is_idempotent_and_survives_views() -> None:
+    """Views that others hold stay readable after close; the descriptor goes."""
+    arena = Arena.create(4096)
+    seen: list[int] = []
+    arena.on_close(lambda closed: seen.append(closed.number))
+    arena.view[:2] = b"ok"
+    held = arena.view[:4]
+    arena.close()
+    arena.close()
+    assert bytes(held[:2]) == b"ok"
+    assert seen == [arena.number]
+    assert arena.fd is None
+    with pytest.raises(ValueError, match="closed"):
+        _ = arena.view
+
+
+def test_close_while_prefaulting() -> None:
+    """Closing a large arena in the middle of its prefault neither crashes nor waits for all of it."""
+    arena = Arena.create(256 * MIB)
+    arena.prefault()
+    arena.close()
+    assert arena.fd is None
+
+
+def test_a_forked_child_does_not_inherit_it() -> None:
+    """The mapping and the descriptor are absent in a forked child, which ends normally."""
+    with Arena.create(4096) as arena:
+        arena.view[0] = 1
+        start = f"{arena.address:x}-"
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            mapped = any(line.startswith(start) for line in Path("/proc/self/maps").read_text().splitlines())
+            links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+            held = any("holdfast-arena" in link for link in links)
+            arena.close()
+            os.write(write, b"held" if mapped or held else b"absent")
+            os._exit(0)
+        os.close(write)
+        assert os.waitpid(child, 0)[1] == 0
+        assert os.read(read, 10) == b"absent"
+        os.close(read)
+        assert any(line.startswith(start) for line in Path("/proc/self/maps").read_text().splitlines())

@@ -1,0 +1,100 @@
+"""What the tests of the writer share: jobs made of plain bytes, and waiting for the end of a process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import select
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from holdfast.format.commit import read_manifest
+from holdfast.writer.arena import Arena
+from holdfast.writer.messages import BlobPlan, FilePlan, SaveJob
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+_COUNTER = itertools.count(1)
+
+
+def pages(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096
+
+
+def noise(seed: int, nbytes: int) -> bytes:
+    """Bytes that differ in every chunk and for every seed."""
+    return random.Random(seed).randbytes(nbytes)
+
+
+def fill(contents: list[bytes]) -> Arena:
+    """An arena with these files one after another, each padded to whole pages."""
+    arena = Arena.create(max(4096, sum(pages(len(item)) for item in contents)))
+    offset = 0
+    for item in contents:
+        arena.view[offset : offset + len(item)] = item
+        offset += pages(len(item))
+    return arena
+
+
+def make_job(contents: list[bytes], *, step: int = 1, start_id: str = "aaaaaaaa", **fields: Any) -> SaveJob:
+    save_id = f"{start_id}-{next(_COUNTER):x}"
+    stable = fields.pop("stable", ())
+    directory = fields.pop("directory", f"step_{step:08d}")
+    files, offset = [], 0
+    for number, item in enumerate(contents):
+        path = f"item{number}-00000-{save_id}.safetensors"
+        files.append(FilePlan(path=path, size=len(item), arena_offset=offset, stable=number in stable))
+        offset += pages(len(item))
+    manifest = {"run_id": "run", "checkpoint_id": f"id-{save_id}", "attempt": 1, "step": step}
+    manifest.update(fields.pop("manifest", {}))
+    return SaveJob(
+        directory=directory,
+        save_id=save_id,
+        files=tuple(files),
+        blobs=(BlobPlan(path=f"state-{save_id}.json", role="state"),),
+        manifest=manifest,
+        **fields,
+    )
+
+
+def stored(storage: Any, directory: str) -> dict[str, bytes]:
+    """Every file that the manifest of a checkpoint lists."""
+    manifest = read_manifest(storage, directory)
+    return {entry.path: storage.read(f"{directory}/{entry.path}") for entry in manifest.files}
+
+
+def wait_ended(pid: int, timeout_s: float = 20.0) -> bool:
+    """Wait for the end of any process, ours or not."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], timeout_s)[0])
+    finally:
+        os.close(fd)
+
+
+def start_trainer(mode: str, root: Path) -> subprocess.Popen[str]:
+    """A trainer of its own, leader of a process group, that prints what it did line by line."""
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("trainer_script.py")), mode, str(root)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        process_group=0 if sys.version_info >= (3, 11) else None,
+        start_new_session=sys.version_info < (3, 11),
+    )
+
+
+def wait_line(trainer: subprocess.Popen[str], word: str) -> str:
+    """Read the trainer's output up to the line that starts with ``word``; the rest of that line."""
+    assert trainer.stdout is not None
+    for line in trainer.stdout:
+        if line.startswith(word):
+            return line[len(word) :].strip()
+    raise AssertionError(f"the trainer ended without saying {word!r}")
