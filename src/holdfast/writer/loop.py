@@ -171,9 +171,9 @@ class WriterLoop:
         self._later(message, lambda: self._open_run(message.header))
 
     def _on_op(self, message: Message) -> None:
-        header = message.header
-        if header["op"] == "report" and self._run is not None:
-            self._run.report(header["call"], header["args"]["rows"], self._answer_many)
+        header, run = message.header, self._run
+        if header["op"] == "report" and run is not None:
+            run.report(header["call"], header["args"]["rows"], self._answer_many)
         else:
             self._later(message, lambda: self._op(header))
 

@@ -27,18 +27,24 @@ class ReportBuffer:
         self._rows: list[dict[str, Any]] = []
         self._calls: list[tuple[int, Answer]] = []
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # rows came, or the end
+        self._closing = self._closed = False
         self._writing = threading.Lock()
-        self._some = threading.Event()
-        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="holdfast-reports", daemon=True)
         self._thread.start()
 
     def add(self, call: int, rows: list[dict[str, Any]], answer: Answer) -> None:
-        """Add rows; ``answer`` is called when they are durable, or with the error."""
+        """Add rows; ``answer`` is called when they are durable, or with the error.
+
+        Raises:
+            HoldfastError: the buffer is closed.
+        """
         with self._lock:
+            if self._closed:
+                raise HoldfastError("this run is closed: nothing more can be reported to it")
             self._rows += rows
             self._calls.append((call, answer))
-        self._some.set()
+            self._changed.notify_all()
 
     def flush(self) -> None:
         """Write what has been gathered, now."""
@@ -46,7 +52,6 @@ class ReportBuffer:
             with self._lock:
                 rows, self._rows = self._rows, []
                 calls, self._calls = self._calls, []
-                self._some.clear()
             if not calls:
                 return
             error: BaseException | None = None
@@ -62,18 +67,24 @@ class ReportBuffer:
 
     def _work(self) -> None:
         while True:
-            self._some.wait()
-            if self._stop.is_set():
-                return
+            with self._lock:
+                self._changed.wait_for(lambda: self._calls or self._closing)
+                if self._closing:
+                    return  # close() writes the rest
             begun = time.monotonic()
             self.flush()
-            self._stop.wait(max(0.0, _EVERY_S - (time.monotonic() - begun)))
+            with self._lock:
+                pause = max(0.0, _EVERY_S - (time.monotonic() - begun))
+                self._changed.wait_for(lambda: self._closing, pause)
 
     def close(self) -> None:
         """Write the rest and end the thread."""
-        self._stop.set()
-        self._some.set()
+        with self._lock:
+            self._closing = True
+            self._changed.notify_all()
         self._thread.join()
+        with self._lock:
+            self._closed = True  # what came up to here is written below, what comes later is refused
         self.flush()
 
 
