@@ -30,6 +30,8 @@ BENCHMARKS = {
     "catalog": ("catalog", "run"),
     "frozen": ("frozen", "run"),
     "startup": ("startup", "run"),
+    "startup_trainer": ("startup_trainer", "run"),
+    "trainer": ("trainer", "run"),
 }
 
 

@@ -20,8 +20,23 @@ if TYPE_CHECKING:
     from .checkpointer import load as load
     from .checkpointer import save as save
     from .checkpointer import save_async as save_async
+    from .config import CheckpointConfig as CheckpointConfig
+    from .config import CheckpointStrategy as CheckpointStrategy
+    from .config import FailureConfig as FailureConfig
     from .config import Keep as Keep
+    from .config import RunConfig as RunConfig
+    from .config import ScalingConfig as ScalingConfig
     from .errors import *  # noqa: F403
+    from .runtime.result import Result as Result
+    from .runtime.session import get_all_reported_checkpoints as get_all_reported_checkpoints
+    from .runtime.session import get_checkpoint as get_checkpoint
+    from .runtime.session import get_context as get_context
+    from .runtime.session import load_checkpoint as load_checkpoint
+    from .runtime.session import report as report
+    from .runtime.session import save_checkpoint as save_checkpoint
+    from .runtime.types import CheckpointUploadMode as CheckpointUploadMode
+    from .runtime.types import ReportedCheckpoint as ReportedCheckpoint
+    from .runtime.types import ReportedCheckpointStatus as ReportedCheckpointStatus
 
 __version__ = "0.1.0"
 
@@ -29,13 +44,28 @@ _HOME = {
     "Checkpoint": "checkpoint.handle",
     "Verification": "checkpoint.handle",
     "Checkpointer": "checkpointer",
-    "Keep": "config",
     "PerRank": "checkpointer",
     "RNG": "checkpointer",
     "SaveHandle": "checkpointer",
     "load": "checkpointer",
     "save": "checkpointer",
     "save_async": "checkpointer",
+    "CheckpointConfig": "config",
+    "CheckpointStrategy": "config",
+    "FailureConfig": "config",
+    "Keep": "config",
+    "RunConfig": "config",
+    "ScalingConfig": "config",
+    "Result": "runtime.result",
+    "get_all_reported_checkpoints": "runtime.session",
+    "get_checkpoint": "runtime.session",
+    "get_context": "runtime.session",
+    "load_checkpoint": "runtime.session",
+    "report": "runtime.session",
+    "save_checkpoint": "runtime.session",
+    "CheckpointUploadMode": "runtime.types",
+    "ReportedCheckpoint": "runtime.types",
+    "ReportedCheckpointStatus": "runtime.types",
     **dict.fromkeys(_errors.__all__, "errors"),
 }
 __all__ = sorted(_HOME)  # noqa: PLE0605

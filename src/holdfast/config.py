@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ._units import Interval, IntervalLike, parse_interval
 from .errors import ConfigError
 
-__all__ = ["Keep"]
+__all__ = ["CheckpointConfig", "CheckpointStrategy", "FailureConfig", "Keep", "RunConfig", "ScalingConfig"]
+
+_T = TypeVar("_T")
+
+
+def _removed(**advice: str) -> Callable[[type[_T]], type[_T]]:
+    """Answer arguments that Ray Train knows (or knew) and we do not with what to do instead of them."""
+
+    def decorate(cls: type[_T]) -> type[_T]:
+        init = cls.__init__
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **given: Any) -> None:
+            wrong = sorted(given.keys() & advice.keys())
+            if wrong:
+                lines = "; ".join(f"{name}: {advice[name]}" for name in wrong)
+                raise ConfigError(f"{cls.__name__} has no argument {' and '.join(wrong)}: {lines}")
+            init(self, *args, **given)
+
+        cls.__init__ = checked  # type: ignore[method-assign]
+        return cls
+
+    return decorate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +50,8 @@ class Keep:
     Attributes:
         last: number of newest checkpoints.
         best: number of best checkpoints by ``metric``.
-        metric: name of the metric that ranks; a missing or NaN value ranks below everything.
+        metric: name of the metric that ranks, ``/`` leading into nested ones; a missing or NaN value ranks below
+            everything.
         mode: "min" or "max".
         every: milestones that stay for ever: one for each multiple of this interval in steps ("10000ba"),
             epochs ("5ep") or wall time ("6h"; the first checkpoint in each span).
@@ -38,7 +65,7 @@ class Keep:
 
     def __post_init__(self) -> None:
         for name, value in (("last", self.last), ("best", self.best)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if value is not None and (not _is_int(value) or value < 1):
                 raise ConfigError(f"Keep({name}={value!r}): give a whole number of at least 1, or leave it out")
         if self.mode not in ("min", "max"):
             raise ConfigError(f"Keep(mode={self.mode!r}): use 'min' (smaller is better) or 'max'")
@@ -67,3 +94,258 @@ class Keep:
     def from_json(cls, data: dict[str, Any]) -> Keep:
         """Rebuild what `to_json` described."""
         return cls(**data)
+
+
+_CLUSTER = "it comes with a cluster engine; the local one starts all workers on this machine"
+
+
+@_removed(
+    trainer_resources="the controller runs in your own process and needs none, leave it out",
+    placement_strategy=_CLUSTER,
+    label_selector=_CLUSTER,
+    bundle_label_selector=_CLUSTER,
+    accelerator_type=_CLUSTER,
+    use_tpu="TPUs are not supported, use_gpu=True asks for GPUs",
+    topology="TPUs are not supported, use_gpu=True asks for GPUs",
+)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingConfig:
+    """How many workers train, and where.
+
+    Example:
+        >>> ScalingConfig(num_workers=2).engine
+        'auto'
+
+    Attributes:
+        num_workers: number of worker processes; the world size.
+        use_gpu: whether each worker gets a GPU of its own.
+        resources_per_worker: amounts by name, such as ``{"CPU": 4}``, for engines that schedule; the local engine
+            takes no notice of them.
+        engine: "local" (processes of this machine) or "auto".
+    """
+
+    num_workers: int = 1
+    use_gpu: bool = False
+    resources_per_worker: Mapping[str, float] | None = None
+    engine: str = "auto"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_workers, (tuple, list)):
+            raise ConfigError(
+                f"ScalingConfig(num_workers={self.num_workers!r}): elastic ranges are not supported, give one number"
+            )
+        if not _is_int(self.num_workers) or self.num_workers < 1:
+            raise ConfigError(f"ScalingConfig(num_workers={self.num_workers!r}): give a whole number of at least 1")
+        if not isinstance(self.use_gpu, bool):
+            raise ConfigError(f"ScalingConfig(use_gpu={self.use_gpu!r}): give True or False")
+        if self.engine == "ray":
+            raise ConfigError(
+                "ScalingConfig(engine='ray'): the Ray engine comes in a later version; use 'local' (or 'auto'), which "
+                "starts the workers on this machine"
+            )
+        if self.engine not in ("auto", "local"):
+            raise ConfigError(f"ScalingConfig(engine={self.engine!r}): use 'local' or 'auto'")
+        self._check_resources()
+
+    def _check_resources(self) -> None:
+        resources = self.resources_per_worker
+        if resources is None:
+            return
+        shown = f"ScalingConfig(resources_per_worker={resources!r})"
+        if not isinstance(resources, Mapping):
+            raise ConfigError(f"{shown}: give amounts by name, as in {{'CPU': 4}}")
+        for name, amount in resources.items():
+            if not isinstance(name, str) or not _is_number(amount) or amount < 0 or math.isinf(amount):
+                raise ConfigError(f"{shown}: {name!r}: {amount!r} is no amount; give a number of at least 0")
+        if self.use_gpu and resources.get("GPU", 1) == 0:
+            raise ConfigError(f"{shown}: use_gpu=True and no GPU contradict each other, drop one of them")
+        if not self.use_gpu and resources.get("GPU", 0) > 0:
+            raise ConfigError(f"{shown}: GPUs are asked for with use_gpu=True, set it or drop 'GPU'")
+
+
+@_removed(
+    checkpoint_frequency="call report(metrics, checkpoint=...) as often as you want checkpoints",
+    checkpoint_at_end="report a last checkpoint at the end of train_func",
+)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """Which reported checkpoints stay. The newest always does.
+
+    Example:
+        >>> config = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="accuracy")
+        >>> config.retention.best, config.retention.metric, config.retention.mode
+        (2, 'accuracy', 'max')
+
+    Attributes:
+        num_to_keep: how many stay: the best ones, or the newest without an attribute; None: all.
+        checkpoint_score_attribute: metric that ranks them, ``/`` leading into nested ones ("val/accuracy").
+        checkpoint_score_order: "max" or "min".
+        keep: rules of `Keep`, for anything richer; instead of ``num_to_keep``.
+    """
+
+    num_to_keep: int | None = None
+    checkpoint_score_attribute: str | None = None
+    checkpoint_score_order: str = "max"
+    keep: Keep | None = None
+
+    def __post_init__(self) -> None:
+        number, attribute = self.num_to_keep, self.checkpoint_score_attribute
+        if number is not None and (not _is_int(number) or number < 1):
+            raise ConfigError(
+                f"CheckpointConfig(num_to_keep={number!r}): give a whole number of at least 1, or None to keep all"
+            )
+        _check_score("CheckpointConfig", attribute, self.checkpoint_score_order, optional=True)
+        if self.keep is None:
+            return
+        if not isinstance(self.keep, Keep):
+            raise ConfigError(f"CheckpointConfig(keep={self.keep!r}): give a holdfast.Keep, as in Keep(last=3)")
+        if number is not None or attribute is not None:
+            raise ConfigError(
+                "CheckpointConfig(keep=...) says everything itself: leave num_to_keep and checkpoint_score_attribute "
+                "out, as in keep=Keep(best=2, metric='accuracy', mode='max')"
+            )
+
+    @property
+    def retention(self) -> Keep:
+        """The same as rules of retention."""
+        if self.keep is not None:
+            return self.keep
+        if self.checkpoint_score_attribute is None:
+            return Keep(last=self.num_to_keep)
+        metric, mode = self.checkpoint_score_attribute, self.checkpoint_score_order
+        return Keep(best=self.num_to_keep, metric=metric, mode=mode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointStrategy:
+    """Which checkpoints of `save_checkpoint` are written and stay: the style of Ray 1.x.
+
+    With ``num_to_keep`` written, one that is not strictly better than the worst of them is not written at all.
+
+    Attributes:
+        num_to_keep: how many stay on disk; None: all; 0: none, the newest stays in memory for recovery.
+        checkpoint_score_attribute: key of the saved values that ranks.
+        checkpoint_score_order: "max" or "min".
+    """
+
+    num_to_keep: int | None = None
+    checkpoint_score_attribute: str = "_timestamp"
+    checkpoint_score_order: str = "max"
+
+    def __post_init__(self) -> None:
+        number = self.num_to_keep
+        if number is not None and (not _is_int(number) or number < 0):
+            raise ConfigError(
+                f"CheckpointStrategy(num_to_keep={number!r}): give a whole number, 0 to write none, or None to keep all"
+            )
+        _check_score("CheckpointStrategy", self.checkpoint_score_attribute, self.checkpoint_score_order, optional=False)
+
+    @property
+    def retention(self) -> Keep:
+        """The same as rules of retention. What is not written at all is no matter of retention."""
+        return Keep(
+            best=self.num_to_keep or None, metric=self.checkpoint_score_attribute, mode=self.checkpoint_score_order
+        )
+
+
+@_removed(
+    fail_fast="max_failures=0 (the default) gives up at the first failure",
+    controller_failure_limit="the controller is your own process: start the script again and it resumes",
+    max_preemption_failures="it is called max_preemptions here",
+)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureConfig:
+    """How often training may fail and go on from the newest checkpoint.
+
+    Attributes:
+        max_failures: number of failures to recover from; -1: no limit.
+        max_preemptions: the same for workers that were told to go (SIGTERM), which do not count as failures.
+        hang_timeout_s: a worker that shows no sign of life for so long has failed; None: never.
+    """
+
+    max_failures: int = 0
+    max_preemptions: int = -1
+    hang_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_failures", self.max_failures), ("max_preemptions", self.max_preemptions)):
+            if not _is_int(value) or value < -1:
+                raise ConfigError(f"FailureConfig({name}={value!r}): give a number of at least 0, or -1 for no limit")
+        limit = self.hang_timeout_s
+        if limit is not None and (not _is_number(limit) or not 0 < limit < math.inf):
+            raise ConfigError(f"FailureConfig(hang_timeout_s={limit!r}): give a positive number of seconds, or None")
+
+
+@_removed(
+    sync_config="checkpoints go straight to storage_path, nothing is synced: leave it out",
+    verbose="use the logger 'holdfast' (logging.getLogger('holdfast').setLevel(...))",
+    stop="return from train_func when training is to end",
+    progress_reporter="read the metrics from the Result, or log them in train_func",
+    log_to_file="the output of workers is always kept in <run>/logs",
+    logging_config="use the logger 'holdfast' (logging.getLogger('holdfast').setLevel(...))",
+    local_dir="it is called storage_path",
+    worker_runtime_env="workers inherit the environment of this process: set os.environ before fit()",
+)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Where a run lives and how it is looked after.
+
+    Attributes:
+        name: directory of the run under ``storage_path``; the same name again resumes. Default: made of the name of
+            train_func, the date and a short id.
+        storage_path: a directory or URI; default ``~/holdfast_results``.
+        storage_filesystem: a `holdfast.storage.Storage` in which ``storage_path`` is a path.
+        checkpoint_config: which checkpoints stay.
+        failure_config: which failures are recovered from.
+        callbacks: objects with ``after_report(run_context, metrics, checkpoint)`` or
+            ``after_exception(run_context, worker_exceptions)``.
+    """
+
+    name: str | None = None
+    storage_path: str | os.PathLike[str] | None = None
+    storage_filesystem: Any = None
+    checkpoint_config: CheckpointConfig | CheckpointStrategy | None = None
+    failure_config: FailureConfig | None = None
+    callbacks: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        name, path = self.name, self.storage_path
+        if name is not None and (
+            not isinstance(name, str) or name in ("", ".", "..") or "/" in name or not name.isprintable()
+        ):
+            raise ConfigError(f"RunConfig(name={name!r}): it becomes the name of one directory, give a plain name")
+        if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path)):
+            raise ConfigError(f"RunConfig(storage_path={path!r}): give a directory or a URI")
+        _check_kind(self, "checkpoint_config", CheckpointConfig, CheckpointStrategy)
+        _check_kind(self, "failure_config", FailureConfig)
+        if isinstance(self.callbacks, (str, bytes)) or not isinstance(self.callbacks, Sequence):
+            raise ConfigError(f"RunConfig(callbacks={self.callbacks!r}): give a list of callbacks")
+        for callback in self.callbacks:
+            if not any(callable(getattr(callback, hook, None)) for hook in ("after_report", "after_exception")):
+                raise ConfigError(
+                    f"RunConfig(callbacks=...): {callback!r} has neither after_report(run_context, metrics, "
+                    "checkpoint) nor after_exception(run_context, worker_exceptions), so nothing would ever call it"
+                )
+        object.__setattr__(self, "callbacks", tuple(self.callbacks))
+
+
+def _check_score(owner: str, attribute: Any, order: Any, *, optional: bool) -> None:
+    if not (optional and attribute is None) and (not isinstance(attribute, str) or not attribute):
+        raise ConfigError(f"{owner}(checkpoint_score_attribute={attribute!r}): give the name of a metric")
+    if order not in ("max", "min"):
+        raise ConfigError(f"{owner}(checkpoint_score_order={order!r}): use 'max' (larger is better) or 'min'")
+
+
+def _check_kind(config: Any, name: str, *kinds: type) -> None:
+    value = getattr(config, name)
+    if value is not None and not isinstance(value, kinds):
+        wanted = " or ".join(f"holdfast.{kind.__name__}" for kind in kinds)
+        raise ConfigError(f"{type(config).__name__}({name}={value!r}): give a {wanted}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)

@@ -353,7 +353,7 @@ def test_a_uniform_module_prefix_is_stripped() -> None:
         "plain": {"module.a": 1},
         "deep": {"inner": {"module.w": tensor}},
     }
-    stripped = handle_module._without_prefix(given)
+    stripped = handle_module.without_prefix(given)
     assert stripped == {**given, "model": OrderedDict(a=tensor, b=tensor), "deep": {"inner": {"w": tensor}}}
     assert type(stripped["model"]) is OrderedDict
 

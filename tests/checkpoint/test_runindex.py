@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 from hypothesis import given, settings
@@ -132,6 +133,48 @@ def test_every_start_is_listed_with_how_it_ended(tmp_path) -> None:
     assert (one.attempt, one.reason, one.resumed_from, one.host) == (1, "killed", None, "here")
     assert one.ended is not None
     assert (two.attempt, two.ended, dict(two.resumed_from)) == (2, None, {"name": "step_9", "step": 9, "attempt": 1})
+
+
+def test_details_and_notes_are_kept(tmp_path) -> None:
+    """Both are in run.json; the end of an attempt adds to its details, and None forgets a note."""
+    storage = MemoryStorage(tmp_path.name)
+    index = begin(storage, "aaaa")
+    index.describe_attempt({"find": 1})
+    index.end_attempt("died", {"why": "x"})
+    index.note("config", {"workers": 2})
+    index.note("gone", 1)
+    index.note("gone", None)
+    again = RunIndex.load(storage)
+    assert again.attempts[0].details == {"find": 1, "why": "x"}
+    assert again.notes == {"config": {"workers": 2}}
+
+
+def test_a_rejoined_attempt_loses_no_rows(tmp_path) -> None:
+    """Each writer of one attempt has segments of its own, however many there were; the attempt keeps its start id."""
+    storage = MemoryStorage(tmp_path.name)
+    index = begin(storage, "aaaa")
+    index.report(rows(1))
+    for step in (2, 3, 4):
+        index = RunIndex.load(storage)
+        index.rejoin(index.attempts[0], index.run_id)
+        index.report(rows(step))
+    assert steps(index) == [(1, 1), (1, 2), (1, 3), (1, 4)]
+    index.rebuild_attempts()
+    assert [one.start_id for one in index.attempts] == ["aaaa"]
+
+
+def test_an_index_without_notes_is_read(tmp_path) -> None:
+    """One of an earlier version has neither notes nor details; malformed details are damage."""
+    storage = MemoryStorage(tmp_path.name)
+    begin(storage, "aaaa")
+    body = json.loads(storage.read(RUN_FILE))
+    del body["notes"], body["attempts"][0]["details"]
+    storage.put(RUN_FILE, json.dumps(body).encode())
+    index = RunIndex.load(storage)
+    assert (index.damage, index.notes, index.attempts[0].details) == (None, {}, None)
+    body["attempts"][0]["details"] = [1]
+    storage.put(RUN_FILE, json.dumps(body).encode())
+    assert RunIndex.load(storage).damage is not None
 
 
 @settings(max_examples=200, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -84,6 +85,12 @@ def flip(path: Path, role: str = "safetensors") -> Path:
     data[len(data) // 2 if role != "safetensors" else -5] ^= 0x40
     target.write_bytes(data)
     return target
+
+
+def be_impatient(ck: hf.Checkpointer, timeout_s: float) -> None:
+    """Bound every wait from now on: not the start, which a busy machine may need longer for."""
+    ck.options = dataclasses.replace(ck.options, timeout_s=timeout_s)
+    ck._saver.timeout_s = ck._saver.snapshotter.timeout_s = timeout_s
 
 
 def script(body: str) -> str:

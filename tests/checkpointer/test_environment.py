@@ -63,6 +63,31 @@ def test_a_plain_script_a_thread_of_it_and_its_forks(tmp_path: Path) -> None:
     assert "cell [1, 2]" in out
 
 
+def test_a_run_in_a_thread_outlives_the_main_thread(tmp_path: Path) -> None:
+    """The main thread has returned, and every thread pool with it: big states are saved and loaded all the same."""
+    code, out, err = kit.finish(
+        kit.start(
+            """
+            import threading
+            import torch
+            import holdfast as hf
+
+            def work():
+                threading.main_thread().join()
+                state = {"weights": torch.ones(12 << 20)}
+                with hf.Checkpointer("run", state, every=None) as ck:
+                    ck.step()
+                print("loaded", float(hf.load(ck.latest().path)["weights"].sum()), flush=True)
+
+            threading.Thread(target=work).start()
+            """,
+            cwd=tmp_path,
+        )
+    )
+    assert code == 0, err
+    assert f"loaded {float(12 << 20)}" in out, err
+
+
 @pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")])
 def test_several_ranks_are_refused_clearly(
     names: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

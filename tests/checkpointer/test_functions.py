@@ -305,3 +305,47 @@ def test_a_program_that_ends_right_after_save_async_loses_nothing(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(Path(hf.__file__).parents[1])}
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120, env=environment)
     assert hf.load(tmp_path / "a")["w"].sum().item() == 500_000
+
+
+def test_save_async_in_a_signal_handler_does_not_wait_for_itself(tmp_path):
+    """A handler that saves, in the middle of `save_async`: refused instead of a deadlock; `save` works there."""
+    script = f"""
+import os, signal, threading, time, torch, holdfast as hf
+from holdfast.checkpointer import functions
+from holdfast.storage import MemoryStorage
+
+class Gate(MemoryStorage):
+    go_on = threading.Event()
+    def put(self, path, data, **arguments):
+        assert not path.endswith("manifest.json") or self.go_on.wait(60)
+        return super().put(path, data, **arguments)
+
+gate, state = Gate("gate"), {{"w": torch.ones(2)}}
+
+def handler(*_):
+    hf.save({str(tmp_path / "here")!r}, state)
+    try:
+        hf.save_async(hf.Checkpoint("three", filesystem=gate), state)
+    except hf.SessionError as error:
+        print(error)
+    gate.go_on.set()
+
+def interrupt():
+    while functions._lock.acquire(blocking=False):
+        functions._lock.release()
+    time.sleep(0.2)  # by now it waits
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+signal.signal(signal.SIGUSR1, handler)
+hf.save_async(hf.Checkpoint("one", filesystem=gate), state)
+threading.Thread(target=interrupt).start()
+handle = hf.save_async(hf.Checkpoint("two", filesystem=gate), state)  # waits for the one before, in the lock
+print("saved", handle.result(60).name)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(hf.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment, check=True
+    )
+    assert "interrupted by a signal handler" in done.stdout
+    assert "saved two" in done.stdout
+    assert hf.load(tmp_path / "here")["w"].tolist() == [1, 1]

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import run_kit as kit
 import torch
 
 import holdfast as hf
+from holdfast.checkpointer import saver
 from holdfast.storage.base import FileWriter
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing import FaultyStorage
@@ -86,14 +88,22 @@ def test_when_busy_skip_leaves_saves_out_and_wait_waits(gated: Gated) -> None:
     assert kit.steps(gated) == [2, 8]
 
 
-def test_when_busy_wait_holds_the_loop_until_the_save_before_is_done(gated: Gated) -> None:
+def test_when_busy_wait_holds_the_loop_until_the_save_before_is_done(
+    gated: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With "wait" nothing is left out: the step that is due returns only after the writer is free."""
     with hf.Checkpointer(gated, {"w": torch.zeros(4)}, every=1, keep=None) as ck:
         gated.gate.clear()
         ck.step()
-        opener = threading.Timer(0.2, gated.gate.set)
-        opener.start()
+        real = saver.wait
+
+        def wait(*arguments: Any, **options: Any) -> Any:
+            threading.Timer(0.2, gated.gate.set).start()  # not before it waits, however busy the machine is
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(saver, "wait", wait)
         ck.step()
+        monkeypatch.undo()
         assert ck.stats.last_durable_step == 1
         assert ck.stats.seconds_blocked >= 0.15
     assert kit.steps(gated) == [1, 2]
@@ -104,8 +114,9 @@ def test_a_writer_that_never_answers_is_an_error_in_bounded_time(gated: Gated) -
     """timeout_s bounds the wait for the save before, and the message says which step is not safe."""
     with (
         pytest.raises(hf.HoldfastError, match=r"the save of step 1 is not durable after 0 s \(timeout_s\)"),
-        hf.Checkpointer(gated, {"w": torch.zeros(4)}, every=1, timeout_s=0.3) as ck,
+        hf.Checkpointer(gated, {"w": torch.zeros(4)}, every=1) as ck,
     ):
+        kit.be_impatient(ck, 0.3)
         gated.gate.clear()
         ck.step()
         assert gated.reached.wait(10)
@@ -216,12 +227,49 @@ def test_a_slow_disk_counts_as_time_lost_only_while_it_holds(tmp_path: Path) -> 
 
     class Slow(MemoryStorage):
         def create(self, path: str, size: int) -> FileWriter:
-            threading.Event().wait(0.3)
+            assert go_on.wait(30)
             return super().create(path, size)
 
+    go_on = threading.Event()
+    go_on.set()
     with hf.Checkpointer(Slow("slow-disk"), {"w": torch.zeros(64)}, every=1) as ck:
+        go_on.clear()
+        begun = time.perf_counter()
         ck.step()
-        blocked = ck.stats.seconds_blocked
+        held = time.perf_counter() - begun  # it was back although not one file was written
+        assert ck.stats.seconds_blocked <= held
+        time.sleep(0.3)
+        go_on.set()
         ck.wait()
         assert ck.stats.seconds_to_durable[0] >= 0.3
-        assert blocked < 0.2
+
+
+class Stuck(MemoryStorage):
+    """A storage whose files stop taking bytes."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def create(self, path: str, size: int) -> FileWriter:
+        assert self.go_on.wait(30)
+        return super().create(path, size)
+
+
+def test_a_storage_that_is_stuck_is_an_error_in_bounded_memory_too() -> None:
+    """With max_staging_bytes the step itself waits for the writer: timeout_s bounds that wait as well."""
+    storage = Stuck("stuck-windows")
+    try:
+        begun = 0.0
+        with (
+            pytest.raises(hf.HoldfastError, match="timeout_s"),
+            hf.Checkpointer(storage, {"w": torch.zeros(2 << 20)}, every=1, keep=None, max_staging_bytes=2 << 20) as ck,
+        ):
+            kit.be_impatient(ck, 0.3)
+            storage.go_on.clear()
+            begun = time.monotonic()
+            ck.step()
+        assert time.monotonic() - begun < 20
+    finally:
+        storage.go_on.set()

@@ -200,6 +200,23 @@ def test_a_handler_kept_by_somebody_passes_signals_on_after_the_run() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_signal_counts_although_nobody_reads_standard_error() -> None:
+    """Ctrl-C ends the other side of `2>&1 | tee log` too: a broken pipe must not take the place of the save."""
+    read, write = os.pipe()
+    os.close(read)
+    before, ours = os.dup(2), StopSignals()
+    ours.install()
+    try:
+        os.dup2(write, 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        os.dup2(before, 2)
+        ours.remove()
+        for fd in (before, write):
+            os.close(fd)
+    assert ours.received == "SIGTERM"
+
+
 def test_outside_of_the_main_thread_signals_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run in a thread works, changes no handler, and says that signals will not reach it."""
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.record import unpack
+from holdfast.checkpoint.runindex import RunIndex
 from holdfast.format.codec import _NODES, decode, loads
 from holdfast.format.commit import read_manifest
+from holdfast.format.parts import plan_name, read_part, read_plan, sweep_passing
 from holdfast.format.scalars import DECODERS
 from holdfast.format.verify import verify_files
 from holdfast.storage.local import LocalStorage
@@ -58,6 +61,38 @@ def test_the_example_is_read_without_holdfast(example):
     (example / MODEL).write_bytes(data)
     with pytest.raises(AssertionError, match=MODEL):
         space["read"](example)
+
+
+def test_part_and_plan_files_are_as_shown(example):
+    """What the text shows is what a commit reads, and what a sweep goes by."""
+    storage = LocalStorage(example.parent)
+    part = read_part(storage, "ckpt", "5f3a9c02-4", 1)
+    assert [(entry.path, entry.writer) for entry in part.files] == [
+        ("model-00001-5f3a9c02-4.safetensors", 1),
+        ("digests-00001-5f3a9c02-4.bin", 1),
+    ]
+    name = plan_name("5f3a9c02-4")
+    assert read_plan(storage, "ckpt", name) == (("digests-00000-5f3a9c02-4.bin", "model.pt"), {})
+    assert sweep_passing(storage, "ckpt", {"5f3a9c02"}) == [
+        "digests-00000-5f3a9c02-4.bin", "model.pt", "part-00001-5f3a9c02-4.json", name,
+    ]  # fmt: skip
+
+
+def test_the_index_of_a_run_is_as_shown(example):
+    """The run.json of the text is read, and the segment of the text gives back what it held."""
+    index = RunIndex.load(LocalStorage(example))
+    assert index.damage is None
+    assert [one.details for one in index.attempts] == [{"rank": 1, "seconds": {"detect": 0.004}}, None]
+    assert index.notes == {"trainer": {"workers": 2}}
+    record = unpack(index.rows["checkpoint_000003"])
+    assert (record.step, record.size, record.metrics, record.checkpoint_id) == (4, 4490, {"loss": 0.25}, "0c7e2d")
+    segment = example / "reports/00002-acd3ac29-000000.jsonl"
+    segment.parent.mkdir()
+    segment.write_text(BLOCKS["reports"])
+    assert [row["step"] for row in index.history()] == [5]
+    index.rebuild_attempts()
+    assert [(one.attempt, one.details) for one in index.attempts] == [(1, {"rank": 1}), (2, None)]
+    assert (index.run_id, index.notes) == ("162ee96923cfeae2", {"trainer": {"workers": 2}})
 
 
 def test_every_tag_is_documented():

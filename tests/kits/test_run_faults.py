@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import threading
@@ -167,8 +168,8 @@ def test_full_waits_when_asked(tmp_path, monkeypatch):
         ck.save()
         ck.wait()
         room = threading.Timer(0.3, ops.empty)
-        room.start()
         begun = time.monotonic()
+        room.start()
         one_step(ck, state)
         assert time.monotonic() - begun > 0.2, "training was held"
         room.join()
@@ -267,7 +268,7 @@ class HangingOps(ArmedOps):
 def test_a_hang_is_bounded(tmp_path):
     """A disk that hangs in a save: an error that says so after timeout_s, not an endless wait."""
     ops, state = HangingOps(), make_state()
-    ck = hf.Checkpointer(FaultyStorage(tmp_path, ops=ops), state, every=None, timeout_s=0.5)
+    ck = hf.Checkpointer(FaultyStorage(tmp_path, ops=ops), state, every=None)
     begun = 0.0
     try:
         with pytest.raises(HoldfastError, match="timeout_s"), ck:
@@ -276,10 +277,13 @@ def test_a_hang_is_bounded(tmp_path):
             ck.wait()
             one_step(ck, state)
             ops.go.clear()
+            # Not from the start: a busy machine may need longer for what is no hang.
+            ck.options = dataclasses.replace(ck.options, timeout_s=0.5)
+            ck._saver.timeout_s = 0.5
             begun = time.monotonic()
             ck.save()
             ck.wait()
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 15
     finally:
         ops.go.set()
     assert "step_00000001" in verify_all(tmp_path)

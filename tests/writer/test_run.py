@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +13,18 @@ from typing import Any
 import pytest
 import writer_kit as kit
 
+from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.runindex import RunIndex
 from holdfast.config import Keep
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, RunBusyError, StorageFullError
 from holdfast.storage.local import LocalStorage
+from holdfast.storage.memory import MemoryStorage
 from holdfast.testing import FaultyStorage
+from holdfast.testing.crash import wait_until
+from holdfast.writer import run as run_module
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import RunOpened, SaveResult
+from holdfast.writer.run import Run
 
 
 @pytest.fixture
@@ -188,3 +194,62 @@ def test_the_lease_names_writer_and_trainer(tmp_path: Path, client: WriterClient
     lease = json.loads(storage.read("lease.json"))
     assert lease["pid"] == client.process_id
     assert lease["trainer_pid"] == os.getpid()
+
+
+class Beating(MemoryStorage):
+    """Counts the heartbeats of the lease; ``fail`` is raised by the next one."""
+
+    fail: Exception | None = None
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.beats = 0
+        self.beaten = threading.Event()
+
+    def put(self, path: str, data: Any, **options: Any) -> str | None:
+        if path == "lease.json" and "if_match" in options:
+            error, self.fail = self.fail, None
+            if error is not None:
+                raise error
+            self.beats += 1
+            self.beaten.set()
+        return super().put(path, data, **options)
+
+
+def test_the_lease_is_renewed_while_the_run_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweeping what dead lives left may take longer than a lease lasts without a heartbeat."""
+    monkeypatch.setattr(run_module, "HEARTBEAT_S", 0.01)
+    storage = Beating("beating-open")
+    during: list[bool] = []
+    monkeypatch.setattr(Catalog, "sweep", lambda _: during.append(storage.beaten.wait(20)) or [])
+    run, _ = Run.open(storage, owner={"start_id": "aaaaaaaa"}, keep=None, wait_s=1)
+    run.close("done")
+    assert during == [True]
+    assert not storage.exists("lease.json")
+
+
+def test_a_run_that_cannot_be_opened_gives_the_lease_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error after the lease was taken: no thread goes on renewing it."""
+
+    def fail(_: Catalog) -> list[str]:
+        raise ValueError("no sweep today")
+
+    monkeypatch.setattr(Catalog, "sweep", fail)
+    storage = Beating("beating-fails")
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="no sweep"):
+        Run.open(storage, owner={"start_id": "aaaaaaaa"}, keep=None, wait_s=1)
+    assert not storage.exists("lease.json")
+    assert threading.active_count() == before
+
+
+def test_a_foreign_error_does_not_end_the_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plug-in raises what it likes, once: the lease is renewed again afterwards, or another process would take it."""
+    monkeypatch.setattr(run_module, "HEARTBEAT_S", 0.01)
+    storage = Beating("beating-foreign")
+    run, _ = Run.open(storage, owner={"start_id": "aaaaaaaa"}, keep=None, wait_s=1)
+    storage.fail = ValueError("the plug-in's own")
+    assert wait_until(lambda: storage.fail is None, 20)
+    beats = storage.beats
+    assert wait_until(lambda: storage.beats > beats, 20)
+    run.close("done")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+from pathlib import Path
 
 import writer_kit as kit
 
@@ -51,6 +52,18 @@ def main(mode: str, root: str) -> None:
         window = client.window(future.job_no, file_no=0, file_offset=0, arena_offset=0, nbytes=32 * kit.MIB)
         window.result(30)
         say("submitted", job.directory)
+    elif mode == "intake":
+        incoming = Path(root, f".incoming-{start_id}")
+        files = {f"{rank}.bin": content for rank, content in enumerate(CONTENTS)}
+        sources = {rank: kit.make_files(incoming / f"1-{rank}", files) for rank in (0, 1)}
+        intake = kit.make_intake(sources, owned=True, start_id=start_id, run=True, **fields)
+        client.ingest(storage, intake)
+        say("submitted", intake.directory)
+    elif mode == "part":
+        arena = kit.fill(CONTENTS)
+        job = kit.make_job(CONTENTS, start_id=start_id, part=True, manifest=fields)
+        client.submit(storage, job, [b"{}"], arena)
+        say("submitted", job.save_id)
     time.sleep(60)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.format.commit import read_manifest
 from holdfast.writer.arena import Arena
-from holdfast.writer.messages import BlobPlan, FilePlan, SaveJob
+from holdfast.writer.messages import BlobPlan, FilePlan, IngestJob, IngestSource, SaveJob
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -98,3 +98,40 @@ def wait_line(trainer: subprocess.Popen[str], word: str) -> str:
         if line.startswith(word):
             return line[len(word) :].strip()
     raise AssertionError(f"the trainer ended without saying {word!r}")
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Every file below a directory; names of empty directories end with "/"."""
+    found = {}
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root).as_posix()
+        if path.is_dir():
+            if not any(path.iterdir()):
+                found[f"{name}/"] = b""
+        else:
+            found[name] = path.read_bytes()
+    return found
+
+
+def make_files(root: Path, files: dict[str, bytes]) -> Path:
+    """Write files below a directory, which is made in any case."""
+    root.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+    return root
+
+
+def make_intake(
+    sources: dict[int, Path], *, owned: bool = False, directory: str = "checkpoint_000001", **fields: Any
+) -> IngestJob:
+    """A job that takes one directory of each rank; ``fields`` go to the manifest."""
+    save_id = f"{fields.pop('start_id', 'aaaaaaaa')}-{next(_COUNTER):x}"
+    run = fields.pop("run", False)
+    return IngestJob(
+        directory=directory,
+        save_id=save_id,
+        sources=tuple(IngestSource(rank=rank, path=str(path), owned=owned) for rank, path in sources.items()),
+        manifest={"run_id": "run", "checkpoint_id": f"id-{save_id}", "attempt": 1, "step": 1, **fields},
+        run=run,
+    )

@@ -22,7 +22,11 @@ def locate(path: str | os.PathLike[str], filesystem: Any) -> tuple[Storage, str]
         raise ConfigError(f"Checkpoint({path!r}): give a path or a URI")
     text = os.fspath(path)
     if filesystem is not None:
-        storage = resolve("", filesystem) if not isinstance(filesystem, Storage) else filesystem
+        if not isinstance(filesystem, Storage):
+            # A file system of pyarrow or fsspec: the path is one of its own, and local ones know the current directory.
+            head, slash, name = text.rstrip("/").rpartition("/")
+            return resolve(head or slash, filesystem), check_path(name)
+        storage = filesystem
         base = split_uri(storage.uri)[1].rstrip("/") + "/"
         if text.startswith("/") and not text.startswith(base):
             raise ConfigError(f"Checkpoint({text!r}): the path is outside of {storage!r}")

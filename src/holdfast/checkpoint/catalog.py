@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,23 +24,23 @@ from holdfast.errors import (
     StorageError,
     StorageFullError,
 )
-from holdfast.format.commit import read_manifest, remove, sweep
+from holdfast.format.commit import read_manifest, remove
 from holdfast.format.manifest import FORMAT, MANIFEST_NAME, Manifest
-from holdfast.format.names import REMOVING_NAME, start_id_of
 from holdfast.storage.base import Storage
 from holdfast.storage.ops import errors_of
 
-from .history import REPORTS
-from .record import Record, pack, record_from_manifest, unpack
-from .retention import Verdict, decide, rank
+from .history import LOGS, REPORTS
+from .record import Record, metric_value, pack, record_from_manifest, unpack
+from .remains import is_remains, sweep_names
+from .retention import Verdict, decide, is_number, rank
 from .runindex import RunIndex
-from .sidecar import METRICS_FILE, read_sidecar, write_sidecar
+from .sidecar import read_sidecar, write_sidecar
 
 __all__ = ["Candidate", "Catalog", "is_remains"]
 
 _log = logging.getLogger("holdfast.catalog")
 _TIDIED = 64  # checkpoints looked at for unfinished puts at each start
-_STEP = re.compile(r"step_\d{8}")
+_OWN = {REPORTS, LOGS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +49,6 @@ class Candidate:
 
     record: Record
     manifest: Manifest
-
-
-def is_remains(paths: Iterable[str]) -> bool:
-    """Whether files without a manifest are what a save or a deletion of ours left, and not somebody else's."""
-    names = [path.rsplit("/", 1)[-1] for path in paths]
-    return any(start_id_of(name) is not None or name in (REMOVING_NAME, METRICS_FILE) for name in names)
 
 
 class Catalog:
@@ -184,8 +177,7 @@ class Catalog:
     def best(self, metric: str, mode: str = "min") -> Record | None:
         """The best existing checkpoint by ``metric``; None when no checkpoint has a number for it."""
         for record in rank(self.records(), metric, mode):
-            value = record.metrics.get(metric)
-            if not isinstance(value, (int, float)) or value != value:  # noqa: PLR0124
+            if not is_number(metric_value(record.metrics, metric)):
                 return None
             if self._still_there(record.name):
                 return self.record(record.name)
@@ -271,24 +263,21 @@ class Catalog:
         Only files that carry the start id of an earlier attempt of this run go, and only from directories without a
         manifest: a save of somebody else in the same root is none of our business.
         """
-        past = {attempt.start_id for attempt in self.index.attempts[:-1]}
-        swept = []
-        # Unfinished puts, and directories made for a first file that never came; old ones go with their checkpoint.
-        for name in [*self._order()[:_TIDIED], *self.incomplete, *filter(_STEP.match, self.foreign)]:
-            self.storage.tidy(name)
-        for name in list(self.incomplete):
-            paths = [info.path for info in self.storage.list(name, recursive=False)]
-            if f"{name}/{REMOVING_NAME}" in paths:
-                swept += [f"{name}/{path}" for path in sweep(self.storage, name)]
-                continue
-            stale = [path for path in paths if start_id_of(path[len(name) + 1 :]) in past]
-            # A late metric may have been put beside a checkpoint that was just deleted.
-            if len(stale) == len(paths) - 1 and f"{name}/{METRICS_FILE}" in paths:
-                stale = paths
-            for path in stale:
-                self.storage.delete(path)
-            swept += stale
+        swept = sweep_names(
+            self.storage,
+            {attempt.start_id for attempt in self.index.attempts[:-1]},
+            # Unfinished puts of old ones go with their checkpoint; others may have been about to become ours.
+            committed=[*self._order()[:_TIDIED], *list(self.others)[:_TIDIED]],
+            incomplete=self.incomplete,
+            foreign=self.foreign,
+        )
+        there = self._names() if self.incomplete or self.foreign else set()
+        self.incomplete, self.foreign = sorted(there & {*self.incomplete}), sorted(there & {*self.foreign})
         return swept
+
+    def taken(self) -> list[str]:
+        """Names that no new checkpoint may have although `records` has none of them."""
+        return sorted({*self.index.quarantined, *self.corrupt, *self.incomplete, *self.foreign, *self.others})
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -300,7 +289,7 @@ class Catalog:
         root = self.storage.local_root
         if root is None:
             children = (info.path for info in self.storage.list("", recursive=False))
-            return {path[:-1] for path in children if path[-1] == "/" and path[0] != "."} - {REPORTS}
+            return {path[:-1] for path in children if path[-1] == "/" and path[0] != "."} - _OWN
         # The same, four times as fast with ten thousand of them: a resume waits for this.
         with errors_of("list", str(root)):
             try:
@@ -308,7 +297,7 @@ class Catalog:
                     found = {e.name for e in entries if e.name[0] != "." and e.is_dir(follow_symlinks=False)}
             except FileNotFoundError:
                 return set()
-        return found - {REPORTS}
+        return found - _OWN
 
     def _order(self) -> list[str]:
         """Names of usable rows, newest first, from raw rows: building ten thousand records would cost 50 ms."""

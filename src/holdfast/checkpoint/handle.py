@@ -36,7 +36,7 @@ from .summary import state_tree, top_names
 from .transfer import copy_file, copy_tree
 from .verify import Verification, verify
 
-__all__ = ["Checkpoint", "Verification"]
+__all__ = ["Checkpoint", "Verification", "without_prefix"]
 
 METADATA_FILE = ".metadata.json"
 
@@ -106,7 +106,7 @@ class Checkpoint:
         from holdfast import checkpointer
 
         store = DictStore(os.urandom(8).hex())
-        checkpointer.save(f"{store.uri}/checkpoint", _without_prefix(dict(data)))
+        checkpointer.save(f"{store.uri}/checkpoint", without_prefix(dict(data)), ranks="this")
         self = cls(f"{store.uri}/checkpoint")
         self.set_metadata({"_timestamp": time.time(), "id": store.name})
         return self
@@ -359,11 +359,11 @@ def _rebuild(description: dict[str, Any] | None, uri: str, name: str) -> Checkpo
     return Checkpoint.at(from_description(description) if description is not None else resolve(uri), name)
 
 
-def _without_prefix(value: Any) -> Any:
+def without_prefix(value: Any) -> Any:
     """Strip ``module.`` from every state dict in which all names have it."""
     if type(value) not in (dict, OrderedDict):
         return value
-    items = [(key, _without_prefix(inner)) for key, inner in value.items()]
+    items = [(key, without_prefix(inner)) for key, inner in value.items()]
     uniform = bool(items) and all(isinstance(key, str) and key.startswith("module.") for key, _ in items)
     if uniform and any(hasattr(inner, "dtype") and hasattr(inner, "shape") for _, inner in items):
         items = [(key.removeprefix("module."), inner) for key, inner in items]

@@ -7,6 +7,7 @@ in what was written.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -20,9 +21,11 @@ from holdfast.storage.base import Storage
 
 from .record import from_plain, to_plain
 
-__all__ = ["REPORTS", "Attempt", "ReportLog", "live_rows", "read_reports"]
+__all__ = ["LOGS", "REPORTS", "Attempt", "ReportLog", "live_rows", "read_notes", "read_reports", "unused_start_id"]
 
 REPORTS = "reports"
+LOGS = "logs"
+"""Directory of what the workers of a run printed."""
 SEGMENT_BYTES = 64 << 10
 FAN_IN = 16
 MAX_MERGED_BYTES = 16 << 20
@@ -38,6 +41,7 @@ class Attempt:
         resumed_from: ``{"name", "step", "attempt"}`` of the checkpoint it went on from; None for a fresh start.
         ended: ISO time, None while it runs (or when it died without a word).
         reason: how it ended.
+        details: more about its start and end as small JSON, such as why it failed and where the seconds went.
     """
 
     attempt: int
@@ -48,6 +52,7 @@ class Attempt:
     resumed_from: Mapping[str, Any] | None = None
     ended: str | None = None
     reason: str | None = None
+    details: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Describe as JSON."""
@@ -58,8 +63,9 @@ class Attempt:
         """Rebuild from `to_json`; raises TypeError, ValueError or AttributeError for anything else."""
         known = {one.name for one in fields(cls)}
         attempt = cls(**{name: value for name, value in data.items() if name in known})
-        resumed = attempt.resumed_from
-        if type(attempt.attempt) is not int or not (resumed is None or type(resumed["step"]) is int):
+        resumed, details = attempt.resumed_from, attempt.details
+        sound = type(attempt.attempt) is int and (details is None or isinstance(details, dict))
+        if not sound or not (resumed is None or type(resumed["step"]) is int):
             raise ValueError(f"not an attempt: {data!r:.80}")
         return attempt
 
@@ -78,23 +84,51 @@ class _Segment:
 
 
 class ReportLog:
-    """Writes the segments of one attempt. Owned by the writer; one thread at a time."""
+    """Writes the segments of one attempt. Owned by the writer; one thread at a time.
 
-    def __init__(self, storage: Storage, attempt: Attempt, run_id: str) -> None:
-        if not re.fullmatch(r"[^-/]+", attempt.start_id):
+    Args:
+        storage: the run.
+        attempt: whose rows these are.
+        run_id: identity of the run.
+        before: attempts before, which have ended by now; written along, for they could not know their own end.
+        notes: what the run has noted so far.
+        file_id: start id in the names of the segments, if it is not that of the attempt.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        attempt: Attempt,
+        run_id: str,
+        *,
+        before: Sequence[Attempt] = (),
+        notes: Mapping[str, Any] | None = None,
+        file_id: str | None = None,
+    ) -> None:
+        self._file_id = file_id or attempt.start_id
+        if not re.fullmatch(r"[^-/]+", self._file_id):
             raise ConfigError(f"start id {attempt.start_id!r}: use letters and digits, it becomes part of file names")
         self._storage = storage
         self._attempt = attempt
         self._number = 0
         self._full: list[tuple[_Segment, int, int]] = []  # segment, bytes, merge level
-        # The first row makes attempts and run id recoverable when run.json is lost.
+        # The first rows make attempts, run id and notes recoverable when run.json is lost.
         self._buffer = bytearray(_line({"run_id": run_id, "started": attempt.to_json()}))
+        for one in before:
+            self._buffer += _line({"started": one.to_json()})
+        if notes:
+            self._buffer += _line({"notes": dict(notes)})
         self._put()
 
     def resumed(self, source: Mapping[str, Any]) -> None:
         """Note what the attempt went on from."""
         self._attempt = replace(self._attempt, resumed_from=dict(source))
         self._buffer += _line({"started": self._attempt.to_json()})
+        self._put()
+
+    def note(self, notes: Mapping[str, Any]) -> None:
+        """Note small JSON values about the run."""
+        self._buffer += _line({"notes": dict(notes)})
         self._put()
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -112,7 +146,7 @@ class ReportLog:
             self._merge()
 
     def _segment(self) -> _Segment:
-        return _Segment(self._attempt.attempt, self._attempt.start_id, self._number, self._number)
+        return _Segment(self._attempt.attempt, self._file_id, self._number, self._number)
 
     def _put(self) -> None:
         self._storage.put(self._segment().path, bytes(self._buffer))
@@ -138,8 +172,19 @@ def read_reports(storage: Storage) -> tuple[list[dict[str, Any]], dict[int, Atte
 
     Damaged lines are left out and said.
     """
+    rows, attempts, run_id, _ = _read(storage)
+    return rows, attempts, run_id
+
+
+def read_notes(storage: Storage) -> dict[str, Any]:
+    """Read what the run has noted, from the segments."""
+    return _read(storage)[3]
+
+
+def _read(storage: Storage) -> tuple[list[dict[str, Any]], dict[int, Attempt], str, dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     attempts: dict[int, Attempt] = {}
+    notes: dict[str, Any] = {}
     run_id = ""
     covered: tuple[int, str, int] | None = None
     for segment in _segments(storage):
@@ -158,6 +203,8 @@ def read_reports(storage: Storage) -> tuple[list[dict[str, Any]], dict[int, Atte
                     attempt = Attempt.from_json(row["started"])
                     attempts[attempt.attempt] = attempt
                     run_id = str(row.get("run_id") or run_id)
+                elif "notes" in row:
+                    notes |= row["notes"]
                 else:
                     row["metrics"] = from_plain(row.get("metrics") or {})
                     rows.append({**row, "attempt": int(row["attempt"])})
@@ -165,7 +212,14 @@ def read_reports(storage: Storage) -> tuple[list[dict[str, Any]], dict[int, Atte
                 damaged += 1
         if damaged:
             _log.warning("%s/%s: %d damaged lines left out", storage.uri, segment.path, damaged)
-    return rows, attempts, run_id
+    return rows, attempts, run_id, notes
+
+
+def unused_start_id(storage: Storage, attempt: Attempt) -> str:
+    """Give a start id for segments of an attempt that has some already: those must not be replaced."""
+    used = {segment.start_id for segment in _segments(storage) if segment.attempt == attempt.attempt}
+    names = (f"{attempt.start_id}r{number or ''}" for number in itertools.count())
+    return next(name for name in names if name not in used)
 
 
 def highest_attempt(storage: Storage) -> int:

@@ -61,7 +61,7 @@ def _enter(storage: Storage, name: str, place: Path) -> int:
             shutil.rmtree(place, ignore_errors=True)
         raise
     finally:
-        os.close(lock)
+        _unlock(lock)
 
 
 def _leave(place: Path, use: int) -> None:
@@ -71,7 +71,7 @@ def _leave(place: Path, use: int) -> None:
             os.close(use)
             _remove_unused(place)
         finally:
-            os.close(lock)
+            _unlock(lock)
         return
     os.close(use)  # somebody cleaned the temporary directory under our feet
 
@@ -116,6 +116,12 @@ def _lock(place: Path, *, create: bool = True, wait: bool = True) -> int:
         os.close(lock)
 
 
+def _unlock(lock: int) -> None:
+    """Unlock by name: a child that another thread forked meanwhile has a copy of the descriptor that stays open."""
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
+
+
 def _sweep(base: Path, mine: Path) -> None:
     """Remove downloads whose users all died."""
     for place in base.iterdir():
@@ -126,7 +132,7 @@ def _sweep(base: Path, mine: Path) -> None:
             try:
                 _remove_unused(place)
             finally:
-                os.close(lock)
+                _unlock(lock)
 
 
 def _base() -> Path:

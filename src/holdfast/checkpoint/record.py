@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 __all__ = [
     "COLUMNS",
     "Record",
+    "flat_metrics",
     "from_plain",
+    "metric_value",
     "pack",
     "record_from_manifest",
     "record_from_row",
@@ -136,15 +138,67 @@ def timestamp(created: str) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
 
 
+def metric_value(metrics: Mapping[str, Any], name: str) -> Any:
+    """Look up one metric; None if there is none.
+
+    The exact name first, then ``/`` leads into nested mappings.
+
+    Example:
+        >>> metric_value({"val": {"acc": 0.5}}, "val/acc"), metric_value({"val/acc": 0.7}, "val/acc")
+        (0.5, 0.7)
+    """
+    if name in metrics:
+        return metrics[name]
+    cut = name.find("/")
+    while cut >= 0:
+        inner = metrics.get(name[:cut])
+        if isinstance(inner, Mapping) and (value := metric_value(inner, name[cut + 1 :])) is not None:
+            return value
+        cut = name.find("/", cut + 1)
+    return None
+
+
+def flat_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Spread nested metrics out: each under the name that `metric_value` finds it by.
+
+    Example:
+        >>> flat_metrics({"loss": 1, "val": {"acc": 0.5}})
+        {'loss': 1, 'val/acc': 0.5}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            for inner, item in flat_metrics(value).items():
+                flat.setdefault(f"{name}/{inner}", item)
+        else:
+            flat[name] = value
+    return flat
+
+
 def to_plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Make metrics strict JSON: NaN and infinities become strings that `from_plain` knows."""
-    plain = dict(metrics)
-    for name, value in metrics.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            plain[name] = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return plain
+    return {name: _plain(value) for name, value in metrics.items()}
 
 
 def from_plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Undo `to_plain`."""
-    return {name: _SPECIAL.get(value, value) if isinstance(value, str) else value for name, value in metrics.items()}
+    return {name: _unplain(value) for name, value in metrics.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _unplain(value: Any) -> Any:
+    kind = type(value)
+    if kind is str:
+        return _SPECIAL.get(value, value)
+    if kind is dict:
+        return {name: _unplain(item) for name, item in value.items()}
+    return [_unplain(item) for item in value] if kind is list else value

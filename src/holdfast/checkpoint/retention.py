@@ -13,9 +13,9 @@ from typing import Any
 from holdfast._units import Interval
 from holdfast.config import Keep
 
-from .record import Record
+from .record import Record, metric_value
 
-__all__ = ["Record", "Verdict", "decide", "rank"]
+__all__ = ["Record", "Verdict", "decide", "is_number", "rank"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ def decide(keep: Keep, records: Iterable[Record], protect: frozenset[str] = froz
         why.setdefault(record.name, "newest")
     if keep.best is not None and keep.metric is not None:
         for place, record in enumerate(rank(newest_first, keep.metric, keep.mode)[: keep.best], start=1):
-            value = _shown(record.metrics.get(keep.metric))
+            value = _shown(metric_value(record.metrics, keep.metric))
             why.setdefault(record.name, f"best {keep.best} by {keep.metric} (rank {place}: {value})")
     if keep.interval is not None:
         for name, reason in _milestones(keep.interval, newest_first):
@@ -70,24 +70,25 @@ def rank(records: Iterable[Record], metric: str, mode: str) -> list[Record]:
     """Sort best first.
 
     A missing value, NaN and anything that is not a number rank equal, below every number (infinities too) in both
-    modes. Among equals the newer one is better.
+    modes. Among equals the newer one is better. ``metric`` may lead into nested metrics (see `metric_value`).
     """
 
     def key(record: Record) -> tuple[Any, ...]:
-        value: Any = record.metrics.get(metric)
-        if not _is_number(value):
+        value = metric_value(record.metrics, metric)
+        if not is_number(value):
             return (0, 0, *record.order)
         return (1, value if mode == "max" else -value, *record.order)
 
     return sorted(records, key=key, reverse=True)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value of a metric can be ranked: NaN cannot."""
     return isinstance(value, (int, float)) and value == value  # noqa: PLR0124  NaN is what differs from itself
 
 
 def _shown(value: Any) -> str:
-    if not _is_number(value):
+    if not is_number(value):
         return "no value"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 

@@ -16,7 +16,15 @@ from typing import Any
 from holdfast.errors import StorageError, StorageNotFoundError, StoragePermissionError
 from holdfast.storage.base import Storage
 
-from .history import Attempt, ReportLog, highest_attempt, live_rows, read_reports
+from .history import (
+    Attempt,
+    ReportLog,
+    highest_attempt,
+    live_rows,
+    read_notes,
+    read_reports,
+    unused_start_id,
+)
 from .record import COLUMNS
 
 __all__ = ["RUN_FILE", "Attempt", "RunIndex"]
@@ -24,6 +32,8 @@ __all__ = ["RUN_FILE", "Attempt", "RunIndex"]
 RUN_FILE = "run.json"
 _FORMAT = "holdfast-run"
 _VERSION = 1
+# More than one, because a start may be killed between run.json and its first segment.
+_RETOLD = 8
 
 
 class RunIndex:
@@ -36,6 +46,7 @@ class RunIndex:
         quarantined: checkpoint name -> why it is not to be resumed from.
         finished: what the end of training noted, or None.
         keep: the retention rules applied last, as JSON; for display only.
+        notes: small JSON values that whoever runs the training keeps here.
         damage: why the stored file could not be used; None when it was fine. "missing" for a new run.
     """
 
@@ -47,6 +58,7 @@ class RunIndex:
         self.quarantined: dict[str, str] = {}
         self.finished: dict[str, Any] | None = None
         self.keep: dict[str, Any] | None = None
+        self.notes: dict[str, Any] = {}
         self.damage: str | None = None
         self._log: ReportLog | None = None
 
@@ -84,6 +96,7 @@ class RunIndex:
         finished = body["finished"]
         self.finished = dict(finished) if finished is not None else None
         self.keep = body.get("keep")
+        self.notes = dict(body.get("notes") or {})
 
     def to_bytes(self) -> bytes:
         """Serialise; people can read all but the rows."""
@@ -95,6 +108,7 @@ class RunIndex:
             "quarantined": self.quarantined,
             "finished": self.finished,
             "keep": self.keep,
+            "notes": self.notes,
             "columns": COLUMNS,
         }
         rows = json.dumps(list(self.rows.values()), separators=(",", ":"))
@@ -119,10 +133,19 @@ class RunIndex:
         number = max([*seen, highest_attempt(self.storage)], default=0) + 1
         self.run_id = self.run_id or os.urandom(8).hex()
         attempt = Attempt(attempt=number, start_id=start_id, host=host, pid=pid, started=_now())
+        before = self.attempts[-_RETOLD:]
         self.attempts.append(attempt)
         self.save()
-        self._log = ReportLog(self.storage, attempt, self.run_id)
+        self._log = ReportLog(self.storage, attempt, self.run_id, before=before, notes=self.notes)
         return attempt
+
+    def rejoin(self, attempt: Attempt, run_id: str) -> None:
+        """Go on with an attempt that a writer of the same trainer registered before it died. Needs the lease."""
+        self.run_id = self.run_id or run_id
+        if all(one.attempt != attempt.attempt for one in self.attempts):  # run.json was lost as well
+            self.attempts.append(attempt)
+        # Segments of their own: the earlier ones must not be replaced.
+        self._log = ReportLog(self.storage, attempt, self.run_id, file_id=unused_start_id(self.storage, attempt))
 
     def resumed(self, name: str, *, step: int, attempt: int | None = None) -> None:
         """Note what the current attempt goes on from.
@@ -140,11 +163,27 @@ class RunIndex:
         if self._log is not None:
             self._log.resumed(source)
 
-    def end_attempt(self, reason: str) -> None:
-        """Note how the current attempt ended."""
+    def end_attempt(self, reason: str, details: Mapping[str, Any] | None = None, *, save: bool = True) -> None:
+        """Note how the current attempt ended; ``details`` join those it has."""
         if self.attempts:
             self.attempts[-1] = replace(self.attempts[-1], ended=_now(), reason=reason)
+            self.describe_attempt(details or {}, save=save)
+
+    def describe_attempt(self, details: Mapping[str, Any], *, save: bool = True) -> None:
+        """Add to the details of the current attempt."""
+        if details:
+            self.attempts[-1] = replace(self.attempts[-1], details={**(self.attempts[-1].details or {}), **details})
+        if save:
             self.save()
+
+    def note(self, key: str, value: Any) -> None:
+        """Keep a small JSON value under ``key``; None forgets it."""
+        self.notes = {**self.notes, key: value}
+        if value is None:
+            del self.notes[key]
+        self.save()
+        if self._log is not None:
+            self._log.note({key: value})
 
     def finish(self, info: Mapping[str, Any]) -> None:
         """Note that training reached its end; a later attempt that saves again clears it."""
@@ -171,9 +210,10 @@ class RunIndex:
         return live_rows(rows, {**noted, **{one.attempt: one for one in self.attempts}})
 
     def rebuild_attempts(self) -> None:
-        """Recover run id and attempts from the report segments."""
+        """Recover run id, attempts and notes from the report segments."""
         _, noted, run_id = read_reports(self.storage)
         self.run_id = run_id
+        self.notes = {key: value for key, value in read_notes(self.storage).items() if value is not None}
         self.attempts = [noted[number] for number in sorted(noted)]
 
 

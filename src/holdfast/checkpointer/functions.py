@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import uuid
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._ranks import current_ranks
 from ..checkpoint.handle import Checkpoint
-from ..errors import CheckpointExistsError, ConfigError
+from ..errors import CheckpointExistsError, ConfigError, SessionError
 from ..format.names import MANIFEST_NAME
 from ..state.restore import load_state
 from ..state.snapshot import Snapshotter, Submitted
@@ -25,13 +26,15 @@ __all__ = ["SaveHandle", "load", "save", "save_async"]
 
 _SYNC_STAGING = 64 << 20  # `save` streams through two windows of half this size
 
-_lock = threading.Lock()  # one `save_async` at a time: they share an arena
-_start_lock = threading.Lock()  # guards the writers and the save ids
+# Both may be asked for again by a signal handler of the user in the middle of what they guard.
+_lock = threading.RLock()  # one `save_async` at a time: they share an arena
+_start_lock = threading.RLock()  # guards the writers and the start id
 _clients: dict[str, WriterClient] = {}
 _async: dict[str, Snapshotter] = {}
 _pending: dict[str, Submitted] = {}
+_copying = False  # `save_async` is between its first and its last use of the arena
 _start_id = ""
-_counter = 0
+_numbers = itertools.count(1)
 
 
 class SaveHandle:
@@ -99,7 +102,7 @@ def save(
         ['weights']
     """
     target, key = _prepare(path, overwrite=overwrite, ranks=ranks, unsupported=unsupported)
-    snapshotter = Snapshotter(max_staging_bytes=_SYNC_STAGING)
+    snapshotter = Snapshotter(max_staging_bytes=_SYNC_STAGING, max_file_bytes=target.storage.max_file_bytes)
     try:
         submitted = _submit(snapshotter, key, target, state, step, metrics, overwrite, unsupported)
         submitted.future.result()
@@ -122,20 +125,38 @@ def save_async(
 
     One copy of the state is kept in memory for the next call; a call while the last save is still being written
     waits for it. Arguments and errors are those of `save`; errors of the writing come from `SaveHandle.result`.
+
+    Raises:
+        SessionError: a signal handler interrupted `save_async` and calls it again: there is one copy, and it is half
+            made. Let the handler set a flag, or call `save`.
     """
+    global _copying
     target, key = _prepare(path, overwrite=overwrite, ranks=ranks, unsupported=unsupported)
     with _lock:
-        snapshotter = _async.setdefault(key, Snapshotter())
-        before = _pending.get(key)
-        if before is not None:
-            # The arena is in use until then. Its own handle reports how that save ended.
-            before.future.exception()
+        if _copying:
+            raise SessionError(
+                "save_async was interrupted by a signal handler that calls it again: let the handler set a flag that "
+                "the loop looks at, or call save"
+            )
+        _copying = True
         try:
-            _pending[key] = submitted = _submit(snapshotter, key, target, state, step, metrics, overwrite, unsupported)
-        except BaseException:
-            # Interrupted after the hand-over, the job may be complete and still read the arena: never reuse that one.
-            snapshotter.close()
-            raise
+            max_file_bytes = target.storage.max_file_bytes
+            arena = f"{key} {max_file_bytes}"  # the layout of an arena is that of the files
+            snapshotter = _async.setdefault(arena, Snapshotter(max_file_bytes=max_file_bytes))
+            before = _pending.get(arena)
+            if before is not None:
+                # The arena is in use until then. Its own handle reports how that save ended.
+                before.future.exception()
+            try:
+                _pending[arena] = submitted = _submit(
+                    snapshotter, key, target, state, step, metrics, overwrite, unsupported
+                )
+            except BaseException:
+                # Interrupted after the hand-over, the job may be complete and still read the arena: never reuse it.
+                snapshotter.close()
+                raise
+        finally:
+            _copying = False
     return SaveHandle(submitted, target)
 
 
@@ -272,18 +293,18 @@ def _client(key: str, storage: Storage) -> WriterClient:
 
 
 def _next_save_id() -> str:
-    global _start_id, _counter
+    global _start_id
     with _start_lock:
         if not _start_id:
             _start_id = new_start_id()
-        _counter += 1
-        return f"{_start_id}-{_counter:x}"
+        return f"{_start_id}-{next(_numbers):x}"
 
 
 def _after_fork_in_child() -> None:
     """Forget everything that belongs to the parent: its writers, its arenas, its save ids."""
-    global _start_id, _lock, _start_lock
-    _lock, _start_lock = threading.Lock(), threading.Lock()  # another thread may have held them
+    global _start_id, _copying, _lock, _start_lock
+    _lock, _start_lock = threading.RLock(), threading.RLock()  # another thread may have held them
+    _copying = False
     _clients.clear()
     _async.clear()
     _pending.clear()

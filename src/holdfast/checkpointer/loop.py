@@ -112,7 +112,8 @@ class Checkpointer(Listing):
         check_root(self.storage)
         options = self.options
         self._progress = Progress(seed_samples=options.seed_samples)
-        snapshotter = Snapshotter(max_staging_bytes=options.max_staging_bytes)
+        bounds = {"max_staging_bytes": options.max_staging_bytes, "max_file_bytes": self.storage.max_file_bytes}
+        snapshotter = Snapshotter(**bounds, timeout_s=options.timeout_s)
         self._client = WriterClient.start(self.storage)
         try:
             started = start_run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -72,7 +73,9 @@ class StopSignals:
         if self.received is None:
             self.received = name
             again = "; once more to stop at once" if number == signal.SIGINT else ""
-            os.write(2, f"holdfast: {name}: saving at the next step, then stopping{again}\n".encode())
+            # The same signal may have ended whoever reads our standard error (`| tee log`): no reason not to save.
+            with contextlib.suppress(OSError):
+                os.write(2, f"holdfast: {name}: saving at the next step, then stopping{again}\n".encode())
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 

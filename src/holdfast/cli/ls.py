@@ -9,8 +9,8 @@ import click
 
 from holdfast._units import format_bytes
 from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.record import Record
-from holdfast.checkpoint.retention import rank
+from holdfast.checkpoint.record import Record, flat_metrics, metric_value
+from holdfast.checkpoint.retention import is_number, rank
 from holdfast.checkpoint.runindex import RUN_FILE
 from holdfast.storage.base import Storage
 
@@ -53,7 +53,7 @@ def run_document(storage: Storage, metric: str | None = None, mode: str | None =
     metric, mode = metric or keep.get("metric"), mode or (keep.get("mode") if not metric else None) or "min"
     good = catalog.records()
     ranked = rank(good, metric, mode) if metric else []
-    best = ranked[0].name if metric and ranked and isinstance(ranked[0].metrics.get(metric), (int, float)) else None
+    best = ranked[0].name if metric and ranked and is_number(metric_value(ranked[0].metrics, metric)) else None
     rows = [_row(storage, record, "ok", newest=record is good[0], best=record.name == best) for record in good]
     for name, why in sorted(catalog.bad().items()):
         state = "corrupt" if name in catalog.corrupt else "quarantined"
@@ -157,7 +157,9 @@ def _table(rows: list[dict[str, Any]], metrics: list[str]) -> Any:
                 "size": format_bytes(row["size_bytes"]),
                 "new": format_bytes(row["new_bytes"]),
             }
-            cells = [texts[title] for title in titles] + [number(row["metrics"].get(name)) for name in metrics]
+            cells = [texts[title] for title in titles] + [
+                number(metric_value(row["metrics"], name)) for name in metrics
+            ]
         marks = ", ".join(row.get("marks", [])) if row["state"] == "ok" else ""
         state = Text(marks or row["state"], style=_COLOURS.get(row["state"], "dim"))
         made.add_row(row["name"], *cells, state, style="" if row["state"] == "ok" else "dim")
@@ -166,6 +168,7 @@ def _table(rows: list[dict[str, Any]], metrics: list[str]) -> Any:
 
 def _metrics(rows: list[dict[str, Any]], keep: dict[str, Any] | None) -> list[str]:
     """Choose the columns that fit: the ranking metric, then those most checkpoints have."""
-    count = Counter(name for row in rows for name in row.get("metrics", {}))
     first = (keep or {}).get("metric")
+    names = (name for row in rows for name in flat_metrics(row.get("metrics", {})))
+    count = Counter(name for name in names if name == first or not name.startswith("_"))  # notes of ours, times
     return sorted(count, key=lambda name: (name != first, -count[name], name))[:_METRICS_SHOWN]

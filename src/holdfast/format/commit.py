@@ -22,6 +22,7 @@ from ..errors import (
     StorageNotFoundError,
 )
 from ..storage.base import Storage
+from .division import Division, disagreement
 from .manifest import MAX_MANIFEST_BYTES, FileEntry, Manifest
 from .names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, check_links, join, start_id_of
 
@@ -32,10 +33,17 @@ _FIELDS = frozenset(item.name for item in fields(Manifest)) - {"files", "total_b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSummary:
-    """What one writer contributed: files that are complete and durable in the checkpoint's directory."""
+    """What one writer contributed: files that are complete and durable in the checkpoint's directory.
+
+    Attributes:
+        writer: its rank.
+        files: its files.
+        division: how it and others divided one state; None for a part that has nothing to do with the others.
+    """
 
     writer: int
     files: tuple[FileEntry, ...] = ()
+    division: Division | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -49,12 +57,20 @@ class PartSummary:
 
     def to_json(self) -> dict[str, Any]:
         """Describe this part for another process."""
-        return {"writer": self.writer, "files": [entry.to_json() for entry in self.files]}
+        told: dict[str, Any] = {"writer": self.writer, "files": [entry.to_json() for entry in self.files]}
+        if self.division is not None:
+            told["division"] = self.division.to_json()
+        return told
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> PartSummary:
         """Rebuild what `to_json` described."""
-        return cls(writer=data["writer"], files=tuple(FileEntry.from_json(row) for row in data["files"]))
+        told = data.get("division")
+        return cls(
+            writer=data["writer"],
+            files=tuple(FileEntry.from_json(row) for row in data["files"]),
+            division=None if told is None else Division.from_json(told),
+        )
 
 
 def commit(
@@ -64,6 +80,7 @@ def commit(
     parts: Sequence[PartSummary],
     *,
     overwrite: bool = False,
+    keep_sidecars: bool = False,
 ) -> Manifest:
     """Write the manifest: from its return on, ``directory`` is a checkpoint, durably.
 
@@ -73,11 +90,12 @@ def commit(
         manifest_fields: fields of `Manifest`; ``writers`` names the ranks that must have a part (default: those that
             have one); keys that are no fields go to ``extra``.
         parts: what each writer contributed.
-        overwrite: replace a checkpoint that is there, then remove its files.
+        overwrite: replace a checkpoint that is there, then remove its files that ``parts`` do not have.
+        keep_sidecars: what was said about a replaced checkpoint (metadata, late metrics) is true of the new one.
 
     Raises:
         CheckpointExistsError: there is a manifest, and ``overwrite`` is false.
-        CheckpointError: parts are missing or contradict each other.
+        CheckpointError: parts are missing, or they are no parts of one state.
     """
     given = dict(manifest_fields)
     entries = _merge(directory, given.pop("writers", None), parts)
@@ -108,7 +126,7 @@ def commit(
                 "pass overwrite=True to replace it, or save under another name"
             ) from error
     if overwrite and _read_bytes(storage, target) == data:  # else somebody replaces ours just now, and cleans up
-        stale = replaced | _ours(storage, directory) | {REMOVING_NAME, *SIDECARS}
+        stale = replaced | _ours(storage, directory) | {REMOVING_NAME, *(() if keep_sidecars else SIDECARS)}
         _delete(storage, directory, stale - {entry.path for entry in entries})
     return manifest
 
@@ -191,6 +209,11 @@ def _merge(directory: str, expected: Iterable[int] | None, parts: Sequence[PartS
         raise CheckpointError(
             f"{directory}: parts of the ranks {present} are there, those of {missing or 'any rank'} are missing "
             "or doubled: a checkpoint commits only when each writer has handed in one part"
+        )
+    if problem := disagreement({part.writer: part.division for part in parts}):
+        raise CheckpointError(
+            f"{directory}: not committed: {problem}. All ranks have to save, and the same state: a model in DDP is the "
+            "same everywhere (holdfast.torch.prepare_model); hf.PerRank(value) is for what differs"
         )
     entries = tuple(entry for part in parts for entry in part.files)
     paths = [entry.path for entry in entries]

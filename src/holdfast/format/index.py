@@ -13,6 +13,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..errors import CorruptCheckpointError, FormatVersionError
+from .division import Division
 from .layout import item_size
 from .names import check_path
 from .strict_json import dumps, loads, paused_gc
@@ -61,6 +62,7 @@ class Index:
         tensors: by name.
         aliases: name of a tied tensor -> name of the one whose memory it shares.
         per_rank: free JSON about what differs between ranks.
+        division: how this writer and others divided the state; None for one that wrote all of it.
     """
 
     writer: int = 0
@@ -68,6 +70,7 @@ class Index:
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     per_rank: Any = None
+    division: Division | None = None
 
     def to_bytes(self) -> bytes:
         """Encode; linear in the number of pieces."""
@@ -95,6 +98,8 @@ class Index:
             body["aliases"] = self.aliases
         if self.per_rank is not None:
             body["per_rank"] = self.per_rank
+        if self.division is not None:
+            body["division"] = self.division.to_json()
         return body
 
     @classmethod
@@ -138,9 +143,12 @@ class Index:
             tensors = rows.read(body["tensors"])
             rows.check_ranges(sizes)
             aliases = _aliases(body.get("aliases", {}), tensors)
+            told = body.get("division")
+            division = None if told is None else Division.from_json(told)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise _corrupt(where, f"malformed ({type(error).__name__}: {error})") from error
-        return cls(writer=writer, files=files, tensors=tensors, aliases=aliases, per_rank=body.get("per_rank"))
+        free = body.get("per_rank")
+        return cls(writer=writer, files=files, tensors=tensors, aliases=aliases, per_rank=free, division=division)
 
 
 def _file(path: object, save_id: str | None, where: str) -> str:

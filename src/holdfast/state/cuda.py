@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..writer.arena import Arena
+from ..writer.side import Side
 from .flatten import Flat
 from .plan import Layout
 from .staging import arena_tensor, stage
@@ -44,7 +46,7 @@ class DeviceCopies:
         # (device module, device, event): what the optimizer has to wait for, on the stream of that device
         self._fences: list[tuple[Any, torch.device, Any]] = []
         self._streams: dict[torch.device, Any] = {}
-        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="holdfast-seal")
+        self._sealer = Side("holdfast-seal")
         self._sealing: Future[None] | None = None
         self._seen = self._guarded = False  # the hook ran in this step; it ran in the step before `stepped`
         self._hook = register_optimizer_step_pre_hook(lambda *_: self._before_step())
@@ -107,7 +109,7 @@ class DeviceCopies:
                 event.synchronize()
             return seal()
         result: Future[Any] = Future()
-        self._sealing = self._sealer.submit(_seal_later, events, seal, result)
+        self._sealing = self._sealer.run(partial(_seal_later, events, seal, result))
         return result
 
     def stepped(self) -> None:
@@ -136,7 +138,7 @@ class DeviceCopies:
 
     def close(self) -> None:
         """Wait for copies in flight and take the hook out; idempotent."""
-        self._sealer.shutdown(wait=True)
+        self._sealer.close()
         self._hook.remove()
         self.unpin()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ from .values import PerRank
 __all__ = ["Flat", "flatten"]
 
 _PLAIN = frozenset({int, str, bool, type(None)})
+_OF_RANK = re.compile(r"@\d+(?=[/~]|$)")  # where the name of a tensor says whose it is
 # One step of a path as the codec spells it: ['key'], [3] or .field.
 _STEP = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\]]*)\]|\.(\w+)""")
 
@@ -42,6 +43,8 @@ class Flat:
         frozen: positions of tensors that are known not to train.
         optimized: names of parameters, and of the state an optimizer keeps for them: these change in its step only.
         per_rank: key -> tree of what each rank stores for itself.
+        own: positions of tensors that each rank stores for itself.
+        replicated: positions of tensors that all ranks hold alike; found only when asked for.
         dropped: paths left out because of ``unsupported="drop"``.
     """
 
@@ -52,11 +55,19 @@ class Flat:
     frozen: set[int] = field(default_factory=set)
     optimized: set[str] = field(default_factory=set)
     per_rank: dict[str, Any] = field(default_factory=dict)
+    own: list[int] = field(default_factory=list)
+    replicated: list[int] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
 
 
-def flatten(state: Mapping[Any, Any], *, unsupported: str = "raise", rank: int = 0) -> Flat:
+def flatten(state: Mapping[Any, Any], *, unsupported: str = "raise", rank: int = 0, shared: bool = False) -> Flat:
     """Take ``state`` apart.
+
+    Args:
+        state: what to take apart.
+        unsupported: "raise" or "drop".
+        rank: this rank.
+        shared: several ranks save this state together: find out what is replicated.
 
     Raises:
         UnsupportedStateError: a value is of no supported kind; the message names its path, its type and what to do.
@@ -65,17 +76,21 @@ def flatten(state: Mapping[Any, Any], *, unsupported: str = "raise", rank: int =
         raise UnsupportedStateError(
             f"a state is a mapping {{name: value}}, not {type(state).__name__}: wrap it, as in {{'model': model}}"
         )
-    walker = _Walker(parameter_names(state), drop=unsupported == "drop", rank=rank)
+    walker = _Walker(parameter_names(state), drop=unsupported == "drop", rank=rank, shared=shared)
     walker.flat.tree = walker.mapping(state if isinstance(state, dict) else dict(state), "", "")
+    if shared and walker.flat.per_rank:
+        _check_names(walker.flat)
     return walker.flat
 
 
 class _Walker:
-    def __init__(self, parameter_names: dict[int, str], *, drop: bool, rank: int) -> None:
+    def __init__(self, parameter_names: dict[int, str], *, drop: bool, rank: int, shared: bool) -> None:
         self.flat = Flat()
         self.parameter_names = parameter_names
         self.drop = drop
         self.rank = rank
+        self.shared = shared
+        self.known = frozenset(parameter_names.values()) if shared else frozenset()
         self.file = ""
         self.taken: set[str] = set()
         self.active: set[int] = set()  # ids of the containers around the current value
@@ -171,10 +186,10 @@ class _Walker:
         if isinstance(value, torch.Tensor):
             return self._tensor(value, name, path)
         if value is rng.RNG:
-            self.flat.per_rank[name] = {"rng": self.value(rng.capture(), f"{name}@{self.rank}", path)}
+            self.flat.per_rank[name] = {"rng": self._own(rng.capture(), name, path)}
             return {"$": "rng", "key": name}
         if isinstance(value, PerRank):
-            self.flat.per_rank[name] = self.value(value.value, f"{name}@{self.rank}", path)
+            self.flat.per_rank[name] = self._own(value.value, name, path)
             return {"$": "per_rank", "key": name}
         if (plain := arrays.encode_torch_value(value)) is not None:
             return plain
@@ -186,12 +201,7 @@ class _Walker:
         if isinstance(value, nn.Module):
             return self._module(value, name, path)
         if isinstance(value, torch.optim.Optimizer) and optim.is_plain(value):
-            named = optim.to_named(value, self.parameter_names)
-            start = len(self.flat.names)
-            node = self._object(value, "optimizer", named, name, path)
-            self.flat.optimized.update(self.flat.names[start:])
-            self.flat.optimized.update(key for group in named["param_groups"] for key in group["params"])
-            return node
+            return self._optimizer(value, name, path)
         if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             return self._object(value, "object", value.state_dict(), name, path)
         return NotImplemented
@@ -199,6 +209,42 @@ class _Walker:
     def _object(self, value: Any, kind: str, state: Any, name: str, path: str) -> dict[str, Any]:
         tree = self.value(state, name, f"{path}.state_dict()")
         return {"$": "object", "type": type(value).__name__, "kind": kind, "state": tree}
+
+    def _own(self, value: Any, name: str, path: str) -> Any:
+        """Encode what this rank stores for itself: nothing in it is replicated, whatever it is."""
+        start, shared, self.shared = len(self.flat.names), self.shared, False
+        try:
+            return self.value(value, f"{name}@{self.rank}", path)
+        finally:
+            self.shared = shared
+            self.flat.own = [*(one for one in self.flat.own if one < start), *range(start, len(self.flat.names))]
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, name: str, path: str) -> dict[str, Any]:
+        named = optim.to_named(optimizer, self.parameter_names)
+        start = len(self.flat.names)
+        node = self._object(optimizer, "optimizer", named, name, path)
+        added = self.flat.names[start:]
+        self.flat.optimized.update(added)
+        self.flat.optimized.update(key for group in named["param_groups"] for key in group["params"])
+        if self.shared:
+            self.flat.replicated.extend(
+                self._states(named["state"], added, start, f"{name}/state/" if name else "state/")
+            )
+        return node
+
+    def _states(self, kept: Mapping[str, Any], added: list[str], start: int, prefix: str) -> Iterable[int]:
+        """Return the positions of what an optimizer keeps for parameters that a module has.
+
+        Those of no module ("param.7") may differ between ranks, for all we know.
+        """
+        end = len(added)
+        while end and not added[end - 1].startswith(prefix):
+            end -= 1  # tensors among the hyper-parameters, which come last
+        unknown = kept.keys() - self.known
+        if not unknown:
+            return range(start, start + end)
+        keys = enumerate(added[:end], start)
+        return [number for number, key in keys if key[len(prefix) :].partition("/")[0] not in unknown]
 
     def _module(self, module: nn.Module, name: str, path: str) -> dict[str, Any]:
         if metrics.is_metric(module):
@@ -209,14 +255,19 @@ class _Walker:
         start = len(self.flat.names)
         node = self._object(module, "module", named, name, path)
         params = dict(module.named_parameters(remove_duplicate=False))
+        keys = canonical_keys(module, list(params))
         frozen = {
             f"{name}/{key}" if name else key
-            for key, param in zip(canonical_keys(module, list(params)), params.values(), strict=True)
+            for key, param in zip(keys, params.values(), strict=True)
             if not param.requires_grad
         }
         if frozen:
             added = range(start, len(self.flat.names))
             self.flat.frozen.update(number for number in added if self.flat.names[number] in frozen)
+        if self.shared:
+            named_params = {f"{name}/{key}" for key in keys} if name else set(keys)
+            added = range(start, len(self.flat.names))
+            self.flat.replicated.extend(number for number in added if self.flat.names[number] in named_params)
         return node
 
     # -- tensors
@@ -252,6 +303,20 @@ class _Walker:
         self.flat.tensors.append(tensor)
         self.flat.files.append(self.file)
         return {"$": "tensor", "n": unique}
+
+
+def _check_names(flat: Flat) -> None:
+    """Refuse a name that a value of another rank may have: their indexes are read as one."""
+    own = frozenset(flat.own)
+    for number, name in enumerate(flat.names):
+        if "@" not in name or number in own:
+            continue
+        for match in _OF_RANK.finditer(name):
+            if name[: match.start()] in flat.per_rank:
+                raise UnsupportedStateError(
+                    f"the tensor {name!r} has the name that a rank's own part of {name[: match.start()]!r} "
+                    "(PerRank, RNG) may have: give it another name"
+                )
 
 
 def _as_name(tail: str) -> str:

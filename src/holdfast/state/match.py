@@ -259,7 +259,8 @@ class Matcher:
         parts = self.stored.per_rank
         if not (isinstance(saved, PerRankNode) and saved.rng):
             self.not_restored.append((path, "the checkpoint holds no generator states"))
-        elif parts is None or saved.key not in parts:
+        elif parts is None or saved.key not in parts or self.stored.borrowed:
+            self.stored.say_borrowed()
             self.not_restored.append((path, "saved by another number of ranks: this rank has no generator state"))
         else:
             state = self.fresh(parts[saved.key]["rng"], path)
@@ -272,6 +273,7 @@ class Matcher:
         if not isinstance(saved, PerRankNode) or parts is None or saved.key not in parts:
             self.not_restored.append((path, "the checkpoint has no part for this rank"))
             return live
+        self.stored.say_borrowed()
         return PerRank(self.match(live.value, parts[saved.key], path))
 
     # -- objects

@@ -15,11 +15,13 @@ from operator import attrgetter, eq, is_
 
 import torch
 
+from ..format.division import Division
 from ..format.index import Index, Piece, TensorEntry
 from ..format.layout import header_bytes
 from ..writer.messages import FilePlan
 from .arrays import dtype_name
 from .flatten import Flat
+from .share import share_of
 
 __all__ = ["FileLayout", "Layout", "Signature", "fits", "plan", "signature"]
 
@@ -39,6 +41,8 @@ class Signature:
     files: list[str]
     frozen: set[int]
     aliases: dict[int, int]  # position -> position of the tensor it is tied to
+    own: list[int]
+    replicated: list[int]
 
 
 def signature(flat: Flat) -> Signature:
@@ -50,6 +54,8 @@ def signature(flat: Flat) -> Signature:
         flat.files,
         flat.frozen,
         _aliases(flat.tensors),
+        flat.own,
+        flat.replicated,
     )
 
 
@@ -62,6 +68,8 @@ def fits(sig: Signature, flat: Flat) -> bool:
         and all(map(is_, map(attrgetter("dtype"), tensors), sig.dtypes))
         and sig.files == flat.files
         and sig.frozen == flat.frozen
+        and sig.replicated == flat.replicated
+        and sig.own == flat.own
         and sig.aliases == _aliases(tensors)
     )
 
@@ -129,10 +137,12 @@ class Layout:
     Attributes:
         signature: the structure this layout is for.
         files: all files with tensors, then the index.
-        offsets: for each tensor its place in the arena; -1 for one that is tied to another.
+        offsets: for each tensor its place in the arena; -1 for one that is tied to another, or written by another rank.
         sizes: bytes of each tensor.
         arena_bytes: size of an arena that holds everything.
-        tensor_bytes: bytes of all tensors, ties counted once.
+        tensor_bytes: bytes of all tensors that are written, ties counted once.
+        division: how the state is divided over the ranks; None for a rank that saves alone.
+        sampled: positions of tensors whose values the ranks compare.
     """
 
     signature: Signature
@@ -141,6 +151,8 @@ class Layout:
     sizes: list[int]
     arena_bytes: int
     tensor_bytes: int
+    division: Division | None = None
+    sampled: tuple[int, ...] = ()
 
     def file_plans(self, save_id: str) -> tuple[FilePlan, ...]:
         """Describe the files of one save to the writer."""
@@ -165,20 +177,29 @@ class Layout:
 
 
 def plan(
-    sig: Signature, *, rank: int = 0, max_file_bytes: int = 4 << 30, stable: frozenset[str] = frozenset()
+    sig: Signature,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+    max_file_bytes: int = 4 << 30,
+    stable: frozenset[str] = frozenset(),
 ) -> Layout:
     """Lay out a structure.
 
     Args:
         sig: the structure.
         rank: the writing rank; part of the file names.
+        num_ranks: how many ranks write it together; what the others write has no place in this layout.
         max_file_bytes: a file is split when it would grow beyond this (one tensor is never split).
         stable: names of tensors observed not to change between saves; they get files of their own, as frozen ones do.
     """
     sizes = [dtype.itemsize * shape.numel() for dtype, shape in zip(sig.dtypes, sig.shapes, strict=True)]
     files: list[FileLayout] = []
     place: list[tuple[int, int]] = [(-1, -1)] * len(sizes)  # tensor -> (file number, offset in file)
-    for label, members in _groups(sig, sizes, stable).items():
+    share = share_of(sig, sizes, rank=rank, num_ranks=num_ranks) if num_ranks > 1 else None
+    aliases = sig.aliases if share is None else share.aliases
+    division = None if share is None else share.division
+    for label, members in _groups(sig, sizes, stable, None if share is None else share.writes).items():
         for part, chunk in enumerate(_parts(members, sizes, max_file_bytes)):
             stem = f"{label}-{rank:05d}" + (f".part{part:02d}" if part else "")
             file = FileLayout(stem, ".safetensors", "tensors", stable=label.endswith(_FROZEN))
@@ -186,7 +207,7 @@ def plan(
             _fill(file, chunk, sig, sizes, prefix=f"{own}/" if own else "", number=len(files), place=place)
             files.append(file)
     index = FileLayout(f"index-{rank:05d}", ".json", "index")
-    body = _index(sig, sizes, place, files, rank)
+    body = _index(sig, sizes, place, files, rank, aliases, division)
     index.add(body, len(body))
     files.append(index)
     end = 0
@@ -194,12 +215,18 @@ def plan(
         file.arena_offset = end
         end += file.padded
     offsets = [files[number].arena_offset + at if number >= 0 else -1 for number, at in place]
-    tied = sum(sizes[number] for number in sig.aliases)
-    return Layout(sig, files, offsets, sizes, max(end, BLOCK), sum(sizes) - tied)
+    tensor_bytes = sum(size for size, (at, _) in zip(sizes, place, strict=True) if at >= 0)
+    sampled = () if share is None else share.sampled
+    return Layout(sig, files, offsets, sizes, max(end, BLOCK), tensor_bytes, division, sampled)
 
 
-def _groups(sig: Signature, sizes: list[int], stable: frozenset[str]) -> dict[str, list[int]]:
-    """Assign tensors to files: one for each item of the state, frozen tensors apart, small items together."""
+def _groups(
+    sig: Signature, sizes: list[int], stable: frozenset[str], writes: frozenset[int] | None
+) -> dict[str, list[int]]:
+    """Assign tensors to files: one for each item of the state, frozen tensors apart, small items together.
+
+    The files are those of the whole state, whatever part of it ``writes`` (None: all) is.
+    """
     totals: dict[str, int] = {}
     for item, size in zip(sig.files, sizes, strict=True):
         totals[item] = totals.get(item, 0) + size
@@ -211,7 +238,7 @@ def _groups(sig: Signature, sizes: list[int], stable: frozenset[str]) -> dict[st
             labels[item] = f"{safe}.{len(labels)}" if taken else safe
     groups: dict[str, list[int]] = {}
     for number, (item, name) in enumerate(zip(sig.files, sig.names, strict=True)):
-        if number in sig.aliases:
+        if number in sig.aliases if writes is None else number not in writes:
             continue
         label = labels.get(item, _LOOSE)
         if number in sig.frozen or name in stable:
@@ -256,16 +283,24 @@ def _fill(
         file.add(one, sizes[one])
 
 
-def _index(sig: Signature, sizes: list[int], place: list[tuple[int, int]], files: list[FileLayout], rank: int) -> bytes:
+def _index(
+    sig: Signature,
+    sizes: list[int],
+    place: list[tuple[int, int]],
+    files: list[FileLayout],
+    rank: int,
+    aliases: dict[int, int],
+    division: Division | None,
+) -> bytes:
     """Encode the index. File names carry ``{save_id}`` so that the same bytes serve every save."""
     paths = [file.path("{save_id}") for file in files]
     tensors = {}
     for number, name in enumerate(sig.names):
-        if number not in sig.aliases:
-            at, offset = place[number]
+        at, offset = place[number]
+        if at >= 0:
             piece = Piece(file=paths[at], offset=offset, nbytes=sizes[number])
             tensors[name] = TensorEntry(
                 name=name, dtype=dtype_name(sig.dtypes[number]), shape=tuple(sig.shapes[number]), pieces=(piece,)
             )
-    aliases = {sig.names[number]: sig.names[original] for number, original in sig.aliases.items()}
-    return Index(writer=rank, files=tuple(paths), tensors=tensors, aliases=aliases).to_bytes()
+    tied = {sig.names[number]: sig.names[original] for number, original in aliases.items()}
+    return Index(writer=rank, files=tuple(paths), tensors=tensors, aliases=tied, division=division).to_bytes()

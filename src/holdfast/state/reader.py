@@ -7,12 +7,12 @@ of tensors it holds, by two threads that take turns.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -22,6 +22,7 @@ import torch
 from ..errors import CorruptCheckpointError, StateMismatchError, StorageNotFoundError
 from ..format.digest import CHUNK, chunk_digests
 from ..storage.base import FileReader, Storage
+from ..writer.side import Side
 from .memory import move
 
 __all__ = ["Digests", "ReadRequest", "read_tensors"]
@@ -30,7 +31,6 @@ _BLOCK = 2 << 20  # read and checked at a time: near enough for the cache, and f
 _AHEAD = 32 << 20  # the storage is told what will be read this far ahead
 _DIRECT = 4 * CHUNK  # a tensor with fewer whole chunks than this is not worth blocks of its own
 _HINT = 8 << 20  # in steps of this size
-_THREADS = 2
 _BATCH = 32 << 20  # tensors that need a detour (other device, dtype, strides) are read in batches of this size
 
 
@@ -110,11 +110,11 @@ def read_tensors(
         if request.nbytes:
             by_file.setdefault(request.file, []).append(request)
     total = 0
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="holdfast-read") as pool:
+    with contextlib.closing(Side("holdfast-read")) as side:
         for file in sorted(by_file):
             rows = sorted(by_file[file], key=attrgetter("offset"))
             with _open(storage, file, rows) as reader:
-                job = _FileJob(reader, file, digests, pool, progress)
+                job = _FileJob(reader, file, digests, side, progress)
                 for batch in _apart(rows):
                     direct: list[ReadRequest] = []
                     detours: list[ReadRequest] = []
@@ -190,10 +190,10 @@ class _FileJob:
         reader: FileReader,
         file: str,
         digests: Digests | None,
-        pool: ThreadPoolExecutor,
+        side: Side,
         progress: Callable[[int], None] | None,
     ) -> None:
-        self.reader, self.file, self.digests, self.pool, self.progress = reader, file, digests, pool, progress
+        self.reader, self.file, self.digests, self.side, self.progress = reader, file, digests, side, progress
         self.rows: Sequence[ReadRequest] = ()
         self.starts: list[int] = []
         self.addresses: list[int] = []
@@ -219,15 +219,13 @@ class _FileJob:
                 self.failed.set()
                 raise
 
-        threads = _THREADS if len(blocks) > 4 else 1
-        futures = [self.pool.submit(work) for _ in range(threads - 1)]
+        other = self.side.run(work) if len(blocks) > 4 else None
         try:
             work()
         finally:
-            errors = [future.exception() for future in futures]
-        for error in errors:
-            if error is not None:
-                raise error
+            error = None if other is None else other.exception()
+        if error is not None:
+            raise error
         return sum(size for _, size, _ in blocks)
 
     def read_detours(self, rows: list[ReadRequest]) -> int:

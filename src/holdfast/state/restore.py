@@ -170,6 +170,7 @@ def _live_refs(tree: Any, stored: Stored) -> list[TensorRef]:
         elif isinstance(value, ObjectNode):
             walk(value.state)
         elif isinstance(value, PerRankNode):
+            stored.say_borrowed()
             walk((stored.per_rank or {}).get(value.key))
         elif isinstance(value, Mapping):
             for item in value.values():

@@ -10,11 +10,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, HoldfastError
 from ..format.codec import dumps
 from ..format.digest import CHUNK
 from ..format.strict_json import paused_gc
@@ -25,6 +25,7 @@ from ..writer.messages import BlobPlan, SaveJob
 from . import cuda
 from .flatten import Flat, flatten
 from .plan import Layout, fits, plan, signature
+from .samples import fingerprints
 from .staging import copy_window, stage
 
 __all__ = ["Snapshotter", "Submitted"]
@@ -58,15 +59,29 @@ class Snapshotter:
 
     Args:
         rank: the writing rank, part of the file names.
+        world_size: how many ranks save together: each writes its share of what is replicated, rank 0 the rest.
         max_file_bytes: larger files are split.
         max_staging_bytes: bound of the arena; a state that does not fit streams through it and the caller is held
             until the last window has been taken.
+        timeout_s: bound of the wait for one window; None waits as long as it takes.
     """
 
-    def __init__(self, *, rank: int = 0, max_file_bytes: int = 4 << 30, max_staging_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        max_file_bytes: int = 4 << 30,
+        max_staging_bytes: int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
         if max_staging_bytes is not None and max_staging_bytes < 2 * MIN_WINDOW:
             raise ConfigError(f"max_staging_bytes={max_staging_bytes}: give at least {2 * MIN_WINDOW} bytes")
-        self.rank, self.max_file_bytes, self.max_staging_bytes = rank, max_file_bytes, max_staging_bytes
+        if not 0 <= rank < world_size and world_size > 1:
+            raise ConfigError(f"rank {rank} is outside of a world of {world_size}")
+        self.rank, self.world_size = rank, world_size
+        self.max_file_bytes, self.max_staging_bytes = max_file_bytes, max_staging_bytes
+        self.timeout_s = timeout_s
         self.layout: Layout | None = None
         self.arena: Arena | None = None
         self.stable: frozenset[str] = frozenset()
@@ -76,11 +91,11 @@ class Snapshotter:
 
     def plan(self, state: Mapping[Any, Any], *, unsupported: str = "raise") -> Layout:
         """Take the state apart and lay it out, without memory for it: shows whether it can be saved, and its size."""
-        return self._layout(flatten(state, unsupported=unsupported, rank=self.rank))
+        return self._layout(self._flatten(state, unsupported))
 
     def prepare(self, state: Mapping[Any, Any], client: WriterClient) -> None:
         """Get ready for the first save: map the arena here and in the writer, fault its pages in the background."""
-        flat = flatten(state, rank=self.rank)
+        flat = self._flatten(state)
         layout = self._layout(flat)
         if not self._windowed(layout):
             if cuda.needed(flat.tensors):
@@ -102,10 +117,14 @@ class Snapshotter:
         overwrite: bool = False,
         reuse: bool = False,
         run: bool = False,
+        part: bool = False,
         unsupported: str = "raise",
         lazy: bool = False,
     ) -> Submitted:
         """Snapshot ``state`` and hand it to the writer. The caller may change the state when this returns.
+
+        With several ranks each calls this, with ``part``, the same ``save_id`` and a state of the same structure;
+        nobody waits for anybody here.
 
         Args:
             state: what to save.
@@ -117,15 +136,23 @@ class Snapshotter:
             overwrite: replace a committed checkpoint of this name.
             reuse: unchanged files may be linked from the previous checkpoint.
             run: the save belongs to the writer's open run.
+            part: write this rank's part only; whoever has the parts of all ranks commits them.
             unsupported: "raise" or "drop".
             lazy: CUDA tensors owned by an optimizer may still be copying when this returns (`cuda.fence` guards).
+
+        Raises:
+            ConfigError: one of several ranks would commit its part alone.
         """
+        if self.world_size > 1 and not part:
+            raise ConfigError(f"rank {self.rank} of {self.world_size} holds one part of a checkpoint: give part=True")
         started = time.perf_counter()
-        flat = flatten(state, unsupported=unsupported, rank=self.rank)
+        flat = self._flatten(state, unsupported)
         self._report_dropped(flat.dropped)
-        layout = self._layout(flat)
-        blobs = [dumps(flat.tree)]
-        plans = [BlobPlan(path=f"state-{save_id}.json", role="state")] if self.rank == 0 else []
+        before, layout = self.layout, self._layout(flat)
+        blobs, plans = [], []
+        if self.rank == 0:
+            plans.append(BlobPlan(path=f"state-{save_id}.json", role="state"))
+            blobs.append(dumps(flat.tree))
         if flat.per_rank:
             plans.append(BlobPlan(path=f"rank-{self.rank:05d}-{save_id}.json", role="rank"))
             blobs.append(dumps(flat.per_rank))
@@ -141,6 +168,8 @@ class Snapshotter:
             reuse=reuse,
             windowed=windowed,
             run=run,
+            part=part,
+            division=self._division(flat, layout, wait=not lazy or layout is not before),
             want_unchanged=reuse and not windowed and not self._observed,
         )
         arena = self._window_arena() if windowed else self._arena(layout)
@@ -235,12 +264,33 @@ class Snapshotter:
             if dropped:
                 _LOG.warning("NOT saved, as unsupported='drop' asks: %s", ", ".join(dropped))
 
+    def _division(self, flat: Flat, layout: Layout, *, wait: bool) -> dict[str, Any] | None:
+        """Describe how the state is divided, with fingerprints of what is replicated for the commit to compare.
+
+        Without ``wait`` those on an accelerator are left out: they would make training wait for its stream.
+        """
+        if layout.division is None:
+            return None
+        chosen = [one for one in layout.sampled if wait or flat.tensors[one].is_cpu]
+        found = fingerprints([flat.tensors[one] for one in chosen])
+        samples = {flat.names[one]: digest for one, digest in zip(chosen, found, strict=True)}
+        return replace(layout.division, samples=samples).to_json()
+
     # -- layout and arena
+
+    def _flatten(self, state: Mapping[Any, Any], unsupported: str = "raise") -> Flat:
+        return flatten(state, unsupported=unsupported, rank=self.rank, shared=self.world_size > 1)
 
     def _layout(self, flat: Flat) -> Layout:
         if self.layout is None or not fits(self.layout.signature, flat):
             self._drop_layout()
-            self.layout = plan(signature(flat), rank=self.rank, max_file_bytes=self.max_file_bytes, stable=self.stable)
+            self.layout = plan(
+                signature(flat),
+                rank=self.rank,
+                num_ranks=self.world_size,
+                max_file_bytes=self.max_file_bytes,
+                stable=self.stable,
+            )
         return self.layout
 
     def _drop_layout(self) -> None:
@@ -276,7 +326,7 @@ class Snapshotter:
                 for start in range(0, file.padded, window):
                     if not slots:
                         done, slot = waiting.popleft()
-                        done.result()
+                        self._taken(done)
                         slots.append(slot)
                     slot = slots.popleft()
                     size = min(window, file.padded - start)
@@ -284,8 +334,17 @@ class Snapshotter:
                     sent = client.window(save.job_no, file_no=number, file_offset=start, arena_offset=slot, nbytes=size)
                     waiting.append((sent, slot))
             for done, _ in waiting:
-                done.result()
+                self._taken(done)
         except BaseException:
             client.abandon(save.job_no)
             raise
         client.seal(save.job_no)
+
+    def _taken(self, window: Future[None]) -> None:
+        wait([window], timeout=self.timeout_s)
+        if not window.done():
+            raise HoldfastError(
+                f"a part of this save is not written after {self.timeout_s:.0f} s (timeout_s): the storage is stuck or "
+                "very slow; training cannot count on it"
+            )
+        window.result()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..errors import CorruptCheckpointError, StorageNotFoundError
 from ..format.codec import decode, loads
 from ..format.commit import read_manifest
 from ..format.digest import chunk_digests, file_digest
+from ..format.division import disagreement
 from ..format.index import Index, TensorEntry
 from ..format.manifest import FileEntry, Manifest
 from ..storage.base import Storage
@@ -19,8 +21,9 @@ from . import arrays
 from .reader import Digests
 from .values import ObjectNode, PerRankNode, TensorRef
 
-__all__ = ["Stored", "open_stored"]
+__all__ = ["Stored", "open_stored", "unite"]
 
+_LOG = logging.getLogger("holdfast.state")
 _MAX_JSON = 2 << 30  # bound for index and state files before they are read
 
 
@@ -34,9 +37,12 @@ class Stored:
         entries: every tensor by name, of all writers.
         aliases: name -> name of the tensor it is tied to.
         tree: decoded structure with `TensorRef`, `ObjectNode` and `PerRankNode` in it.
-        per_rank: key -> decoded value of the asked rank (None if the checkpoint has no such rank).
+        per_rank: key -> decoded value of the asked rank, or of rank 0 if the checkpoint has no such rank.
+        borrowed: ``per_rank`` is that of rank 0 because there is none of this rank.
         digests: tables of the files that have tensors.
         refs: all tensors of the tree, by name.
+        own: names of the tensors of ``per_rank``, if several ranks wrote this checkpoint: on each rank they are other
+            ones, so no tie of theirs to a common one is stored.
     """
 
     storage: Storage
@@ -47,6 +53,9 @@ class Stored:
     per_rank: dict[str, Any] | None = None
     digests: Digests = field(default_factory=lambda: Digests({}))
     refs: dict[str, TensorRef] = field(default_factory=dict)
+    borrowed: bool = False
+    own: frozenset[str] = frozenset()
+    _said: bool = False
 
     def entry(self, name: str) -> TensorEntry:
         """Return where a tensor is stored, through its tie if it has one."""
@@ -57,13 +66,22 @@ class Stored:
             )
         return found
 
+    def say_borrowed(self) -> None:
+        """Log, once, that values kept per rank come from another rank than this one."""
+        if self.borrowed and not self._said:
+            self._said = True
+            _LOG.warning(
+                "%s was saved by fewer ranks and has no values of this one: it takes the PerRank values of rank 0 and "
+                "keeps its own generators", self.storage.uri,
+            )  # fmt: skip
+
 
 def open_stored(storage: Storage, *, rank: int = 0) -> Stored:
     """Open the checkpoint at the root of ``storage``: reads manifest, indexes and structure, checks their digests.
 
     Raises:
         CheckpointNotFoundError, IncompleteCheckpointError: there is no committed checkpoint.
-        CorruptCheckpointError: a small file differs from its digest.
+        CorruptCheckpointError: a small file differs from its digest, or a rank's part is missing.
     """
     manifest = read_manifest(storage, "")
     stored = Stored(storage, manifest)
@@ -73,6 +91,8 @@ def open_stored(storage: Storage, *, rank: int = 0) -> Stored:
             tables[entry.path] = _checked(storage, entry)
     stored.digests = Digests(dict(_tables(manifest, tables)))
     sizes = {entry.path: entry.size for entry in manifest.files}
+    indexes: list[Index] = []
+    ranks: dict[int, FileEntry] = {}
     for entry in manifest.files:
         if entry.role == "index":
             index = Index.from_bytes(
@@ -83,15 +103,59 @@ def open_stored(storage: Storage, *, rank: int = 0) -> Stored:
                 raise CorruptCheckpointError(
                     f"{entry.path} refers to {missing[0]}, which the manifest does not list", file=entry.path
                 )
-            stored.entries.update(index.tensors)
-            stored.aliases.update(index.aliases)
+            indexes.append(index)
         elif entry.role == "state":
             stored.tree = _decode(_checked(storage, entry), entry.path, stored.refs)
-        elif entry.role == "rank" and entry.writer == rank:
-            stored.per_rank = _decode(_checked(storage, entry), entry.path, stored.refs)
+        elif entry.role == "rank":
+            ranks[entry.writer] = entry
     if stored.tree is None:
         raise CorruptCheckpointError("the manifest lists no state file: this checkpoint holds no state to load")
+    unite(stored, indexes)
+    if chosen := ranks.get(rank) or ranks.get(0):
+        refs: dict[str, TensorRef] = {}
+        stored.per_rank = _decode(_checked(storage, chosen), chosen.path, refs)
+        stored.refs.update(refs)
+        stored.borrowed = chosen.writer != rank
+        stored.own = frozenset(refs) if len(indexes) > 1 else frozenset()
+    if len(indexes) > 1:
+        lost = stored.refs.keys() - stored.entries.keys() - stored.aliases.keys()
+        if lost:
+            stored.entry(min(lost))
     return stored
+
+
+def unite(stored: Stored, indexes: Sequence[Index]) -> None:
+    """Put the indexes of all writers together.
+
+    Raises:
+        CorruptCheckpointError: one is missing, or two of them do not go together.
+    """
+    if len(indexes) == 1 and indexes[0].division is None:
+        stored.entries, stored.aliases = indexes[0].tensors, indexes[0].aliases
+        return
+    where = stored.storage.uri
+    if problem := disagreement({index.writer: index.division for index in indexes}):
+        raise CorruptCheckpointError(f"{where}: {problem}: this checkpoint is damaged; use another one")
+    writers: dict[str, int] = {}
+    for index in indexes:
+        united = {}
+        for name in writers.keys() & (index.tensors.keys() | index.aliases.keys()):
+            one, other = stored.entries.get(name), index.tensors.get(name)
+            if one is None or other is None or one[1:3] != other[1:3] or not (_in_boxes(one) and _in_boxes(other)):
+                raise CorruptCheckpointError(
+                    f"{where}: both rank {writers[name]} and rank {index.writer} have stored {name!r}: this checkpoint "
+                    "is damaged; use another one",
+                    tensor=name,
+                )
+            united[name] = one._replace(pieces=one.pieces + other.pieces)
+        stored.entries.update(index.tensors)
+        stored.entries.update(united)
+        stored.aliases.update(index.aliases)
+        writers.update(dict.fromkeys((*index.tensors, *index.aliases), index.writer))
+
+
+def _in_boxes(entry: TensorEntry) -> bool:
+    return all(piece.box_start is not None for piece in entry.pieces)
 
 
 def _save_id(index_path: str) -> str:
@@ -109,7 +173,8 @@ def _checked(storage: Storage, entry: FileEntry) -> bytes:
             reader.read_into(0, memoryview(data))
     except StorageNotFoundError as error:
         raise CorruptCheckpointError(
-            f"{entry.path} is gone: this checkpoint is damaged; use another one, or a copy of this file",
+            f"{entry.path} (written by rank {entry.writer}) is gone: this checkpoint is damaged; use another one, or a "
+            "copy of this file",
             file=entry.path,
         ) from error
     if len(data) != entry.size or file_digest(chunk_digests(memoryview(data))) != entry.digest:

@@ -53,12 +53,20 @@ class Targets:
             else:
                 for other, source in there:
                     if _same_memory(live, other):
-                        if source == entry.name:
+                        if source == entry.name or source in self.stored.own:
                             return None
+                        if entry.name in self.stored.own:
+                            self._withdraw(source, other)
+                            there[:] = [pair for pair in there if pair[0] is not other]
+                            break
                         return f"tied in the state to what is stored as {source!r}, but stored apart in the checkpoint"
                 there.append((live, entry.name))
         self._request(entry, dtype, live)
         return None
+
+    def _withdraw(self, name: str, target: torch.Tensor) -> None:
+        """Do not read ``name`` into ``target``: this rank stored a value of its own for that memory."""
+        self.requests = [one for one in self.requests if one.target is not target or one.name != name]
 
     def append(self, name: str, target: torch.Tensor) -> None:
         """Read stored tensor ``name`` into memory that is known to fit."""

@@ -206,6 +206,33 @@ class Storage(ABC):
             StorageExistsError: there is a ``target``.
         """
 
+    def adopt(self, source: str, path: str) -> bool:
+        """Take over a file of this machine as an object, durably and without copying, where the storage can.
+
+        Only where the bytes are then the object's alone: no link to them is left under another name.
+
+        Args:
+            source: absolute path of the file; it is gone on success.
+            path: where, inside the storage; there must be no object.
+
+        Returns:
+            False if it cannot be done here, for this file; then nothing has changed.
+
+        Raises:
+            StorageNotFoundError: there is no ``source``.
+            StorageExistsError: there is an object at ``path``.
+        """
+        check_path(path)
+        return False
+
+    def sync(self, path: str) -> None:
+        """Make an object durable that was not written through a storage; nothing to do where all of them are.
+
+        Raises:
+            StorageNotFoundError: there is none.
+        """
+        self.stat(path)
+
     @property
     @abstractmethod
     def uri(self) -> str:
@@ -219,6 +246,15 @@ class Storage(ABC):
     def describe(self) -> dict[str, Any] | None:
         """Return JSON from which `from_description` rebuilds this storage in another process, None if it cannot."""
         return None
+
+    def secrets(self) -> dict[str, str] | None:
+        """Return the credentials that `describe` leaves out: told to processes of ours in memory, never written."""
+        return None
+
+    @property
+    def max_file_bytes(self) -> int:
+        """Size at which the files of a checkpoint are split here."""
+        return 4 << 30
 
     def free_bytes(self) -> int | None:
         """Return the bytes that can still be written, None if unknown."""
@@ -297,6 +333,14 @@ class PrefixStorage(Storage):
         """Repeat an object; see `Storage.copy`."""
         self._parent.copy(self._full(source), self._full(target))
 
+    def adopt(self, source: str, path: str) -> bool:
+        """Take over a file of this machine; see `Storage.adopt`."""
+        return self._parent.adopt(source, self._full(path))
+
+    def sync(self, path: str) -> None:
+        """Make an object durable; see `Storage.sync`."""
+        self._parent.sync(self._full(path))
+
     def delete_tree(self, prefix: str) -> None:
         """Remove everything below ``prefix``; see `Storage.delete_tree`."""
         self._parent.delete_tree(posixpath.join(self._prefix, check_prefix(prefix)))
@@ -324,6 +368,15 @@ class PrefixStorage(Storage):
         """Return the parent seen from deeper below."""
         prefix = check_prefix(path)
         return PrefixStorage(self._parent, f"{self._prefix}/{prefix}") if prefix else self
+
+    def secrets(self) -> dict[str, str] | None:
+        """Return the credentials of the parent."""
+        return self._parent.secrets()
+
+    @property
+    def max_file_bytes(self) -> int:
+        """Size at which the parent wants files split."""
+        return self._parent.max_file_bytes
 
     def describe(self) -> dict[str, Any] | None:
         """Return the description of the parent and the prefix."""

@@ -32,6 +32,8 @@ _COPY_BYTES = 8 << 20
 _TRIES = 20
 # Errors of link(2) that mean "not here": another device, no hard links, too many of them, not our file.
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
+# Errors that mean "not this file": another device, not ours to take, or in use as a mount.
+_NO_MOVE = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EBUSY, errno.EROFS)
 
 
 class LocalStorage(Storage):
@@ -251,6 +253,44 @@ class LocalStorage(Storage):
                 chunk = memoryview(bytearray(min(_COPY_BYTES, reader.size - start)))
                 reader.read_into(start, chunk)
                 writer.write(chunk)
+
+    def adopt(self, source: str, path: str) -> bool:
+        """Make a file durable and rename it into this storage; see `Storage.adopt`."""
+        target = self._full(path)
+        directory = os.path.dirname(target)
+        with errors_of("take over", source):
+            found = os.lstat(source)
+            here = os.stat(tree.nearest_existing(directory)).st_dev
+            if not stat_module.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_dev != here:
+                return False
+            if os.path.lexists(target):
+                raise self._exists(target)
+            try:
+                self._fsync(source)  # before it is an object: whoever wrote it need not have cared
+                self._in_directory(directory, lambda: self._ops.rename(source, target))
+            except OSError as error:
+                if error.errno not in _NO_MOVE:
+                    raise
+                return False
+            self._ops.fsync_dir(directory)
+        return True
+
+    def sync(self, path: str) -> None:
+        """Make a file and its name durable; see `Storage.sync`."""
+        full = self._full(path)
+        with errors_of("make durable", full):
+            self._fsync(full)
+            directory = os.path.dirname(full)
+            while len(directory) >= len(self._root):
+                self._ops.fsync_dir(directory)
+                directory = os.path.dirname(directory)
+
+    def _fsync(self, full: str) -> None:
+        fd = self._ops.open(full, os.O_RDONLY)
+        try:
+            self._ops.fsync(fd)
+        finally:
+            self._ops.close(fd)
 
     @property
     def uri(self) -> str:

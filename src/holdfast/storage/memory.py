@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -41,6 +42,14 @@ class _Store:
 
 # One table for the process, so that "memory://name" means the same objects wherever it is resolved.
 _stores: dict[str, _Store] = {}
+
+
+def _after_fork_in_child() -> None:
+    for store in _stores.values():
+        store.lock = threading.Lock()  # another thread may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class MemoryStorage(Storage):

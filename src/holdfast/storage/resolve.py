@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from typing import Any, cast
 
@@ -13,13 +14,45 @@ from .memory import MemoryStorage
 
 __all__ = ["from_description", "resolve", "split_uri"]
 
-# Schemes that are planned: named so that the error says more than "unknown".
-_LATER = ("abfs", "abfss", "az", "adl", "gcs", "gs", "hdfs", "hf", "http", "https", "oci", "r2", "s3", "s3a", "sftp")
+# The one table of schemes: where to find the function that makes a storage of a whole URI. By name, so that only what
+# is used is imported; each imports its own packages, and says which extra brings one that is missing.
+_SCHEMES: dict[str, tuple[str, str]] = {
+    "s3": ("holdfast.storage.object", "from_uri"),
+    "s3a": ("holdfast.storage.object", "from_uri"),
+    "gs": ("holdfast.storage.object", "from_uri"),
+    "gcs": ("holdfast.storage.object", "from_uri"),
+    "az": ("holdfast.storage.object", "from_uri"),
+    "abfs": ("holdfast.storage.object", "from_uri"),
+    "abfss": ("holdfast.storage.object", "from_uri"),
+    "adl": ("holdfast.storage.object", "from_uri"),
+    "oci": ("holdfast.storage.object", "from_uri"),
+    "libcloud": ("holdfast.storage.libcloud", "from_uri"),
+    "hdfs": ("holdfast.storage.pyarrow", "from_uri"),
+    "viewfs": ("holdfast.storage.pyarrow", "from_uri"),
+}
+# Schemes that are not in the table are asked of fsspec. These prefixes choose a package for any scheme it knows.
+_BY_PREFIX = {
+    "fsspec": ("holdfast.storage.fsspec", "from_uri"),
+    "pyarrow": ("holdfast.storage.pyarrow", "from_uri"),
+}
+
+# Well-known schemes of fsspec: named so that the error says what to install where fsspec is missing.
+_VIA_FSSPEC = ("dbfs", "ftp", "hf", "http", "https", "sftp", "smb", "ssh", "webdav", "webhdfs")
 
 # Kinds of descriptions. By name, because a test kind lives in a layer above and loads only where it is used.
 _KINDS = {
     "local": ("holdfast.storage.local", "LocalStorage"),
+    "object": ("holdfast.storage.object", "from_options"),
+    "fsspec": ("holdfast.storage.fsspec", "from_description"),
+    "pyarrow": ("holdfast.storage.pyarrow", "from_description"),
+    "libcloud": ("holdfast.storage.libcloud", "from_description"),
     "faulty": ("holdfast.testing.faults", "FaultyStorage"),
+}
+
+# File system objects of other packages, by the package their class comes from: function(filesystem, path) -> Storage.
+_FILESYSTEMS: dict[str, tuple[str, str]] = {
+    "fsspec": ("holdfast.storage.fsspec", "from_filesystem"),
+    "pyarrow": ("holdfast.storage.pyarrow", "from_filesystem"),
 }
 
 
@@ -48,7 +81,8 @@ def resolve(location: str | os.PathLike[str] | Storage, filesystem: Any = None) 
     Args:
         location: a path (made absolute now, so that a later chdir does not move it), a URI such as "memory://name",
             or a storage, which is returned as it is.
-        filesystem: a `Storage` in which ``location`` is a path.
+        filesystem: a `Storage`, or a file system object of a package that is known here, in which ``location`` is a
+            path.
 
     Raises:
         ConfigError: no storage fits.
@@ -60,12 +94,16 @@ def resolve(location: str | os.PathLike[str] | Storage, filesystem: Any = None) 
     if not isinstance(location, (str, os.PathLike)):
         raise ConfigError(f"location {location!r}: give a path, a URI such as 'memory://name', or a Storage")
     if filesystem is not None:
-        if not isinstance(filesystem, Storage):
+        if isinstance(filesystem, Storage):
+            return filesystem.child(os.fspath(location).strip("/"))
+        package = next((base.__module__ for base in type(filesystem).__mro__ if _package(base) in _FILESYSTEMS), "")
+        if not package:
             raise ConfigError(
-                f"filesystem={filesystem!r}: this version takes a holdfast.storage.Storage; pyarrow and fsspec file "
-                "systems come with a later one"
+                f"filesystem={filesystem!r}: give a holdfast.storage.Storage; file systems of "
+                f"{', '.join(sorted(_FILESYSTEMS)) or 'other packages'} are the only others known here"
             )
-        return filesystem.child(os.fspath(location).strip("/"))
+        adapt = _load(_FILESYSTEMS[package.partition(".")[0]])
+        return cast("Storage", adapt(filesystem, os.fspath(location)))
     if isinstance(location, os.PathLike):
         # A path object never holds a scheme: "s3:" would be an ordinary directory name there.
         return LocalStorage(os.path.expanduser(location))
@@ -81,12 +119,33 @@ def _from_uri(location: str) -> Storage:
     if scheme == "memory":
         name, _, prefix = rest.partition("/")
         return MemoryStorage(name).child(prefix)
-    known = "it comes with a later version" if scheme in _LATER else "no storage knows this scheme"
-    raise ConfigError(f"location {location!r}: {known}; use a local path, 'file://...' or 'memory://name'")
+    prefix, mark, _ = scheme.partition("+")
+    place = _SCHEMES.get(scheme) or (_BY_PREFIX.get(prefix) if mark else None)
+    if place is None and (scheme in _VIA_FSSPEC or importlib.util.find_spec("fsspec") is not None):
+        place = _BY_PREFIX["fsspec"]
+    if place is not None:
+        return cast("Storage", _load(place)(f"{scheme}://{rest}"))
+    raise ConfigError(
+        f"location {location!r}: no storage knows this scheme; use a local path, 'file://...', 'memory://name' or one "
+        f"of {', '.join(f'{name}://' for name in sorted(_SCHEMES))}, or install fsspec for others"
+    )
 
 
-def from_description(description: dict[str, Any]) -> Storage:
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _load(place: tuple[str, str]) -> Any:
+    module, name = place
+    return getattr(importlib.import_module(module), name)
+
+
+def from_description(description: dict[str, Any], secrets: dict[str, str] | None = None) -> Storage:
     """Rebuild the storage that `Storage.describe` described, in this process.
+
+    Args:
+        description: what `Storage.describe` returned.
+        secrets: what `Storage.secrets` returned; without, a storage that needs credentials takes those it finds here.
 
     Raises:
         ConfigError: the kind is unknown.
@@ -94,8 +153,9 @@ def from_description(description: dict[str, Any]) -> Storage:
     options = dict(description)
     kind = options.pop("kind", None)
     if kind == "prefix":
-        return from_description(options["parent"]).child(options["prefix"])
+        return from_description(options["parent"], secrets).child(options["prefix"])
     if kind not in _KINDS:
         raise ConfigError(f"storage description of kind {kind!r}: this Holdfast knows {sorted(_KINDS)}")
-    module, name = _KINDS[kind]
-    return cast("Storage", getattr(importlib.import_module(module), name)(**options))
+    if secrets is not None:
+        options["secrets"] = secrets
+    return cast("Storage", _load(_KINDS[kind])(**options))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -110,6 +112,53 @@ class TreeTests:
             storage.copy("a", "b")
         assert storage.read("b") == b"2"
 
+    # -- files of this machine ----------------------------------------------------------------------------------
+
+    def test_adopt(self, storage: Storage, tmp_path: Path) -> None:
+        """A file is taken over whole and then gone, or refused and then untouched."""
+        source = tmp_path / "source.bin"
+        source.write_bytes(b"1" * 70_000)
+        if storage.adopt(str(source), "a/deep/data"):
+            assert not source.exists()
+            assert storage.read("a/deep/data") == b"1" * 70_000
+            assert storage.stat("a/deep/data").size == 70_000
+        else:
+            assert source.read_bytes() == b"1" * 70_000
+            assert list(storage.list()) == []
+
+    def test_adopted_bytes_belong_to_nobody_else(self, storage: Storage, tmp_path: Path) -> None:
+        """A file with a second name, or behind a link, is not taken over: who writes the other name would change it."""
+        source, other, link = (tmp_path / name for name in ("source.bin", "other.bin", "link.bin"))
+        source.write_bytes(b"1")
+        other.hardlink_to(source)
+        link.symlink_to(source)
+        for path in (source, link):
+            taken = storage.adopt(str(path), f"a/{path.name}")
+            other.write_bytes(b"changed")
+            assert not taken or storage.read(f"a/{path.name}") == b"1"
+            other.write_bytes(b"1")
+        assert other.exists()
+
+    def test_adopt_replaces_nothing(self, storage: Storage, tmp_path: Path) -> None:
+        """An object that is there stays, and so does the file; a missing file changes nothing."""
+        source = tmp_path / "source.bin"
+        source.write_bytes(b"new")
+        storage.put("a/data", b"old")
+        with contextlib.suppress(StorageExistsError):
+            assert not storage.adopt(str(source), "a/data")
+        assert (storage.read("a/data"), source.read_bytes()) == (b"old", b"new")
+        with contextlib.suppress(StorageNotFoundError):
+            assert not storage.adopt(str(tmp_path / "no.bin"), "a/other")
+        assert [info.path for info in storage.list()] == ["a/data"]
+
+    def test_sync(self, storage: Storage) -> None:
+        """Any object can be made durable once more; a missing one is an error."""
+        storage.put("a/deep/data", b"1")
+        storage.sync("a/deep/data")
+        assert storage.read("a/deep/data") == b"1"
+        with pytest.raises(StorageNotFoundError):
+            storage.sync("a/no")
+
     # -- names and places ---------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("path", _ODD_NAMES)
@@ -135,6 +184,8 @@ class TreeTests:
             lambda: storage.delete(path),
             lambda: storage.copy("a", path),
             lambda: storage.copy(path, "b"),
+            lambda: storage.adopt("/nowhere", path),
+            lambda: storage.sync(path),
         ]
         for call in calls:
             with pytest.raises(ConfigError):

@@ -13,7 +13,7 @@ from holdfast.storage.base import Storage
 from .arena import Arena
 from .conversation import Call, Conversation
 from .launch import can_run_process
-from .messages import RunOpened, SaveJob, SaveResult
+from .messages import IngestJob, PartsJob, RunOpened, SaveJob, SaveResult
 from .wire import Message
 
 __all__ = ["SaveFuture", "WriterClient"]
@@ -115,9 +115,41 @@ class WriterClient:
                     arena=arena,
                     future=future,
                     repeatable=not job.windowed,
-                    decode=lambda answer: SaveResult.from_json(answer.header["value"], answer.attachments[0]),
+                    decode=_result,
                 ),
             )
+            return future
+
+    def ingest(self, storage: Storage, job: IngestJob) -> SaveFuture:
+        """Make a checkpoint of directories of files. It is committed even if the trainer dies meanwhile.
+
+        Sources that are not owned must not change until the future is done.
+
+        Args:
+            storage: root that ``job.directory`` is relative to.
+            job: what to take, and where to.
+
+        Raises:
+            HoldfastError: as `submit`. From the future: nothing was committed and sources that are not owned are as
+                they were; files of owned ones may be lost.
+        """
+        return self._make("ingest", storage, job)
+
+    def commit_parts(self, storage: Storage, job: PartsJob) -> SaveFuture:
+        """Commit a checkpoint whose parts other writers have stored (`SaveJob.part`).
+
+        Raises:
+            HoldfastError: as `submit`. From the future: a part is missing, or parts contradict each other; all files
+                of this save are removed then.
+        """
+        return self._make("parts", storage, job)
+
+    def _make(self, do: str, storage: Storage, job: IngestJob | PartsJob) -> SaveFuture:
+        with self._talk.lock:
+            self._talk.check()
+            header = {"do": do, "storage": self._talk.tell_storage(storage), "job": job.to_json()}
+            future = SaveFuture(self._talk.number())
+            self._talk.call(future.job_no, Call(header=header, future=future, decode=_result))
             return future
 
     def window(self, job_no: int, *, file_no: int, file_offset: int, arena_offset: int, nbytes: int) -> Future[None]:
@@ -188,13 +220,24 @@ class WriterClient:
     def run_op(self, op: str, **args: Any) -> Future[Any]:
         """Ask for something else about the open run.
 
-        "report" (rows; done when durable, within about a second), "metrics" (name, metrics), "pin" (name, on),
-        "quarantine" (name, reason), "finished" (info), "resumed" (name, step), "records", "close_run" (reason), and
-        "probe" (storage; see `probe`). All but "report" run after the saves submitted before them.
+        "report" (rows; done when durable, within about a second), "metrics" (name, metrics; names that retention
+        deleted because of them), "pin" (name, on), "quarantine" (name, reason), "finished" (info), "resumed" (name,
+        step), "records", "close_run" (reason, details), and "probe" (storage; see `probe`). For whoever restarts
+        workers: "next_attempt" (reason, details: of the attempt that ends; {"attempt", "start_id"} of the new one),
+        "details" (details: added to the current attempt), "note" (key, value: small JSON that stays with the run),
+        "protect" (names: of checkpoints that retention spares until the next "protect").
+
+        All but "report" run after the saves submitted before them.
         """
+        if op == "next_attempt":
+            args.setdefault("start_id", secrets.token_hex(4))  # so that a repeated call is known again
         future = self._call({"do": "op", "op": op, "args": args})
         if op == "close_run":
             future.add_done_callback(self._forget_run)
+        elif op == "next_attempt":
+            future.add_done_callback(self._remember_attempt)
+        elif op == "protect":
+            future.add_done_callback(lambda done: self._remember(done, protect=list(args["names"])))
         return future
 
     def probe(self, storage: Storage, *, directory: str) -> Future[dict[str, Any]]:
@@ -233,8 +276,23 @@ class WriterClient:
         """Keep what a new writer needs to go on with this attempt."""
         if not done.cancelled() and done.exception() is None:
             opened = done.result()
-            self._talk.run = {**header, "again": {"run_id": opened.run_id, "attempt": opened.attempt}}
+            told = {"run_id": opened.run_id, "attempt": opened.attempt, "start_id": opened.start_id}
+            self._talk.run = {**header, "again": told}
+
+    def _remember_attempt(self, done: Future[Any]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._remember(done, **done.result())
+
+    def _remember(self, done: Future[Any], **known: Any) -> None:
+        """Change what a new writer is told, once the one that works has carried it out."""
+        with self._talk.lock:
+            if not done.cancelled() and done.exception() is None and self._talk.run is not None:
+                self._talk.run = {**self._talk.run, "again": {**self._talk.run["again"], **known}}
 
     def _forget_run(self, done: Future[Any]) -> None:
         if not done.cancelled() and done.exception() is None:
             self._talk.run = None
+
+
+def _result(answer: Message) -> SaveResult:
+    return SaveResult.from_json(answer.header["value"], answer.attachments[0])

@@ -103,6 +103,8 @@ class Conversation:
             raise HoldfastError(self._failure)
         if self._closing:
             raise SessionError("the writer is closed; start another one")
+        if self._ended:
+            raise HoldfastError("the writer has ended unasked: nobody would answer; see the log for why")
 
     # ---- sending
 
@@ -119,9 +121,13 @@ class Conversation:
         """Send a message that nobody waits for."""
         try:
             self._channel.send(header, attachments, fds)
-        except OSError:
+        except (BrokenPipeError, ConnectionResetError):
             # The writer is gone; the reader thread learns it too and sends every unanswered call again.
             _LOG.debug("message lost: %s", header.get("do"))
+        except OSError as error:
+            # No memory or descriptors left: the writer lives and would never answer what it did not get.
+            _LOG.warning("a message to the writer was lost (%s): it is started again", error)
+            self._channel.close()
 
     def tell_storage(self, storage: Storage) -> int:
         """Give the number of a storage in this conversation, telling of it the first time."""
@@ -134,14 +140,15 @@ class Conversation:
                     f"{storage.uri} cannot be described to a writer process: start a writer for it with "
                     "WriterClient.start(storage)"
                 )
-            name = json.dumps(description, sort_keys=True)
+            # With its credentials: they go through the socket alone, and new ones make it another storage.
+            name = json.dumps({"description": description, "secrets": storage.secrets()}, sort_keys=True)
         key = self._keys.get(name)
         if key is None:
             key = self._keys[name] = len(self._keys) + 1
             if self._shared is not None:
                 self._shared.storages[key] = storage
             self._descriptions[key] = json.loads(name) if self._shared is None else {}
-            self.send({"do": "storage", "key": key, "description": self._descriptions[key]})
+            self.send({"do": "storage", "key": key, **self._descriptions[key]})
         return key
 
     def tell_arena(self, arena: Arena) -> None:
@@ -208,10 +215,17 @@ class Conversation:
                 call = self._calls.pop(number, None)
             if call is None:
                 continue
-            if header["on"] == "failed":
-                _settle(call.future, error=error_from_json(header["error"]))
-            else:
-                _settle(call.future, value=call.decode(answer) if call.decode else header.get("value"))
+            value = error = None
+            try:
+                if header["on"] == "failed":
+                    error = error_from_json(header["error"])
+                else:
+                    value = call.decode(answer) if call.decode else header.get("value")
+            except Exception as unread:
+                # The call is ours alone by now: `_end` would not find it.
+                _settle(call.future, error=HoldfastError(f"an answer of the writer could not be read: {unread}"))
+                raise
+            _settle(call.future, value=value, error=error)
 
     def _end(self, why: str) -> None:
         self._ended = True
@@ -276,7 +290,7 @@ class Conversation:
     def _repeat(self, died: str) -> None:
         self._arenas.clear()
         for key, description in self._descriptions.items():
-            self.send({"do": "storage", "key": key, "description": description})
+            self.send({"do": "storage", "key": key, **description})
         if self.run is not None:
             # Nobody waits for this answer: a failure shows in the jobs that follow.
             self.send({**self.run, "call": self.number()})
@@ -293,6 +307,7 @@ class Conversation:
             self.send({"do": "close"})
 
     def _forget_in_child(self) -> None:
+        self.lock = threading.RLock()  # another thread may have held it
         self._channel.forget_in_child()
         if self.process is not None:
             self.process.returncode = 0  # not our child: keeps Popen from warning about it

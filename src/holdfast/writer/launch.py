@@ -26,6 +26,15 @@ _BOOT = (
 )
 
 
+# Held while the writer's end of the socket is open here: a child forked in between by another thread would keep it, and
+# the death of that writer would never be noticed.
+_launching = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_launching.acquire, after_in_parent=_launching.release, after_in_child=_launching.release
+    )
+
+
 class Shared:
     """What a writer thread takes from its trainer directly instead of through the socket."""
 
@@ -66,9 +75,10 @@ def can_run_process() -> bool:
 def _import_paths() -> list[str]:
     """Directories the writer needs behind the standard library: never the user's working directory or PYTHONPATH."""
     paths = [str(Path(__file__).resolve().parents[2])]
-    spec = importlib.util.find_spec("xxhash")
-    if spec is not None and spec.origin is not None:
-        paths.append(str(Path(spec.origin).parents[1]))
+    for package in ("xxhash", "obstore"):
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin is not None:
+            paths.append(str(Path(spec.origin).parents[1]))
     paths += [sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
     return list(dict.fromkeys(paths))
 
@@ -79,29 +89,30 @@ def launch_process() -> tuple[Channel, subprocess.Popen[bytes]]:
     Raises:
         HoldfastError: the interpreter could not be started.
     """
-    ours, theirs = socket.socketpair()
-    # A descriptor of the trainer itself, opened by the trainer, cannot point to a recycled process id.
-    trainer = os.pidfd_open(os.getpid()) if hasattr(os, "pidfd_open") else -1
-    told = {"socket": theirs.fileno(), "trainer": trainer, "paths": _import_paths()}
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _BOOT, json.dumps(told)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            cwd="/",
-            pass_fds=[fd for fd in (theirs.fileno(), trainer) if fd >= 0],
-            start_new_session=True,
-        )
-    except OSError as error:
-        ours.close()
-        raise HoldfastError(
-            f"cannot start the writer process with {sys.executable}: {error}; "
-            "check the limits on processes and open files"
-        ) from error
-    finally:
-        theirs.close()
-        if trainer >= 0:
-            os.close(trainer)
+    with _launching:
+        ours, theirs = socket.socketpair()
+        # A descriptor of the trainer itself, opened by the trainer, cannot point to a recycled process id.
+        trainer = os.pidfd_open(os.getpid()) if hasattr(os, "pidfd_open") else -1
+        told = {"socket": theirs.fileno(), "trainer": trainer, "paths": _import_paths()}
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _BOOT, json.dumps(told)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                cwd="/",
+                pass_fds=[fd for fd in (theirs.fileno(), trainer) if fd >= 0],
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            raise HoldfastError(
+                f"cannot start the writer process with {sys.executable}: {error}; "
+                "check the limits on processes and open files"
+            ) from error
+        finally:
+            theirs.close()
+            if trainer >= 0:
+                os.close(trainer)
     return Channel(ours), process
 
 

@@ -13,7 +13,10 @@ from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
 
 from .gate import Gate
-from .messages import FilePlan, SaveJob, error_to_json
+from .inplace import commit_in_place
+from .intake import Intake
+from .messages import FilePlan, IngestJob, PartsJob, SaveJob, SaveResult, error_to_json
+from .parts import commit_parts
 from .run import Run
 from .save import Saver, Task, probe
 from .windows import Window, WindowSource
@@ -64,8 +67,9 @@ class WriterLoop:
             _LOG.exception("the writer cannot read its trainer's messages")
         finally:
             self._ending.set()
-            if self._run is not None:
-                self._run.trainer_gone()
+            run = self._run  # read once: the working thread may be closing it
+            if run is not None:
+                run.trainer_gone()
             waiting: list[WindowSource | Gate] = [*self._windowed.values(), *self._gates.values()]
             for source in waiting:
                 source.abandon(f"{self._end} before this save was complete")
@@ -126,11 +130,9 @@ class WriterLoop:
         call, number = header["call"], header["arena"]
         job = SaveJob.from_json(header["job"])
         source = WindowSource() if job.windowed else None
-        if source is not None:
-            self._windowed[call] = source
         gate = None
         if "filled" in header:
-            gate = self._gates[call] = Gate(header["filled"], max((_end(plan) for plan in job.files), default=0))
+            gate = Gate(header["filled"], max((_end(plan) for plan in job.files), default=0))
         task = Task(
             job=job,
             storage=self._storages[header["storage"]],
@@ -141,7 +143,29 @@ class WriterLoop:
             gate=gate,
             again=header.get("again", False),
         )
+        # Not before the task exists: nobody would answer the windows of a save that could not even be queued.
+        if source is not None:
+            self._windowed[call] = source
+        if gate is not None:
+            self._gates[call] = gate
         self._work.put(lambda: self._save(call, task))
+
+    def _on_ingest(self, message: Message) -> None:
+        job = IngestJob.from_json(message.header["job"])
+        storage, again = self._storages[message.header["storage"]], message.header.get("again", False)
+        side = self._saver.side
+
+        def make(run: Run | None) -> SaveResult:
+            if not job.sources:
+                return commit_in_place(storage, job, run, side, again=again)
+            return Intake(storage, job, side).take(run, again=again)
+
+        self._make(message.header["call"], job, make)
+
+    def _on_parts(self, message: Message) -> None:
+        job = PartsJob.from_json(message.header["job"])
+        storage, again = self._storages[message.header["storage"]], message.header.get("again", False)
+        self._make(message.header["call"], job, lambda run: commit_parts(storage, job, run, again=again))
 
     def _on_window(self, message: Message) -> None:
         header = message.header
@@ -201,12 +225,25 @@ class WriterLoop:
             _LOG.warning("the run could not be closed in order: %s", error)
         self._saver.close()
 
+    def _make(self, call: int, job: IngestJob | PartsJob, make: Callable[[Run | None], SaveResult]) -> None:
+        def work() -> None:
+            try:
+                result = make(self._run_of(job))
+            except Exception as error:  # noqa: BLE001 - a thread edge: the future of the job carries it
+                self._fail(call, error)
+            else:
+                self._say({"on": "done", "calls": [call], "value": result.to_json()}, (result.manifest,))
+
+        self._work.put(work)
+
+    def _run_of(self, job: SaveJob | IngestJob | PartsJob) -> Run | None:
+        if job.run and self._run is None:
+            raise HoldfastError("a save of a run needs an open run: call open_run first")
+        return self._run if job.run else None
+
     def _save(self, call: int, task: Task) -> None:
-        run = self._run if task.job.run else None
         try:
-            if task.job.run and run is None:
-                raise HoldfastError("a save of a run needs an open run: call open_run first")
-            result = self._saver.save(task, run, self._window_done)
+            result = self._saver.save(task, self._run_of(task.job), self._window_done)
         except Exception as error:  # noqa: BLE001 - a thread edge: the future of the save carries it
             self._end_windows(call, task.source, error)
             self._fail(call, error)
@@ -239,6 +276,8 @@ class WriterLoop:
             again=header.get("again") if isinstance(header.get("again"), dict) else None,
         )
         self._run = run
+        if self._ending.is_set():  # set before `serve` looked for a run to tell, perhaps while there was none yet
+            run.trainer_gone()
         return opened.to_json()
 
     def _pause(self, seconds: float) -> None:
@@ -256,7 +295,7 @@ class WriterLoop:
             return _ANSWERED
         if op == "close_run":
             run, self._run = self._run, None
-            run.close(args.get("reason", "closed"))
+            run.close(args.get("reason", "closed"), args.get("details"))
             return None
         return self._run.op(op, args)
 

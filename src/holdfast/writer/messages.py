@@ -5,12 +5,24 @@ Bulk never travels: tensors stay in the shared arena, small files ride behind th
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holdfast import errors
 
-__all__ = ["BlobPlan", "FilePlan", "RunOpened", "SaveJob", "SaveResult", "error_from_json", "error_to_json"]
+__all__ = [
+    "BlobPlan",
+    "FilePlan",
+    "IngestJob",
+    "IngestSource",
+    "PartsJob",
+    "RunOpened",
+    "SaveJob",
+    "SaveResult",
+    "error_from_json",
+    "error_to_json",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +87,9 @@ class SaveJob:
         windowed: the data arrives through `WriterClient.window`; a job without it is sealed by `submit`.
         run: record the commit in the open run and apply its retention.
         want_unchanged: report which ranges equal the previous save.
+        part: write this writer's part only; the commit is made by whoever has all parts.
+        division: how the ranks divided the state (`holdfast.format.division.Division` as JSON); None for one that
+            saves alone.
     """
 
     directory: str
@@ -88,6 +103,8 @@ class SaveJob:
     windowed: bool = False
     run: bool = False
     want_unchanged: bool = False
+    part: bool = False
+    division: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Describe this job for the wire; `dataclasses.asdict` would copy deeply, and the trainer is waiting."""
@@ -105,12 +122,100 @@ class SaveJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveResult:
-    """A committed checkpoint.
+class IngestSource:
+    """What one rank reported: a directory (or one file) of this machine.
+
+    Attributes:
+        rank: whose it is.
+        path: absolute.
+        owned: the writer may move its files and removes it after the commit. Otherwise it is only read.
+    """
+
+    rank: int
+    path: str
+    owned: bool = False
+
+    def __post_init__(self) -> None:
+        if not os.path.isabs(self.path):
+            raise errors.ConfigError(f"the directory of rank {self.rank}, {self.path!r}: give an absolute path")
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe this source for the wire."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> IngestSource:
+        """Rebuild what `to_json` described."""
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngestJob:
+    """One checkpoint to make of directories of files.
+
+    Attributes:
+        directory: checkpoint directory inside the storage; no checkpoint may be there.
+        save_id: "<start id>-<counter hex>".
+        sources: what the ranks reported, at most one each. None at all: the files are in ``directory`` already and are
+            committed where they are.
+        manifest: fields of the manifest.
+        run: record the commit in the open run and apply its retention.
+    """
+
+    directory: str
+    save_id: str
+    sources: tuple[IngestSource, ...] = ()
+    manifest: dict[str, Any] = field(default_factory=dict)
+    run: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe this job for the wire."""
+        told = {name: getattr(self, name) for name in self.__slots__}
+        return {**told, "sources": [source.to_json() for source in self.sources]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> IngestJob:
+        """Rebuild what `to_json` described."""
+        return cls(**{**data, "sources": tuple(IngestSource.from_json(item) for item in data["sources"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsJob:
+    """One checkpoint to commit whose parts (`SaveJob.part`) other writers have stored.
 
     Attributes:
         directory: checkpoint directory inside the storage.
-        manifest: bytes of its manifest (`holdfast.format.manifest.Manifest.from_bytes` reads them).
+        save_id: the save id of all parts.
+        writers: ranks that must have stored one.
+        manifest: fields of the manifest.
+        wait_s: how long parts are waited for: more than 0 only after a worker died, whose writer may still be at it.
+        run: record the commit in the open run and apply its retention.
+    """
+
+    directory: str
+    save_id: str
+    writers: tuple[int, ...]
+    manifest: dict[str, Any] = field(default_factory=dict)
+    wait_s: float = 0.0
+    run: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe this job for the wire."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> PartsJob:
+        """Rebuild what `to_json` described."""
+        return cls(**{**data, "writers": tuple(data["writers"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveResult:
+    """A committed checkpoint, or one part of it.
+
+    Attributes:
+        directory: checkpoint directory inside the storage.
+        manifest: bytes of its manifest (`holdfast.format.manifest.Manifest.from_bytes` reads them); b"" for a part.
         bytes_total: size of all its files.
         bytes_written: bytes that went to the storage.
         bytes_reused: bytes linked or copied from the previous checkpoint.
@@ -118,6 +223,7 @@ class SaveResult:
         deleted: (name, why) of checkpoints that retention removed.
         unchanged: [file number, offset, nbytes] of 64 KiB-chunk runs equal to the previous save, for files that
             changed in part; only when the job asked.
+        warnings: what the user should hear, one sentence each.
     """
 
     directory: str
@@ -128,6 +234,7 @@ class SaveResult:
     seconds: dict[str, float]
     deleted: tuple[tuple[str, str], ...] = ()
     unchanged: tuple[tuple[int, int, int], ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -144,6 +251,7 @@ class SaveResult:
             "seconds": self.seconds,
             "deleted": self.deleted,
             "unchanged": self.unchanged,
+            "warnings": self.warnings,
         }
 
     @classmethod
@@ -151,7 +259,8 @@ class SaveResult:
         """Rebuild what `to_json` described."""
         pairs = tuple((name, why) for name, why in data["deleted"])
         runs = tuple((number, offset, nbytes) for number, offset, nbytes in data["unchanged"])
-        return cls(**{**data, "deleted": pairs, "unchanged": runs, "manifest": manifest})
+        told = {**data, "deleted": pairs, "unchanged": runs, "warnings": tuple(data["warnings"])}
+        return cls(**told, manifest=manifest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +277,8 @@ class RunOpened:
         finished: what an earlier attempt recorded at its end, or None.
         waited_s: time spent waiting for the lease.
         swept: directories of unfinished saves that were removed.
+        notes: what `run_op("note", ...)` has kept in this run.
+        taken: names under the root that are no usable checkpoints of the run, in order: quarantined, damaged, foreign.
     """
 
     run_id: str
@@ -178,6 +289,8 @@ class RunOpened:
     finished: dict[str, Any] | None = None
     waited_s: float = 0.0
     swept: tuple[str, ...] = ()
+    notes: dict[str, Any] = field(default_factory=dict)
+    taken: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Describe this value for the wire."""
@@ -186,12 +299,14 @@ class RunOpened:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RunOpened:
         """Rebuild what `to_json` described."""
-        return cls(**{**data, "records": tuple(data["records"]), "swept": tuple(data["swept"])})
+        return cls(**{**data, **{name: tuple(data[name]) for name in ("records", "swept", "taken")}})
 
 
 def error_to_json(error: BaseException) -> dict[str, Any]:
     """Describe an exception for the wire: class name, message, and the attributes Holdfast's own classes carry."""
-    extra = {name: getattr(error, name) for name in ("file", "tensor", "chunk", "problems") if hasattr(error, name)}
+    extra = {}
+    if isinstance(error, errors.HoldfastError):  # those of others may be anything, and must not stop the answer
+        extra = {name: getattr(error, name) for name in ("file", "tensor", "chunk", "problems") if hasattr(error, name)}
     return {"type": type(error).__name__, "message": str(error), "extra": extra}
 
 

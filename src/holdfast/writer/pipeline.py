@@ -16,7 +16,9 @@ from typing import Any
 from holdfast.errors import HoldfastError, StorageExistsError, StorageNotFoundError
 from holdfast.format.commit import PartSummary
 from holdfast.format.digest import CHUNK, chunk_digests, file_digest
+from holdfast.format.division import Division
 from holdfast.format.manifest import FileEntry
+from holdfast.format.parts import part_name
 from holdfast.storage.base import FileWriter, Storage
 
 from .gate import Gate
@@ -148,7 +150,8 @@ class PartWriter:
 
     def discard(self) -> None:
         """Remove the files of this attempt (never a manifest); what cannot be removed is swept at the next start."""
-        for path in self._created:
+        # The part file, which may be there in spite of an error, goes first: nobody must commit what goes now.
+        for path in [*([part_name(self._job.writer, self._job.save_id)] if self._job.part else []), *self._created]:
             try:
                 self._storage.delete(join(self._job.directory, path))
             except HoldfastError:
@@ -281,7 +284,11 @@ class PartWriter:
         tables, sizes = [item.table for item in done], [plan.size for plan in job.files]
         files += entries
         return Part(
-            summary=PartSummary(writer=job.writer, files=tuple(files)),
+            summary=PartSummary(
+                writer=job.writer,
+                files=tuple(files),
+                division=None if job.division is None else Division.from_json(job.division),
+            ),
             previous=self._next_previous(done),
             unchanged=tuple(unchanged_runs(tables, sizes, self._previous)) if job.want_unchanged else (),
             bytes_written=self._written,

@@ -28,7 +28,7 @@ class _Received:
 
     def storage(self, message: Message) -> Storage:
         """Rebuild the storage a message describes."""
-        return from_description(message.header["description"])
+        return from_description(message.header["description"], message.header.get("secrets"))
 
     def arena(self, message: Message) -> memoryview:
         """Map the arena a message hands over, and its pages in the background: direct IO needs them mapped."""

@@ -7,12 +7,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.history import ReportLog
 from holdfast.checkpoint.lease import HEARTBEAT_S, Lease
+from holdfast.checkpoint.remains import INCOMING, sweep_hidden
 from holdfast.checkpoint.runindex import Attempt, RunIndex
 from holdfast.config import Keep
 from holdfast.errors import CheckpointError, ConfigError, HoldfastError, StorageError
@@ -23,10 +22,7 @@ from holdfast.storage.base import Storage
 from .messages import RunOpened
 from .reports import Answer, ReportBuffer, check_rows
 
-__all__ = ["PROBE", "Run"]
-
-PROBE = ".probe-"
-"""First characters of the directory of a probe; the start id follows."""
+__all__ = ["Run"]
 
 _LOG = logging.getLogger("holdfast.writer")
 
@@ -34,9 +30,12 @@ _LOG = logging.getLogger("holdfast.writer")
 class Run:
     """One attempt at a run. Held from `open` to `close`; all methods but `report` belong to the working thread."""
 
-    def __init__(self, lease: Lease, catalog: Catalog, keep: Keep | None, log: ReportLog | None) -> None:
-        self._lease, self._catalog, self._keep = lease, catalog, keep
-        self._log = log
+    _catalog: Catalog  # set by `open`
+
+    def __init__(self, lease: Lease, keep: Keep | None) -> None:
+        self._lease, self._keep = lease, keep
+        self._start_id = ""
+        self._protected: frozenset[str] = frozenset()
         self._lost: HoldfastError | None = None
         # Reports are written by their own thread; `resumed` writes to the same segments.
         self._segments = threading.Lock()
@@ -72,30 +71,39 @@ class Run:
             raise ConfigError("open_run needs an owner with a start_id")
         rules = None if keep is None else Keep.from_json(keep)
         lease = Lease.acquire(storage, {**owner, "pid": os.getpid()}, wait_s=wait_s, sleep=pause)
+        run = None
         try:
-            catalog = Catalog(storage)
+            run = cls(lease, rules)  # now, for its heartbeat: reading and sweeping may take longer than a lease lasts
+            run._catalog = catalog = Catalog(storage)
             swept: list[str] = []
-            log = None
+            index = catalog.index
             if again is None:
-                attempt = catalog.index.register_attempt(
-                    owner["start_id"], host=lease.owner["host"], pid=lease.owner["trainer_pid"]
-                )
-                swept = [*catalog.sweep(), *_sweep_probes(storage, attempt.start_id)]
+                attempt = run._register(owner["start_id"])
+                swept = [*catalog.sweep(), *sweep_hidden(storage, {attempt.start_id})]
             else:
-                attempt, log = _rejoin(catalog.index, again, lease.owner)
+                attempt = _attempt_of(index, again, lease.owner)
+                index.rejoin(attempt, again["run_id"])
+                run._protected = frozenset(again.get("protect", ()))
+            run._start_id = attempt.start_id
             opened = RunOpened(
-                run_id=catalog.index.run_id,
+                run_id=index.run_id,
                 attempt=attempt.attempt,
                 start_id=attempt.start_id,
                 records=tuple(record.row() for record in catalog.records()),
-                quarantined=dict(catalog.index.quarantined),
-                finished=catalog.index.finished,
+                quarantined=dict(index.quarantined),
+                finished=index.finished,
                 waited_s=lease.waited_s,
                 swept=tuple(swept),
+                notes=index.notes,
+                taken=tuple(catalog.taken()),
             )
-            return cls(lease, catalog, rules, log), opened
+            return run, opened
         except BaseException:
-            lease.release()
+            if run is None:
+                lease.release()
+            else:
+                run._reports.close()
+                run._give_back()
             raise
 
     # ---- saves
@@ -123,7 +131,7 @@ class Run:
         if self._keep is None:
             self._catalog.index.save()
             return ()
-        return tuple((verdict.name, verdict.why) for verdict in self._catalog.prune(self._keep))
+        return tuple((verdict.name, verdict.why) for verdict in self._catalog.prune(self._keep, self._protected))
 
     def latest_manifest(self) -> tuple[str, Manifest] | None:
         """Give name and manifest of the newest checkpoint, if there is a readable one."""
@@ -142,10 +150,7 @@ class Run:
 
     def _write_rows(self, rows: list[dict[str, Any]]) -> None:
         with self._segments:
-            if self._log is not None:
-                self._log.write(rows)
-            else:
-                self._catalog.index.report(rows)
+            self._catalog.index.report(rows)
 
     def op(self, op: str, args: dict[str, Any]) -> Any:
         """Carry out one of the operations of `WriterClient.run_op`."""
@@ -156,15 +161,20 @@ class Run:
             "finished": self._catalog.index.finish,
             "resumed": self._resumed,
             "records": lambda: [record.row() for record in self._catalog.records()],
+            "next_attempt": self._next_attempt,
+            "details": self._catalog.index.describe_attempt,
+            "note": self._note,
+            "protect": self._protect,
         }
         if op not in operations:
             raise ConfigError(f"unknown operation {op!r} of a run: use one of {sorted(operations)}")
         return operations[op](**args)
 
-    def _metrics(self, name: str, metrics: dict[str, Any]) -> None:
+    def _metrics(self, name: str, metrics: dict[str, Any]) -> list[str]:
         # `record` refuses a name that retention deleted: a sidecar there would look like a foreign checkpoint.
         self._catalog.record(name)
         self._catalog.set_metrics(name, metrics)
+        return [gone for gone, _ in self.retain()]
 
     def _pin(self, name: str, *, on: bool = True) -> None:
         self._catalog.record(name)
@@ -173,6 +183,44 @@ class Run:
     def _resumed(self, name: str, step: int, attempt: int | None = None) -> None:
         with self._segments:
             self._catalog.index.resumed(name, step=step, attempt=attempt)
+
+    def _next_attempt(self, reason: str, start_id: str, details: dict[str, Any] | None = None) -> dict[str, Any]:
+        if self._lost is not None:
+            raise self._lost
+        index, before = self._catalog.index, list(self._catalog.index.attempts)
+        self._reports.flush()  # they belong to the attempt that ends
+        with self._segments:
+            try:
+                if all(one.start_id != start_id for one in before):
+                    index.end_attempt(reason, details, save=False)
+                attempt = self._register(start_id)
+            except BaseException:
+                index.attempts = before
+                raise
+        try:
+            self._catalog.refresh()
+            self._catalog.sweep()
+            sweep_hidden(self._catalog.storage, {start_id})
+        except HoldfastError as error:
+            _LOG.warning("remains of the attempt before stay for now: %s", error)
+        self._start_id = start_id
+        return {"attempt": attempt.attempt, "start_id": start_id}
+
+    def _register(self, start_id: str) -> Attempt:
+        index, owner = self._catalog.index, self._lease.owner
+        for attempt in index.attempts:
+            if attempt.start_id == start_id and attempt.ended is None:
+                # Asked again: the writer before this one died after it had done so.
+                index.rejoin(attempt, index.run_id)
+                return attempt
+        return index.register_attempt(start_id, host=owner["host"], pid=owner["trainer_pid"])
+
+    def _note(self, key: str, value: Any) -> None:
+        with self._segments:
+            self._catalog.index.note(key, value)
+
+    def _protect(self, names: list[str]) -> None:
+        self._protected = frozenset(names)
 
     # ---- lease and end
 
@@ -195,40 +243,31 @@ class Run:
                 self._lost = error
                 _LOG.error("%s", error)
                 return
+            except Exception as error:  # noqa: BLE001 - a thread edge: a lease nobody renews is taken by another
+                _LOG.warning("the lease could not be renewed, trying again in %g s: %r", HEARTBEAT_S, error)
 
-    def close(self, reason: str) -> None:
-        """Write the last reports, note the end, give the lease back."""
+    def close(self, reason: str, details: dict[str, Any] | None = None) -> None:
+        """Write the last reports, note the end, remove what nobody took in, give the lease back."""
         try:
             self._reports.close()
             if self._lost is None:
-                self._catalog.index.end_attempt(reason)
+                self._catalog.index.end_attempt(reason, details)
+                self._catalog.storage.delete_tree(f"{INCOMING}{self._start_id}")
         finally:
-            self._stop.set()
-            self._wake.set()
-            self._beats.join()
-            self._lease.release()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        self._stop.set()
+        self._wake.set()
+        self._beats.join()
+        self._lease.release()
 
 
-def _rejoin(index: RunIndex, again: dict[str, Any], owner: dict[str, Any]) -> tuple[Attempt, ReportLog]:
-    """Go on with the attempt that this trainer's earlier writer registered.
-
-    Its reports go to segments under a start id of their own, for the earlier ones must not be overwritten.
-    """
-    index.run_id = index.run_id or again["run_id"]
-    attempt = next((one for one in index.attempts if one.attempt == again["attempt"]), None)
-    if attempt is None:  # run.json was lost as well
-        attempt = Attempt(
-            attempt=again["attempt"], start_id=owner["start_id"], host=owner["host"], pid=owner["trainer_pid"]
-        )
-        index.attempts.append(attempt)
-    return attempt, ReportLog(index.storage, replace(attempt, start_id=f"{attempt.start_id}r"), index.run_id)
-
-
-def _sweep_probes(storage: Storage, start_id: str) -> list[str]:
-    """Remove probes of dead lives; they hold nothing but a few bytes of ours."""
-    swept = []
-    for info in storage.list("", recursive=False):
-        if info.path.startswith(PROBE) and info.path != f"{PROBE}{start_id}/":
-            storage.delete_tree(info.path)
-            swept.append(info.path.rstrip("/"))
-    return swept
+def _attempt_of(index: RunIndex, again: dict[str, Any], owner: dict[str, Any]) -> Attempt:
+    """Find the attempt that this trainer's earlier writer registered."""
+    for attempt in index.attempts:
+        if attempt.attempt == again["attempt"]:
+            return attempt
+    return Attempt(  # run.json was lost as well
+        attempt=again["attempt"], start_id=again["start_id"], host=owner["host"], pid=owner["trainer_pid"]
+    )

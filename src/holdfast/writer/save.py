@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from holdfast.errors import CheckpointError, HoldfastError, StorageError, StorageFullError
-from holdfast.format.commit import commit, read_manifest, remove
+from holdfast.errors import HoldfastError, StorageFullError
+from holdfast.format.commit import PartSummary, commit, remove
 from holdfast.format.manifest import Manifest
+from holdfast.format.parts import put_part
 from holdfast.storage.base import Storage
 
 from .gate import Gate
 from .history import Previous, read_previous
 from .messages import BlobPlan, SaveJob, SaveResult
+from .outcome import certainly_uncommitted, committed_already, outcome
+from .parts import stored_part
 from .pipeline import Part, PartWriter
 from .run import Run
 from .side import Side
@@ -53,14 +56,18 @@ class Task:
 
 
 class Saver:
-    """Carries out saves one after another and remembers what the previous one contained."""
+    """Carries out saves one after another and remembers what the previous one contained.
+
+    Attributes:
+        side: the helper thread; whatever else works in turn with the saves may use it.
+    """
 
     def __init__(self) -> None:
-        self._side = Side()
+        self.side = Side()
         self._previous: dict[tuple[int, int], Previous] = {}
 
     def save(self, task: Task, run: Run | None, answer: Callable[[WindowSource, Window], None]) -> SaveResult:
-        """Write, commit, record in the run, apply its retention.
+        """Write, commit, record in the run, apply its retention; of a part only the first.
 
         Args:
             task: the job.
@@ -72,10 +79,14 @@ class Saver:
         """
         start = time.perf_counter()
         job = task.job
-        if task.again:
-            manifest = _committed(task.storage, job)
-            if manifest is not None:
-                return self._result(task, run, manifest, None, {"total": time.perf_counter() - start})
+        if task.again and job.part:
+            stored = stored_part(task.storage, job)
+            if stored is not None:
+                return _part_result(job, stored, 0, {"total": time.perf_counter() - start})
+        elif task.again:
+            committed = committed_already(task.storage, job.directory, job.manifest)
+            if committed is not None:
+                return outcome(job.directory, committed, run, seconds={"total": time.perf_counter() - start})
         try:
             part, manifest, seconds = self._attempt(task, run, answer)
         except StorageFullError:
@@ -89,17 +100,26 @@ class Saver:
         if job.reuse or job.want_unchanged:  # saves on their own, each in another place, would only pile up tables
             self._previous[task.storage_key, job.writer] = part.previous
         seconds["total"] = time.perf_counter() - start
-        return self._result(task, run, manifest, part, seconds)
+        if manifest is None:
+            return _part_result(job, part.summary, part.bytes_written, seconds, unchanged=part.unchanged)
+        return outcome(
+            job.directory,
+            manifest,
+            run,
+            seconds=seconds,
+            bytes_written=part.bytes_written,
+            unchanged=part.unchanged,
+        )
 
     def close(self) -> None:
         """End the helper thread."""
-        self._side.close()
+        self.side.close()
 
     def _attempt(
         self, task: Task, run: Run | None, answer: Callable[[WindowSource, Window], None]
-    ) -> tuple[Part, Manifest, dict[str, float]]:
+    ) -> tuple[Part, Manifest | None, dict[str, float]]:
         job = task.job
-        writer = PartWriter(task.storage, job, previous=self._base(task, run), side=self._side)
+        writer = PartWriter(task.storage, job, previous=self._base(task, run), side=self.side)
         try:
             fields: dict[str, Any] = job.manifest
             if task.source is None:
@@ -108,14 +128,15 @@ class Saver:
                 part = writer.write_windows(task.view, task.source, task.blobs, partial(answer, task.source))
                 fields = {**fields, **(task.source.manifest or {})}
             begin = time.perf_counter()
-            if run is not None:
-                run.before_commit()
-            # One rank, one part. With more, the summaries of the other writers arrive here first.
-            manifest = commit(task.storage, job.directory, fields, [part.summary], overwrite=job.overwrite)
+            manifest = None
+            if job.part:
+                put_part(task.storage, job.directory, job.save_id, part.summary)
+            else:
+                if run is not None:
+                    run.before_commit()
+                manifest = commit(task.storage, job.directory, fields, [part.summary], overwrite=job.overwrite)
         except BaseException:
-            # An error after the manifest became visible (say, in a directory fsync) leaves a valid checkpoint: taking
-            # its files away would make it a broken one.
-            if _certainly_uncommitted(task.storage, job):
+            if certainly_uncommitted(task.storage, job.directory, job.manifest):
                 writer.discard()
             raise
         return part, manifest, {**part.seconds, "commit": time.perf_counter() - begin}
@@ -130,38 +151,24 @@ class Saver:
                 self._previous[key] = read_previous(task.storage, *latest, writer=job.writer)
         return self._previous.get(key, Previous())
 
-    def _result(
-        self, task: Task, run: Run | None, manifest: Manifest, part: Part | None, seconds: dict[str, float]
-    ) -> SaveResult:
-        deleted: tuple[tuple[str, str], ...] = ()
-        if run is not None:
-            deleted = run.committed(task.job.directory, manifest)
-        return SaveResult(
-            directory=task.job.directory,
-            manifest=manifest.to_bytes(),
-            bytes_total=manifest.total_bytes,
-            bytes_written=0 if part is None else part.bytes_written,
-            bytes_reused=manifest.reused_bytes,
-            seconds=seconds,
-            deleted=deleted,
-            unchanged=() if part is None else part.unchanged,
-        )
 
-
-def _committed(storage: Storage, job: SaveJob) -> Manifest | None:
-    """Give the manifest of this very job if it is there."""
-    try:
-        manifest = read_manifest(storage, job.directory)
-    except CheckpointError:
-        return None
-    return manifest if manifest.checkpoint_id == job.manifest.get("checkpoint_id") else None
-
-
-def _certainly_uncommitted(storage: Storage, job: SaveJob) -> bool:
-    try:
-        return _committed(storage, job) is None
-    except StorageError:
-        return False
+def _part_result(
+    job: SaveJob,
+    part: PartSummary,
+    bytes_written: int,
+    seconds: dict[str, float],
+    *,
+    unchanged: tuple[tuple[int, int, int], ...] = (),
+) -> SaveResult:
+    return SaveResult(
+        directory=job.directory,
+        manifest=b"",
+        bytes_total=part.total_bytes,
+        bytes_written=bytes_written,
+        bytes_reused=part.reused_bytes,
+        seconds=seconds,
+        unchanged=unchanged,
+    )
 
 
 def probe(storage: Storage, directory: str, saver: Saver) -> dict[str, Any]:

@@ -17,12 +17,12 @@ class Side:
     """Runs calls one after another on one daemon thread.
 
     Not a `ThreadPoolExecutor`: that one refuses work while the interpreter shuts down, which is when a writer thread
-    finishes the last save.
+    finishes the last save, and already once the main thread has returned, which a trainer in another thread survives.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "holdfast-side") -> None:
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="holdfast-side", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def run(self, call: Callable[[], T]) -> Future[T]:
@@ -34,12 +34,12 @@ class Side:
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
             future, call = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - a thread edge: the future carries it
-                future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # noqa: BLE001 - a thread edge: the future carries it
+                    future.set_exception(error)
+            del item, future, call  # while idle it must not keep a state's memory alive
 
     def close(self) -> None:
         """End the thread after what is queued."""

@@ -104,6 +104,7 @@ class Channel:
                 if not self._backlog:
                     return
                 data, fds = self._backlog[0]
+                self._backlog[0] = (data, ())  # the descriptors are ours now: `close` must not close them again
             try:
                 while data:
                     sent = _send_some(self._sock, data, fds, 0)
@@ -112,6 +113,8 @@ class Channel:
                         os.close(fd)
                     fds = ()
             except OSError:
+                for fd in fds:
+                    os.close(fd)
                 self.close()  # the receiving side of this end sees the same end of file and reports it
                 return
             with self._lock:

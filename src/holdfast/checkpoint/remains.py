@@ -1,0 +1,97 @@
+"""What killed saves, intakes, deletions and probes leave in a run, and how the next start removes it.
+
+Only what carries the start id of an earlier attempt of this run is touched, or what a plan file of one lists: a save of
+somebody else in the same root is none of our business.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+from holdfast.format.commit import sweep
+from holdfast.format.names import REMOVING_NAME, start_id_of
+from holdfast.format.parts import is_plan, sweep_passing, sweep_planned
+from holdfast.storage.base import Storage
+
+from .sidecar import METRICS_FILE
+
+__all__ = ["INCOMING", "PROBE", "is_remains", "sweep_hidden", "sweep_names"]
+
+PROBE = ".probe-"
+"""First characters of the directory of a probe; the start id follows."""
+INCOMING = ".incoming-"
+"""First characters of the directory of what workers have handed over and nobody has taken in yet."""
+
+_HIDDEN = re.compile(r"(?:\.probe-|\.incoming-)(?P<start>[0-9a-f]{8,64})/")
+# Directories made for a first file that never came have nothing in them that says whose they are.
+_NUMBERED = re.compile(r"step_\d{8}|checkpoint_\d{6,}")
+
+
+def is_remains(paths: Iterable[str]) -> bool:
+    """Whether files without a manifest are what a save or a deletion of ours left, and not somebody else's."""
+    names = [path.rsplit("/", 1)[-1] for path in paths]
+    return any(start_id_of(name) is not None or name in (REMOVING_NAME, METRICS_FILE) for name in names)
+
+
+def sweep_names(
+    storage: Storage,
+    past: Collection[str],
+    *,
+    committed: Sequence[str] = (),
+    incomplete: Sequence[str] = (),
+    foreign: Sequence[str] = (),
+) -> list[str]:
+    """Remove remains from directories of a run.
+
+    Args:
+        storage: the run.
+        past: start ids of dead lives.
+        committed: checkpoints, of whichever run, in which a dead life may have worked last.
+        incomplete: directories without a manifest that hold remains of ours.
+        foreign: other directories; an empty one with a name such as ours goes.
+
+    Returns:
+        The removed paths.
+    """
+    swept = []
+    for name in [*committed, *incomplete, *filter(_NUMBERED.match, foreign)]:
+        storage.tidy(name)  # unfinished puts
+    for name in committed if past else ():
+        swept += [f"{name}/{path}" for path in sweep_passing(storage, name, past)]
+    for name in incomplete:
+        swept += _sweep_incomplete(storage, name, past)
+    return swept
+
+
+def _sweep_incomplete(storage: Storage, name: str, past: Collection[str]) -> list[str]:
+    skip = len(name) + 1
+    paths = [info.path for info in storage.list(name, recursive=False)]
+    if f"{name}/{REMOVING_NAME}" in paths:
+        return [f"{name}/{path}" for path in sweep(storage, name)]
+    swept = []
+    stale = [path for path in paths if start_id_of(path[skip:]) in past]
+    for path in [path for path in stale if is_plan(path[skip:])]:
+        swept += [f"{name}/{one}" for one in sweep_planned(storage, name, path[skip:])]
+        stale.remove(path)
+    # A late metric may have been put beside a checkpoint that was just deleted.
+    if stale and len(stale) == len(paths) - 1 and f"{name}/{METRICS_FILE}" in paths:
+        stale = paths
+    for path in stale:
+        storage.delete(path)
+    return swept + stale
+
+
+def sweep_hidden(storage: Storage, keep: Collection[str]) -> list[str]:
+    """Remove probes and intakes of dead lives; needs the lease. Those of the start ids in ``keep`` stay.
+
+    Returns:
+        Names of the removed directories.
+    """
+    swept = []
+    for info in storage.list("", recursive=False):
+        match = _HIDDEN.fullmatch(info.path)
+        if match is not None and match["start"] not in keep:
+            storage.delete_tree(info.path)
+            swept.append(info.path.rstrip("/"))
+    return swept

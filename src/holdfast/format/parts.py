@@ -1,0 +1,183 @@
+"""Files that are there only while a checkpoint is being made: parts of several writers, and the plan of an intake.
+
+A *part file* says what one of several writers has stored; whoever commits reads them all. A *plan file* comes before
+files whose names tell nothing (those of users): if the commit never comes, it says which of them are to go.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..errors import CheckpointError, CorruptCheckpointError, StorageNotFoundError
+from ..storage.base import Storage
+from ..storage.ops import errors_of
+from .commit import PartSummary, read_manifest
+from .manifest import MAX_MANIFEST_BYTES
+from .names import REMOVING_NAME, SIDECARS, check_links, check_path, join, save_id_of, start_id_of
+from .strict_json import dumps, loads
+
+__all__ = [
+    "clear_planned",
+    "is_passing",
+    "is_plan",
+    "part_name",
+    "plan_name",
+    "put_part",
+    "put_plan",
+    "read_part",
+    "read_plan",
+    "sweep_passing",
+    "sweep_planned",
+]
+
+_LOG = logging.getLogger("holdfast.format")
+_PART, _PLAN = "part-", "plan-"
+
+
+def part_name(writer: int, save_id: str) -> str:
+    """Name the part file of one writer."""
+    return f"{_PART}{writer:05d}-{save_id}.json"
+
+
+def plan_name(save_id: str) -> str:
+    """Name the plan file of an intake."""
+    return f"{_PLAN}00000-{save_id}.json"
+
+
+def is_passing(name: str) -> bool:
+    """Tell whether a file directly in a checkpoint's directory is a part or plan file."""
+    return name.startswith((_PART, _PLAN)) and name.endswith(".json") and save_id_of(name) is not None
+
+
+def is_plan(name: str) -> bool:
+    """Tell whether a file directly in a checkpoint's directory is a plan file."""
+    return is_passing(name) and name.startswith(_PLAN)
+
+
+def put_part(storage: Storage, directory: str, save_id: str, part: PartSummary) -> None:
+    """Say that the files of a part are complete; they must be durable by now."""
+    storage.put(join(directory, part_name(part.writer, save_id)), dumps(part.to_json()))
+
+
+def read_part(storage: Storage, directory: str, save_id: str, writer: int) -> PartSummary | None:
+    """Read a part file; None if it is not there (yet).
+
+    Raises:
+        CorruptCheckpointError: it is not what `put_part` wrote.
+    """
+    path = join(directory, part_name(writer, save_id))
+    try:
+        data = storage.read(path)
+    except StorageNotFoundError:
+        return None
+    try:
+        part = PartSummary.from_json(loads(data, max_bytes=MAX_MANIFEST_BYTES, where=path))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{path}: malformed ({error!r})", file=path) from error
+    if part.writer != writer:
+        raise CorruptCheckpointError(f"{path} is the part of writer {part.writer!r}", file=path)
+    return part
+
+
+def put_plan(storage: Storage, directory: str, save_id: str, paths: Iterable[str], work: Mapping[str, Any]) -> None:
+    """Say which files are about to come, before the first of them does.
+
+    Args:
+        storage: holds the directory.
+        directory: the checkpoint to be.
+        save_id: of the intake.
+        paths: files relative to the directory; none of them is there yet.
+        work: whatever the writer needs to go on after a crash.
+    """
+    body = {"plan": 1, "files": sorted(paths), "work": dict(work)}
+    storage.put(join(directory, plan_name(save_id)), dumps(body))
+
+
+def read_plan(storage: Storage, directory: str, name: str) -> tuple[tuple[str, ...], dict[str, Any]] | None:
+    """Read a plan file: its paths, checked, and the writer's own notes; None if there is none.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or a path leaves the checkpoint.
+    """
+    where = join(directory, name)
+    try:
+        body = loads(storage.read(where), max_bytes=MAX_MANIFEST_BYTES, where=where)
+    except StorageNotFoundError:
+        return None
+    if not isinstance(body, dict) or not isinstance(body.get("files"), list) or not isinstance(body.get("work"), dict):
+        raise CorruptCheckpointError(f"{where}: malformed", file=where)
+    paths = tuple(check_path(path, where=where) for path in body["files"])
+    check_links(storage, directory, paths)
+    return paths, body["work"]
+
+
+def clear_planned(storage: Storage, directory: str, name: str, paths: Iterable[str]) -> None:
+    """Remove planned files, the directories made for them, and last the plan itself. Safe to repeat."""
+    parents = set()
+    for path in sorted(paths):
+        storage.delete(join(directory, path))
+        while path := path.rpartition("/")[0]:
+            parents.add(path)
+    for parent in sorted(parents, key=len, reverse=True):
+        storage.tidy(join(directory, parent))  # one made for a first file that never came
+    storage.delete(join(directory, name))
+
+
+def sweep_planned(storage: Storage, directory: str, name: str) -> list[str]:
+    """Remove what an intake that never committed has left in a directory without a manifest.
+
+    Returns:
+        What the plan listed and the plan, relative to ``directory``; nothing if the plan cannot be trusted.
+    """
+    try:
+        plan = read_plan(storage, directory, name)
+    except CorruptCheckpointError as error:
+        _LOG.warning("%s/%s: its files are left alone: %s", storage.uri, join(directory, name), error)
+        return []
+    if plan is None:
+        return []
+    clear_planned(storage, directory, name, plan[0])
+    return [*plan[0], name]
+
+
+def sweep_passing(storage: Storage, directory: str, start_ids: Iterable[str]) -> list[str]:
+    """Remove what dead lives left beside a manifest: they were killed right after a commit, or before a removal.
+
+    Returns:
+        The removed paths, relative to ``directory``.
+    """
+    names = _names(storage, directory)
+    dead = frozenset(start_ids)
+    stale = {name for name in names if is_passing(name) and start_id_of(name) in dead}
+    stale |= {REMOVING_NAME} & names  # nothing has been removed yet, and perhaps nothing will be
+    if not stale:
+        return []
+    try:
+        listed = {entry.path for entry in read_manifest(storage, directory).files}
+        stale -= listed  # somebody may have reported files of such names
+        for name in filter(is_plan, sorted(stale)):
+            # The manifest is that of somebody else if a commit in his place never came.
+            plan = read_plan(storage, directory, name)
+            if plan is not None:
+                stale |= {path for path in plan[0] if path not in listed and path not in SIDECARS}
+    except CheckpointError as error:
+        _LOG.warning("%s/%s: remains in it are left alone: %s", storage.uri, directory, error)
+        return []
+    for name in sorted(stale, key=lambda name: (is_passing(name), name)):
+        storage.delete(join(directory, name))
+    return sorted(stale)
+
+
+def _names(storage: Storage, directory: str) -> set[str]:
+    """List a directory; on a disk without looking at each file, for there may be thousands and a start waits."""
+    if storage.local_root is not None:
+        with errors_of("list", directory):
+            try:
+                return set(os.listdir(os.path.join(storage.local_root, directory)))
+            except FileNotFoundError:
+                return set()
+    skip = len(directory) + 1
+    return {info.path[skip:] for info in storage.list(directory, recursive=False)}

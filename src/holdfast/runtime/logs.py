@@ -1,0 +1,132 @@
+"""The output of workers: to the driver's own output with the rank in front, and unchanged into a file."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import logging
+import os
+import sys
+from collections import deque
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+__all__ = ["LogFile", "LogStream"]
+
+_LOG = logging.getLogger("holdfast.runtime")
+_READ = 1 << 16
+_LONGEST = 1 << 16
+_TAIL_LINES = 20
+
+
+class LogFile:
+    """A file that the two streams of one worker append to; closed when both have ended."""
+
+    def __init__(self, path: Path | None, streams: int = 2) -> None:
+        self._file: BinaryIO | None = None
+        self._streams = streams
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("ab", buffering=0)
+            except OSError as error:
+                _LOG.warning("the output of workers is shown but not kept in %s: %s", path, error)
+
+    def write(self, data: bytes) -> None:
+        """Append. A full disk must not stop training: the rest of the output is only shown then."""
+        if self._file is not None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                _LOG.warning("the rest of this worker's output is shown but not kept: %s", error)
+                self._file.close()
+                self._file = None
+
+    def release(self) -> None:
+        """Note that one stream has ended."""
+        self._streams -= 1
+        if self._streams <= 0 and self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class LogStream:
+    """The driver's end of a worker's stdout or stderr. Only whole lines are shown; `read` never waits."""
+
+    def __init__(self, fd: int, prefix: str, to: Literal["stdout", "stderr"], file: LogFile) -> None:
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._prefix = prefix
+        self._to = to
+        self._file = file
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = ""
+
+    def fileno(self) -> int:
+        """Descriptor for a selector."""
+        return self.fd
+
+    def read(self) -> bool:
+        """Pass on what is there, at most one buffer; False at the end of the stream."""
+        try:
+            data = os.read(self.fd, _READ)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self._file.write(data)
+        self._show(self._decoder.decode(data, final=not data))
+        return bool(data)
+
+    def drain(self) -> None:
+        """Pass on all that is there now; for when the worker has ended. A last line without an end is shown too."""
+        waiting = True
+        while waiting:
+            try:
+                data = os.read(self.fd, _READ)
+            except OSError:  # nothing now, though another process holds the other end
+                break
+            self._file.write(data)
+            self._show(self._decoder.decode(data))
+            waiting = bool(data)
+        self.flush()
+
+    def flush(self) -> None:
+        """Show what is left without an end of line."""
+        rest, self._rest = self._rest, ""
+        if rest:
+            self._print([rest])
+
+    def close(self) -> None:
+        """Let go of the descriptor. Idempotent."""
+        if self.fd >= 0:
+            self.flush()
+            os.close(self.fd)
+            self.fd = -1
+            self._file.release()
+
+    def _show(self, text: str) -> None:
+        *lines, rest = (self._rest + text).split("\n")
+        if len(rest) > _LONGEST:
+            lines, rest = [*lines, rest], ""
+        # A progress bar draws over itself: keep what a terminal would show of it.
+        head, back, last = rest.rpartition("\r")
+        self._rest = (last or head.rpartition("\r")[2] + back) if back else rest
+        if lines:
+            self._print(lines)
+
+    def _print(self, lines: list[str]) -> None:
+        shown = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
+        self.tail.extend(shown)
+        stream = sys.stdout if self._to == "stdout" else sys.stderr
+        if stream is None:  # pythonw and daemons have none
+            return
+        text = "".join(f"{self._prefix}{line}\n" for line in shown)
+        # A reader that is gone (`| head`) or an encoding without these characters must not stop training.
+        with contextlib.suppress(OSError, ValueError):
+            try:
+                stream.write(text)
+            except UnicodeEncodeError:
+                stream.write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
+            stream.flush()

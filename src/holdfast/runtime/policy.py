@@ -1,0 +1,94 @@
+"""Decisions without side effects: whether to try again after a failure, and whether a dict checkpoint is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+__all__ = ["Cause", "FailurePolicy", "GiveUp", "Restart", "ended_by_preemption", "is_worth_writing"]
+
+PREEMPTED_EXIT = 85  # the exit status with which a script asks its scheduler to start it again
+_SIGTERM = 15
+_FREE_STARTS = 3
+_MAX_DELAY_S = 30.0
+
+
+class Cause(Enum):
+    """Why a group of workers ended before its time."""
+
+    FAILURE = "failure"
+    PREEMPTION = "preemption"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """Start all workers again, after a pause if the last starts came to nothing."""
+
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """End with an error; ``why`` names the limit that is reached."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailurePolicy:
+    """How often a run may fail; see `holdfast.config.FailureConfig`."""
+
+    max_failures: int = 0
+    max_preemptions: int = -1
+
+    def decide(self, history: Sequence[Cause], *, idle_starts: int = 0) -> Restart | GiveUp:
+        """Decide what follows the newest entry of ``history``.
+
+        Args:
+            history: why each group ended so far; not empty.
+            idle_starts: how many starts in a row ended without a single report; from the fourth on the next one
+                waits (1, 2, 4 ... 30 s), for an unlimited number of failures must not become a busy loop.
+        """
+        newest = history[-1]
+        count = sum(1 for cause in history if cause is newest)
+        name, limit = {
+            Cause.FAILURE: ("max_failures", self.max_failures),
+            Cause.PREEMPTION: ("max_preemptions", self.max_preemptions),
+        }[newest]
+        if limit >= 0 and count > limit:
+            return GiveUp(why=f"{newest.value} {count} with {name}={limit}")
+        excess = idle_starts - _FREE_STARTS
+        return Restart(delay_s=0.0 if excess <= 0 else min(_MAX_DELAY_S, 2.0 ** (excess - 1)))
+
+
+def ended_by_preemption(exit_code: int | None, signal: int | None) -> bool:
+    """Tell whether a worker that ended by itself was told to go rather than failed."""
+    return exit_code == PREEMPTED_EXIT or signal == _SIGTERM
+
+
+def is_worth_writing(score: Any, kept: Iterable[Any], *, num_to_keep: int | None, order: str) -> bool:
+    """Decide whether a checkpoint of `save_checkpoint` goes to disk.
+
+    With ``num_to_keep`` on disk, only one that is strictly better than the worst of them does.
+
+    Args:
+        score: of the new one, None if it has none.
+        kept: scores of those on disk or on their way there.
+        num_to_keep: None keeps all, 0 none.
+        order: "max" or "min".
+    """
+    if num_to_keep is None:
+        return True
+    places = sorted((_place(one, order) for one in kept), reverse=True)
+    if num_to_keep == 0:
+        return False
+    return len(places) < num_to_keep or _place(score, order) > places[num_to_keep - 1]
+
+
+def _place(score: Any, order: str) -> tuple[int, float]:
+    """Give a sort key; what is missing, NaN or no number is worse than every number in both orders."""
+    if not isinstance(score, (int, float)) or score != score:  # noqa: PLR0124  NaN is what differs from itself
+        return (0, 0.0)
+    return (1, score if order == "max" else -score)

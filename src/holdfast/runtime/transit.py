@@ -1,0 +1,129 @@
+"""Functions and their arguments on the way to workers, by cloudpickle. Nothing of it is stored."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from holdfast.errors import ConfigError
+
+__all__ = ["pack_call", "pack_value", "takes_config", "unpack_call"]
+
+
+def takes_config(function: Callable[..., Any]) -> bool:
+    """Tell whether a train function wants the config: ``train_func(config)`` or ``train_func()``.
+
+    Raises:
+        ConfigError: it is not callable, or needs more than one argument.
+    """
+    if not callable(function):
+        raise ConfigError(f"train_func is {function!r}: give a function that takes nothing or one config")
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some builtins and C functions tell nothing
+        return True
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    only_by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if len(needed) > 1 or only_by_name:
+        raise ConfigError(
+            f"train_func needs the arguments {', '.join(needed)}: it is called with one config or with nothing; "
+            "bind the others with functools.partial or put them into train_loop_config"
+        )
+    return bool(places)
+
+
+def pack_call(function: Callable[..., Any], config: Any = None, extras: Any = None) -> bytes:
+    """Pickle a train function with its config for the way to the workers.
+
+    Raises:
+        ConfigError: a part cannot be pickled; the message names it.
+    """
+    _by_value_if_not_importable(function)
+    try:
+        return bytes(cloudpickle.dumps((function, config, extras)))
+    except Exception as error:  # noqa: BLE001 - pickling runs code of any kind; what is wrong is found out below
+        failure = error
+    for name, value in (("train_func", function), ("train_loop_config", config), ("the trainer's options", extras)):
+        pack_value(value, name)
+    raise ConfigError(f"train_func and its config cannot be pickled together: {failure}") from failure
+
+
+def pack_value(value: Any, name: str) -> bytes:
+    """Pickle one value.
+
+    Raises:
+        ConfigError: it cannot be pickled; the message names it and, in a mapping or function, the part.
+    """
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as error:
+        path, culprit = _culprit(value, name)
+        raise ConfigError(
+            f"{path} ({type(culprit).__qualname__}) cannot be sent to the workers: {_line(error)}. "
+            "Everything train_func uses travels by pickle: create such objects (locks, files, connections, generators) "
+            "inside train_func"
+        ) from error
+
+
+def unpack_call(data: bytes) -> tuple[Callable[..., Any], Any, Any]:
+    """Rebuild what `pack_call` packed; what came by value from the driver's ``__main__`` is put into ours.
+
+    So that plain pickle (`torch.save` of a whole module, a spawned loader process) finds the script's classes by name.
+    """
+    function, config, extras = cloudpickle.loads(data)
+    names = getattr(inspect.unwrap(function), "__globals__", {})
+    if names.get("__name__") == "__main__":
+        main = vars(sys.modules["__main__"])
+        main.update({name: value for name, value in names.items() if not name.startswith("__")})
+    return function, config, extras
+
+
+def _by_value_if_not_importable(function: Callable[..., Any]) -> None:
+    """Send a module by value that workers could not import, such as one made with `runpy` or a notebook's loader."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    if not isinstance(module, ModuleType) or module.__name__ == "__main__":
+        return
+    # Asked past sys.modules, where it is in this process however it came there.
+    top = module.__name__.partition(".")[0]
+    importable = any(finder.find_spec(top, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    if not importable and module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+        cloudpickle.register_pickle_by_value(module)
+
+
+def _culprit(value: Any, path: str, depth: int = 4) -> tuple[str, Any]:
+    """Walk to the smallest named part that does not pickle."""
+    for name, part in _parts(value, path) if depth else ():
+        try:
+            cloudpickle.dumps(part)
+        except Exception:  # noqa: BLE001 - the same failure again, one level down
+            return _culprit(part, name, depth - 1)
+    return path, value
+
+
+def _parts(value: Any, path: str) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [(f"{path}[{key!r}]", item) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [(f"{path}[{number}]", item) for number, item in enumerate(value)]
+    if inspect.isfunction(value):
+        try:
+            used = inspect.getclosurevars(value)
+        except ValueError:  # a variable of the closure that is not bound yet
+            return []
+        named = {**used.globals, **used.nonlocals}
+        return [(f"{name!r}, used by {path}", item) for name, item in named.items() if not inspect.ismodule(item)]
+    if hasattr(value, "func") and hasattr(value, "keywords"):  # functools.partial
+        return [(f"{path}.func", value.func), (f"{path}.args", value.args), (f"{path}.keywords", value.keywords)]
+    if hasattr(value, "__dict__") and not isinstance(value, type):
+        return [(f"{path}.{name}", item) for name, item in vars(value).items()]
+    return []
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]

@@ -1,0 +1,122 @@
+"""Who writes what of a state that all ranks hold: a pure function of its structure, so no rank has to ask another.
+
+Replicated are the parameters of modules and what optimizers keep for them: these are divided over the ranks. Values
+that differ (`PerRank`, generators) are written by their rank, and everything else by rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from typing import TYPE_CHECKING
+
+from ..format.digest import bytes_digest
+from ..format.division import Division
+
+if TYPE_CHECKING:
+    from .plan import Signature
+
+__all__ = ["Share", "divide", "share_of"]
+
+_SAMPLED = 64  # tensors whose values the ranks compare
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one rank writes.
+
+    Attributes:
+        writes: positions of the tensors it writes.
+        aliases: position of a tied tensor -> position of one it writes, whose bytes are both's.
+        division: what all ranks must have derived alike.
+        sampled: positions of the replicated tensors to be compared between ranks, the same on all of them.
+    """
+
+    writes: frozenset[int]
+    aliases: dict[int, int]
+    division: Division
+    sampled: tuple[int, ...]
+
+
+def divide(
+    names: Sequence[str], sizes: Sequence[int], num_ranks: int, *, last: Collection[int] = frozenset()
+) -> list[int]:
+    """Give every tensor to one rank: the largest first, always to the rank that has least. O(n log n).
+
+    The result depends on the set of (name, size), not on its order. No rank gets more than another by more than the
+    largest tensor, neither in all nor in the tensors before ``last``.
+
+    Args:
+        names: of the tensors; no two are equal.
+        sizes: their bytes.
+        num_ranks: how many ranks there are.
+        last: positions that come after all others: frozen tensors, which most saves link instead of writing.
+
+    Returns:
+        The rank of each tensor.
+    """
+    order = sorted(range(len(names)), key=names.__getitem__)
+    order.sort(key=lambda one: -sizes[one])
+    if last:
+        order.sort(key=lambda one: one in last)
+    ranks = [0] * len(names)
+    loads = [(0, rank) for rank in range(num_ranks)]
+    heapify(loads)
+    for one in order:
+        load, rank = loads[0]
+        ranks[one] = rank
+        heapreplace(loads, (load + sizes[one], rank))
+    return ranks
+
+
+def share_of(sig: Signature, sizes: Sequence[int], *, rank: int, num_ranks: int) -> Share:
+    """Derive what ``rank`` writes.
+
+    Tied tensors stay together: if one of them is replicated they all are. Only what differs between ranks is never
+    tied to what does not: its values are others on the next rank.
+
+    Args:
+        sig: the structure; all but the values that differ must be the same on all ranks.
+        sizes: bytes of each of its tensors.
+        rank: the rank.
+        num_ranks: how many ranks there are.
+    """
+    own, replicated = frozenset(sig.own), set(sig.replicated)
+    aliases: dict[int, int] = {}
+    heads: dict[tuple[int, bool], int] = {}  # (tie, whether it differs between ranks) -> its first tensor
+    for number in sorted({*sig.aliases, *sig.aliases.values()}):
+        head = heads.setdefault((sig.aliases.get(number, number), number in own), number)
+        if head != number:
+            aliases[number] = head
+            if number in replicated:
+                replicated.add(head)
+    divided = sorted(replicated.difference(aliases), key=sig.names.__getitem__)
+    names, lengths = [sig.names[one] for one in divided], [sizes[one] for one in divided]
+    frozen = frozenset(place for place, one in enumerate(divided) if one in sig.frozen)
+    owners = divide(names, lengths, num_ranks, last=frozen)
+    writes = {one for one, owner in zip(divided, owners, strict=True) if owner == rank}
+    writes.update(number for number in own if number not in aliases)
+    if rank == 0:
+        writes.update(number for number in range(len(sizes)) if number not in replicated and number not in aliases)
+    rows = [f"{name}\0{size}\0{place in frozen}" for place, (name, size) in enumerate(zip(names, lengths, strict=True))]
+    ties = sorted(f"{sig.names[one]}\0{sig.names[head]}" for one, head in aliases.items() if head in replicated)
+    text = "\n".join([*rows, "", *ties])
+    return Share(
+        writes=frozenset(writes),
+        aliases={number: head for number, head in aliases.items() if head in writes},
+        division=Division(
+            num_ranks=num_ranks, structure=bytes_digest(text.encode(errors="surrogatepass")).removeprefix("xxh3:")
+        ),
+        sampled=_sampled(divided, lengths),
+    )
+
+
+def _sampled(divided: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
+    """Choose tensors to compare: the largest, and others evenly over the names."""
+    there = [one for one, length in zip(divided, lengths, strict=True) if length]
+    if len(there) <= _SAMPLED:
+        return tuple(there)
+    largest = divided[max(range(len(lengths)), key=lengths.__getitem__)]
+    spread = {there[place * len(there) // _SAMPLED] for place in range(_SAMPLED - 1)}
+    return tuple(one for one in there if one == largest or one in spread)

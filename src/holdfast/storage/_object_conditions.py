@@ -1,0 +1,116 @@
+"""Whether a store keeps the promise of conditional writes, and what became of one whose answer was lost.
+
+Some stores that speak S3 take the headers and ignore them: two writers that create the same object would both be told
+that they have won. That is found out by trying, once for each bucket and process.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import StorageError
+from ._object_errors import was_retried
+from .base import TEMPORARY
+
+if TYPE_CHECKING:
+    from .object import ObjectStorage
+
+__all__ = ["Conditions", "conditions_of", "landed"]
+
+_LOG = logging.getLogger("holdfast.storage")
+_REFUSALS = ("AlreadyExistsError", "PreconditionError")
+_lock = threading.RLock()
+_known: dict[tuple[str, str], Conditions] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What was found out.
+
+    Attributes:
+        kept: the store refuses a conditional write whose condition does not hold.
+    """
+
+    kept: bool
+
+
+def conditions_of(storage: ObjectStorage) -> Conditions:
+    """Find out whether conditional writes are enforced, at the first one; warn once if they are not.
+
+    Raises:
+        StorageError: the store could not be asked.
+    """
+    place = storage._place
+    key = (f"{place.scheme}://{place.netloc}", place.options.get("endpoint", ""))
+    with _lock:
+        found = _known.get(key)
+        if found is None:
+            found = _known[key] = Conditions(kept=_try_out(storage))
+            if not found.kept:
+                _LOG.warning(
+                    "%s does not enforce conditional writes: Holdfast looks before it writes instead, but two trainers "
+                    "that start the same run in the same moment could both take it, and the later commit of two under "
+                    "one name wins unnoticed. A single trainer loses nothing.",
+                    key[0],
+                )
+        return found
+
+
+def _try_out(storage: ObjectStorage) -> bool:
+    obs, store = storage._obs, storage._store
+    name = f"{TEMPORARY}probe-{uuid.uuid4().hex}"
+    key = f"{storage._prefix}/{name}" if storage._prefix else name
+    with storage._errors("write", key):
+        try:
+            obs.put(store, key, b"1", use_multipart=False, mode="create")
+        except Exception as error:
+            if _is_unsupported(error):
+                return False
+            raise
+        try:
+            return _refuses(storage, key, "create") and _refuses(storage, key, {storage._tag_name: _wrong_tag(storage)})
+        finally:
+            try:
+                obs.delete(store, key)
+            except Exception as error:  # noqa: BLE001 - rights to write without those to delete: an empty object stays
+                _LOG.debug("the probe %s could not be removed: %s", name, type(error).__name__)
+
+
+def _wrong_tag(storage: ObjectStorage) -> str:
+    return "1" if storage._tag_name == "version" else '"00000000000000000000000000000000"'
+
+
+def _refuses(storage: ObjectStorage, key: str, mode: Any) -> bool:
+    try:
+        storage._obs.put(storage._store, key, b"2", use_multipart=False, mode=mode)
+    except Exception as error:
+        if type(error).__name__ in _REFUSALS:
+            return True
+        if _is_unsupported(error):
+            return False
+        raise
+    return False
+
+
+def _is_unsupported(error: Exception) -> bool:
+    return type(error).__name__ == "NotSupportedError" or "501 Not Implemented" in str(error)
+
+
+def landed(storage: ObjectStorage, key: str, nonce: str, error: Exception) -> str | None:
+    """Return the etag if the object is the one we tried to write in spite of ``error``, None if it is not.
+
+    A request whose answer was lost is sent again by the client, and then meets what it wrote itself.
+    """
+    refused = type(error).__name__ in _REFUSALS
+    if (refused and not was_retried(error)) or isinstance(error, (StorageError, ValueError)):
+        return None
+    try:
+        found = storage._obs.get(storage._store, key, options={"head": True})
+    except Exception as unread:  # noqa: BLE001 - the first error is what the caller hears of
+        _LOG.debug("cannot tell whether %s was written: %s", key, type(unread).__name__)
+        return None
+    return storage._tag(found.meta) if found.attributes.get("holdfastput") == nonce else None

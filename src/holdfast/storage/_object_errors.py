@@ -1,0 +1,109 @@
+"""The one place where errors of obstore become errors of Holdfast."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from ..errors import (
+    StorageConflictError,
+    StorageError,
+    StorageExistsError,
+    StorageFullError,
+    StorageNotFoundError,
+    StoragePermissionError,
+)
+
+__all__ = ["errors_of", "status_of", "was_retried"]
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([^<]{1,80})</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]{1,300})")
+_FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage", "AccountStorageLimit", "XMinioStorageFull")
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "FilesystemNotFound", "The specified bucket does not exist")
+_NO_CREDENTIALS = ("169.254.169.254", "metadata.google.internal", "No credentials", "Missing credentials", "ADC")
+_TIMEOUT = ("timed out", "kind: Timeout", "TimedOut", "deadline has elapsed")
+
+
+@contextmanager
+def errors_of(action: str, where: str, secrets: Iterable[str] = ()) -> Iterator[None]:
+    """Translate what obstore raises in the block.
+
+    Args:
+        action: what was tried: "read", "write", "list".
+        where: URI of the object.
+        secrets: values that no message may show.
+
+    Raises:
+        StorageError: or the subclass that says what to do about it.
+    """
+    try:
+        yield
+    except StorageError:
+        raise
+    except Exception as error:
+        if not _is_of_client(error):
+            raise
+        # Not chained: the debug text of the client shows signed URLs, and a traceback would log them.
+        raise _translated(error, action, where, tuple(secrets)) from None
+
+
+def was_retried(error: BaseException) -> bool:
+    """Tell whether the client sent the request more than once, so that its own first try may be what it ran into."""
+    return re.search(r"after [1-9]\d* retries", str(error)) is not None
+
+
+def status_of(error: BaseException) -> int | None:
+    """Return the HTTP status behind an error of obstore."""
+    found = _STATUS.search(str(error))
+    return int(found[1]) if found else None
+
+
+def _is_of_client(error: Exception) -> bool:
+    modules = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+    return "obstore" in modules or isinstance(error, (OSError, ValueError))
+
+
+def _translated(error: Exception, action: str, where: str, secrets: tuple[str, ...]) -> StorageError:
+    text, kind, status = str(error), type(error).__name__, status_of(error)
+    said = _said(text, secrets)
+    start = f"cannot {action} {where}"
+    if any(code in text for code in _FULL) or status == 507:
+        return StorageFullError(f"{start}: no space or quota is left ({said}); free some, or keep fewer checkpoints")
+    if any(code in text for code in _NO_BUCKET):
+        return StorageNotFoundError(f"{start}: the bucket or container does not exist; create it, or check the name")
+    if kind in ("PermissionDeniedError", "UnauthenticatedError", "PermissionError") or status in (401, 403):
+        return StoragePermissionError(
+            f"{start}: access was refused ({said}); check the credentials, their rights on this bucket and prefix, "
+            "and the clock of this machine"
+        )
+    if any(mark in text for mark in _NO_CREDENTIALS):
+        return StoragePermissionError(
+            f"{start}: no credentials were found ({said}); set them in the environment (see docs/storage.md)"
+        )
+    if kind == "AlreadyExistsError":
+        return StorageExistsError(f"{start}: it exists; use another name or remove it")
+    if kind == "PreconditionError" or status == 412:
+        return StorageConflictError(f"{start}: another writer changed it; read it again and decide anew")
+    if isinstance(error, FileNotFoundError) or status == 404:
+        return StorageNotFoundError(f"{start}: there is no such object; check the path")
+    if any(mark in text for mark in _TIMEOUT):
+        return StorageError(f"{start}: the storage did not answer in time ({said}); it may work later")
+    return StorageError(f"{start}: {said}")
+
+
+def _said(text: str, secrets: tuple[str, ...]) -> str:
+    """Return the essence of a client's message: one line, no query strings, no XML, no secrets."""
+    head = text.partition("\n\nDebug source")[0]
+    code, message = _CODE.search(head), _MESSAGE.search(head)
+    head = head.partition("<?xml")[0].partition("<Error")[0].strip().rstrip(":")
+    if code is not None:
+        head = f"{head}: {code[1]}" + (f", {message[1].strip()}" if message else "")
+    if "kind: Timeout" in text and "timed out" not in head:
+        head = f"{head} (timed out)"
+    head = re.sub(r"\?[^\s\"')]*", "", " ".join(head.split()))
+    for secret in secrets:
+        if len(secret) > 3:
+            head = head.replace(secret, "***")
+    return head[:500]

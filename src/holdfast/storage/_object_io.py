@@ -1,0 +1,157 @@
+"""Bytes to and from one object: multipart uploads and parallel ranged reads with bounded memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from typing import Any
+
+from ..errors import StorageError
+from .base import FileReader, FileWriter, check_view
+
+__all__ = ["NUM_PARALLEL", "PART_BYTES", "ObjectReader", "ObjectWriter", "part_bytes"]
+
+PART_BYTES = 8 << 20
+NUM_PARALLEL = 12
+"""Parts under way at once. A file being closed and the next one being written use 2 * 13 * 8 MiB at most."""
+
+_MAX_PARTS = 9_000  # the stores allow 10,000
+_CHUNK = 4 << 20
+_TRIES = 3
+
+_Errors = Callable[[str], AbstractContextManager[None]]
+
+_lock = threading.Lock()
+_pool: ThreadPoolExecutor | None = None
+
+
+def part_bytes(size: int) -> int:
+    """Return how large the parts of an object of ``size`` bytes are."""
+    return max(PART_BYTES, -(-size // _MAX_PARTS))
+
+
+def _readers() -> ThreadPoolExecutor:
+    """Return the threads that read ranges, shared by the process so that their memory is bounded too."""
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(NUM_PARALLEL, thread_name_prefix="holdfast-ranges")
+        return _pool
+
+
+def _after_fork_in_child() -> None:
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+class ObjectWriter(FileWriter):
+    """Uploads an object in parts while it is written; one request if it is small. Nothing is visible before `close`."""
+
+    def __init__(self, start: Callable[[], Any], errors: _Errors, path: str, size: int) -> None:
+        self._start, self._errors, self._path, self._size = start, errors, path, size
+        self._upload: Any = None
+        self._offset = 0  # padding included
+        self._ended = False
+
+    def write(self, view: memoryview) -> None:
+        """Hand the bytes to the client, which copies them; blocks while all its parts are under way."""
+        if self._ended:
+            raise StorageError(f"cannot write {self._path}: the writer is closed")
+        view = view.cast("B")
+        check_view(self._path, size=self._size, offset=self._offset, nbytes=len(view))
+        content = view[: max(0, self._size - self._offset)]
+        self._offset += len(view)
+        with self._errors("write"):
+            if self._upload is None:
+                self._upload = self._start()
+            for begin in range(0, len(content), _CHUNK):
+                self._upload.write(content[begin : begin + _CHUNK])
+
+    def close(self) -> None:
+        """Finish the upload: the object appears, whole."""
+        if self._ended:
+            return
+        if min(self._offset, self._size) != self._size:
+            self.abort()
+            raise StorageError(f"cannot finish {self._path}: {self._offset} of {self._size} bytes were written")
+        self._ended = True
+        with self._errors("write"):
+            if self._upload is None:
+                self._upload = self._start()
+            try:
+                self._upload.close()
+            finally:
+                self._upload = None
+
+    def abort(self) -> None:
+        """Give the upload up and let the store forget its parts."""
+        if self._ended:
+            return
+        self._ended = True
+        upload, self._upload = self._upload, None
+        if upload is not None:
+            try:
+                # Leaving its block by an exception is how the client is told to abort.
+                upload.__exit__(StorageError, StorageError("aborted"), None)
+            except Exception:  # noqa: BLE001 - a store that has gone away keeps the parts; see docs/storage.md
+                pass
+
+
+class ObjectReader(FileReader):
+    """Reads ranges of the version of an object that was opened, several at once."""
+
+    def __init__(self, fetch: Callable[[int, int], Any], errors: _Errors, path: str, *, size: int) -> None:
+        self._fetch, self._errors, self._path, self.size = fetch, errors, path, size
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` by parallel requests of at most 8 MiB."""
+        target = view.cast("B")
+        end = offset + len(target)
+        if offset < 0 or end > self.size:
+            raise StorageError(
+                f"short read of {self._path}: {len(target)} bytes at {offset} asked for, the object has {self.size}"
+            )
+        if not len(target):
+            return
+        if len(target) <= PART_BYTES:
+            self._read_range(offset, target)
+            return
+        pool = _readers()
+        pieces = [
+            pool.submit(self._read_range, begin, target[begin - offset : min(begin + PART_BYTES, end) - offset])
+            for begin in range(offset, end, PART_BYTES)
+        ]
+        wait(pieces)  # each ends: every request has its deadline
+        for piece in pieces:
+            piece.result()
+
+    def _read_range(self, offset: int, target: memoryview) -> None:
+        with self._errors("read"):
+            at = 0
+            for attempt in range(_TRIES):
+                try:
+                    # Chunk by chunk as they arrive: an answer is never held twice.
+                    for chunk in self._fetch(offset + at, offset + len(target)):
+                        data = memoryview(chunk)
+                        if at + len(data) > len(target):
+                            raise StorageError(f"cannot read {self._path}: the storage sent more than was asked for")
+                        target[at : at + len(data)] = data
+                        at += len(data)
+                except StorageError:
+                    raise
+                except Exception as error:
+                    # A connection that broke in the middle of an answer: go on from there.
+                    if type(error).__name__ != "GenericError" or attempt == _TRIES - 1:
+                        raise
+                if at == len(target):
+                    return
+        raise StorageError(f"cannot read {self._path}: the storage sent {at} of {len(target)} bytes at {offset}")
+
+    def close(self) -> None:
+        """Nothing is held."""

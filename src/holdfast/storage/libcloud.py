@@ -1,0 +1,411 @@
+"""Containers of apache-libcloud as a storage: the dozens of object stores that nothing else here speaks to.
+
+A driver of libcloud holds one connection, so each thread gets a driver of its own. Uploads are pulled by libcloud from
+an iterator: a writer is a thread that feeds it through a short queue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import parse_qsl, quote, unquote
+
+from .._optional import require
+from ..errors import ConfigError, StorageError, StorageNotFoundError
+from ._adapted import AdaptedStorage, Found, short_read, temporary_beside
+from ._client_errors import client_errors
+from ._client_options import Described, rebuild_options
+from .base import FileReader, FileWriter, Storage, check_view
+
+__all__ = ["LibcloudObjectStore", "from_description", "from_uri"]
+
+# Bytes under way to libcloud: two views of the usual 8 MiB, then `write` waits.
+_QUEUE_VIEWS = 2
+# No byte taken by libcloud for so long, and the upload is given up; its own socket time-out is 60 s.
+_STALL_S = 600.0
+_POLL_S = 0.5
+_KEY, _SECRET = "HOLDFAST_LIBCLOUD_KEY", "HOLDFAST_LIBCLOUD_SECRET"
+
+
+class LibcloudObjectStore(AdaptedStorage):
+    """Objects in one container of a provider of libcloud; the container must exist.
+
+    Example:
+        >>> import os, tempfile
+        >>> os.makedirs(os.path.join(folder := tempfile.mkdtemp(), "runs"))
+        >>> storage = LibcloudObjectStore("local", "runs", {"key": folder})
+        >>> tag = storage.put("a/b.json", b"{}")
+        >>> storage.read("a/b.json")
+        b'{}'
+    """
+
+    def __init__(
+        self, provider: str, container: str, provider_kwargs: Mapping[str, Any] | None = None, *, prefix: str = ""
+    ) -> None:
+        """Name a container.
+
+        Args:
+            provider: name of libcloud's provider: "s3", "google_storage", "azure_blobs", "local" and so on.
+            container: name of the container or bucket.
+            provider_kwargs: arguments of the driver, such as key, secret, region, host; a value
+                ``{"environ": "NAME"}`` is read from the environment where it is used.
+            prefix: directory inside the container.
+
+        Raises:
+            ConfigError: libcloud knows no such provider.
+            MissingExtraError: apache-libcloud is not installed.
+        """
+        if not container:
+            raise ConfigError("LibcloudObjectStore(container=''): give the name of a container")
+        self._provider, self._container = provider.lower(), container
+        self._arguments = dict(provider_kwargs or {})
+        self._kind = _driver_class(self._provider)
+        self._local = threading.local()
+        # The local driver writes in place; its files can be renamed, though, as those of no other provider.
+        self._is_disk = self._provider == "local"
+        path = f"/{prefix.strip('/')}" if prefix.strip("/") else ""
+        super().__init__(prefix.strip("/"), f"libcloud://{self._provider}/{quote(container)}{path}")
+
+    def describe(self) -> dict[str, Any] | None:
+        """Return provider, container and arguments; None for arguments that JSON cannot hold."""
+        told = self._described.plain
+        if told is None:
+            return None
+        return {
+            "kind": "libcloud",
+            "provider": self._provider,
+            "container": self._container,
+            "provider_kwargs": told,
+            "prefix": self._root,
+        }
+
+    def secrets(self) -> dict[str, str] | None:
+        """Return keys and secrets among the arguments."""
+        return self._described.secrets or None
+
+    @property
+    def _described(self) -> Described:
+        # The "key" of the local driver is a directory.
+        return Described({"folder" if self._is_disk and n == "key" else n: v for n, v in self._arguments.items()})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_local"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _local=threading.local())
+
+    @property
+    def _driver(self) -> Any:
+        """The driver of this thread, and of this process: a forked child must not share a connection."""
+        if getattr(self._local, "pid", None) != os.getpid():
+            self._local.driver = self._kind(**{name: _value(name, given) for name, given in self._arguments.items()})
+            self._local.container = None
+            self._local.pid = os.getpid()
+        return self._local.driver
+
+    @property
+    def _bucket(self) -> Any:
+        driver = self._driver
+        if self._local.container is None:
+            self._local.container = driver.get_container(container_name=self._container)
+        return self._local.container
+
+    def _object(self, full: str) -> Any:
+        from libcloud.storage.types import ObjectDoesNotExistError, ObjectError
+
+        try:
+            return self._driver.get_object(container_name=self._container, object_name=full)
+        except ObjectDoesNotExistError:
+            # Drivers say so for any answer they did not expect, an expired token among them: ask another way.
+            for found in self._driver.iterate_container_objects(self._bucket, prefix=full):
+                if found.name == full:
+                    return found
+                if found.name > full:
+                    break
+            raise
+        except ObjectError as error:
+            if self._is_disk:  # a directory
+                raise FileNotFoundError(full) from error
+            raise
+
+    def _look(self, full: str) -> Found | None:
+        return _found(self._object(full), full)
+
+    def _fetch(self, full: str) -> bytes:
+        found = self._object(full)
+        return b"".join(self._driver.download_object_as_stream(found)) if found.size else b""
+
+    def _reader(self, full: str, found: Found, where: str) -> FileReader:
+        return _Reader(self, full, where, found)
+
+    def _store(self, full: str, data: bytes) -> None:
+        if not self._is_disk:
+            self._upload(iter([data]), full)
+            return
+        temporary = temporary_beside(full)
+        try:
+            self._upload(iter([data]), temporary)
+            os.replace(self._disk_path(temporary), self._disk_path(full))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(self._disk_path(temporary))
+            raise
+
+    def _upload(self, chunks: Iterator[bytes], full: str) -> None:
+        for last in (False, True):
+            try:
+                self._driver.upload_object_via_stream(
+                    chunks, self._bucket, full, extra={"content_type": "application/octet-stream"}
+                )
+                return
+            except FileNotFoundError:
+                # The local driver's directory was pruned between its making and the opening of the file.
+                if last:
+                    raise
+
+    def _disk_path(self, full: str) -> str:
+        return os.path.join(self._driver.base_path, self._container, full)
+
+    def _writer(self, full: str, size: int, where: str) -> FileWriter:
+        return _Writer(
+            lambda chunks: self._upload(chunks, full),
+            where,
+            size,
+            drop=lambda: self._remove(full),
+            check=lambda: self._look(full),
+        )
+
+    def _scan(self, full: str, *, recursive: bool) -> Iterator[Found]:
+        start = f"{full}/" if full else ""
+        seen: set[str] = set()
+        for found in self._driver.iterate_container_objects(self._bucket, prefix=start or None):
+            if not found.name.startswith(start) or found.name.endswith("/"):
+                continue
+            path = found.name[len(start) :]
+            head, slash, _ = path.partition("/")
+            if recursive or not slash:
+                yield _found(found, path)
+            elif head not in seen:
+                seen.add(head)
+                yield Found(name=head, size=None)
+
+    def _remove(self, full: str) -> None:
+        found = self._object(full)
+        try:
+            done = self._driver.delete_object(found)
+        except FileNotFoundError:
+            return  # the local driver prunes directories, as another thread may have done just before
+        if not done:
+            raise StorageError(f"{self._where('')}: the provider did not delete {full}")
+
+
+class _Reader(FileReader):
+    def __init__(self, storage: LibcloudObjectStore, full: str, where: str, found: Found) -> None:
+        self._storage, self._full, self._where, self._found = storage, full, where, found
+        self.size = found.size or 0
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        target = view.cast("B")
+        if offset < 0 or offset + len(target) > self.size:
+            raise short_read(self._where, len(target), offset, self.size)
+        if not len(target):
+            return
+        with client_errors("read", self._where):
+            found = self._storage._object(self._full)
+            chunks = self._storage._driver.download_object_range_as_stream(found, offset, offset + len(target))
+            data = b"".join(chunks)
+            now = self._storage._look(self._full)
+        if len(data) != len(target):
+            raise short_read(self._where, len(target), offset, offset + len(data))
+        if now != self._found:
+            raise StorageError(f"cannot read {self._where}: it was replaced while it was read; open it again")
+        target[:] = data
+
+    def close(self) -> None:
+        pass
+
+
+class _Abandoned(Exception):  # noqa: N818  # never leaves this module
+    """The upload is not wanted any more."""
+
+
+class _Writer(FileWriter):
+    def __init__(
+        self,
+        upload: Callable[[Iterator[bytes]], None],
+        where: str,
+        size: int,
+        *,
+        drop: Callable[[], None],
+        check: Callable[[], Found | None],
+    ) -> None:
+        self._where, self._size, self._drop, self._check = where, size, drop, check
+        self._offset = 0  # bytes written, padding included
+        self._ended = False
+        self._error: Exception | None = None
+        self._chunks: queue.Queue[bytes | None] = queue.Queue(_QUEUE_VIEWS)  # None: that was all
+        self._abandoned = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(upload,), name="holdfast-libcloud", daemon=True)
+        self._thread.start()
+
+    def _run(self, upload: Callable[[Iterator[bytes]], None]) -> None:
+        try:
+            upload(self._feed())
+        except Exception as error:  # noqa: BLE001  # the edge of the thread: `write` and `close` raise it
+            self._error = error
+
+    def _feed(self) -> Iterator[bytes]:
+        waited_from = time.monotonic()
+        while True:
+            if self._abandoned.is_set():
+                raise _Abandoned
+            try:
+                chunk = self._chunks.get(timeout=_POLL_S)
+            except queue.Empty:
+                # A writer that was dropped without `close` would keep this thread and its connection.
+                if time.monotonic() - waited_from > _STALL_S:
+                    raise _Abandoned from None
+                continue
+            if chunk is None:
+                return
+            yield chunk
+            waited_from = time.monotonic()
+
+    def _give(self, chunk: bytes | None) -> None:
+        until = time.monotonic() + _STALL_S
+        while True:
+            if not self._thread.is_alive():
+                self._raise()
+                raise StorageError(f"cannot write {self._where}: the upload ended before its bytes")
+            with contextlib.suppress(queue.Full):
+                self._chunks.put(chunk, timeout=_POLL_S)
+                return
+            if time.monotonic() > until:
+                raise StorageError(f"cannot write {self._where}: the provider took no bytes for {_STALL_S:.0f} s")
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            with client_errors("write", self._where):
+                raise self._error
+
+    def write(self, view: memoryview) -> None:
+        if self._ended:
+            raise StorageError(f"cannot write {self._where}: the writer is closed")
+        view = view.cast("B")
+        check_view(self._where, size=self._size, offset=self._offset, nbytes=len(view))
+        self._give(bytes(view[: max(0, self._size - self._offset)]))
+        self._offset += len(view)
+
+    def close(self) -> None:
+        if self._ended:
+            return
+        try:
+            if self._offset < self._size:
+                raise StorageError(
+                    f"cannot finish {self._where}: {self._offset} of {self._size} bytes were written; write the rest"
+                )
+            self._give(None)
+            self._thread.join(_STALL_S)
+            self._raise()
+            if self._thread.is_alive():
+                raise StorageError(f"cannot finish {self._where}: the provider did not answer for {_STALL_S:.0f} s")
+            with client_errors("write", self._where):
+                found = self._check()
+            if found is None or found.size != self._size:
+                raise StorageError(f"cannot finish {self._where}: the provider has {found and found.size} bytes of it")
+            self._ended = True
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._abandoned.set()
+        self._thread.join(_STALL_S)
+        # What cannot be dropped now is no part of any manifest; nobody reads it, and a sweep takes it.
+        with contextlib.suppress(Exception):
+            self._drop()
+
+
+def from_uri(uri: str) -> Storage:
+    """Return the storage for "libcloud://provider/container/prefix?region=...".
+
+    Key and secret come from the environment (`HOLDFAST_LIBCLOUD_KEY`, `HOLDFAST_LIBCLOUD_SECRET`), never from the URI.
+
+    Raises:
+        ConfigError: provider or container are missing, or the URI has a secret in it.
+        MissingExtraError: apache-libcloud is not installed.
+    """
+    text, _, query = uri.partition("://")[2].partition("?")
+    provider, _, rest = text.partition("/")
+    container, _, prefix = rest.partition("/")
+    arguments: dict[str, Any] = dict(parse_qsl(query))
+    if not provider or not container:
+        raise ConfigError(f"location {uri.partition('?')[0]!r}: give libcloud://provider/container/prefix")
+    if "@" in provider or "secret" in arguments or (provider != "local" and "key" in arguments):
+        raise ConfigError(f"a libcloud:// location must not hold credentials: set {_KEY} and {_SECRET}")
+    for name, variable in (("key", _KEY), ("secret", _SECRET)):
+        if name not in arguments and variable in os.environ:
+            arguments[name] = {"environ": variable}
+    return LibcloudObjectStore(provider, unquote(container), arguments, prefix=prefix)
+
+
+def from_description(
+    provider: str,
+    container: str,
+    provider_kwargs: dict[str, Any],
+    prefix: str,
+    secrets: dict[str, str] | None = None,
+) -> LibcloudObjectStore:
+    """Rebuild what `LibcloudObjectStore.describe` described.
+
+    Raises:
+        ConfigError: its credentials are not known here.
+    """
+    known = rebuild_options(provider_kwargs, secrets, f"libcloud://{provider}/{container}")
+    if provider == "local" and "folder" in known:
+        known["key"] = known.pop("folder")
+    return LibcloudObjectStore(provider, container, known, prefix=prefix)
+
+
+def _driver_class(provider: str) -> Any:
+    providers = require("libcloud.storage.providers", extra="libcloud", purpose="LibcloudObjectStore")
+    try:
+        return providers.get_driver(provider)
+    except AttributeError as error:
+        known = ", ".join(sorted(str(getattr(name, "value", name)) for name in providers.DRIVERS))
+        raise ConfigError(f"libcloud knows no storage provider {provider!r}: give one of {known}") from error
+    except ImportError as error:
+        raise ConfigError(f"libcloud's provider {provider!r} needs a package more: {error}") from error
+
+
+def _value(name: str, given: Any) -> Any:
+    if not (isinstance(given, Mapping) and set(given) == {"environ"}):
+        return int(given) if name == "port" and isinstance(given, str) else given
+    value = os.environ.get(given["environ"])
+    if value is None:
+        raise StorageNotFoundError(f"environment variable {given['environ']} ({name} of the provider) is not set")
+    return value
+
+
+def _found(found: Any, name: str) -> Found:
+    return Found(name=name, size=int(found.size), modified=_moment(found.extra or {}))
+
+
+def _moment(extra: Mapping[str, Any]) -> float:
+    text = extra.get("modify_time") or extra.get("last_modified") or 0.0
+    if isinstance(text, (int, float)):
+        return float(text)
+    for parse in (datetime.fromisoformat, parsedate_to_datetime):
+        with contextlib.suppress(ValueError, TypeError):
+            return parse(str(text).replace("Z", "+00:00")).timestamp()
+    return 0.0

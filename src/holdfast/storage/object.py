@@ -1,0 +1,348 @@
+"""Buckets of S3, Google Cloud Storage, Azure and Oracle as storages, through obstore.
+
+General layout: `_object_place` says which bucket with which settings, `_object_io` moves the bytes, `_object_errors`
+translates what goes wrong, `_object_conditions` knows whether the store keeps the promise of conditional writes.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from datetime import timedelta
+from typing import Any
+
+from .._optional import require
+from ..errors import ConfigError, StorageError, StorageExistsError, StorageNotFoundError
+from ._object_conditions import conditions_of, landed
+from ._object_errors import errors_of
+from ._object_io import NUM_PARALLEL, ObjectReader, ObjectWriter, part_bytes
+from ._object_place import SECRETS, Place, find_place
+from .base import TEMPORARY, FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix
+
+__all__ = ["ObjectStorage", "from_options", "from_uri"]
+
+_COPY_MAX = 5 << 30  # what the stores copy in one request
+_COPY_BYTES = 32 << 20
+# What is no setting of the client but ours.
+_OURS = ("connect_timeout_s", "deadline_s", "max_retries", "timeout_s")
+# Credentials that were given by hand, by place: handles rebuilt in this process find them again. Never leaves it.
+_given: dict[tuple[str, str], dict[str, str]] = {}
+_first_pid: list[int] = []
+
+
+class ObjectStorage(Storage):
+    """Objects below a prefix of a bucket.
+
+    Every request has a time-out (``timeout_s``, 120 s) and is tried again with growing, random pauses (``max_retries``,
+    10) until ``deadline_s`` (180 s) has passed. All other options are settings of obstore's S3Store, GCSStore or
+    AzureStore; what is not given comes from the environment. Credentials are kept out of descriptions, messages and
+    pickles.
+
+    Args:
+        uri: "s3://bucket/prefix", "gs://", "az://", "abfs://" or "oci://".
+        options: settings by name, such as ``region``, ``endpoint``, ``access_key_id``.
+        secrets: credentials that come apart from the other options.
+
+    Example:
+        >>> ObjectStorage("s3://bucket/runs", {"region": "eu-west-1", "access_key_id": "k", "secret_access_key": "s"})
+        ObjectStorage('s3://bucket/runs')
+    """
+
+    def __init__(
+        self, uri: str, options: Mapping[str, object] | None = None, *, secrets: Mapping[str, str] | None = None
+    ) -> None:
+        options = dict(options or {})
+        by_hand = {name: str(value) for name, value in options.items() if name in SECRETS} | dict(secrets or {})
+        key = (uri.partition("://")[0], uri.partition("://")[2].partition("/")[0])
+        if by_hand:
+            _given[key] = by_hand
+        else:
+            by_hand = _given.get(key, {})
+        ours = {name: options.pop(name) for name in _OURS if name in options}
+        self._place = find_place(uri, options, by_hand)
+        self._limits = {name: float(str(value)) for name, value in ours.items()}
+        self._prefix = check_prefix(self._place.prefix)
+        self._store_or_none: list[Any] = []  # shared with children
+        require("obstore", extra=self._place.extra, purpose=f"{self._place.scheme}:// locations")
+
+    # -- writing
+
+    def put(
+        self, path: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
+    ) -> str | None:
+        """Store a small object atomically; see `Storage.put`."""
+        key = self._key(path)
+        if not if_absent and if_match is None:
+            with self._errors("write", key):
+                return self._tag(self._obs.put(self._store, key, bytes(data), use_multipart=False))
+        if not conditions_of(self).kept:
+            self._check_first(path, if_absent=if_absent, if_match=if_match)
+            return self.put(path, data)
+        nonce = uuid.uuid4().hex
+        mode = "create" if if_absent else {self._tag_name: if_match}
+        with self._errors("replace" if if_match else "create", key):
+            try:
+                # The nonce tells our own first try from another writer's object when the client had to try again.
+                result = self._obs.put(
+                    self._store, key, bytes(data), use_multipart=False, mode=mode, attributes={"holdfastput": nonce}
+                )
+            except Exception as error:
+                tag = landed(self, key, nonce, error)
+                if tag is None:
+                    raise
+                return tag
+            return self._tag(result)
+
+    def _check_first(self, path: str, *, if_absent: bool, if_match: str | None) -> None:
+        """Do what can be done where the store itself does not compare: look before writing."""
+        from ..errors import StorageConflictError
+
+        try:
+            found: str | None = self.stat(path).etag
+        except StorageNotFoundError:
+            found = None
+        if if_absent and found is not None:
+            raise StorageExistsError(f"cannot create {self.uri}/{path}: it exists; use another name or remove it")
+        if if_match is not None and found != if_match:
+            raise StorageConflictError(
+                f"cannot replace {self.uri}/{path}: another writer changed it; read it again and decide anew"
+            )
+
+    def create(self, path: str, size: int) -> FileWriter:
+        """Start a multipart upload; see `Storage.create`."""
+        key = self._key(path)
+        if size < 0:
+            raise ConfigError(f"create({path!r}, size={size}): the size must not be negative")
+
+        def start() -> Any:
+            return self._obs.open_writer(self._store, key, buffer_size=part_bytes(size), max_concurrency=NUM_PARALLEL)
+
+        return ObjectWriter(start, lambda action: self._errors(action, key), self._shown(key), size)
+
+    def copy(self, source: str, target: str) -> None:
+        """Copy on the side of the server; see `Storage.copy`."""
+        old, new = self._key(source), self._key(target)
+        size = self.stat(source).size
+        if self.exists(target):
+            raise StorageExistsError(f"cannot copy to {self._shown(new)}: it exists; use another name")
+        if size <= _COPY_MAX:
+            with self._errors("copy", old):
+                self._obs.copy(self._store, old, new)
+            return
+        with self.open(source) as reader, self.create(target, size) as writer:
+            buffer = memoryview(bytearray(_COPY_BYTES))
+            for start in range(0, size, _COPY_BYTES):
+                chunk = buffer[: min(_COPY_BYTES, size - start)]
+                reader.read_into(start, chunk)
+                writer.write(chunk)
+
+    def delete(self, path: str) -> None:
+        """Remove an object; see `Storage.delete`."""
+        self._delete([self._key(path)])
+
+    def delete_tree(self, prefix: str) -> None:
+        """Remove everything below ``prefix``, many objects in one request where the store can."""
+        keys = [self._key(info.path) for info in self.list(prefix)]
+        self._delete(keys)
+
+    def _delete(self, keys: list[str]) -> None:
+        if not keys:
+            return
+        try:
+            with self._errors("delete", keys[0]):
+                self._obs.delete(self._store, keys)
+        except StorageNotFoundError as error:
+            if "bucket" in str(error):
+                raise
+            # Stores without a request for many: one that is gone must not keep the others.
+            for key in keys if len(keys) > 1 else []:
+                with suppress(StorageNotFoundError), self._errors("delete", key):
+                    self._obs.delete(self._store, key)
+
+    # -- reading
+
+    def open(self, path: str) -> FileReader:
+        """Open the present version of an object; see `Storage.open`."""
+        key = self._key(path)
+        with self._errors("read", key):
+            meta = self._obs.head(self._store, key)
+        etag = meta.get("e_tag")
+
+        def fetch(start: int, end: int) -> Any:
+            asked: dict[str, Any] = {"range": (start, end)}
+            if etag is not None:
+                asked["if_match"] = etag
+            found = self._obs.get(self._store, key, options=asked)
+            if etag is not None and found.meta.get("e_tag") not in (None, etag):
+                raise StorageError(f"cannot read {self._shown(key)}: it was replaced while it was read; open it again")
+            return found.stream(min_chunk_size=1 << 20)
+
+        return ObjectReader(fetch, lambda action: self._errors(action, key), self._shown(key), size=meta["size"])
+
+    def read(self, path: str, offset: int = 0, size: int | None = None) -> bytes:
+        """Return the bytes of an object in one request, or a range of them; see `Storage.read`."""
+        if offset or size is not None:
+            return super().read(path, offset, size)
+        key = self._key(path)
+        with self._errors("read", key):
+            return bytes(self._obs.get(self._store, key).bytes())
+
+    def stat(self, path: str) -> ObjectInfo:
+        """Describe an object; see `Storage.stat`."""
+        key = self._key(path)
+        with self._errors("look at", key):
+            return self._info(self._obs.head(self._store, key), path)
+
+    def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
+        """Iterate over objects; see `Storage.list`."""
+        inside = check_prefix(prefix)
+        base = "/".join(part for part in (self._prefix, inside) if part)
+        skip = len(self._prefix) + 1 if self._prefix else 0
+        with self._errors("list", base):
+            if not recursive:
+                found = self._obs.list_with_delimiter(self._store, base or None)
+                for name in found["common_prefixes"]:
+                    path = name.rstrip("/")[skip:]
+                    if not path.rpartition("/")[2].startswith(TEMPORARY):
+                        yield ObjectInfo(path=f"{path}/", size=0)
+                metas = iter([found["objects"]])
+            else:
+                metas = self._obs.list(self._store, base or None)
+            for chunk in metas:
+                for meta in chunk:
+                    path = meta["path"][skip:]
+                    # An empty object named like the directory is how web consoles make "folders".
+                    if path != inside and not any(part.startswith(TEMPORARY) for part in path.split("/")):
+                        yield self._info(meta, path)
+
+    # -- what it is
+
+    @property
+    def uri(self) -> str:
+        """Scheme, bucket and prefix."""
+        return f"{self._place.scheme}://{self._place.netloc}" + (f"/{self._prefix}" if self._prefix else "")
+
+    @property
+    def max_file_bytes(self) -> int:
+        """Files of a checkpoint are small enough to be sent again, and copied by the server in one request."""
+        return 256 << 20
+
+    def describe(self) -> dict[str, Any] | None:
+        """Return the place and its settings, without credentials; `secrets` has those."""
+        return {"kind": "object", "uri": self.uri, "options": {**self._place.options, **self._limits}}
+
+    def secrets(self) -> dict[str, str] | None:
+        """Return the credentials, for the memory of another process of ours alone."""
+        return self._place.secrets or None
+
+    def child(self, path: str) -> ObjectStorage:
+        """Return the same bucket seen from deeper below, with the same connections."""
+        prefix = check_prefix(path)
+        clone = copy.copy(self)
+        clone._prefix = "/".join(part for part in (self._prefix, prefix) if part)
+        return clone
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return from_options, (self.uri, {**self._place.options, **self._limits})
+
+    # -- inside
+
+    @property
+    def _obs(self) -> Any:
+        if not _first_pid:
+            _first_pid.append(os.getpid())
+        if _first_pid[0] != os.getpid():
+            raise StorageError(
+                f"{self.uri} cannot be used in a process forked from one that used an object storage: start workers "
+                "with the 'spawn' or 'forkserver' method, or open the checkpoint before nothing else in the child"
+            )
+        return require("obstore", extra=self._place.extra, purpose=f"{self._place.scheme}:// locations")
+
+    @property
+    def _store(self) -> Any:
+        if not self._store_or_none:
+            self._store_or_none.append(_make_store(self._place, self._limits))
+        return self._store_or_none[0]
+
+    @property
+    def _tag_name(self) -> str:
+        # Google compares generations, all others etags.
+        return "version" if self._place.store == "GCSStore" else "e_tag"
+
+    def _tag(self, meta: Any) -> str | None:
+        tag: str | None = meta.get(self._tag_name)
+        return tag
+
+    def _info(self, meta: Any, path: str) -> ObjectInfo:
+        return ObjectInfo(
+            path=path, size=meta["size"], etag=self._tag(meta), modified=meta["last_modified"].timestamp()
+        )
+
+    def _key(self, path: str) -> str:
+        check_path(path)
+        return f"{self._prefix}/{path}" if self._prefix else path
+
+    def _shown(self, key: str) -> str:
+        return f"{self._place.scheme}://{self._place.netloc}/{key}"
+
+    def _errors(self, action: str, key: str) -> AbstractContextManager[None]:
+        return errors_of(action, self._shown(key), self._place.secrets.values())
+
+
+def from_uri(uri: str) -> Storage:
+    """Return the storage of a URI with settings and credentials from the environment."""
+    return ObjectStorage(uri)
+
+
+def from_options(
+    uri: str, options: Mapping[str, object] | None = None, secrets: Mapping[str, str] | None = None
+) -> Storage:
+    """Rebuild a storage from its description; credentials that are not told come from this process."""
+    return ObjectStorage(uri, options, secrets=secrets)
+
+
+def _make_store(place: Place, limits: Mapping[str, float]) -> Any:
+    stores = require("obstore.store", extra=place.extra, purpose=f"{place.scheme}:// locations")
+    config: dict[str, Any] = {**place.options, **place.secrets}
+    endpoint = str(config.get("endpoint") or config.get("base_url") or "")
+    arguments: dict[str, Any] = {}
+    if place.store == "S3Store":
+        if endpoint:
+            config.setdefault("aws_endpoint_url_s3", endpoint)  # wins over "endpoint", and may be in the environment
+            # Not every store that speaks S3 has the request that deletes many.
+            config.setdefault("disable_bulk_delete", "true")
+        if not endpoint.startswith("http://"):
+            config.setdefault("unsigned_payload", "true")  # TLS guards the bytes; hashing them again costs a core
+        provider = _static_keys(config)
+        if provider is not None:
+            arguments["credential_provider"] = provider
+    return getattr(stores, place.store)(
+        place.bucket,
+        config=config,
+        client_options={
+            "allow_http": endpoint.startswith("http://") or config.get("use_emulator") == "true",
+            "connect_timeout": timedelta(seconds=limits.get("connect_timeout_s", 10.0)),
+            "timeout": timedelta(seconds=limits.get("timeout_s", 120.0)),
+        },
+        retry_config={
+            "max_retries": int(limits.get("max_retries", 10)),
+            "retry_timeout": timedelta(seconds=limits.get("deadline_s", 180.0)),
+        },
+        **arguments,
+    )
+
+
+def _static_keys(config: dict[str, Any]) -> Any:
+    """Take the keys out of the settings into a provider: no token of the environment mixes in, no repr shows them."""
+    if "access_key_id" not in config or "secret_access_key" not in config:
+        return None
+    keys = {
+        "access_key_id": config.pop("access_key_id"),
+        "secret_access_key": config.pop("secret_access_key"),
+        "token": config.pop("session_token", None),
+        "expires_at": None,
+    }
+    return lambda: dict(keys)

@@ -1,0 +1,173 @@
+"""`PreparedLoader`: a data loader of one rank that moves its batches and knows where it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from ..state.data import ResumableBatches
+from ..state.values import PerRank
+from .transfer import Transfer
+
+__all__ = ["PreparedLoader"]
+
+_logger = logging.getLogger("holdfast.data")
+
+
+class PreparedLoader:
+    """What `prepare_data_loader` returns: iterate over it once per epoch, put it into the state to resume inside one.
+
+    Each new iteration is the next epoch: ``set_epoch`` of the sampler is called by itself. A call of your own
+    (``loader.sampler.set_epoch(epoch)``, ``loader.set_epoch(epoch)``) before an iteration decides instead. The order
+    and, with ``seed_samples``, random augmentation are functions of (seed, epoch), so an epoch that is resumed in the
+    middle goes on exactly as it would have.
+
+    Everything else (``dataset``, ``sampler``, ``batch_size`` ...) is that of the loader inside.
+
+    Attributes:
+        loader: the loader inside.
+        epoch: number of the epoch that an iteration is in, else of the one that the next iteration begins.
+
+    Example:
+        >>> make = lambda: PreparedLoader(DataLoader(range(6), batch_size=2), seed=1)
+        >>> loader = make()
+        >>> batches = iter(loader); _ = next(batches)
+        >>> again = make(); again.load_state_dict(loader.state_dict())
+        >>> [batch.tolist() for batch in again], again.epoch
+        ([[2, 3], [4, 5]], 0)
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        seed: int,
+        device: torch.device | None = None,
+        auto_transfer: bool = True,
+        seed_samples: bool = True,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Wrap a loader whose sampler is split over the ranks already; see `prepare_data_loader`."""
+        self.loader = loader
+        self._seed = seed
+        self._transfer = Transfer(device, overlap=auto_transfer) if device is not None else None
+        self._options: dict[str, Any] = {"seed_samples": seed_samples, "rank": rank, "world_size": world_size}
+        self._epoch = 0
+        self._loaded: Mapping[str, Any] | None = None  # the position that the next iteration goes on from
+        self._previous: Mapping[str, Any] | None = None  # where the epoch before ended: a loader with state goes on
+        self._batches: ResumableBatches | None = None  # of the newest iteration
+        self._from: Mapping[str, Any] | None = None  # the position it went on from
+        self._over = True  # whether it has ended, by itself or by a `break`
+        self._chosen: int | None = None
+        self._announced = self._sampler_epoch()
+
+    @property
+    def epoch(self) -> int:
+        """See the class."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Decide which epoch the next iteration is."""
+        self._chosen = epoch
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = self._begin()
+        try:
+            for batch in batches:
+                yield batch if self._transfer is None else self._transfer(batch)
+        finally:
+            if self._batches is batches:
+                self._end()  # exhausted, left by `break`, or dropped
+
+    def _begin(self) -> ResumableBatches:
+        if not self._over:
+            self._end()
+        position, wanted = self._loaded, self._wanted()
+        self._loaded, self._chosen = None, None
+        if wanted is not None and position is not None and wanted != position["epoch"]:
+            if self._options["rank"] == 0:
+                _logger.warning(
+                    "the position after %d batches of epoch %d is not used: set_epoch(%d) was called",
+                    position["batches"], position["epoch"], wanted,
+                )  # fmt: skip
+            position = None
+        if wanted is not None:
+            self._epoch = wanted
+        before = position if position is not None else self._previous
+        self._batches = ResumableBatches(self.loader, before, seed=self._seed, epoch=self._epoch, **self._options)
+        self._from, self._over = position, False
+        self._set_sampler_epoch(self._epoch)
+        return self._batches
+
+    def _end(self) -> None:
+        """Count the epoch as done, wherever it was left."""
+        batches, position = self._batches, self._from
+        assert batches is not None
+        self._over, self._from = True, None
+        if position is not None and not batches.done and batches.batches <= position["batches"] + 1:
+            # `next(iter(loader))`, for a look at a batch, must not use up the position of a resume.
+            self._loaded = position
+        else:
+            self._previous = batches.state_dict()
+            self._epoch += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Describe the position: inside of an epoch as long as its iteration is not over."""
+        position, epoch = self._loaded, self._epoch
+        if not self._over and self._batches is not None:
+            position = self._batches.state_dict()
+        elif (wanted := self._wanted()) is not None:
+            epoch = wanted
+        if position is None:
+            position = self._previous
+        if position is not None and position["kind"] == "stateful" and self._options["world_size"] > 1:
+            position = {**position, "inner": PerRank(position["inner"])}  # what a loader remembers is its own
+        return {"epoch": epoch, "seed": self._seed, "position": position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` described, with the next iteration. One that runs is forgotten."""
+        position = state["position"]
+        if position is not None and isinstance(position["inner"], PerRank):
+            position = {**position, "inner": position["inner"].value}
+        sampler = self.loader.sampler
+        if type(sampler) is DistributedSampler and sampler.seed == self._seed:
+            sampler.seed = int(state["seed"])
+        self._seed, self._epoch = int(state["seed"]), int(state["epoch"])
+        self._batches, self._from, self._over, self._chosen = None, None, True, None
+        inside = position is not None and position["epoch"] == self._epoch
+        self._loaded = position if inside else None
+        self._previous = None if inside else position
+        self._announced = self._sampler_epoch()
+
+    def _wanted(self) -> int | None:
+        """The epoch that the user asked for, of this object or of the sampler, since the last iteration began."""
+        if self._chosen is None and self._sampler_epoch() != self._announced:
+            return self._sampler_epoch()
+        return self._chosen
+
+    def _sampler_epoch(self) -> int | None:
+        epoch = getattr(self.loader.sampler, "epoch", None)
+        return epoch if isinstance(epoch, int) else None
+
+    def _set_sampler_epoch(self, epoch: int) -> None:
+        owners: tuple[Any, ...] = (self.loader.sampler, self.loader.batch_sampler)
+        for owner in owners:
+            if callable(getattr(owner, "set_epoch", None)):
+                owner.set_epoch(epoch)
+        self._announced = self._sampler_epoch()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not made yet: while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __repr__(self) -> str:
+        return f"PreparedLoader({self.loader!r}, epoch={self._epoch})"

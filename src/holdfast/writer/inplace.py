@@ -1,0 +1,159 @@
+"""Commit files where they are: somebody has brought them into the checkpoint's directory by himself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from contextlib import suppress
+
+from holdfast.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    HoldfastError,
+    IncompleteCheckpointError,
+)
+from holdfast.format.commit import commit, read_manifest
+from holdfast.format.manifest import FileEntry, Manifest
+from holdfast.format.names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, check_path, join
+from holdfast.format.parts import clear_planned, is_passing, plan_name, put_plan
+from holdfast.storage.base import Storage
+
+from .copying import Copier
+from .listing import Listing, known_fields, manifest_fields
+from .messages import IngestJob, IngestSource, SaveResult
+from .outcome import certainly_uncommitted, committed_already, outcome
+from .run import Run
+from .side import Side
+from .sources import scan
+
+__all__ = ["commit_in_place"]
+
+_LOG = logging.getLogger("holdfast.writer")
+_NAMED = 5
+
+
+def commit_in_place(storage: Storage, job: IngestJob, run: Run | None, side: Side, *, again: bool) -> SaveResult:
+    """Make a checkpoint of everything in ``job.directory``. Nothing is moved, copied or removed.
+
+    A Holdfast checkpoint that was saved or copied there keeps roles and digests of its files and gets a new manifest.
+
+    Args:
+        storage: where it is.
+        job: one without sources.
+        run: the open run it belongs to, if any.
+        side: helps.
+        again: an earlier writer process may have committed it.
+
+    Raises:
+        CheckpointExistsError: it is a checkpoint of this run already.
+        HoldfastError: it is as it was.
+    """
+    start = time.perf_counter()
+    seconds = {"digest": 0.0, "write": 0.0, "commit": 0.0}
+    manifest = committed_already(storage, job.directory, job.manifest) if again else None
+    written = 0
+    if manifest is None:
+        before = _manifest_there(storage, job)
+        listing = Listing(job.save_id, (0,) if before is None else before.writers)
+        try:
+            # Says whose the digest file is if the commit does not come. Nothing else is ours to remove.
+            put_plan(storage, job.directory, job.save_id, [listing.digests_path], {})
+            _list(storage, job, before, listing, Copier(side))
+            seconds["digest"] = time.perf_counter() - start
+            written = listing.put_digests(storage, job.directory)
+            if run is not None:
+                run.before_commit()
+            fields = manifest_fields(job.manifest, {} if before is None else known_fields(before))
+            manifest = commit(
+                storage,
+                job.directory,
+                fields,
+                listing.parts(),
+                overwrite=before is not None,
+                keep_sidecars=True,
+            )
+        except BaseException:
+            if certainly_uncommitted(storage, job.directory, job.manifest):
+                with suppress(HoldfastError):
+                    clear_planned(storage, job.directory, plan_name(job.save_id), [listing.digests_path])
+            raise
+        seconds["commit"] = time.perf_counter() - start - seconds["digest"]
+    try:
+        storage.delete(join(job.directory, plan_name(job.save_id)))
+    except HoldfastError as error:
+        _LOG.warning("%s is committed, but its plan stays there for now: %s", job.directory, error)
+    seconds["total"] = time.perf_counter() - start
+    return outcome(job.directory, manifest, run, seconds=seconds, bytes_written=written)
+
+
+def _manifest_there(storage: Storage, job: IngestJob) -> Manifest | None:
+    where = join(storage.uri, job.directory)
+    try:
+        manifest = read_manifest(storage, job.directory, check_sizes=True)
+    except (CheckpointNotFoundError, IncompleteCheckpointError):
+        return None
+    except CorruptCheckpointError as error:
+        raise ConfigError(
+            f"{where}: its {MANIFEST_NAME} is not one of Holdfast, or does not fit the files ({error}): checkpoints "
+            "keep theirs under this name; rename the file"
+        ) from error
+    if manifest.run_id is not None and manifest.run_id == job.manifest.get("run_id"):
+        raise CheckpointExistsError(
+            f"{where} is a checkpoint of this run already (step {manifest.step}): report each one once, under a name "
+            "of its own"
+        )
+    return manifest
+
+
+def _list(storage: Storage, job: IngestJob, before: Manifest | None, listing: Listing, copier: Copier) -> None:
+    """Digest what no manifest describes; gather the rest."""
+    _check_links(storage, job)
+    known: dict[str, FileEntry] = {} if before is None else {entry.path: entry for entry in before.files}
+    for entry in known.values():
+        listing.add(entry)
+    skip = len(job.directory) + 1
+    names = {info.path[skip:]: info.size for info in storage.list(job.directory)}
+    if REMOVING_NAME in names:
+        raise ConfigError(
+            f"{join(storage.uri, job.directory)} is being removed ({REMOVING_NAME}): use another directory"
+        )
+    own = {MANIFEST_NAME, *SIDECARS, listing.digests_path, *known}
+    others = sorted(name for name in names if name not in own and not is_passing(name))
+    bad = [name for name in others if not _is_fit(name)]
+    if bad:
+        raise ConfigError(
+            f"{join(storage.uri, job.directory)}: files of a checkpoint cannot be called "
+            f"{', '.join(ascii(name) for name in bad[:_NAMED])}: use names in UTF-8, without backslashes"
+        )
+    for name in [*known, *others]:
+        storage.sync(join(job.directory, name))  # whoever brought it need not have cared
+    for name in others:
+        table = copier.digest_object(storage, join(job.directory, name))
+        listing.add_file(name, names[name], table, writer=0)
+
+
+def _check_links(storage: Storage, job: IngestJob) -> None:
+    if storage.local_root is None:
+        return
+    home = os.path.join(storage.local_root, job.directory)
+    if not os.path.isdir(home):
+        return
+    found = scan(IngestSource(rank=0, path=home, owned=True)).files
+    links = [one.name for one in found if not one.movable]
+    if links:
+        raise ConfigError(
+            f"{home}: {', '.join(links[:_NAMED])} is reached through a link: what is committed where it lies must lie "
+            "there itself; copy it (cp -rL), or report the directory without NO_UPLOAD"
+        )
+
+
+def _is_fit(name: str) -> bool:
+    try:
+        name.encode()
+        check_path(name, where=name)
+    except (UnicodeEncodeError, CorruptCheckpointError):
+        return False
+    return True

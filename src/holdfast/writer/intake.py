@@ -1,0 +1,245 @@
+"""Reported directories in, committed checkpoint out: `ingest.merge` decides, this module moves and copies.
+
+Before the first file comes a plan file: after a crash at any point the same job goes on where it was (files that were
+moved are where the plan says), and the next start removes what a job left that nobody repeats.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from holdfast.errors import (
+    CheckpointExistsError,
+    ConfigError,
+    CorruptCheckpointError,
+    HoldfastError,
+    StorageFullError,
+)
+from holdfast.format.commit import commit
+from holdfast.format.digest import file_digest
+from holdfast.format.manifest import MANIFEST_NAME, Manifest
+from holdfast.format.names import join
+from holdfast.format.parts import clear_planned, plan_name, put_plan, read_plan
+from holdfast.storage.base import Storage
+from holdfast.storage.local import LocalStorage
+
+from .copying import Copier, changed, opened
+from .ingest import Item, Plan, contested, merge
+from .listing import Listing, manifest_fields
+from .messages import IngestJob, SaveResult
+from .outcome import certainly_uncommitted, committed_already, outcome
+from .run import Run
+from .side import Side
+from .sources import METADATA, scan
+
+__all__ = ["Intake"]
+
+_LOG = logging.getLogger("holdfast.writer")
+
+
+class Intake:
+    """One job with sources; one object for each time it is carried out.
+
+    Args:
+        storage: where to.
+        job: what to take.
+        side: helps with digests and fsyncs.
+    """
+
+    def __init__(self, storage: Storage, job: IngestJob, side: Side) -> None:
+        self._storage, self._job, self._side = storage, job, side
+        self._copier = Copier(side)
+        self._plan_name = plan_name(job.save_id)
+        self._tables: dict[str, bytes] = {}  # source -> chunk digests
+        self._seconds = {"scan": 0.0, "digest": 0.0, "write": 0.0, "commit": 0.0}
+        self._written = 0
+
+    def take(self, run: Run | None, *, again: bool) -> SaveResult:
+        """Store, commit, remove owned sources, record in the run.
+
+        Args:
+            run: the open run it belongs to, if any.
+            again: an earlier writer process may have begun or even finished it.
+
+        Raises:
+            HoldfastError: nothing was committed, nothing of this job is left in the storage, and the sources are as
+                they were.
+        """
+        start = time.perf_counter()
+        job = self._job
+        manifest = committed_already(self._storage, job.directory, job.manifest) if again else None
+        warnings: tuple[str, ...] = ()
+        if manifest is None:
+            try:
+                try:
+                    manifest, warnings = self._attempt(run)
+                except StorageFullError:
+                    # As in a save: retention may be behind.
+                    if run is None or not run.retain():
+                        raise
+                    manifest, warnings = self._attempt(run)
+            except BaseException:
+                self._undo()
+                raise
+        self._clean()
+        self._seconds["total"] = time.perf_counter() - start
+        return outcome(
+            job.directory, manifest, run, seconds=self._seconds, bytes_written=self._written, warnings=warnings
+        )
+
+    # ---- steps
+
+    def _attempt(self, run: Run | None) -> tuple[Manifest, tuple[str, ...]]:
+        storage, job = self._storage, self._job
+        found = read_plan(storage, job.directory, self._plan_name)
+        plan = Plan.from_json(found[1]) if found is not None else self._make_plan()
+        listing = Listing(job.save_id, plan.writers)
+        with self._timed("write"):
+            for item in plan.items:
+                table = self._store(item, begun=found is not None)
+                if item.entry is not None:
+                    listing.add(item.entry)
+                else:
+                    listing.add_file(item.path, item.size, table, writer=item.rank)
+            self._written += listing.put_digests(storage, job.directory)
+            if plan.metadata is not None:
+                storage.put(join(job.directory, METADATA), plan.metadata)
+        with self._timed("commit"):
+            if run is not None:
+                run.before_commit()
+            fields = manifest_fields(job.manifest, plan.fields)
+            return commit(storage, job.directory, fields, listing.parts()), plan.warnings
+
+    def _make_plan(self) -> Plan:
+        storage, job = self._storage, self._job
+        with self._timed("scan"):
+            self._check_sources()
+            sources = [scan(source) for source in job.sources]
+        needed = contested(sources)
+        with self._timed("digest"):
+            for one in needed:
+                self._tables[one.source] = self._copier.digest_file(one.source, one.size)
+        digests = {(one.rank, one.name): file_digest(self._tables[one.source]) for one in needed}
+        plan = merge(sources, digests)
+        paths = {item.path for item in plan.items} | {Listing(job.save_id, plan.writers).digests_path}
+        paths |= {METADATA} if plan.metadata is not None else set()
+        skip = len(job.directory) + 1
+        taken = sorted({info.path[skip:] for info in storage.list(job.directory)} & {*paths, MANIFEST_NAME})
+        if taken:
+            what = "a committed checkpoint" if MANIFEST_NAME in taken else f"a directory that holds {taken[0]}"
+            raise CheckpointExistsError(
+                f"{join(storage.uri, job.directory)} is {what} already: reported files keep their names, so none of "
+                "them can be replaced; use another directory"
+            )
+        put_plan(storage, job.directory, job.save_id, paths, plan.to_json())
+        return plan
+
+    def _check_sources(self) -> None:
+        storage, job = self._storage, self._job
+        ranks = sorted(source.rank for source in job.sources)
+        if len(set(ranks)) != len(ranks):
+            raise ConfigError(f"{job.directory}: sources of the ranks {ranks}: give one for each rank")
+        if storage.local_root is None:
+            return
+        target = os.path.realpath(os.path.join(storage.local_root, job.directory))
+        for source in job.sources:
+            real = os.path.realpath(source.path)
+            if f"{target}/".startswith(f"{real}/") or f"{real}/".startswith(f"{target}/"):
+                raise ConfigError(
+                    f"rank {source.rank} reported {source.path}, but the checkpoint is to be made in {target}: one of "
+                    "them lies inside of the other; report a directory that holds the checkpoint's files alone"
+                )
+
+    def _store(self, item: Item, *, begun: bool) -> bytes:
+        """Bring one file to its place; give its chunk digests (b"" where its manifest has them and it was moved)."""
+        storage = self._storage
+        target = join(self._job.directory, item.path)
+        if begun:
+            if item.movable and not os.path.lexists(item.source) and storage.exists(target):
+                # It was moved before the crash.
+                return b"" if item.entry is not None else self._copier.digest_object(storage, target)
+            storage.delete(target)
+        if item.movable:
+            with opened(item.source, item.size) as fd:
+                moving = self._side.run(lambda: storage.adopt(item.source, target))
+                try:
+                    table = self._tables.get(item.source, b"")
+                    if not table and item.entry is None:
+                        table = self._copier.digest_open(fd, item.source, item.size)
+                finally:
+                    moving.exception()
+                if moving.result():
+                    return table
+        return self._copy(item, target)
+
+    def _copy(self, item: Item, target: str) -> bytes:
+        table = self._copier.copy(item.source, item.size, self._storage, target)
+        if self._tables.get(item.source, table) != table:
+            raise changed(item.source)
+        if item.entry is not None and file_digest(table) != item.entry.digest:
+            raise CorruptCheckpointError(
+                f"{item.source}: its bytes are not those that its checkpoint was committed with: this checkpoint is "
+                "damaged; report another one",
+                file=item.path,
+            )
+        self._written += item.size
+        return table
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[what] += time.perf_counter() - begin
+
+    # ---- afterwards
+
+    def _clean(self) -> None:
+        """After the commit: remove the plan, then what is left of owned sources. A failure is only said."""
+        try:
+            self._storage.delete(join(self._job.directory, self._plan_name))
+            for source in self._job.sources:
+                if not source.owned:
+                    continue
+                home, name = _home(self._storage, source.path)
+                if os.path.isdir(source.path) and not os.path.islink(source.path):
+                    home.delete_tree(name)
+                else:
+                    home.delete(name)
+                    home.delete(f".{name}{METADATA}")
+        except HoldfastError as error:
+            _LOG.warning("%s is committed, but remains of its making stay for now: %s", self._job.directory, error)
+
+    def _undo(self) -> None:
+        """Put moved files back and remove what was stored, unless it may have been committed.
+
+        What fails here is left for the sweep of the next start.
+        """
+        storage, job = self._storage, self._job
+        if not certainly_uncommitted(storage, job.directory, job.manifest):
+            return
+        with suppress(HoldfastError):
+            found = read_plan(storage, job.directory, self._plan_name)
+            if found is not None:
+                for item in Plan.from_json(found[1]).items:
+                    target = join(job.directory, item.path)
+                    if item.movable and not os.path.lexists(item.source) and storage.exists(target):
+                        home, name = _home(storage, item.source)
+                        home.adopt(os.path.join(storage.uri, target), name)
+                clear_planned(storage, job.directory, self._plan_name, found[0])
+            storage.tidy(job.directory)
+
+
+def _home(storage: Storage, path: str) -> tuple[Storage, str]:
+    """Give the directory of a local path as a storage: a part of ``storage`` if it lies there; and the name in it."""
+    parent, name = os.path.split(path.rstrip("/"))
+    if isinstance(storage, LocalStorage):
+        inside = os.path.relpath(parent, storage.uri)
+        if inside.split("/")[0] != os.pardir:
+            return storage.child("" if inside == os.curdir else inside), name
+    return LocalStorage(parent), name

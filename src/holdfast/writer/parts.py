@@ -1,0 +1,131 @@
+"""One checkpoint from the parts of several writers: each stores its own, one of them commits."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+
+from holdfast.errors import CheckpointError, CorruptCheckpointError, HoldfastError
+from holdfast.format.commit import PartSummary, commit, read_manifest
+from holdfast.format.manifest import Manifest
+from holdfast.format.names import join, save_id_of
+from holdfast.format.parts import part_name, read_part
+from holdfast.storage.base import Storage
+
+from .messages import PartsJob, SaveJob, SaveResult
+from .outcome import certainly_uncommitted, committed_already, outcome
+from .run import Run
+
+__all__ = ["commit_parts", "stored_part"]
+
+_LOG = logging.getLogger("holdfast.writer")
+# Part files of another machine's processes announce themselves to nobody.
+_LOOK_S = 0.02
+_NAMED = 5
+
+
+def stored_part(storage: Storage, job: SaveJob) -> PartSummary | None:
+    """Give the part that an earlier writer process stored for this very job: it must not be written again.
+
+    Once it is complete, somebody may commit it at any moment, and the commit takes the part file away.
+    """
+    part = read_part(storage, job.directory, job.save_id, job.writer)
+    if part is not None:
+        return part
+    try:
+        files = read_manifest(storage, job.directory).files
+    except CheckpointError:
+        return None
+    mine = tuple(one for one in files if one.writer == job.writer and save_id_of(one.path) == job.save_id)
+    return PartSummary(writer=job.writer, files=mine) if mine else None
+
+
+def commit_parts(storage: Storage, job: PartsJob, run: Run | None, *, again: bool) -> SaveResult:
+    """Commit a checkpoint whose parts are stored, remove the part files, record it in the run.
+
+    Args:
+        storage: where the parts are.
+        job: which ones.
+        run: the open run it belongs to, if any.
+        again: an earlier writer process may have committed it.
+
+    Raises:
+        CheckpointError: a part is missing, or the parts are none of one checkpoint.
+        HoldfastError: nothing was committed; the files of this save are removed.
+    """
+    start = time.perf_counter()
+    manifest = committed_already(storage, job.directory, job.manifest) if again else None
+    seconds = {"wait": 0.0, "commit": 0.0}
+    if manifest is None:
+        try:
+            parts = _collect(storage, job)
+            seconds["wait"] = time.perf_counter() - start
+            manifest = _commit(storage, job, run, parts)
+            seconds["commit"] = time.perf_counter() - start - seconds["wait"]
+        except BaseException:
+            if certainly_uncommitted(storage, job.directory, job.manifest):
+                _discard(storage, job)
+            raise
+    try:
+        for writer in job.writers:
+            storage.delete(join(job.directory, part_name(writer, job.save_id)))
+    except HoldfastError as error:
+        _LOG.warning("%s is committed, but part files stay there for now: %s", job.directory, error)
+    seconds["total"] = time.perf_counter() - start
+    return outcome(job.directory, manifest, run, seconds=seconds)
+
+
+def _collect(storage: Storage, job: PartsJob) -> list[PartSummary]:
+    deadline = time.monotonic() + job.wait_s
+    parts: dict[int, PartSummary] = {}
+    while True:
+        for writer in job.writers:
+            if writer not in parts:
+                part = read_part(storage, job.directory, job.save_id, writer)
+                if part is not None:
+                    parts[writer] = part
+        missing = [writer for writer in job.writers if writer not in parts]
+        if not missing:
+            return [parts[writer] for writer in sorted(parts)]
+        if time.monotonic() >= deadline:
+            waited = f" within {job.wait_s:g} s" if job.wait_s else ""
+            raise CheckpointError(
+                f"{join(storage.uri, job.directory)}: not committed: no part has come{waited} from the writers of "
+                f"{_ranks(missing)}: they died or failed before theirs was durable; the checkpoint before stays"
+            )
+        time.sleep(min(_LOOK_S, job.wait_s))
+
+
+def _commit(storage: Storage, job: PartsJob, run: Run | None, parts: list[PartSummary]) -> Manifest:
+    skip = len(job.directory) + 1
+    there = {info.path[skip:]: info.size for info in storage.list(job.directory, recursive=False)}
+    for part in parts:
+        for entry in part.files:
+            if there.get(entry.path) != entry.size:
+                raise CorruptCheckpointError(
+                    f"{join(storage.uri, job.directory)}: not committed: {entry.path} of rank {part.writer} has "
+                    f"{there.get(entry.path, 'no')} bytes, {entry.size} were written: something else works in this "
+                    "directory",
+                    file=entry.path,
+                )
+    if run is not None:
+        run.before_commit()
+    return commit(storage, job.directory, {**job.manifest, "writers": job.writers}, parts)
+
+
+def _discard(storage: Storage, job: PartsJob) -> None:
+    """Remove every file of this save, whoever wrote it. What a writer adds later is swept at the next start."""
+    skip = len(job.directory) + 1
+    with suppress(HoldfastError):
+        names = [info.path[skip:] for info in storage.list(job.directory, recursive=False)]
+        # Part files first: a part that is named must be whole.
+        for name in sorted(names, key=lambda name: (not name.startswith("part-"), name)):
+            if save_id_of(name) == job.save_id:
+                storage.delete(join(job.directory, name))
+        storage.tidy(job.directory)
+
+
+def _ranks(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{more}"

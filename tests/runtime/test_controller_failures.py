@@ -1,0 +1,373 @@
+"""The controller when workers fail: what is saved, what is killed, and what starts again."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from scripted import Play, kept, location
+
+from holdfast.errors import (
+    CorruptCheckpointError,
+    HoldfastError,
+    ReportMismatchError,
+    RunBusyError,
+    TrainingError,
+    TrainingFailedError,
+    WorkerHangError,
+)
+from holdfast.runtime.actions import (
+    Answer,
+    Begin,
+    Call,
+    CommitParts,
+    End,
+    FindStart,
+    Ingest,
+    KillGroup,
+    NextAttempt,
+    Resumed,
+    Rows,
+    Say,
+    StartGroup,
+)
+from holdfast.runtime.engine import Started
+from holdfast.runtime.plan import Limits
+from holdfast.runtime.policy import FailurePolicy
+from holdfast.runtime.states import RunState
+
+ONCE = FailurePolicy(max_failures=1)
+
+
+def test_a_killed_worker_restarts_all() -> None:
+    """Kill the others, end the attempt, look for the newest checkpoint, start again behind it."""
+    play = Play(policy=ONCE).run()
+    play.report(0, 1)
+    play.report(1, 1)
+    play.committed()
+    play.exit(1, signal=signal.SIGKILL)
+    assert play.out == [KillGroup(grace_s=2.0)]
+    assert play.state is RunState.RESTARTING
+    play.exit(0, signal=signal.SIGTERM)
+    attempt = play.only(NextAttempt)
+    assert "SIGKILL" in attempt.reason
+    assert attempt.details["cause"] == "failure"
+    assert set(attempt.details["failures"]) == {"1"}
+    assert "stop" in attempt.details["seconds"]
+    play.next_attempt().found(kept("checkpoint_000000", 1))
+    assert play.only(Resumed) == Resumed(name="checkpoint_000000", step=1, attempt=1)
+    assert "starting 2 workers again from checkpoint_000000 (attempt 2)" in play.only(Say).line
+    assert play.only(StartGroup).attempt == 2
+    play.feed(Started(rank=0, pid=2))
+    assert play.only(Begin).header["first_index"] == 2
+    assert play.only(Begin).header["start_id"] == "s2"
+
+
+def test_giving_up() -> None:
+    """The error has every failure, and says what is left."""
+    play = Play().run()
+    cause = ValueError("boom")
+    play.fail(0, cause)
+    play.exit(0, code=1)
+    play.exit(1, code=1)
+    end = play.only(End)
+    assert end.state is RunState.ERRORED
+    assert isinstance(end.error, TrainingFailedError)
+    assert {rank: type(error) for rank, error in end.error.failures.items()} == {0: ValueError, 1: TrainingError}
+    assert "failure 1 with max_failures=0" in str(end.error)
+    assert end.details["failures"]["0"] == "ValueError: boom"
+
+
+def test_the_dead_explain_the_others() -> None:
+    """An error that comes first may be the consequence of a death that is told a moment later."""
+    play = Play().run()
+    play.fail(0, RuntimeError("connection closed by peer"))
+    assert play.out == []  # waits for an explanation
+    play.exit(1, signal=signal.SIGTERM)
+    assert play.only(KillGroup)
+    play.exit(0, code=1)
+    attempt = play.only(NextAttempt)  # a preemption, which does not count as a failure
+    assert attempt.details["cause"] == "preemption"
+    assert list(attempt.details["failures"]) == ["1", "0"]
+
+
+def test_the_explanation_is_not_waited_for_long() -> None:
+    """A rank that computes alone tells nothing for a long time."""
+    play = Play(limits=Limits(settle_s=1.0)).run()
+    play.fail(0, RuntimeError("x"))
+    assert play.controller.deadline() == play.now + 1.0
+    play.tick(after=1.0)
+    assert play.only(KillGroup)
+
+
+def test_exits_after_the_kill_are_no_failures() -> None:
+    """Whom we kill did nothing wrong."""
+    play = Play().run()
+    play.exit(1, code=3)
+    play.exit(0, signal=signal.SIGKILL)
+    error = play.only(End).error
+    assert isinstance(error, TrainingFailedError)
+    assert set(error.failures) == {1}
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_what_is_sealed_is_committed(sealed: bool) -> None:
+    """The snapshot that was complete when a worker died is committed by its writer; others are dropped at once."""
+    play = Play(policy=ONCE).run()
+    for rank in range(2):
+        play.report(rank, 1, "state")
+        if sealed or rank == 0:
+            play.part(rank, 1, on="sealed")
+    play.exit(1, signal=signal.SIGKILL)
+    if not sealed:
+        assert play.kinds() == ["KillGroup"]
+        return
+    commit = play.only(CommitParts)
+    assert commit.writers == (0, 1)
+    assert commit.wait_s > 5
+    play.committed()
+    assert play.only(KillGroup)
+    assert play.controller.commits.shelf.newest() is not None
+
+
+def test_living_workers_may_still_seal() -> None:
+    """The dead one had sealed its part; the others are about to."""
+    play = Play(policy=ONCE).run()
+    play.report(0, 1, "state")
+    play.report(1, 1, "state")
+    play.part(1, 1, on="sealed")
+    play.exit(1, signal=signal.SIGKILL)
+    assert play.out == []
+    play.part(0, 1, on="sealed")
+    assert play.only(CommitParts).writers == (0, 1)
+
+
+def test_reports_that_all_have_entered_are_finished_in_bounds() -> None:
+    """The commit goes on; if it takes too long the group is killed all the same."""
+    play = Play(policy=ONCE, limits=Limits(drain_s=10)).run()
+    play.report(0, 1)
+    play.report(1, 1)
+    ingest = play.only(Ingest)
+    play.exit(1, signal=signal.SIGKILL)
+    assert play.out == []
+    play.tick(after=10)
+    assert play.only(KillGroup)
+    play.exit(0, signal=signal.SIGKILL)
+    play.next_attempt().found().go()
+    play.out = [ingest]
+    play.committed()  # late: it was behind in the writer's queue, and counts all the same
+    assert play.out == []
+    assert play.controller.commits.shelf.newest() == kept("checkpoint_000000", 1, loss=1.0, checkpoint_id="r-s1-1")
+
+
+def test_what_comes_after_a_failure_is_not_taken() -> None:
+    """Survivors that report on must not keep the run from restarting."""
+    play = Play(policy=ONCE).run()
+    play.report(0, 1)
+    play.report(1, 1)
+    play.exit(1, signal=signal.SIGKILL)
+    assert play.report(0, 2) == []
+    assert 2 not in play.controller.reports.board.reports
+
+
+def test_a_rank_that_ends_early_while_others_wait() -> None:
+    """The same error as a time-out, at once."""
+    play = Play().run()
+    play.report(0, 2)
+    play.say(1, on="finished")
+    play.tick(after=1)
+    play.exit_all()
+    error = play.only(End).error
+    assert isinstance(error, TrainingFailedError)
+    assert isinstance(error.failures[1], ReportMismatchError)
+    assert "rank 1: it ended without it (last report of rank 0: 2, rank 1: 0)" in str(error.failures[1])
+
+
+def test_a_rank_that_does_not_report() -> None:
+    """After the time-out the missing ranks are named."""
+    play = Play(num_workers=3, limits=Limits(report_s=60)).run()
+    play.report(0, 1)
+    play.tick(after=59)
+    assert play.out == []
+    play.tick(after=2)
+    play.exit_all()
+    error = play.only(End).error
+    assert isinstance(error, TrainingFailedError)
+    assert set(error.failures) == {1, 2}
+    assert "was not called by ranks 1, 2: they did not come to it within 60 s" in str(error.failures[1])
+
+
+def test_what_storage_takes_is_no_hang() -> None:
+    """Workers that wait for a commit are silent; so are those whose writers still store a part."""
+    play = Play(limits=Limits(hang_s=30)).run()
+    play.report(0, 1)
+    play.report(1, 1)
+    ingest = play.only(Ingest)
+    assert play.controller.deadline() is None
+    play.tick(after=100)
+    play.out = [ingest]
+    play.committed()
+    assert play.controller.deadline() == play.now + 30
+    for rank in range(2):
+        play.report(rank, 2, "state")
+        play.part(rank, 2, on="sealed")
+    play.tick(after=100)
+    assert play.out == []
+
+
+def test_silence_is_a_hang() -> None:
+    """Every rank that has not finished is named, with its last report."""
+    play = Play(limits=Limits(hang_s=30)).run()
+    play.rows(1, {"loss": 1.0})
+    play.tick(after=29)
+    assert play.out == []
+    play.tick(after=1)
+    assert play.only(KillGroup)
+    play.exit_all()
+    error = play.only(End).error
+    assert isinstance(error, TrainingFailedError)
+    assert isinstance(error.failures[0], WorkerHangError)
+    assert "rank 0 30.0 s ago (report 1), rank 1 30.0 s ago (report 0)" in str(error.failures[0])
+
+
+def test_workers_that_do_not_start() -> None:
+    """The start is bounded as well."""
+    play = Play(limits=Limits(start_s=60)).open().found()
+    play.feed(Started(rank=0, pid=1))
+    play.say(0, on="running")
+    play.feed(Started(rank=1, pid=1))
+    play.tick(after=60)
+    play.exit_all()
+    error = play.only(End).error
+    assert isinstance(error, TrainingFailedError)
+    assert "train_func did not begin on rank 1 within 60 s" in str(error.failures[1])
+
+
+def test_workers_that_cannot_be_started() -> None:
+    """An engine that fails ends the run, not in a loop."""
+    play = Play(policy=FailurePolicy(max_failures=-1)).open().found()
+    error = HoldfastError("no processes left")
+    play.outcome(play.only(StartGroup), error=error)
+    assert play.only(End).error is error
+
+
+def test_endless_failures_are_slowed_down() -> None:
+    """With no limit, starts that come to nothing wait longer and longer."""
+    play = Play(num_workers=1, policy=FailurePolicy(max_failures=-1)).run()
+    waits = []
+    for _ in range(6):
+        play.exit(0, code=1)
+        play.next_attempt().found()
+        started = play.all(StartGroup)
+        waits.append(0.0 if started else (play.controller.deadline() or 0.0) - play.now)
+        if not started:
+            play.tick(after=waits[-1])
+            assert play.only(StartGroup)
+        play.go()
+    assert waits == [0.0, 0.0, 0.0, 1.0, 2.0, 4.0]
+
+
+def test_a_damaged_start_does_not_count() -> None:
+    """If the bytes that the group started from are damaged, the older checkpoint is taken for free."""
+    play = Play().run(kept("a", 1), kept("b", 2))
+    play.fail(0, CorruptCheckpointError("chunk 3 differs"))
+    play.exit(1, code=1)
+    play.exit(0, code=1)
+    assert play.only(FindStart).deep == ("b",)
+    play.found(kept("a", 1), skipped=(("b", "chunk 3 differs"),), set_aside=frozenset({"b"}))
+    play.next_attempt().found(kept("a", 1))
+    assert play.only(Resumed).name == "a"
+    assert play.only(StartGroup)
+
+
+def test_a_sound_start_counts() -> None:
+    """An error of that kind over something else is a failure like any."""
+    play = Play().run(kept("b", 2))
+    play.fail(0, CorruptCheckpointError("some other file"))
+    play.exit(0, code=1)
+    play.exit(1, code=1)
+    play.found(kept("b", 2))
+    assert isinstance(play.only(End).error, TrainingFailedError)
+
+
+def test_a_lost_lease_ends_the_run() -> None:
+    """Somebody else writes to the run: nothing may be written any more, and nothing is started again."""
+    play = Play(policy=FailurePolicy(max_failures=-1)).run()
+    play.rows(1, {"loss": 1.0})
+    busy = RunBusyError("taken over by host b")
+    play.outcome(play.only(Rows), error=busy)
+    play.exit_all()
+    assert play.only(End).error is busy
+
+
+def test_a_stop_request_ends_in_order() -> None:
+    """Complete reports are committed, then the workers are stopped; the error policy is not asked."""
+    play = Play(policy=FailurePolicy(max_failures=-1)).run()
+    play.report(0, 1)
+    play.report(1, 1)
+    ingest = play.only(Ingest)
+    play.stop()
+    assert play.out == []
+    play.out = [ingest]
+    play.committed()
+    assert play.only(KillGroup)
+    assert play.all(Answer) != []
+    play.exit_all()
+    end = play.only(End)
+    assert (end.state, end.reason, end.error) == (RunState.ABORTED, "SIGINT", None)
+
+
+def test_a_second_stop_request_waits_for_nothing() -> None:
+    """Whoever presses Ctrl-C twice wants to leave."""
+    play = Play().run()
+    play.report(0, 1)
+    play.report(1, 1)
+    play.stop()
+    assert play.all(KillGroup) == []
+    play.stop()
+    assert play.only(KillGroup)
+
+
+def test_a_stop_request_before_anything_runs() -> None:
+    """There is nobody to stop."""
+    play = Play()
+    play.stop("SIGTERM")
+    assert play.only(End).state is RunState.ABORTED
+
+
+def test_a_process_that_survives_sigkill() -> None:
+    """No second attempt beside one that is stuck in the kernel."""
+    play = Play(policy=FailurePolicy(max_failures=-1), limits=Limits(stop_s=30, grace_s=2)).run()
+    play.exit(0, signal=signal.SIGKILL)
+    play.tick(after=32)
+    assert "rank 1 did not end within 30 s of SIGKILL" in str(play.only(End).error)
+
+
+def test_callbacks_hear_of_failures() -> None:
+    """With the exceptions themselves."""
+    play = Play(policy=ONCE, has_callbacks=True).run()
+    play.exit(1, signal=signal.SIGKILL)
+    play.exit(0, signal=signal.SIGKILL)
+    call = play.only(Call)
+    assert call.hook == "after_exception"
+    assert set(call.arguments["worker_exceptions"]) == {1}
+
+
+def test_memory_wins_over_an_older_checkpoint() -> None:
+    """Values that were not written are the newest there is, until something newer is committed."""
+    strategy = {"num_to_keep": 1, "attribute": "acc", "order": "max"}
+    play = Play(policy=ONCE, strategy=strategy).run()
+    play.report(0, 1, "values", score=0.5)
+    play.part(0, 1)
+    play.committed()
+    play.report(0, 2, "values", score=0.1)
+    assert play.only(Answer).value == {"memory": True}
+    play.say(0, b"packed", on="memory", index=2)
+    play.exit(1, signal=signal.SIGKILL)
+    play.exit(0, signal=signal.SIGKILL)
+    play.next_attempt().found(kept("checkpoint_000001", 1))
+    assert play.only(Resumed) == Resumed(name="checkpoint_000002 (in memory)", step=2, attempt=1)
+    play.feed(Started(rank=0, pid=1))
+    assert play.only(Begin).memory == b"packed"
+    assert play.only(Begin).header["first_index"] == 3
+    assert location("x")["uri"] == play.plan.uri

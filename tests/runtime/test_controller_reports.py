@@ -1,0 +1,339 @@
+"""The controller's answers to reports: what is committed when, under which name, and who hears of it."""
+
+from __future__ import annotations
+
+import pytest
+from scripted import Play, kept, location
+
+from holdfast.errors import ConfigError, HoldfastError, ReportMismatchError
+from holdfast.runtime.actions import (
+    Answer,
+    Call,
+    CommitParts,
+    CommitUploaded,
+    Ingest,
+    Note,
+    Rows,
+    Send,
+    Source,
+)
+from holdfast.runtime.failure import error_to_wire
+from holdfast.runtime.plan import Limits
+
+
+def troubles(play: Play) -> list[tuple[int, int]]:
+    """(rank, report) of troubles told in the last step."""
+    sends = [send for send in play.all(Send) if send.header["do"] == "trouble"]
+    assert all(send.error is not None for send in sends)
+    return [(send.rank, send.header["index"]) for send in sends]
+
+
+def test_directories_are_committed_when_all_ranks_are_in() -> None:
+    """All sources merge into one numbered directory; all ranks that wait are answered."""
+    play = Play().run()
+    play.report(0, 1)
+    assert play.all(Ingest) == []
+    play.report(1, 1, source={"path": "/tmp/x", "owned": True})
+    ingest = play.only(Ingest)
+    assert (ingest.directory, ingest.save_id, ingest.index) == ("checkpoint_000000", "s1-1", 1)
+    assert ingest.sources == (
+        Source(rank=0, path="/tmp/0-1", owned=False),
+        Source(rank=1, path="/tmp/x", owned=True),
+    )
+    assert ingest.manifest == {
+        "run_id": "r",
+        "attempt": 1,
+        "parent": None,
+        "world_size": 2,
+        "versions": {},
+        "checkpoint_id": "r-s1-1",
+        "step": 1,
+        "epoch": None,
+        "metrics": {"loss": 1.0},
+    }
+    play.committed()
+    where = {"checkpoint": location("checkpoint_000000")}
+    assert [(one.rank, one.call, one.value) for one in play.all(Answer)] == [(0, 10, where), (1, 10, where)]
+    assert [(one.rank, one.header["index"]) for one in play.all(Send)] == [(0, 1), (1, 1)]
+
+
+def test_ranks_without_data_count_as_in() -> None:
+    """Checkpoints of rank 0 alone are the habit; the others come with metrics."""
+    play = Play().run()
+    play.count(1, 3)  # ahead of rank 0
+    play.rows(1, {"loss": 1.0})
+    play.report(0, 2)
+    assert play.only(Ingest).sources == (Source(rank=0, path="/tmp/0-2", owned=False),)
+    play.committed()
+    assert [one.rank for one in play.all(Answer)] == [0]
+    assert [one.rank for one in play.all(Send)] == [0, 1]
+
+
+def test_metrics_of_a_report_with_data_are_stored_at_once() -> None:
+    """Not only when the checkpoint is committed, and only those of rank 0."""
+    play = Play().run()
+    play.report(1, 1)
+    assert play.all(Rows) == []
+    play.report(0, 1)
+    assert play.only(Rows).rows[0]["metrics"] == {"loss": 1.0}
+
+
+def test_a_failed_commit_is_told_to_all_that_brought_something() -> None:
+    """As the answer to whoever waits, as trouble to the others; the name is free again."""
+    play = Play().run()
+    play.report(0, 1, name="best")
+    play.report(1, 1, call=None)
+    error = HoldfastError("disk full")
+    play.outcome(play.only(Ingest), error=error)
+    assert play.only(Answer) == Answer(rank=0, call=10, error=error)
+    assert troubles(play) == [(1, 1)]
+    play.report(0, 2, name="best")
+    play.count(1, 2)
+    assert play.only(Ingest).directory == "best"
+
+
+def test_states_are_answered_at_once_and_committed_in_parts() -> None:
+    """Nobody waits for anybody; the manifest has the metrics of rank 0 even if rank 1 was first."""
+    play = Play().run()
+    play.report(1, 1, "state")
+    first = play.only(Answer).value
+    play.report(0, 1, "state")
+    second = play.only(Answer).value
+    assert first is not None
+    assert second is not None
+    assert first["go"]["directory"] == second["go"]["directory"] == "checkpoint_000000"
+    assert first["go"]["save_id"] == "s1-1"
+    play.part(1, 1)
+    assert play.all(CommitParts) == []
+    play.part(0, 1)
+    commit = play.only(CommitParts)
+    assert (commit.writers, commit.wait_s) == ((0, 1), 0.0)
+    assert commit.manifest["metrics"] == {"loss": 1.0}
+    play.committed()
+    assert play.all(Answer) == []
+    assert len(play.all(Send)) == 2
+
+
+def test_a_part_that_fails_fails_the_report() -> None:
+    """The rank knows; the others are told, also those that come later: they must not make a checkpoint of the rest."""
+    play = Play(num_workers=3).run()
+    play.report(0, 1, "state")
+    play.report(1, 1, "state")
+    told, data = error_to_wire(HoldfastError("no space"))
+    play.say(0, data, on="part", index=1, error=told)
+    assert troubles(play) == [(1, 1)]
+    play.report(2, 1, "state")
+    answer = play.only(Answer)
+    assert answer.rank == 2
+    assert isinstance(answer.error, HoldfastError)
+    assert play.part(1, 1) == []
+    for rank in range(3):
+        play.report(rank, 2, "state")
+        play.part(rank, 2)
+    assert play.only(CommitParts).index == 2
+
+
+def test_a_state_that_a_rank_does_not_bring() -> None:
+    """The ranks share the work, so one that is missing cannot be made up for."""
+    play = Play().run()
+    play.report(0, 1, "state")
+    play.part(0, 1)
+    play.count(1, 1)
+    (send,) = play.all(Send)
+    assert send.rank == 0
+    assert isinstance(send.error, ReportMismatchError)
+    assert "rank 1 called it without state=" in str(send.error)
+
+
+def test_ranks_that_do_different_things() -> None:
+    """Directory here, state there: nothing is committed and all hear why."""
+    play = Play().run()
+    play.report(0, 1)
+    play.report(1, 1, "state")
+    play.part(1, 1)
+    assert play.all(Ingest) == []
+    play.tick()
+    assert play.controller.reports.board.reports == {}
+
+
+def test_names() -> None:
+    """Numbers go on behind what lies there; a chosen name is used once, by all ranks that give one."""
+    play = Play().open().found(taken=frozenset({"checkpoint_000007", "reports", "mine"})).go()
+    play.report(0, 1)
+    play.count(1, 1)
+    assert play.only(Ingest).directory == "checkpoint_000008"
+    play.report(0, 2, name="epoch-2")
+    play.report(1, 2)
+    assert play.only(Ingest).directory == "epoch-2"
+    play.report(0, 3, name="epoch-2")
+    play.count(1, 3)
+    assert isinstance(play.only(Answer).error, ConfigError)
+    play.report(0, 4, name="mine")
+    play.count(1, 4)
+    assert "'mine' is taken" in str(play.only(Answer).error)
+    play.report(0, 5, name="a")
+    play.report(1, 5, name="b")
+    assert {answer.rank for answer in play.all(Answer)} == {0, 1}
+    assert play.all(Ingest) == []
+    play.report(0, 6)
+    play.count(1, 6)
+    assert play.only(Ingest).directory == "checkpoint_000009"
+
+
+@pytest.mark.parametrize("name", ["a/b", ".hidden", "reports", "logs", "..", ""])
+def test_names_that_are_none(name: str) -> None:
+    """They would lead out of the run, or hide in it."""
+    play = Play(num_workers=1).run()
+    play.report(0, 1, name=name)
+    assert isinstance(play.only(Answer).error, ConfigError)
+
+
+def test_the_name_of_a_damaged_checkpoint() -> None:
+    """Training that comes by there again must not fail for ever: the new one gets a number behind its name."""
+    play = Play(num_workers=1).open().found(set_aside=frozenset({"epoch-3"}), taken=frozenset({"epoch-3"})).go()
+    play.report(0, 1, name="epoch-3")
+    assert play.only(Ingest).directory == "epoch-3-2"
+
+
+def test_uploaded_checkpoints() -> None:
+    """They are committed where they are, under the name they have."""
+    play = Play().open().found(taken=frozenset({"up"})).go()
+    where = {"storage": None, "uri": "/runs/run", "name": "up"}
+    play.report(0, 1, "uploaded", location=where)
+    play.report(1, 1, "uploaded", location=where)
+    assert play.only(CommitUploaded).directory == "up"
+    play.committed()
+    assert len(play.all(Answer)) == 2
+    play.report(0, 2, "uploaded", location=where)
+    play.report(1, 2, "uploaded", location={**where, "name": "other"})
+    assert all("ranks named different places" in str(one.error) for one in play.all(Answer))
+
+
+def test_get_checkpoint_waits_for_synchronous_reports() -> None:
+    """It is the newest committed one once all reports before the question have ended."""
+    play = Play().run()
+    play.report(0, 1)
+    play.ask(1, upto=1)
+    assert play.all(Answer) == []
+    play.count(1, 1)
+    ingest = play.only(Ingest)
+    assert play.all(Answer) == []
+    play.out = [ingest]
+    play.committed()
+    assert Answer(rank=1, call=7, value={"checkpoint": location("checkpoint_000000"), "memory": False}) in play.all(
+        Answer
+    )
+
+
+def test_get_checkpoint_is_the_same_on_all_ranks() -> None:
+    """A checkpoint that is committed between two ranks' questions changes nothing; the next question sees it."""
+    play = Play().run(kept("a", 0, attempt=1))
+    play.report(0, 1, call=None)
+    play.report(1, 1, call=None)
+    ingest = play.only(Ingest)
+    play.ask(0, upto=1)
+    assert play.only(Answer).value == {"checkpoint": location("a"), "memory": False}
+    play.out = [ingest]
+    play.committed()
+    play.ask(1, upto=1)
+    assert play.only(Answer).value == {"checkpoint": location("a"), "memory": False}
+    play.ask(1, upto=1)
+    assert play.only(Answer).value == {"checkpoint": location("checkpoint_000000"), "memory": False}
+
+
+def test_all_reported_checkpoints() -> None:
+    """Oldest first, with their metrics and status, once everything before has ended or the time is over."""
+    play = Play(validates=True).run(kept("a", 0, loss=3.0, _validated="failed"))
+    play.report(0, 1, call=None, validation=True)
+    play.count(1, 1)
+    ingest = play.only(Ingest)
+    play.ask(0, upto=1, what="all", mode="committed", timeout_s=5.0)
+    play.ask(1, upto=1, what="all", mode="validated")
+    assert play.all(Answer) == []
+    play.tick(after=5)
+    assert [row["checkpoint"]["name"] for row in play.only(Answer).value["checkpoints"]] == ["a"]  # type: ignore[index]
+    play.ask(0, upto=1, what="all", mode="committed")
+    play.out = [ingest]
+    play.committed()
+    rows = play.only(Answer).value["checkpoints"]  # type: ignore[index]
+    assert [(row["metrics"], row["status"]) for row in rows] == [
+        ({"loss": 3.0}, "VALIDATION_FAILED"),
+        ({"loss": 1.0}, "PENDING_VALIDATION"),
+    ]
+
+
+def test_a_question_is_not_kept_waiting_by_a_rank_that_is_done() -> None:
+    """A rank that has ended brings nothing more."""
+    play = Play().run()
+    play.rows(1, {"loss": 1.0})
+    play.ask(0, upto=1)
+    assert play.all(Answer) == []
+    play.say(1, on="finished")
+    assert play.only(Answer).value == {"checkpoint": None, "memory": False}
+
+
+def test_dictionaries_by_score() -> None:
+    """Those in flight count as kept; what is not written stays in memory, under a number of its own."""
+    strategy = {"num_to_keep": 1, "attribute": "acc", "order": "max"}
+    play = Play(strategy=strategy).run()
+    play.report(0, 1, "values", score=0.5, metrics={"acc": 0.5})
+    go = play.only(Answer).value["go"]  # type: ignore[index]
+    assert go["directory"] == "checkpoint_000001"
+    assert go["manifest"]["metrics"] == {"acc": 0.5}
+    play.report(0, 2, "values", score=0.5)
+    assert play.only(Answer).value == {"memory": True}
+    assert play.only(Note) == Note(key="number", value=2)
+    play.say(0, b"packed", on="memory", index=2)
+    play.ask(0, upto=2)
+    play.part(0, 1)
+    assert play.only(CommitParts).writers == (0,)  # the other rank brings nothing and is not waited for
+    play.committed()
+    assert play.all(Answer) == []
+    play.count(1, 2)
+    answer = play.only(Answer)
+    assert (answer.value, answer.memory) == ({"checkpoint": None, "memory": True}, b"packed")
+    play.report(0, 3, "values", score=0.6)
+    assert play.only(Answer).value["go"]["directory"] == "checkpoint_000003"  # type: ignore[index]
+
+
+def test_numbers_go_on_after_a_restart_of_the_driver() -> None:
+    """Also those of checkpoints that were never written."""
+    strategy = {"num_to_keep": 0, "attribute": "_timestamp", "order": "max"}
+    play = Play(strategy=strategy).open(notes={"number": 12}).found().go()
+    play.report(0, 1, "values", score=1.0)
+    assert play.only(Note).value == 13
+
+
+def test_the_newest_dictionary_is_written_whatever_clocks_say() -> None:
+    """The default score is the time, which may go back."""
+    strategy = {"num_to_keep": 1, "attribute": "_timestamp", "order": "max"}
+    play = Play(strategy=strategy).run(kept("checkpoint_000001", 0, _timestamp=1000.0))
+    play.report(0, 1, "values", score=10.0)
+    assert "go" in play.only(Answer).value  # type: ignore[operator]
+
+
+def test_callbacks_hear_of_reports() -> None:
+    """Of metrics at once, of checkpoints when they are committed."""
+    play = Play(has_callbacks=True).run()
+    play.rows(1, {"loss": 1.0})
+    assert play.only(Call).arguments == {"metrics": [{"loss": 1.0}], "checkpoint": None}
+    play.report(0, 2)
+    play.count(1, 2)
+    assert play.all(Call) == []
+    play.committed()
+
+
+def test_an_unknown_message_is_said() -> None:
+    """A worker of another version, perhaps."""
+    play = Play().run()
+    assert play.say(0, on="dance") != []
+
+
+def test_the_time_for_a_report_runs_from_the_first_rank() -> None:
+    """Ranks may come one after the other."""
+    play = Play(num_workers=3, limits=Limits(report_s=60)).run()
+    play.report(0, 1)
+    first = play.now
+    play.tick(after=30)
+    play.report(1, 1)
+    assert play.controller.deadline() == first + 60

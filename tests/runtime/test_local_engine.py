@@ -1,0 +1,14 @@
+"""The engine suite on the local engine."""
+
+from __future__ import annotations
+
+from engine_suite import EngineTests
+
+from holdfast.runtime.engine import Engine
+from holdfast.runtime.local import LocalEngine
+
+
+class TestLocalEngine(EngineTests):
+    @classmethod
+    def make_engine(cls) -> Engine:
+        return LocalEngine(entry="engine_peer:serve")

@@ -1,0 +1,181 @@
+"""What a worker tells its controller: order, gathering, and the bound on what waits."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from holdfast.errors import SessionError
+from holdfast.runtime.outbox import Outbox
+from holdfast.writer.wire import Channel
+
+
+class Ends:
+    """An outbox and the other end of its channel."""
+
+    def __init__(self, **options):
+        ours, theirs = socket.socketpair()
+        self.near, self.far = Channel(ours), Channel(theirs)
+        self.outbox = Outbox(self.near, **options)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.outbox.close()
+        self.near.close()
+        self.far.close()
+
+    def hear(self):
+        message = self.far.receive()
+        assert message is not None
+        return message.header
+
+
+def row(number):
+    return {"metrics": {"loss": number}, "time": 0.0}
+
+
+def test_the_first_report_goes_at_once_and_those_that_follow_together():
+    """A report after a pause does not wait for others; many in a row make few messages, none lost, in order."""
+    with Ends(pause_s=0.05) as ends:
+        ends.outbox.add(1, row(1))
+        assert ends.hear() == {"on": "rows", "first": 1, "rows": [row(1)]}
+        for number in range(2, 502):
+            ends.outbox.add(number, row(number))
+        heard = []
+        while not heard or heard[-1]["first"] + len(heard[-1]["rows"]) < 502:
+            heard.append(ends.hear())
+        flat = [one["metrics"]["loss"] for header in heard for one in header["rows"]]
+        assert flat == list(range(2, 502))
+        assert len(heard) < 20
+
+
+def test_what_waits_goes_by_itself():
+    """The last of a series needs no later call to be sent."""
+    with Ends(pause_s=0.02) as ends:
+        ends.outbox.add(1, row(1))
+        ends.outbox.add(2, row(2))
+        assert [ends.hear()["first"], ends.hear()["first"]] == [1, 2]
+
+
+def test_after_a_rest_reports_go_again():
+    """The thread sleeps when nothing comes and wakes up for the next series."""
+    with Ends(pause_s=0.01) as ends:
+        for number in range(1, 7, 2):
+            ends.outbox.add(number, row(number))
+            ends.outbox.add(number + 1, row(number + 1))
+            assert [ends.hear()["first"], ends.hear()["first"]] == [number, number + 1]
+            time.sleep(0.05)  # longer than the thread stays up: this very pause is under test
+
+
+def test_ranks_that_keep_no_metrics_only_count():
+    """One number says it all."""
+    with Ends(pause_s=30.0) as ends:
+        for number in range(1, 4):
+            ends.outbox.add(number, None)
+        ends.outbox.flush(1.0)
+        assert ends.hear() == {"on": "count", "upto": 1}
+        assert ends.hear() == {"on": "count", "upto": 3}
+
+
+def test_a_message_follows_what_was_reported_before_it():
+    """Rows that still wait go first, whatever the pause."""
+    with Ends(pause_s=30.0) as ends:
+        for number in range(1, 4):
+            ends.outbox.add(number, row(number))
+        ends.outbox.send({"on": "report", "index": 4}, (b"blob",))
+        ends.outbox.add(5, row(5))
+        ends.outbox.flush(1.0)
+        heard = [ends.hear() for _ in range(4)]
+        assert [(one["on"], one.get("first", one.get("index"))) for one in heard] == [
+            ("rows", 1), ("rows", 2), ("report", 4), ("rows", 5)
+        ]  # fmt: skip
+
+
+def test_everything_waits_behind_a_held_place():
+    """What is reported after an upload in the background is sent after it; questions are not held up."""
+    with Ends(pause_s=0.01) as ends:
+        ends.outbox.add(1, row(1))
+        slot = ends.outbox.hold()
+        ends.outbox.add(3, row(3))
+        ends.outbox.send({"on": "report", "index": 4})
+        ends.outbox.send_now({"on": "ask"})
+        assert [ends.hear()["on"], ends.hear()["on"]] == ["rows", "ask"]
+        ends.outbox.fill(slot, {"on": "report", "index": 2})
+        heard = [ends.hear() for _ in range(3)]
+        assert [one.get("first", one.get("index")) for one in heard] == [2, 3, 4]
+
+
+def test_two_held_places_keep_their_order():
+    """The second may be ready before the first."""
+    with Ends() as ends:
+        first, second = ends.outbox.hold(), ends.outbox.hold()
+        ends.outbox.fill(second, {"index": 2})
+        ends.outbox.fill(first, {"index": 1})
+        assert [ends.hear()["index"], ends.hear()["index"]] == [1, 2]
+
+
+def test_what_waits_is_bounded():
+    """A controller that takes nothing stops the reports in the end, with an error; memory does not grow."""
+    big = {"metrics": {"text": "x" * 20_000}, "time": 0.0}
+    with Ends(pause_s=0.0, max_waiting=50, timeout_s=0.2) as ends:
+        number = 0
+        with pytest.raises(SessionError, match=r"the driver has taken nothing for 0 s"):
+            while number < 5000:
+                number += 1
+                ends.outbox.add(number, big)
+        # What the kernel took (4 MiB), one batch in the channel, and 50 reports.
+        assert number < 800
+
+
+def test_a_slow_controller_gets_everything():
+    """Whoever waits for room goes on when the controller takes something."""
+    big = {"metrics": {"text": "x" * 20_000}, "time": 0.0}
+    with Ends(pause_s=0.0, max_waiting=50, timeout_s=20.0) as ends:
+        done = threading.Event()
+
+        def report():
+            for number in range(1, 1001):
+                ends.outbox.add(number, big)
+            ends.outbox.flush(20.0)
+            done.set()
+
+        thread = threading.Thread(target=report)
+        thread.start()
+        upto = 0
+        while upto < 1000:
+            header = ends.hear()
+            assert header["first"] == upto + 1
+            upto += len(header["rows"])
+        assert done.wait(20)
+        thread.join()
+
+
+def test_an_upload_that_never_ends_is_named():
+    """Reports behind it are bounded too, and the error says what they wait for."""
+    with Ends(pause_s=0.0, max_waiting=5, timeout_s=0.1) as ends:
+        ends.outbox.hold()
+        with pytest.raises(SessionError, match="an upload in the background"):
+            for number in range(2, 10):
+                ends.outbox.add(number, None)
+
+
+def test_a_controller_that_is_gone_holds_nobody():
+    """Nothing raises and nothing waits: the reader of the channel ends the process."""
+    with Ends(pause_s=0.0, max_waiting=3) as ends:
+        ends.far.close()
+        for number in range(1, 100):
+            ends.outbox.add(number, row(number))
+        ends.outbox.send({"on": "report"})
+
+
+def test_no_thread_is_left():
+    """`close` ends the thread, twice is fine."""
+    with Ends() as ends:
+        ends.outbox.close()
+        ends.outbox.close()
+    assert not [one for one in threading.enumerate() if one.name == "holdfast-outbox"]

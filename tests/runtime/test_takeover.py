@@ -1,0 +1,335 @@
+"""Taking over the caller's directory: what is moved, cloned or left alone, and what is refused."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from session_kit import START_ID
+
+import holdfast as hf
+from holdfast.errors import CheckpointNotFoundError, ConfigError
+from holdfast.runtime import reflink, takeover
+from holdfast.runtime.takeover import Place, name_in_run, take
+from holdfast.storage.local import LocalStorage
+from holdfast.storage.memory import MemoryStorage
+
+
+@pytest.fixture
+def root(tmp_path):
+    path = tmp_path / "results" / "run"
+    path.mkdir(parents=True)
+    return path
+
+
+def place_of(root, rank=1):
+    return Place(root=LocalStorage(root), uri=str(root), start_id=START_ID, rank=rank)
+
+
+@pytest.fixture
+def place(root):
+    return place_of(root)
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "mine"
+    (path / "sub").mkdir(parents=True)
+    (path / "model.pt").write_bytes(b"weights")
+    (path / "sub" / "more.bin").write_bytes(b"more")
+    return path
+
+
+@pytest.fixture
+def other_disk():
+    """A directory on another file system than the tests' own."""
+    shm = Path("/dev/shm")
+    if not shm.is_dir() or shm.stat().st_dev == Path(tempfile.gettempdir()).stat().st_dev:
+        pytest.skip("there is no second file system")
+    with tempfile.TemporaryDirectory(dir=shm) as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def cloning(monkeypatch):
+    """Pretend that the file system can clone files; a copy behaves the same way."""
+
+    def clone(source, target):
+        found = os.stat(source)
+        assert os.path.isfile(source), found
+        shutil.copyfile(source, target)
+
+    monkeypatch.setattr(reflink, "clone_file", clone)
+
+
+def tree(path):
+    """Names and contents below a directory."""
+    path = Path(path)
+    return {str(one.relative_to(path)): one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()}
+
+
+def stamps(path):
+    """What would change if anybody touched a directory: inodes, times, numbers of links."""
+    found = {}
+    for one in sorted(Path(path).rglob("*")):
+        about = one.lstat()
+        found[one] = (about.st_ino, about.st_mtime_ns, about.st_ctime_ns, about.st_nlink, about.st_mode)
+    return found
+
+
+CONTENT = {"model.pt": b"weights", "sub/more.bin": b"more"}
+
+
+def of(path):
+    return hf.Checkpoint.from_directory(path)
+
+
+def test_a_directory_to_be_deleted_is_renamed_into_the_run(source, place, root):
+    """No byte moves: the very inode is in the run afterwards, and the caller's path is free."""
+    inode = (source / "model.pt").stat().st_ino
+    taken = take(of(source), place, 7, delete=True, asynchronous=True)
+    assert taken.path == str(root / f".incoming-{START_ID}" / "7-1")
+    assert taken.owned
+    assert taken.safe
+    assert tree(taken.path) == CONTENT
+    assert (Path(taken.path) / "model.pt").stat().st_ino == inode
+    assert not source.exists()
+
+
+def test_async_deletes_by_default_and_sync_does_not(source, place):
+    """Ray's rule: None means True for ASYNC and False for SYNC."""
+    taken = take(of(source), place, 1, delete=None, asynchronous=False)
+    assert (taken.path, taken.owned, taken.safe) == (str(source), False, False)
+    assert source.exists()
+    assert take(of(source), place, 1, delete=None, asynchronous=True).owned
+    assert not source.exists()
+
+
+def test_sync_without_deletion_touches_nothing(source, place, root):
+    """Not one inode, time or link count of the caller's directory changes, and nothing appears in the run."""
+    before = stamps(source)
+    taken = take(of(source), place, 1, delete=None, asynchronous=False)
+    taken.committed()
+    assert stamps(source) == before
+    assert list(root.iterdir()) == []
+
+
+def test_another_file_system_renames_beside(other_disk, place):
+    """The hidden sibling is on the caller's own file system, so that is as cheap."""
+    source = other_disk / "mine"
+    source.mkdir()
+    (source / "model.pt").write_bytes(b"weights")
+    inode = (source / "model.pt").stat().st_ino
+    taken = take(of(source), place, 31, delete=True, asynchronous=True)
+    assert taken.path == str(other_disk / f".holdfast-{START_ID}-1f-1")
+    assert taken.owned
+    assert taken.safe
+    assert (Path(taken.path) / "model.pt").stat().st_ino == inode
+    assert not source.exists()
+
+
+def test_a_run_without_a_directory_renames_beside(source):
+    """The storage may be anything: what the writer reads is local."""
+    place = Place(root=None, uri="memory://x/run", start_id=START_ID, rank=0)
+    taken = take(of(source), place, 1, delete=True, asynchronous=True)
+    assert Path(taken.path).parent == source.parent
+    assert tree(taken.path) == CONTENT
+
+
+def test_where_nothing_can_be_renamed_the_caller_waits_and_then_it_is_deleted(source, place, monkeypatch):
+    """A mount point cannot be renamed at all: it is copied from where it is, and deleted after the commit."""
+
+    def refuse(*_):
+        raise OSError(errno.EBUSY, "a mount point")
+
+    monkeypatch.setattr(takeover.os, "rename", refuse)
+    taken = take(of(source), place, 1, delete=True, asynchronous=True)
+    assert (taken.path, taken.owned, taken.safe) == (str(source), False, False)
+    assert tree(source) == CONTENT
+    taken.committed()
+    assert not source.exists()
+
+
+def test_async_without_deletion_clones(source, place, root, cloning):
+    """Where blocks can be shared the caller goes on at once and may write his files again."""
+    before = stamps(source)
+    taken = take(of(source), place, 2, delete=False, asynchronous=True)
+    assert taken.path == str(root / f".incoming-{START_ID}" / "2-1")
+    assert taken.owned
+    assert taken.safe
+    assert stamps(source) == before
+    (source / "model.pt").write_bytes(b"other")
+    assert tree(taken.path) == CONTENT
+
+
+def test_async_without_deletion_waits_where_nothing_can_be_cloned(source, place, root, monkeypatch):
+    """Then the writer copies while the caller waits; half a clone leaves nothing behind."""
+    calls = []
+
+    def second_fails(old, new):
+        calls.append(old)
+        if len(calls) > 1:
+            raise OSError(errno.EOPNOTSUPP, "no reflinks here")
+        shutil.copyfile(old, new)
+
+    monkeypatch.setattr(reflink, "clone_file", second_fails)
+    before = stamps(source)
+    taken = take(of(source), place, 2, delete=False, asynchronous=True)
+    assert len(calls) == 2
+    assert (taken.path, taken.owned, taken.safe) == (str(source), False, False)
+    assert stamps(source) == before
+    assert tree(root) == {}
+
+
+def test_nothing_is_ever_hard_linked(source, place, cloning):
+    """`torch.save` truncates the file it writes: a link would make the checkpoint follow."""
+    for number, (delete, asynchronous) in enumerate([(False, False), (False, True), (None, False)]):
+        take(of(source), place, number, delete=delete, asynchronous=asynchronous)
+        assert {one.stat().st_nlink for one in source.rglob("*") if one.is_file()} == {1}
+
+
+def test_linked_files_are_cloned_and_linked_directories_are_left_to_the_writer(source, place, cloning, tmp_path):
+    """A clone holds what links lead to; a linked directory could be anything, and waits for the writer."""
+    (tmp_path / "elsewhere.bin").write_bytes(b"elsewhere")
+    (source / "link.bin").symlink_to(tmp_path / "elsewhere.bin")
+    taken = take(of(source), place, 1, delete=False, asynchronous=True)
+    assert tree(taken.path) == {**CONTENT, "link.bin": b"elsewhere"}
+    (source / "folder").symlink_to(tmp_path)
+    assert not take(of(source), place, 2, delete=False, asynchronous=True).safe
+
+
+def test_a_real_clone_or_a_clear_no(source, tmp_path):
+    """On this very file system: either the kernel clones, or nothing is left behind."""
+    os.mkfifo(tmp_path / "pipe")
+    assert not reflink.clone_tree(str(tmp_path / "pipe"), str(tmp_path / "never"))
+    target = tmp_path / "clone"
+    if reflink.clone_tree(str(source), str(target)):
+        assert tree(target) == CONTENT
+    else:
+        assert not target.exists()
+
+
+def test_a_file_is_taken_with_its_metadata(tmp_path, place):
+    """One file becomes a directory that holds it under its own name."""
+    path = tmp_path / "model.pt"
+    path.write_bytes(b"weights")
+    of(path).set_metadata({"note": "mine"})
+    metadata = tmp_path / ".model.pt.metadata.json"
+    assert metadata.exists()
+    taken = take(of(path), place, 1, delete=True, asynchronous=True)
+    assert tree(taken.path) == {"model.pt": b"weights", ".metadata.json": b'{"note": "mine"}'}
+    assert not path.exists()
+    assert not metadata.exists()
+
+
+def test_a_file_without_deletion_stays(tmp_path, place, cloning):
+    """SYNC reads it where it is; ASYNC clones it."""
+    path = tmp_path / "model.pt"
+    path.write_bytes(b"weights")
+    of(path).set_metadata({"note": "mine"})
+    assert take(of(path), place, 1, delete=None, asynchronous=False).path == str(path)
+    taken = take(of(path), place, 2, delete=False, asynchronous=True)
+    assert tree(taken.path) == {"model.pt": b"weights", ".metadata.json": b'{"note": "mine"}'}
+    assert path.exists()
+
+
+def test_a_file_on_another_disk(other_disk, place):
+    """It moves into a hidden directory beside itself."""
+    path = other_disk / "model.pt"
+    path.write_bytes(b"weights")
+    taken = take(of(path), place, 1, delete=True, asynchronous=True)
+    assert tree(taken.path) == {"model.pt": b"weights"}
+    assert Path(taken.path).parent == other_disk
+    assert not path.exists()
+
+
+def test_what_was_moved_comes_back_when_the_report_fails(source, place, root):
+    """Deletion was asked for after the upload: without one there is none."""
+    taken = take(of(source), place, 1, delete=True, asynchronous=False)
+    assert not source.exists()
+    taken.failed()
+    assert tree(source) == CONTENT
+    file = source / "model.pt"
+    of(file).set_metadata({"a": 1})
+    taken = take(of(file), place, 2, delete=True, asynchronous=False)
+    taken.failed()
+    assert of(file).get_metadata() == {"a": 1}
+
+
+def test_what_came_into_the_old_place_is_not_overwritten(source, place):
+    """The caller may have made a new directory of the same name meanwhile."""
+    taken = take(of(source), place, 1, delete=True, asynchronous=False)
+    source.mkdir()
+    taken.failed()
+    assert tree(source) == {}
+    assert tree(taken.path) == CONTENT
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_missing_directory_names_the_rank(tmp_path, place, asynchronous):
+    """The likely cause is said, too: two ranks with one directory."""
+    path = tmp_path / "gone"
+    path.mkdir()
+    checkpoint = of(path)
+    path.rmdir()
+    with pytest.raises(CheckpointNotFoundError, match=r"rank 1: there is no .*gone.*two ranks share one directory"):
+        take(checkpoint, place, 1, delete=None, asynchronous=asynchronous)
+
+
+@pytest.mark.parametrize("delete", [True, False, None])
+def test_a_directory_that_holds_the_run_is_refused(root, place, delete):
+    """The run itself, its parent, a link to it: a checkpoint of it would hold all others, and deleting it the run."""
+    link = root.parent.parent / "link"
+    link.symlink_to(root.parent)
+    for path in (root, root.parent, link):
+        with pytest.raises(ConfigError, match="holds the run itself"):
+            take(of(path), place, 1, delete=delete, asynchronous=True)
+    assert root.is_dir()
+
+
+def test_a_neighbour_with_a_longer_name_is_no_parent(root, place):
+    """`/results/ru` does not hold `/results/run`."""
+    near = root.parent / "ru"
+    near.mkdir()
+    assert take(of(near), place, 1, delete=None, asynchronous=False).path == str(near)
+
+
+def test_a_checkpoint_of_the_run_is_never_taken_away(root, place, cloning):
+    """Reporting it again by ASYNC, where deletion is the default, leaves it alone; asking for deletion is an error."""
+    hf.save(root / "checkpoint_000000", {"a": 1})
+    (root / "checkpoint_000000" / "sub").mkdir()
+    for path in (root / "checkpoint_000000", root / "checkpoint_000000" / "sub"):
+        taken = take(of(path), place, len(str(path)), delete=None, asynchronous=True)
+        assert taken.path != str(path)
+        assert path.exists()
+        with pytest.raises(ConfigError, match="belongs to a checkpoint of this run"):
+            take(of(path), place, 1, delete=True, asynchronous=True)
+    assert hf.load(root / "checkpoint_000000") == {"a": 1}
+
+
+def test_where_uploads_may_lie(root, place, tmp_path):
+    """Right below the run, links and dots resolved; anywhere else is refused."""
+    (root / "mine").mkdir()
+    (tmp_path / "link").symlink_to(root)
+    assert name_in_run(of(root / "mine"), place) == "mine"
+    assert name_in_run(of(tmp_path / "link" / "mine"), place) == "mine"
+    (root / "mine" / "deep").mkdir()
+    (root / "logs").mkdir()
+    (root / ".hidden").mkdir()
+    for path in (tmp_path, root / "mine" / "deep", root / "logs", root / ".hidden", root):
+        with pytest.raises(ConfigError, match="is no place in this run"):
+            name_in_run(of(path), place)
+
+
+def test_where_uploads_may_lie_in_other_storages():
+    """The URI decides."""
+    storage = MemoryStorage("takeover-uploads")
+    place = Place(root=storage.child("run"), uri="memory://takeover-uploads/run", start_id=START_ID, rank=0)
+    assert name_in_run(hf.Checkpoint("memory://takeover-uploads/run/mine"), place) == "mine"
+    for uri in ("memory://takeover-uploads/runs/mine", "memory://other/run/mine", "memory://takeover-uploads/run/a/b"):
+        with pytest.raises(ConfigError):
+            name_in_run(hf.Checkpoint(uri), place)

@@ -1,0 +1,203 @@
+"""From end to end on s3://: save and load, runs that are killed and resumed, the command line, and no credentials."""
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from object_kit import BUCKET, KEY, SECRET, client, moto, s3_environment
+
+import holdfast as hf
+from holdfast.cli.main import main as cli
+from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
+from holdfast.storage import resolve
+
+_SCRIPT = Path(__file__).parents[1] / "kits" / "kill_training.py"
+
+
+@pytest.fixture(scope="module")
+def endpoint():
+    with moto() as url:
+        yield url
+
+
+@pytest.fixture
+def root(endpoint, monkeypatch, request) -> str:
+    """Give an s3:// prefix of this test's own, with endpoint and credentials in the environment."""
+    for name in [name for name in os.environ if name.startswith(("AWS_", "S3_", "GCS_"))]:
+        monkeypatch.delenv(name)
+    for name, value in s3_environment(endpoint).items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/{request.node.name}"
+
+
+def _state() -> dict:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 400), torch.nn.Linear(400, 7))
+    return {"model": model, "note": "héllo", "big": torch.randn(3_000_000)}
+
+
+def test_save_and_load(root):
+    """What was saved is what is loaded, whole or in part, and an existing checkpoint is refused or replaced."""
+    state = _state()
+    saved = hf.save(f"{root}/first", state, step=7)
+    assert saved.uri == f"{root}/first"
+    loaded = hf.load(f"{root}/first")
+    assert torch.equal(loaded["big"], state["big"])
+    assert loaded["note"] == "héllo"
+    fresh = {"model": torch.nn.Sequential(torch.nn.Linear(300, 400), torch.nn.Linear(400, 7))}
+    hf.load(saved, fresh, only="model")
+    assert all(torch.equal(a, b) for a, b in zip(fresh["model"].parameters(), state["model"].parameters(), strict=True))
+    with pytest.raises(CheckpointExistsError):
+        hf.save(f"{root}/first", {"x": 1})
+    hf.save(f"{root}/first", {"x": torch.ones(3)}, overwrite=True)
+    assert hf.load(f"{root}/first").keys() == {"x"}
+    with pytest.raises(CheckpointNotFoundError):
+        hf.load(f"{root}/nothing")
+    assert resolve(root).exists("first/manifest.json")
+
+
+def test_save_async_and_large_files(root, monkeypatch):
+    """A state larger than the bound for files is split; an asynchronous save is durable when its handle says so."""
+    from holdfast.storage.object import ObjectStorage
+
+    monkeypatch.setattr(ObjectStorage, "max_file_bytes", property(lambda self: 1 << 20))
+    state = {f"w{number}": torch.full((200_000,), float(number)) for number in range(6)}
+    handle = hf.save_async(f"{root}/async", state)
+    handle.result(60)
+    sizes = [file.size for file in handle.result().manifest.files if file.path.endswith(".safetensors")]
+    assert len(sizes) >= 6
+    assert max(sizes) <= 1 << 20
+    loaded = hf.load(f"{root}/async")
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+
+
+def test_damage_is_found(root, endpoint):
+    """A bit that flipped in the bucket is found by loading and by verify."""
+    saved = hf.save(f"{root}/first", {"w": torch.randn(100_000)})
+    path = next(file.path for file in saved.manifest.files if file.path.endswith(".safetensors"))
+    key = f"{saved.uri.removeprefix(f's3://{BUCKET}/')}/{path}"
+    s3 = client(endpoint)
+    body = bytearray(s3.get_object(Bucket=BUCKET, Key=key)["Body"].read())
+    body[len(body) // 2] ^= 1
+    s3.put_object(Bucket=BUCKET, Key=key, Body=bytes(body))
+    with pytest.raises(CorruptCheckpointError, match="w"):
+        hf.load(f"{root}/first")
+    assert CliRunner().invoke(cli, ["verify", f"{root}/first"]).exit_code != 0
+
+
+def _life(root: str, result: Path, pid_file: Path, pause: float) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(_SCRIPT), root, str(result), str(pid_file), str(pause)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_killed_and_resumed(root, tmp_path):
+    """A run on s3:// that is killed, trainer and writer, ends with the same weights as one that was left alone."""
+    calm = _life(f"{root}/calm", tmp_path / "calm", tmp_path / "calm.pid", 0.0)
+    output, _ = calm.communicate(timeout=120)
+    assert calm.returncode == 0, output
+    resumed_at = []
+    for life in range(3):
+        pid_file = tmp_path / f"life{life}.pid"
+        process = _life(f"{root}/killed", tmp_path / "killed", pid_file, 0.05)
+        try:
+            deadline = time.monotonic() + 90
+            wanted = 2 + 2 * life
+            while len(_committed(f"{root}/killed")) < min(2, wanted) or not pid_file.exists():
+                assert time.monotonic() < deadline
+                assert process.poll() is None, process.communicate()[0]
+                time.sleep(0.05)
+            time.sleep(0.4)
+            writer, step = pid_file.read_text().split()
+            resumed_at.append(int(step))
+            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(writer), 9)
+        finally:
+            process.kill()
+            process.communicate(timeout=30)
+    last = _life(f"{root}/killed", tmp_path / "killed", tmp_path / "last.pid", 0.0)
+    output, _ = last.communicate(timeout=120)
+    assert last.returncode == 0, output
+    resumed_at.append(int((tmp_path / "last.pid").read_text().split()[1]))
+    assert resumed_at[0] == 0
+    assert resumed_at[-1] > 0
+    assert resumed_at == sorted(resumed_at)
+    one, other = hf.load(tmp_path / "calm"), hf.load(tmp_path / "killed")
+    assert one["ids"] == other["ids"]
+    assert all(torch.equal(one["model"][name], other["model"][name]) for name in one["model"])
+    assert len(_committed(f"{root}/killed")) == 2  # Keep(last=2)
+
+
+def _committed(run: str) -> list[str]:
+    return sorted(info.path for info in resolve(run).list() if info.path.endswith("/manifest.json"))
+
+
+def test_command_line(root):
+    """ls, show and verify take URIs of runs and of checkpoints."""
+    with hf.Checkpointer(f"{root}/run", {"w": torch.ones(5)}, every=1) as ck:
+        for _ in range(2):
+            ck.step(loss=0.5)
+    runner = CliRunner()
+    listed = runner.invoke(cli, ["ls", f"{root}/run"])
+    assert listed.exit_code == 0, listed.output
+    assert "step" in listed.output
+    name = _committed(f"{root}/run")[-1].split("/")[0]
+    for command in (["show", f"{root}/run/{name}"], ["verify", f"{root}/run/{name}"], ["verify", f"{root}/run"]):
+        done = runner.invoke(cli, command)
+        assert done.exit_code == 0, (command, done.output)
+    missing = runner.invoke(cli, ["ls", f"{root}/nothing"])
+    assert missing.exit_code != 0
+    assert "nothing at" in missing.output
+
+
+def test_credentials_are_written_nowhere(root, endpoint, tmp_path, monkeypatch, caplog, capfd):
+    """Neither objects, local files, logs, messages, pickles nor the arguments of the writer hold a credential."""
+    from holdfast.storage.object import ObjectStorage
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    caplog.set_level(logging.DEBUG)
+    by_hand = ObjectStorage(root, {"endpoint": endpoint, "access_key_id": KEY, "secret_access_key": SECRET})
+    seen = [json.dumps(by_hand.describe()), repr(by_hand), pickle.dumps(by_hand).decode("latin-1")]
+    saved = hf.save(hf.Checkpoint("single", by_hand), {"w": torch.ones(5)})
+    seen += [repr(saved), pickle.dumps(saved).decode("latin-1")]
+    with hf.Checkpointer(by_hand.child("run"), {"w": torch.ones(5)}, every=1) as ck:
+        process = Path(f"/proc/{ck._client.process_id}")
+        seen += [(process / "cmdline").read_text(), (process / "environ").read_text()]
+        for _ in range(2):
+            ck.step(loss=0.5)
+    refused = ObjectStorage(
+        f"s3://no-such-bucket-{os.getpid()}/x",
+        {"endpoint": endpoint, "access_key_id": KEY, "secret_access_key": SECRET},
+    )
+    nobody = ObjectStorage(
+        "s3://nobody/x",
+        {"endpoint": "http://127.0.0.1:1", "access_key_id": KEY, "secret_access_key": SECRET, "max_retries": 0},
+    )
+    for place in (refused, nobody):
+        with pytest.raises(OSError, match="cannot write") as caught:
+            place.put("a", b"1")
+        seen += [str(caught.value), repr(caught.value), repr(caught.getrepr(showlocals=False))]
+    out, err = capfd.readouterr()
+    seen += [out, err, caplog.text]
+    s3 = client(endpoint)
+    objects = s3.list_objects_v2(Bucket=BUCKET, Prefix=root.removeprefix(f"s3://{BUCKET}/"))["Contents"]
+    assert len(objects) > 5
+    for found in objects:
+        answer = s3.get_object(Bucket=BUCKET, Key=found["Key"])
+        seen += [answer["Body"].read().decode("latin-1"), json.dumps(answer["Metadata"]), found["Key"]]
+    seen += [path.read_bytes().decode("latin-1") for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [text[:300] for text in seen if SECRET in text or KEY in text]

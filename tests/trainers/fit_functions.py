@@ -1,0 +1,108 @@
+"""What the workers of the end-to-end tests run. Imports little: workers load this module."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import holdfast as hf
+
+
+def rank() -> int:
+    return hf.get_context().get_world_rank()
+
+
+def attempt() -> int:
+    return int(hf.get_context().get_trial_id().rsplit("-", 1)[1])
+
+
+def save_directory(epoch: int, metrics: dict[str, Any], **options: Any) -> None:
+    """Report a temporary directory from rank 0, nothing but metrics from the others, as Ray's documentation does it."""
+    if rank() != 0:
+        hf.report(metrics)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "epoch.txt").write_text(str(epoch))
+        hf.report(metrics, checkpoint=hf.Checkpoint.from_directory(directory), **options)
+
+
+def load_epoch() -> int:
+    """Return the first epoch that is not in the checkpoint."""
+    checkpoint = hf.get_checkpoint()
+    if checkpoint is None:
+        return 0
+    with checkpoint.as_directory() as directory:
+        return int(Path(directory, "epoch.txt").read_text()) + 1
+
+
+def meet() -> None:
+    """Wait for all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    if hf.get_context().get_world_size() > 1:
+        dist.all_reduce(torch.ones(1))
+
+
+def count_up(config: dict[str, Any]) -> None:
+    """Train: one epoch, one checkpoint; fail as the config says in the first attempt."""
+    start = load_epoch()
+    print(f"starts at epoch {start}")
+    for epoch in range(start, config.get("epochs", 4)):
+        meet()
+        if epoch == config.get("fail_epoch") and attempt() in config.get("fail_attempts", (1,)):
+            fail(config["how"], config.get("fail_rank", 0))
+        save_directory(epoch, {"epoch": epoch, "score": float(config.get("scores", range(100))[epoch])})
+
+
+def fail(how: str, which: int) -> None:
+    """End this worker in one of many ways, the others wait for it."""
+    if rank() == which:
+        if how == "raise":
+            raise ValueError(f"intentional failure of rank {which}")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "exit":
+            sys.exit(7)
+        elif how == "preempted":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif how == "segfault":
+            ctypes.string_at(0)
+        elif how == "hang":
+            time.sleep(600)
+    meet()
+
+
+def learn(config: dict[str, Any]) -> None:
+    """Train a small model with DDP and report its state, sharded among the ranks."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    if hf.get_context().get_world_size() > 1:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    if (checkpoint := hf.get_checkpoint()) is not None:
+        state["step"] = hf.load(checkpoint, state)["step"]
+    start = state["step"]
+    for step in range(start, config.get("steps", 6)):
+        meet()
+        generator = torch.Generator().manual_seed(step * 10 + rank())
+        loss = model(torch.randn(8, 64, generator=generator)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        state["step"] = step + 1
+        if step == config.get("fail_step") and attempt() == 1:
+            if config.get("sealed", True):
+                hf.report({"loss": loss}, state=state)
+            fail(config["how"], config.get("fail_rank", 1))
+        hf.report({"loss": loss}, state=state)

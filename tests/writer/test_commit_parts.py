@@ -1,0 +1,213 @@
+"""Several writers store their parts, one commits them."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import writer_kit as kit
+
+from holdfast.checkpoint.verify import verify
+from holdfast.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError, HoldfastError, StorageError
+from holdfast.format.commit import read_manifest
+from holdfast.format.parts import part_name
+from holdfast.storage.base import Storage
+from holdfast.storage.local import LocalStorage
+from holdfast.storage.memory import MemoryStorage
+from holdfast.testing import FaultyStorage
+from holdfast.writer.client import SaveFuture, WriterClient
+from holdfast.writer.messages import PartsJob, SaveJob
+
+SAVE = "aaaaaaaa-7"
+DIRECTORY = "checkpoint_000003"
+FIELDS = {"run_id": "run", "checkpoint_id": f"id-{SAVE}", "attempt": 1, "step": 7, "world_size": 2}
+
+
+def part(writer: int, contents: list[bytes], **fields: Any) -> SaveJob:
+    """The part of one rank, under names that carry its number."""
+    job = kit.make_job(contents, directory=DIRECTORY)
+    plans = tuple(
+        type(plan)(path=f"item{number}-{writer:05d}-{SAVE}.safetensors", size=plan.size, arena_offset=plan.arena_offset)
+        for number, plan in enumerate(job.files)
+    )
+    blobs = (type(job.blobs[0])(path=f"rank-{writer:05d}-{SAVE}.json", role="rank"),)
+    return SaveJob(
+        directory=DIRECTORY, save_id=SAVE, writer=writer, files=plans, blobs=blobs, manifest=FIELDS, part=True, **fields
+    )
+
+
+def parts(*writers: int, **fields: Any) -> PartsJob:
+    fields.setdefault("run", False)
+    return PartsJob(directory=DIRECTORY, save_id=SAVE, writers=writers, manifest=dict(FIELDS), **fields)
+
+
+def contents(writer: int) -> list[bytes]:
+    return [kit.noise(writer, 100_000 + writer), kit.noise(50 + writer, 10)]
+
+
+def store(client: WriterClient, storage: Storage, writer: int, **fields: Any) -> SaveFuture:
+    with kit.fill(contents(writer)) as arena:
+        future = client.submit(storage, part(writer, contents(writer), **fields), [b"{}"], arena)
+        future.exception(60)
+    return future
+
+
+@pytest.fixture(params=["processes", "threads"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Storage, list[WriterClient]]]:
+    """A storage and three writers: of two ranks and of the driver."""
+    storage: Storage = LocalStorage(tmp_path) if request.param == "processes" else MemoryStorage(tmp_path.name)
+    with ExitStack() as stack:
+        yield storage, [stack.enter_context(WriterClient.start(storage)) for _ in range(3)]
+
+
+def test_two_parts_make_a_checkpoint(place: tuple[Storage, list[WriterClient]]) -> None:
+    """Each part is durable files and a part file; the commit lists all of them and takes the part files away."""
+    storage, (one, two, driver) = place
+    for writer, client in enumerate((one, two)):
+        result = store(client, storage, writer).result(0)
+        assert result.manifest == b""
+        assert result.bytes_total == result.bytes_written > 100_000
+    assert storage.exists(f"{DIRECTORY}/{part_name(1, SAVE)}")
+    with pytest.raises(CheckpointError):
+        read_manifest(storage, DIRECTORY)
+    result = driver.commit_parts(storage, parts(0, 1)).result(60)
+    manifest = read_manifest(storage, DIRECTORY)
+    assert verify(storage, DIRECTORY, deep=True).ok
+    assert (manifest.writers, manifest.step, manifest.world_size) == ((0, 1), 7, 2)
+    assert result.bytes_total == manifest.total_bytes
+    assert {entry.writer for entry in manifest.files} == {0, 1}
+    stored = kit.stored(storage, DIRECTORY)
+    assert all(data in stored.values() for writer in (0, 1) for data in contents(writer))
+    names = {info.path.split("/")[1] for info in storage.list(DIRECTORY)}
+    assert names == {"manifest.json", *(entry.path for entry in manifest.files)}
+
+
+def test_a_missing_part_stops_the_commit(place: tuple[Storage, list[WriterClient]]) -> None:
+    """The error names the rank, and the files of the other ranks are removed."""
+    storage, (one, _, driver) = place
+    store(one, storage, 0)
+    storage.put(f"{DIRECTORY}/mine.txt", b"mine")
+    with pytest.raises(CheckpointError, match="the writers of ranks 1, 2"):
+        driver.commit_parts(storage, parts(0, 1, 2)).result(60)
+    assert [info.path for info in storage.list(DIRECTORY)] == [f"{DIRECTORY}/mine.txt"]
+
+
+def test_a_late_part_is_waited_for(place: tuple[Storage, list[WriterClient]]) -> None:
+    """A dead worker's writer is still at it: with wait_s its part is found when it comes."""
+    storage, (one, two, driver) = place
+    store(one, storage, 0)
+    future = driver.commit_parts(storage, parts(0, 1, wait_s=30))
+    assert not future.done()
+    store(two, storage, 1)
+    future.result(30)
+    assert read_manifest(storage, DIRECTORY).writers == (0, 1)
+
+
+def test_the_wait_is_bounded(place: tuple[Storage, list[WriterClient]]) -> None:
+    """Nobody finishes it: given up after wait_s, and said."""
+    storage, (one, _, driver) = place
+    store(one, storage, 0)
+    with pytest.raises(CheckpointError, match=r"within 0\.1 s from the writers of rank 1"):
+        driver.commit_parts(storage, parts(0, 1, wait_s=0.1)).result(20)
+
+
+def test_parts_of_different_states_are_refused(place: tuple[Storage, list[WriterClient]]) -> None:
+    """What the ranks derived about the state must agree."""
+    storage, (one, two, driver) = place
+    store(one, storage, 0, division={"num_ranks": 2, "structure": "a"})
+    store(two, storage, 1, division={"num_ranks": 2, "structure": "b"})
+    with pytest.raises(CheckpointError, match="rank 1 has another structure"):
+        driver.commit_parts(storage, parts(0, 1)).result(60)
+    assert list(storage.list(DIRECTORY)) == []
+
+
+def test_a_part_without_its_files_is_refused(place: tuple[Storage, list[WriterClient]]) -> None:
+    """Something removed a file behind our back: no commit of what is not there."""
+    storage, (one, _, driver) = place
+    store(one, storage, 0)
+    storage.delete(f"{DIRECTORY}/item0-00000-{SAVE}.safetensors")
+    with pytest.raises(CorruptCheckpointError, match="item0-00000"):
+        driver.commit_parts(storage, parts(0)).result(60)
+
+
+def test_a_committed_checkpoint_is_not_replaced(place: tuple[Storage, list[WriterClient]]) -> None:
+    """Another checkpoint has the name: refused, and its files are untouched."""
+    storage, (one, _, driver) = place
+    with kit.fill([b"other"]) as arena:
+        driver.submit(storage, kit.make_job([b"other"], directory=DIRECTORY), [b"{}"], arena).result(60)
+    before = kit.stored(storage, DIRECTORY)
+    store(one, storage, 0)
+    with pytest.raises(CheckpointExistsError):
+        driver.commit_parts(storage, parts(0)).result(60)
+    assert kit.stored(storage, DIRECTORY) == before
+    assert verify(storage, DIRECTORY, deep=True).ok
+    assert not storage.exists(f"{DIRECTORY}/{part_name(0, SAVE)}")
+
+
+def test_a_part_can_link_to_the_one_before(tmp_path: Path) -> None:
+    """What did not change since this rank's last part is linked, as in a save of one rank."""
+    storage = LocalStorage(tmp_path)
+    with WriterClient.start(storage) as client, kit.fill(contents(1)) as arena:
+        for number in (7, 8):
+            job = part(1, contents(1), reuse=True)
+            save_id = f"aaaaaaaa-{number}"
+            plans = tuple(
+                type(plan)(
+                    path=plan.path.replace(SAVE, save_id), size=plan.size, arena_offset=plan.arena_offset, stable=True
+                )
+                for plan in job.files
+            )
+            fields = {**job.to_json(), "save_id": save_id, "directory": f"checkpoint_{number:06d}"}
+            job = SaveJob.from_json({**fields, "files": [plan.to_json() for plan in plans], "blobs": []})
+            result = client.submit(storage, job, [], arena).result(60)
+    assert result.bytes_reused == sum(map(len, contents(1)))
+
+
+@pytest.mark.parametrize("at", range(0, 26, 3))
+def test_a_failing_disk_leaves_no_part(tmp_path: Path, at: int) -> None:
+    """EIO at any operation of a part: no part file without whole files."""
+    storage = FaultyStorage(tmp_path, fail_at={at: errno.EIO})
+    with WriterClient.start(storage, thread=True) as client:
+        error = store(client, storage, 0).exception(0)
+    if error is not None:
+        assert isinstance(error, StorageError)
+        assert kit.tree(tmp_path) in ({}, {f"{DIRECTORY}/": b""})
+    with WriterClient.start(thread=True) as client:
+        future = client.commit_parts(LocalStorage(tmp_path), parts(0))
+        assert (future.exception(30) is None) == (error is None)
+
+
+def test_a_windowed_part(tmp_path: Path) -> None:
+    """A part may come in windows as well."""
+    storage = LocalStorage(tmp_path)
+    data = kit.noise(3, kit.MIB + 5)
+    with WriterClient.start(storage) as client, kit.fill([data]) as arena:
+        future = client.submit(storage, part(0, [data], windowed=True), [b"{}"], arena)
+        client.window(future.job_no, file_no=0, file_offset=0, arena_offset=0, nbytes=len(data)).result(30)
+        client.seal(future.job_no)
+        assert future.result(30).manifest == b""
+        client.commit_parts(storage, parts(0)).result(30)
+    assert data in kit.stored(storage, DIRECTORY).values()
+
+
+def test_jobs_wait_for_each_other_in_order(tmp_path: Path) -> None:
+    """What is handed over first is done first, also when the waiting takes its time; close finishes both."""
+    storage = LocalStorage(tmp_path)
+    order: list[str] = []
+    done = threading.Event()
+    with WriterClient.start(storage) as one, WriterClient.start(storage) as driver:
+        first = driver.commit_parts(storage, parts(0, wait_s=20))
+        second = driver.ingest(storage, kit.make_intake({0: kit.make_files(tmp_path / "s", {"x": b"1"})}))
+        first.add_done_callback(lambda _: order.append("parts"))
+        second.add_done_callback(lambda _: (order.append("ingest"), done.set()))
+        store(one, storage, 0)
+        assert done.wait(30)
+    assert order == ["parts", "ingest"]
+    assert first.exception() is None
+    with pytest.raises(HoldfastError):
+        driver.commit_parts(storage, parts(0))

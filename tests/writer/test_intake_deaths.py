@@ -1,0 +1,90 @@
+"""The trainer dies right after it handed something over: the writer finishes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trainer_script
+import writer_kit as kit
+
+from holdfast.checkpoint.verify import verify
+from holdfast.errors import CheckpointError
+from holdfast.storage.local import LocalStorage
+from holdfast.writer.client import WriterClient
+from holdfast.writer.messages import PartsJob
+
+
+@pytest.fixture
+def trainers() -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for trainer in started:
+        trainer.kill()
+        trainer.wait()
+        for pipe in (trainer.stdin, trainer.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def killed(mode: str, root: Path, trainers: list[subprocess.Popen[str]]) -> tuple[str, int]:
+    """Start a trainer, kill its process group when it has handed over; what it said, and its writer."""
+    trainer = kit.start_trainer(mode, root)
+    trainers.append(trainer)
+    writer = int(kit.wait_line(trainer, "writer"))
+    said = kit.wait_line(trainer, "submitted")
+    os.killpg(trainer.pid, signal.SIGKILL)
+    trainer.wait(10)
+    return said, writer
+
+
+def test_a_driver_killed_after_ingest_is_committed(tmp_path: Path, trainers: list[subprocess.Popen[str]]) -> None:
+    """SIGKILL of the driver's process group right after ingest: committed, recorded, nothing handed over is left."""
+    directory, writer = killed("intake", tmp_path, trainers)
+    assert kit.wait_ended(writer)
+    storage = LocalStorage(tmp_path)
+    assert verify(storage, directory, deep=True).ok
+    stored = kit.stored(storage, directory)
+    assert {name: stored[name] for name in ("0.bin", "1.bin")} == {
+        f"{number}.bin": content for number, content in enumerate(trainer_script.CONTENTS)
+    }
+    run = json.loads(storage.read("run.json"))
+    assert [row[0] for row in run["rows"]] == [directory]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [directory, "reports", "run.json"]
+
+
+def test_a_worker_killed_after_its_part_was_sealed(tmp_path: Path, trainers: list[subprocess.Popen[str]]) -> None:
+    """SIGKILL of a worker right after its part was handed over: its writer stores it, and the driver's commits it."""
+    storage = LocalStorage(tmp_path)
+    with WriterClient.start(storage) as driver:
+        save_id, writer = killed("part", tmp_path, trainers)
+        job = PartsJob(directory="step_00000001", save_id=save_id, writers=(0,), wait_s=20, run=False)
+        driver.commit_parts(storage, job).result(30)
+        assert kit.wait_ended(writer)
+    assert verify(storage, "step_00000001", deep=True).ok
+    assert trainer_script.CONTENTS[0] in kit.stored(storage, "step_00000001").values()
+
+
+def test_a_part_whose_writer_died_too_is_swept(tmp_path: Path, trainers: list[subprocess.Popen[str]]) -> None:
+    """Worker and writer both killed: the commit gives up in time and leaves nothing."""
+    storage = LocalStorage(tmp_path)
+    trainer = kit.start_trainer("part", tmp_path)
+    trainers.append(trainer)
+    writer = int(kit.wait_line(trainer, "writer"))
+    save_id = kit.wait_line(trainer, "submitted")
+    os.kill(trainer.pid, signal.SIGSTOP)  # so that it cannot start the writer again
+    os.kill(writer, signal.SIGKILL)
+    trainer.kill()
+    trainer.wait(10)
+    assert kit.wait_ended(writer)
+    job = PartsJob(directory="step_00000001", save_id=save_id, writers=(0,), wait_s=0.2, run=False)
+    with WriterClient.start(storage) as driver:
+        error = driver.commit_parts(storage, job).exception(30)
+    if error is not None:  # else it was too late for the part
+        assert isinstance(error, CheckpointError)
+        assert not (tmp_path / "step_00000001").exists()
