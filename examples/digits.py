@@ -114,7 +114,7 @@ def plot(result: hf.Result) -> Path:
     right.set_ylabel("accuracy")
     for checkpoint, metrics in result.best_checkpoints:
         axis.axvline(metrics["epoch"], color="tab:green", linestyle=":", label=f"kept: {checkpoint.name}")
-    figure.legend(loc="center")
+    figure.legend(loc="outside lower center", ncols=2)
     target = Path(result.path) / "digits.png"
     figure.savefig(target, dpi=120)
     pyplot.close(figure)

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("save", "loaded", "lost", "load", "small", "memory", "step", "catalog", "frozen", "startup")
+NAMES = (
+    "save", "loaded", "lost", "load", "small", "memory", "step", "catalog", "frozen", "startup", "startup_trainer",
+    "trainer",
+)  # fmt: skip
 METHODS = {
     "save": {"save_async", "Checkpointer", "save", "torch.save", "safetensors", "DCP save", "DCP async_save"},
     "loaded": {"save_async", "Checkpointer"},
@@ -24,6 +27,8 @@ METHODS = {
     "catalog": {"10 checkpoints", "100 checkpoints"},
     "frozen": {"holdfast", "torch.save"},
     "startup": {"interpreter", "import holdfast", "writer process alone"},
+    "startup_trainer": {"2 interpreters import torch", "2 workers, to the first line"},
+    "trainer": {"holdfast rate-1", "holdfast rate-4", "holdfast directory", "holdfast kill", "holdfast same"},
 }
 # Not a time, so it holds on a busy machine too; the state of a quick run is too small for the others.
 REACHED = {"extra memory of a load", "third save: bytes written / changed"}

@@ -325,7 +325,9 @@ def test_a_second_stop_request_waits_for_nothing() -> None:
     play.stop()
     assert play.all(KillGroup) == []
     play.stop()
-    assert play.only(KillGroup)
+    assert play.out == [KillGroup(grace_s=0.0)]
+    play.exit_all()
+    assert play.only(End).state is RunState.ABORTED
 
 
 def test_a_stop_request_before_anything_runs() -> None:

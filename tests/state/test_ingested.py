@@ -62,6 +62,5 @@ def test_files_are_no_state(tmp_path):
     job = IngestJob(directory="c", save_id="aaaaaaaa-1", sources=(source,), manifest={"checkpoint_id": "c"}, run=False)
     with WriterClient.start(thread=True) as client:
         client.ingest(LocalStorage(tmp_path / "run"), job).result(60)
-    with pytest.raises(HoldfastError) as caught:
+    with pytest.raises(HoldfastError, match="holds no state to load"):
         hf.load(tmp_path / "run/c")
-    print(caught.value)

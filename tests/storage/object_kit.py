@@ -20,8 +20,8 @@ AZURE_ACCOUNT = "devstoreaccount1"
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 BUCKET = "holdfast-tests"
 
-# Where `npm install s3rver azurite` put them, if somebody did.
-NODE_HOME = Path(os.environ.get("HOLDFAST_TEST_NODE", "/tmp/npm-stores"))
+# Where somebody ran `npm install s3rver azurite`; make test does not.
+NODE_HOME = Path(os.environ.get("HOLDFAST_TEST_NODE", Path(__file__).parents[2]))
 
 
 def free_port() -> int:

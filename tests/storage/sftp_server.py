@@ -44,6 +44,7 @@ class SftpServer:
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self._socket.accept()
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 transport = paramiko.Transport(connection)
                 transport.add_server_key(self._key)
                 transport.set_subsystem_handler("sftp", paramiko.SFTPServer, _Files, self)

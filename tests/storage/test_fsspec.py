@@ -133,7 +133,7 @@ def test_a_connection_that_was_cut_is_made_again(server, sftp):
 
 
 def test_refusals_are_no_absence(server, sftp):
-    """ "Permission denied" while looking, listing or reading is StoragePermissionError, never "not found"."""
+    """A "permission denied" while looking, listing or reading is StoragePermissionError, never "not found"."""
     storage = resolve(sftp[1], sftp[0])
     storage.put("d/a", b"1")
     server.denied |= {"stat", "list_folder", "open"}
@@ -183,7 +183,7 @@ def test_conditions_hold_in_this_process_alone(memory_root, caplog):
 
 
 def test_local_file_systems_are_local(tmp_path, monkeypatch):
-    """fsspec's local file system and a `DirFileSystem` over it are a `LocalStorage`: durable, without an adapter."""
+    """Fsspec's local file system and a `DirFileSystem` over it are a `LocalStorage`: durable, without an adapter."""
     monkeypatch.chdir(tmp_path)
     local = fsspec.filesystem("file")
     assert resolve(str(tmp_path / "a"), local).uri == f"{tmp_path}/a"

@@ -5,20 +5,24 @@ import json
 import logging
 import os
 import pickle
+import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from gcs_stub import GoogleStub
 from object_kit import BUCKET, KEY, SECRET, client, moto, s3_environment
 
 import holdfast as hf
-from holdfast.cli.main import main as cli
+from holdfast.cli.main import cli
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from holdfast.storage import resolve
+from holdfast.storage.object import ObjectStorage
 
 _SCRIPT = Path(__file__).parents[1] / "kits" / "kill_training.py"
 
@@ -67,8 +71,6 @@ def test_save_and_load(root):
 
 def test_save_async_and_large_files(root, monkeypatch):
     """A state larger than the bound for files is split; an asynchronous save is durable when its handle says so."""
-    from holdfast.storage.object import ObjectStorage
-
     monkeypatch.setattr(ObjectStorage, "max_file_bytes", property(lambda self: 1 << 20))
     state = {f"w{number}": torch.full((200_000,), float(number)) for number in range(6)}
     handle = hf.save_async(f"{root}/async", state)
@@ -135,7 +137,10 @@ def test_killed_and_resumed(root, tmp_path):
     one, other = hf.load(tmp_path / "calm"), hf.load(tmp_path / "killed")
     assert one["ids"] == other["ids"]
     assert all(torch.equal(one["model"][name], other["model"][name]) for name in one["model"])
-    assert len(_committed(f"{root}/killed")) == 2  # Keep(last=2)
+    # Keep(last=2), and what this life was resumed from.
+    names = [path.split("/")[0] for path in _committed(f"{root}/killed")]
+    assert names[-2:] == ["step_00000078", "step_00000080"]
+    assert len(names) <= 3
 
 
 def _committed(run: str) -> list[str]:
@@ -162,8 +167,6 @@ def test_command_line(root):
 
 def test_credentials_are_written_nowhere(root, endpoint, tmp_path, monkeypatch, caplog, capfd):
     """Neither objects, local files, logs, messages, pickles nor the arguments of the writer hold a credential."""
-    from holdfast.storage.object import ObjectStorage
-
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -201,3 +204,65 @@ def test_credentials_are_written_nowhere(root, endpoint, tmp_path, monkeypatch, 
         seen += [answer["Body"].read().decode("latin-1"), json.dumps(answer["Metadata"]), found["Key"]]
     seen += [path.read_bytes().decode("latin-1") for path in tmp_path.rglob("*") if path.is_file()]
     assert not [text[:300] for text in seen if SECRET in text or KEY in text]
+
+
+def test_aborted_uploads_leave_no_parts(root, endpoint):
+    """An upload that is given up half way takes its parts with it."""
+    storage = resolve(root)
+    writer = storage.create("big", 40 << 20)
+    writer.write(memoryview(bytearray(24 << 20)))
+    writer.abort()
+    assert not storage.exists("big")
+    assert not client(endpoint).list_multipart_uploads(Bucket=BUCKET).get("Uploads")
+
+
+def test_unchanged_files_are_copied_by_the_server(root):
+    """What did not change since the last checkpoint is not sent again, and each checkpoint has its own object."""
+    frozen = torch.nn.Linear(500, 500).requires_grad_(False)
+    head = torch.nn.Linear(500, 2)
+    state = {"frozen": frozen, "head": head}
+    with hf.Checkpointer(f"{root}/run", state, every=1) as ck:
+        for _ in range(3):
+            with torch.no_grad():
+                head.weight += 1
+            ck.step()
+            ck.wait()
+    newest = hf.Checkpoint(f"{root}/run/{_committed(f'{root}/run')[-1].split('/')[0]}")
+    reused = [file for file in newest.manifest.files if file.reused_from]
+    assert sum(file.size for file in reused) >= 1_000_000
+    assert all(newest.storage.exists(f"{newest.directory}/{file.path}") for file in reused)
+
+
+def test_directories_and_dictionaries(root, tmp_path):
+    """A remote checkpoint can be had as a directory, and one made of a dictionary goes there."""
+    saved = hf.save(f"{root}/one", {"w": torch.ones(5)})
+    target = saved.to_directory(tmp_path / "copy")
+    assert torch.equal(hf.load(target)["w"], torch.ones(5))
+    with saved.as_directory() as folder:
+        assert (Path(folder) / "manifest.json").exists()
+
+
+def test_run_through_faults(tmp_path):
+    """With a fifth of the requests going wrong every save of a run is committed, in the writer process, and loads."""
+    chance = random.Random(51)
+    with GoogleStub() as stub:
+        thread = threading.Thread(target=stub.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        faults = ("500", "503", "lost", "unanswered")
+        stub.fault = lambda: chance.choice(faults) if chance.random() < 0.2 else ""
+        storage = ObjectStorage("gs://bucket/runs", {"base_url": stub.url, "bearer_token": "secret-token"})
+        state = {"w": torch.zeros(5_000_000)}
+        with hf.Checkpointer(storage.child("run"), state, every=1, keep=hf.Keep(last=9)) as ck:
+            assert ck._client.process_id is not None
+            for _ in range(5):
+                state["w"] += 1
+                ck.step()
+                ck.wait()
+        assert stub.num_faults > 10
+        names = sorted(info.path for info in storage.list() if info.path.endswith("/manifest.json"))
+        assert len(names) == 5
+        for number, name in enumerate(names, 1):
+            found = hf.load(hf.Checkpoint.at(storage.child("run"), name.split("/")[1]))
+            assert torch.equal(found["w"], torch.full((5_000_000,), float(number)))
+        stub.shutdown()
+        thread.join(10)

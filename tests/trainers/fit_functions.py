@@ -101,6 +101,7 @@ def learn(config: dict[str, Any]) -> None:
         loss.backward()
         optimizer.step()
         state["step"] = step + 1
+        time.sleep(config.get("sleep", 0.0))
         if step == config.get("fail_step") and attempt() == 1:
             if config.get("sealed", True):
                 hf.report({"loss": loss}, state=state)

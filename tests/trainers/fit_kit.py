@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ from fit_functions import count_up
 
 import holdfast as hf
 from holdfast.torch import TorchTrainer
+
+LIMIT_S = 60.0
 
 
 def make(root: Path, function: Any = count_up, *, workers: int = 2, failures: int = 0, **options: Any) -> TorchTrainer:
@@ -35,3 +39,15 @@ def read(checkpoint: hf.Checkpoint | None) -> str:
     assert checkpoint is not None
     with checkpoint.as_directory() as directory:
         return Path(directory, "epoch.txt").read_text()
+
+
+def wait_gone(pid: int) -> None:
+    """Wait for the end of a process that is not our child."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([fd], [], [], LIMIT_S)[0], f"{pid} still runs"
+    finally:
+        os.close(fd)

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 
-from fit_functions import load_epoch, meet, save_directory
+from fit_functions import learn, load_epoch, meet, save_directory
 
 import holdfast as hf
 from holdfast.torch import TorchTrainer
@@ -25,10 +25,13 @@ def train(config: dict[str, object]) -> None:
 
 
 TorchTrainer(
-    train,
+    learn if told.get("learn") else train,
     train_loop_config=told,
-    scaling_config=hf.ScalingConfig(num_workers=2),
+    scaling_config=hf.ScalingConfig(num_workers=told.get("workers", 2)),
     run_config=hf.RunConfig(
-        name="run", storage_path=told["root"], checkpoint_config=hf.CheckpointConfig(num_to_keep=3)
+        name="run",
+        storage_path=told["root"],
+        checkpoint_config=hf.CheckpointConfig(num_to_keep=3),
+        failure_config=hf.FailureConfig(max_failures=told.get("failures", 0)),
     ),
 ).fit()

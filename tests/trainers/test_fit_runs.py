@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import select
 import signal
 import subprocess
 import sys
@@ -17,12 +15,11 @@ from typing import Any
 
 import pytest
 from fit_functions import meet, rank, save_directory
-from fit_kit import epochs, make, read
+from fit_kit import LIMIT_S, epochs, make, read, wait_gone
 
 import holdfast as hf
 
 SCRIPT = Path(__file__).with_name("fit_script.py")
-LIMIT_S = 60.0
 
 
 def start_script(root: Path, **config: Any) -> subprocess.Popen[str]:
@@ -223,15 +220,3 @@ def test_the_default_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     name, day = path.name.split("-", 1)
     assert name == "count_up"
     assert day[:10] == time.strftime("%Y-%m-%d")
-
-
-def wait_gone(pid: int) -> None:
-    """Wait for the end of a process that is not our child."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        assert select.select([fd], [], [], LIMIT_S)[0], f"{pid} still runs"
-    finally:
-        os.close(fd)

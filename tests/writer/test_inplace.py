@@ -11,7 +11,7 @@ import pytest
 import writer_kit as kit
 
 from holdfast.checkpoint.verify import verify
-from holdfast.errors import CheckpointExistsError, ConfigError, StorageError
+from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigError, StorageError
 from holdfast.format.commit import read_manifest
 from holdfast.storage.base import Storage
 from holdfast.storage.local import LocalStorage
@@ -63,10 +63,11 @@ def test_files_are_committed_where_they_are(client: WriterClient, storage: Stora
     assert result.bytes_written < 1000
 
 
-def test_nothing_there_is_an_empty_checkpoint(client: WriterClient, storage: Storage) -> None:
-    """No rank brought anything: committed all the same."""
-    commit(client, storage)
-    assert read_manifest(storage, "mine").files == ()
+def test_nothing_there_is_an_error(client: WriterClient, storage: Storage) -> None:
+    """Who says that he has uploaded something, and has not, must hear of it."""
+    with pytest.raises(CheckpointNotFoundError, match="NO_UPLOAD"):
+        commit(client, storage)
+    assert list(storage.list()) == []
 
 
 def test_a_checkpoint_gets_a_new_manifest(client: WriterClient, storage: Storage) -> None:

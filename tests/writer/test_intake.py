@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -315,9 +316,9 @@ def test_sources_and_checkpoint_must_be_apart(root: Path, tmp_path: Path, client
             take(client, storage, {0: path})
     job = kit.make_intake({0: tmp_path})
     with pytest.raises(ConfigError, match="one for each rank"):
-        client.ingest(
-            storage, type(job)(directory="c", save_id=job.save_id, sources=job.sources * 2, run=False)
-        ).result(60)
+        client.ingest(storage, replace(job, sources=job.sources * 2)).result(60)
+    with pytest.raises(ConfigError, match="checkpoint_id"):
+        client.ingest(storage, replace(job, manifest={}))
     with pytest.raises(ConfigError, match="absolute"):
         kit.make_intake({0: Path("relative")})
     assert kit.tree(root) == {"checkpoint_000001/sub/x": b"1"}

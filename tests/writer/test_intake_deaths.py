@@ -43,6 +43,11 @@ def killed(mode: str, root: Path, trainers: list[subprocess.Popen[str]]) -> tupl
     return said, writer
 
 
+def commit_of(save_id: str, wait_s: float) -> PartsJob:
+    fields = {"checkpoint_id": f"id-{save_id}"}
+    return PartsJob(directory="step_00000001", save_id=save_id, writers=(0,), manifest=fields, wait_s=wait_s, run=False)
+
+
 def test_a_driver_killed_after_ingest_is_committed(tmp_path: Path, trainers: list[subprocess.Popen[str]]) -> None:
     """SIGKILL of the driver's process group right after ingest: committed, recorded, nothing handed over is left."""
     directory, writer = killed("intake", tmp_path, trainers)
@@ -63,7 +68,7 @@ def test_a_worker_killed_after_its_part_was_sealed(tmp_path: Path, trainers: lis
     storage = LocalStorage(tmp_path)
     with WriterClient.start(storage) as driver:
         save_id, writer = killed("part", tmp_path, trainers)
-        job = PartsJob(directory="step_00000001", save_id=save_id, writers=(0,), wait_s=20, run=False)
+        job = commit_of(save_id, wait_s=20)
         driver.commit_parts(storage, job).result(30)
         assert kit.wait_ended(writer)
     assert verify(storage, "step_00000001", deep=True).ok
@@ -82,7 +87,7 @@ def test_a_part_whose_writer_died_too_is_swept(tmp_path: Path, trainers: list[su
     trainer.kill()
     trainer.wait(10)
     assert kit.wait_ended(writer)
-    job = PartsJob(directory="step_00000001", save_id=save_id, writers=(0,), wait_s=0.2, run=False)
+    job = commit_of(save_id, wait_s=0.2)
     with WriterClient.start(storage) as driver:
         error = driver.commit_parts(storage, job).exception(30)
     if error is not None:  # else it was too late for the part

@@ -31,7 +31,7 @@ def test_close_during_a_write_ends(hasty_threads):
     for _ in range(300):
         written, answered = [], []
         buffer = ReportBuffer(written.extend)
-        buffer.add(1, [{"loss": 1.0}], lambda calls, error: answered.append((calls, error)))
+        buffer.add(1, [{"loss": 1.0}], lambda calls, error, answered=answered: answered.append((calls, error)))
         close_in_time(buffer)
         assert written == [{"loss": 1.0}]
         assert answered == [([1], None)]

@@ -141,13 +141,13 @@ def timestamp(created: str) -> float:
 def metric_value(metrics: Mapping[str, Any], name: str) -> Any:
     """Look up one metric; None if there is none.
 
-    The exact name first, then ``/`` leads into nested mappings.
+    The exact name first (a mapping is no metric), then ``/`` leads into nested mappings.
 
     Example:
         >>> metric_value({"val": {"acc": 0.5}}, "val/acc"), metric_value({"val/acc": 0.7}, "val/acc")
         (0.5, 0.7)
     """
-    if name in metrics:
+    if name in metrics and not isinstance(metrics[name], Mapping):
         return metrics[name]
     cut = name.find("/")
     while cut >= 0:

@@ -14,7 +14,8 @@ from holdfast.errors import (
 )
 from holdfast.format.commit import read_manifest
 from holdfast.format.verify import verify_files
-from holdfast.storage.base import FileReader, PrefixStorage, Storage
+from holdfast.storage.base import FileReader, Storage
+from holdfast.storage.prefix import PrefixStorage
 
 from .catalog import is_remains
 

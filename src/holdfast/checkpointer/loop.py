@@ -110,10 +110,9 @@ class Checkpointer(Listing):
             raise SessionError("a Checkpointer is entered once; make another one for another run")
         check_ranks("all")
         check_root(self.storage)
-        options = self.options
-        self._progress = Progress(seed_samples=options.seed_samples)
-        bounds = {"max_staging_bytes": options.max_staging_bytes, "max_file_bytes": self.storage.max_file_bytes}
-        snapshotter = Snapshotter(**bounds, timeout_s=options.timeout_s)
+        self._progress = Progress(seed_samples=(options := self.options).seed_samples)
+        snapshotter = Snapshotter(max_staging_bytes=options.max_staging_bytes, timeout_s=options.timeout_s)
+        snapshotter.max_file_bytes = self.storage.max_file_bytes
         self._client = WriterClient.start(self.storage)
         try:
             started = start_run(

@@ -112,6 +112,11 @@ def commit(
         }
     )
     data = manifest.to_bytes()
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"{directory}: {len(entries)} files make a manifest of {len(data)} bytes, at most {MAX_MANIFEST_BYTES} are "
+            "read: put small files together (an archive)"
+        )
     target = join(directory, MANIFEST_NAME)
     replaced = _listed(storage, directory) if overwrite else frozenset()
     if overwrite:

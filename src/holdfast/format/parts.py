@@ -91,9 +91,17 @@ def put_plan(storage: Storage, directory: str, save_id: str, paths: Iterable[str
         save_id: of the intake.
         paths: files relative to the directory; none of them is there yet.
         work: whatever the writer needs to go on after a crash.
+
+    Raises:
+        CheckpointError: they are too many.
     """
-    body = {"plan": 1, "files": sorted(paths), "work": dict(work)}
-    storage.put(join(directory, plan_name(save_id)), dumps(body))
+    files = sorted(paths)
+    data = dumps({"plan": 1, "files": files, "work": dict(work)})
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"{directory}: {len(files)} files are too many for one checkpoint: put them into an archive"
+        )
+    storage.put(join(directory, plan_name(save_id)), data)
 
 
 def read_plan(storage: Storage, directory: str, name: str) -> tuple[tuple[str, ...], dict[str, Any]] | None:

@@ -15,7 +15,6 @@ from ..errors import (
     IncompleteCheckpointError,
     RunBusyError,
     TrainingError,
-    TrainingFailedError,
 )
 from ..writer.messages import RunOpened
 from .actions import (
@@ -26,6 +25,7 @@ from .actions import (
     End,
     FindStart,
     Input,
+    KillGroup,
     LateMetrics,
     NextAttempt,
     Note,
@@ -40,7 +40,7 @@ from .actions import (
 )
 from .board import Board
 from .commits import Commits
-from .crew import Clock, Crew, first_line
+from .crew import Clock, Crew, first_line, training_failed
 from .ending import Ending, Teardown
 from .engine import Exited, Received, Started
 from .failure import error_from_wire
@@ -271,8 +271,9 @@ class Controller:
             self._end(RunState.ABORTED, why)
             return
         self._tear_down()
-        if again and self._teardown is not None and self._teardown.kill_until is None:
-            self._teardown.settle_until = self._teardown.drain_until = self._now  # the second one waits for nothing
+        if again and self._teardown is not None:  # the second one waits for nothing
+            self._teardown.kill_until = self._now + self._limits.stop_s
+            self._out.append(KillGroup())
 
     def _tear_down(self, *, settle_s: float = 0.0) -> None:
         if self._teardown is None:
@@ -296,7 +297,9 @@ class Controller:
             self._history.append(cause)
             decision = self._plan.policy.decide(self._history, idle_starts=self._idle_starts)
             if isinstance(decision, GiveUp):
-                self._give_up(decision.why, crew, details)
+                newest = self.commits.shelf.newest()
+                error = training_failed(crew, decision.why, self._plan.uri, None if newest is None else newest.name)
+                self._end(RunState.ERRORED, f"training failed: {decision.why}", error, details)
                 return
             self._not_before = self._now + decision.delay_s
             if decision.delay_s:
@@ -304,18 +307,6 @@ class Controller:
         self.restarts += 1
         self._clock = Clock(since=self._now)
         self._ask(NextAttempt(reason=reason, details=details))
-
-    def _give_up(self, why: str, crew: Crew, details: dict[str, Any]) -> None:
-        shown = "\n".join(f"  rank {rank}: {text}" for rank, text in crew.told().items())
-        newest = self.commits.shelf.newest()
-        left = "there is no checkpoint" if newest is None else f"the newest checkpoint is {newest.name}"
-        error = TrainingFailedError(
-            f"training failed ({why}):\n{shown}\n{left} in {self._plan.uri}; the output of the workers is in its "
-            "logs/. Run the same script again to go on from there",
-            failures=dict(crew.causes),
-        )
-        error.__cause__ = next(iter(crew.causes.values()))
-        self._end(RunState.ERRORED, f"training failed: {why}", error, details)
 
     # -- what time and the sum of events bring -------------------------------------------------------------------
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, field
 
-from ..errors import TrainingError
+from ..errors import TrainingError, TrainingFailedError
 from .engine import Exited
 from .policy import Cause, ended_by_preemption
 
-__all__ = ["Clock", "Crew", "describe_exit", "first_line"]
+__all__ = ["Clock", "Crew", "describe_exit", "first_line", "training_failed"]
 
 _HINTS = {
     signal.SIGKILL: ": somebody killed it, or the kernel did because memory was short (its log says so: dmesg)",
@@ -146,3 +146,23 @@ def first_line(error: BaseException) -> str:
     lines = str(error).splitlines()
     text = lines[0] if lines else ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def training_failed(crew: Crew, why: str, uri: str, newest: str | None) -> TrainingFailedError:
+    """Make the error of a run that gives up.
+
+    Args:
+        crew: the workers that failed last.
+        why: the limit that is reached.
+        uri: of the run.
+        newest: name of its newest checkpoint.
+    """
+    shown = "\n".join(f"  rank {rank}: {text}" for rank, text in crew.told().items())
+    left = "there is no checkpoint" if newest is None else f"the newest checkpoint is {newest}"
+    error = TrainingFailedError(
+        f"training failed ({why}):\n{shown}\n{left} in {uri}; the output of the workers is in its logs/. Run the same "
+        "script again to go on from there",
+        failures=dict(crew.causes),
+    )
+    error.__cause__ = next(iter(crew.causes.values()), None)
+    return error

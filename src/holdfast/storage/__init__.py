@@ -7,14 +7,21 @@ imports `holdfast.errors` alone.
 
 from __future__ import annotations
 
-from .base import FileReader, FileWriter, ObjectInfo, PrefixStorage, Storage
+from typing import TYPE_CHECKING, Any
+
+from .base import FileReader, FileWriter, ObjectInfo, Storage
 from .local import LocalStorage
 from .memory import MemoryStorage
+from .prefix import PrefixStorage
 from .resolve import from_description, resolve, split_uri
+
+if TYPE_CHECKING:
+    from .libcloud import LibcloudObjectStore as LibcloudObjectStore
 
 __all__ = [
     "FileReader",
     "FileWriter",
+    "LibcloudObjectStore",
     "LocalStorage",
     "MemoryStorage",
     "ObjectInfo",
@@ -24,3 +31,11 @@ __all__ = [
     "resolve",
     "split_uri",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "LibcloudObjectStore":
+        raise AttributeError(f"module 'holdfast.storage' has no attribute {name!r}")
+    from .libcloud import LibcloudObjectStore
+
+    return LibcloudObjectStore

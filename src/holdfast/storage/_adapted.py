@@ -7,11 +7,14 @@ Etags are digests of the content, for objects small enough to be read for that; 
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import copy
 import hashlib
 import logging
 import os
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +32,8 @@ _log = logging.getLogger("holdfast.storage")
 _ETAG_BYTES = 64 << 10
 _WHOLE_BYTES = 1 << 20
 _COPY_BYTES = 8 << 20
+# A temporary file of a `put` lives for seconds; clocks of servers may be wrong by more than that.
+_DEAD_AFTER_S = 86400.0
 # One lock per object would never be given back; what shares one by chance only waits for a small write.
 _LOCKS = tuple(threading.Lock() for _ in range(64))
 _said: set[str] = set()
@@ -163,12 +168,7 @@ class AdaptedStorage(Storage):
         """Iterate over objects; see `Storage.list`."""
         prefix = check_prefix(prefix)
         base = f"{prefix}/" if prefix else ""
-        try:
-            with client_errors("list", self._where(prefix)):
-                entries = list(self._scan(self._join(prefix), recursive=recursive))
-        except StorageNotFoundError:
-            return
-        for found in entries:
+        for found in self._entries(prefix, recursive=recursive):
             if any(part.startswith(TEMPORARY) for part in found.name.split("/")):
                 continue
             if found.size is not None:
@@ -184,6 +184,29 @@ class AdaptedStorage(Storage):
                 self._remove(self._full(path))
         except StorageNotFoundError:
             return
+
+    def delete_tree(self, prefix: str) -> None:
+        """Remove everything below the directory ``prefix``, what dead writers left included."""
+        for found in self._entries(prefix, recursive=True):
+            self._discard(prefix, found)
+
+    def tidy(self, directory: str) -> None:
+        """Remove temporary files of writers that must be dead by now; see `Storage.tidy`."""
+        for found in self._entries(directory, recursive=False):
+            if found.name.startswith(TEMPORARY) and 0.0 < found.modified < time.time() - _DEAD_AFTER_S:
+                self._discard(directory, found)
+
+    def _entries(self, directory: str, *, recursive: bool) -> builtins.list[Found]:
+        try:
+            with client_errors("list", self._where(directory)):
+                return builtins.list(self._scan(self._join(check_prefix(directory)), recursive=recursive))
+        except StorageNotFoundError:
+            return []
+
+    def _discard(self, directory: str, found: Found) -> None:
+        base = self._join(check_prefix(directory))
+        with contextlib.suppress(StorageNotFoundError), client_errors("delete", self._where(directory)):
+            self._remove(f"{base.rstrip('/')}/{found.name}" if base else found.name)
 
     def copy(self, source: str, target: str) -> None:
         """Repeat an object, on the server where the client can; see `Storage.copy`."""

@@ -20,7 +20,7 @@ class Described:
     """Arguments, split.
 
     Attributes:
-        plain: the arguments without credentials, whose places hold ``{"$secret": name}``; None if JSON cannot hold them.
+        plain: the arguments, ``{"$secret": name}`` in the place of each credential; None if JSON cannot hold them.
         secrets: the credentials by name.
     """
 

@@ -19,7 +19,10 @@ from .base import TEMPORARY
 if TYPE_CHECKING:
     from .object import ObjectStorage
 
-__all__ = ["Conditions", "conditions_of", "landed"]
+__all__ = ["MARK", "Conditions", "conditions_of", "landed"]
+
+MARK = "holdfastput"
+"""Name of the metadata that says which request wrote an object (Azure allows letters and digits only)."""
 
 _LOG = logging.getLogger("holdfast.storage")
 _REFUSALS = ("AlreadyExistsError", "PreconditionError")
@@ -100,7 +103,7 @@ def _is_unsupported(error: Exception) -> bool:
     return type(error).__name__ == "NotSupportedError" or "501 Not Implemented" in str(error)
 
 
-def landed(storage: ObjectStorage, key: str, nonce: str, error: Exception) -> str | None:
+def landed(storage: ObjectStorage, key: str, mark: str, error: Exception) -> str | None:
     """Return the etag if the object is the one we tried to write in spite of ``error``, None if it is not.
 
     A request whose answer was lost is sent again by the client, and then meets what it wrote itself.
@@ -113,4 +116,4 @@ def landed(storage: ObjectStorage, key: str, nonce: str, error: Exception) -> st
     except Exception as unread:  # noqa: BLE001 - the first error is what the caller hears of
         _LOG.debug("cannot tell whether %s was written: %s", key, type(unread).__name__)
         return None
-    return storage._tag(found.meta) if found.attributes.get("holdfastput") == nonce else None
+    return storage._tag(found.meta) if found.attributes.get(MARK) == mark else None

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from ..errors import (
+    HoldfastError,
     StorageConflictError,
     StorageError,
     StorageExistsError,
@@ -15,14 +16,19 @@ from ..errors import (
     StoragePermissionError,
 )
 
-__all__ = ["errors_of", "status_of", "was_retried"]
+__all__ = ["NO_BUCKET", "errors_of", "said", "status_of", "was_retried"]
+
+NO_BUCKET = "the bucket or container does not exist"
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]{1,80})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]{1,300})")
 _FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage", "AccountStorageLimit", "XMinioStorageFull")
-_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "FilesystemNotFound", "The specified bucket does not exist")
-_NO_CREDENTIALS = ("169.254.169.254", "metadata.google.internal", "No credentials", "Missing credentials", "ADC")
+_BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound", "FilesystemNotFound", "The specified bucket does not exist")
+_NO_CREDENTIALS = (
+    "169.254.169.254", "metadata.google.internal", "latest/api/token", "latest/meta-data", "computeMetadata/v1",
+    "metadata/identity/oauth2", "performing token request", "no credentials",
+)  # fmt: skip
 _TIMEOUT = ("timed out", "kind: Timeout", "TimedOut", "deadline has elapsed")
 
 
@@ -40,7 +46,7 @@ def errors_of(action: str, where: str, secrets: Iterable[str] = ()) -> Iterator[
     """
     try:
         yield
-    except StorageError:
+    except HoldfastError:
         raise
     except Exception as error:
         if not _is_of_client(error):
@@ -67,20 +73,21 @@ def _is_of_client(error: Exception) -> bool:
 
 def _translated(error: Exception, action: str, where: str, secrets: tuple[str, ...]) -> StorageError:
     text, kind, status = str(error), type(error).__name__, status_of(error)
-    said = _said(text, secrets)
+    told = said(text, secrets)
     start = f"cannot {action} {where}"
     if any(code in text for code in _FULL) or status == 507:
-        return StorageFullError(f"{start}: no space or quota is left ({said}); free some, or keep fewer checkpoints")
-    if any(code in text for code in _NO_BUCKET):
-        return StorageNotFoundError(f"{start}: the bucket or container does not exist; create it, or check the name")
-    if kind in ("PermissionDeniedError", "UnauthenticatedError", "PermissionError") or status in (401, 403):
-        return StoragePermissionError(
-            f"{start}: access was refused ({said}); check the credentials, their rights on this bucket and prefix, "
-            "and the clock of this machine"
-        )
+        return StorageFullError(f"{start}: no space or quota is left ({told}); free some, or keep fewer checkpoints")
+    if any(code in text for code in _BUCKET_CODES):
+        return StorageNotFoundError(f"{start}: {NO_BUCKET}; create it, or check the name")
+    # The address of the service that lends credentials to virtual machines: the last place where the client looks.
     if any(mark in text for mark in _NO_CREDENTIALS):
         return StoragePermissionError(
-            f"{start}: no credentials were found ({said}); set them in the environment (see docs/storage.md)"
+            f"{start}: no credentials were found ({told}); set them in the environment (see docs/storage.md)"
+        )
+    if kind in ("PermissionDeniedError", "UnauthenticatedError", "PermissionError") or status in (401, 403):
+        return StoragePermissionError(
+            f"{start}: access was refused ({told}); check the credentials, their rights on this bucket and prefix "
+            "(without the right to list, S3 refuses also what does not exist), and the clock of this machine"
         )
     if kind == "AlreadyExistsError":
         return StorageExistsError(f"{start}: it exists; use another name or remove it")
@@ -89,11 +96,11 @@ def _translated(error: Exception, action: str, where: str, secrets: tuple[str, .
     if isinstance(error, FileNotFoundError) or status == 404:
         return StorageNotFoundError(f"{start}: there is no such object; check the path")
     if any(mark in text for mark in _TIMEOUT):
-        return StorageError(f"{start}: the storage did not answer in time ({said}); it may work later")
-    return StorageError(f"{start}: {said}")
+        return StorageError(f"{start}: the storage did not answer in time ({told}); it may work later")
+    return StorageError(f"{start}: {told}")
 
 
-def _said(text: str, secrets: tuple[str, ...]) -> str:
+def said(text: str, secrets: tuple[str, ...]) -> str:
     """Return the essence of a client's message: one line, no query strings, no XML, no secrets."""
     head = text.partition("\n\nDebug source")[0]
     code, message = _CODE.search(head), _MESSAGE.search(head)

@@ -6,13 +6,14 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, suppress
+from typing import Any, TypeVar
 
 from ..errors import StorageError
+from ._object_errors import status_of
 from .base import FileReader, FileWriter, check_view
 
-__all__ = ["NUM_PARALLEL", "PART_BYTES", "ObjectReader", "ObjectWriter", "part_bytes"]
+__all__ = ["NUM_PARALLEL", "PART_BYTES", "ObjectReader", "ObjectWriter", "again_if_broken", "is_broken", "part_bytes"]
 
 PART_BYTES = 8 << 20
 NUM_PARALLEL = 12
@@ -22,6 +23,7 @@ _MAX_PARTS = 9_000  # the stores allow 10,000
 _CHUNK = 4 << 20
 _TRIES = 3
 
+_T = TypeVar("_T")
 _Errors = Callable[[str], AbstractContextManager[None]]
 
 _lock = threading.Lock()
@@ -50,11 +52,29 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
+def again_if_broken(action: Callable[[], _T]) -> _T:
+    """Repeat a request for reading whose answer broke off; what fails before an answer the client repeats itself."""
+    for attempt in range(_TRIES):
+        try:
+            return action()
+        except Exception as error:
+            if not is_broken(error) or attempt == _TRIES - 1:
+                raise
+    raise AssertionError("not reached")
+
+
+def is_broken(error: Exception) -> bool:
+    """Tell whether a connection broke before the whole answer was there."""
+    return type(error).__name__ == "GenericError" and status_of(error) is None
+
+
 class ObjectWriter(FileWriter):
     """Uploads an object in parts while it is written; one request if it is small. Nothing is visible before `close`."""
 
-    def __init__(self, start: Callable[[], Any], errors: _Errors, path: str, size: int) -> None:
-        self._start, self._errors, self._path, self._size = start, errors, path, size
+    def __init__(
+        self, start: Callable[[], Any], arrived: Callable[[Exception], bool], errors: _Errors, path: str, size: int
+    ) -> None:
+        self._start, self._arrived, self._errors, self._path, self._size = start, arrived, errors, path, size
         self._upload: Any = None
         self._offset = 0  # padding included
         self._ended = False
@@ -86,6 +106,10 @@ class ObjectWriter(FileWriter):
                 self._upload = self._start()
             try:
                 self._upload.close()
+            except Exception as error:
+                # The answer may have been lost, and the request repeated in vain, when all the bytes are there.
+                if not self._arrived(error):
+                    raise
             finally:
                 self._upload = None
 
@@ -96,11 +120,10 @@ class ObjectWriter(FileWriter):
         self._ended = True
         upload, self._upload = self._upload, None
         if upload is not None:
-            try:
-                # Leaving its block by an exception is how the client is told to abort.
+            # Leaving its block by an exception is how the client is told to abort. A store that has gone away keeps the
+            # parts: docs/storage.md has the rule of life cycle that removes them.
+            with suppress(Exception):
                 upload.__exit__(StorageError, StorageError("aborted"), None)
-            except Exception:  # noqa: BLE001 - a store that has gone away keeps the parts; see docs/storage.md
-                pass
 
 
 class ObjectReader(FileReader):
@@ -132,26 +155,22 @@ class ObjectReader(FileReader):
             piece.result()
 
     def _read_range(self, offset: int, target: memoryview) -> None:
+        at = 0
+
+        def go_on() -> None:
+            nonlocal at
+            # Chunk by chunk as they arrive: an answer is never held twice. After a break it goes on from there.
+            for chunk in self._fetch(offset + at, offset + len(target)) if at < len(target) else ():
+                data = memoryview(chunk)
+                if at + len(data) > len(target):
+                    raise StorageError(f"cannot read {self._path}: the storage sent more than was asked for")
+                target[at : at + len(data)] = data
+                at += len(data)
+
         with self._errors("read"):
-            at = 0
-            for attempt in range(_TRIES):
-                try:
-                    # Chunk by chunk as they arrive: an answer is never held twice.
-                    for chunk in self._fetch(offset + at, offset + len(target)):
-                        data = memoryview(chunk)
-                        if at + len(data) > len(target):
-                            raise StorageError(f"cannot read {self._path}: the storage sent more than was asked for")
-                        target[at : at + len(data)] = data
-                        at += len(data)
-                except StorageError:
-                    raise
-                except Exception as error:
-                    # A connection that broke in the middle of an answer: go on from there.
-                    if type(error).__name__ != "GenericError" or attempt == _TRIES - 1:
-                        raise
-                if at == len(target):
-                    return
-        raise StorageError(f"cannot read {self._path}: the storage sent {at} of {len(target)} bytes at {offset}")
+            again_if_broken(go_on)
+        if at < len(target):
+            raise StorageError(f"cannot read {self._path}: the storage sent {at} of {len(target)} bytes at {offset}")
 
     def close(self) -> None:
         """Nothing is held."""

@@ -27,7 +27,8 @@ SECRETS = frozenset(
 )  # fmt: skip
 
 # Option -> environment variables, the first that is set wins.
-_S3 = {
+_Table = dict[str, tuple[str, ...]]
+_S3: _Table = {
     "endpoint": ("S3_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
     "access_key_id": ("AWS_ACCESS_KEY_ID",),
@@ -41,12 +42,12 @@ _S3 = {
     "skip_signature": ("AWS_SKIP_SIGNATURE",),
     "profile": ("AWS_PROFILE",),
 }
-_HMAC = {
+_HMAC: _Table = {
     "endpoint": ("GCS_ENDPOINT_URL",),
     "access_key_id": ("GCS_KEY",),
     "secret_access_key": ("GCS_SECRET",),
 }
-_GCS = {
+_GCS: _Table = {
     "base_url": ("GOOGLE_BASE_URL",),
     "service_account": ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH"),
     "service_account_key": ("GOOGLE_SERVICE_ACCOUNT_KEY",),
@@ -54,7 +55,7 @@ _GCS = {
     "bearer_token": ("GOOGLE_BEARER_TOKEN",),
     "skip_signature": ("GOOGLE_SKIP_SIGNATURE",),
 }
-_AZURE = {
+_AZURE: _Table = {
     "account_name": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"),
     "account_key": ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_KEY"),
     "sas_key": ("AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN"),
@@ -67,7 +68,7 @@ _AZURE = {
     "use_azure_cli": ("AZURE_USE_AZURE_CLI",),
     "encryption_key": ("AZURE_ENCRYPTION_KEY",),
 }
-_OCI = {
+_OCI: _Table = {
     "endpoint": ("OCI_ENDPOINT_URL",),
     "namespace": ("OCI_NAMESPACE",),
     "region": ("OCI_REGION",),
@@ -145,7 +146,7 @@ def _shown(uri: str) -> str:
     return re.sub(r"//[^/]*:[^/]*@", "//***@", uri.partition("?")[0])
 
 
-def _with_environment(given: dict[str, str], table: dict[str, tuple[str, ...]]) -> dict[str, str]:
+def _with_environment(given: dict[str, str], table: _Table) -> dict[str, str]:
     found = dict(given)
     # Half of a key pair from here and half from there would be a riddle: given credentials keep the environment's out.
     told = SECRETS.intersection(given)

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import posixpath
 import re
+import socket
 import threading
 import weakref
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ class FsspecStorage(AdaptedStorage):
             self._recipe, self._client = filesystem, None
         else:
             self._recipe, self._client = _Recipe.of(filesystem), filesystem
+            _bound_waits(filesystem)
         super().__init__(root, uri or _uri_of(filesystem, root))
 
     @property
@@ -92,7 +94,12 @@ class FsspecStorage(AdaptedStorage):
 
     def _fetch(self, full: str) -> bytes:
         with _guarded(self.filesystem) as fs:
-            return bytes(fs.cat_file(full))
+            if not hasattr(fs, "ftp"):
+                return bytes(fs.cat_file(full))
+            with fs.open(full, "rb") as handle:
+                if hasattr(handle, "prefetch"):  # SFTP: all requests at once instead of one answer after the other
+                    handle.prefetch(fs.info(full)["size"])
+                return bytes(handle.read())
 
     def _reader(self, full: str, found: Found, where: str) -> FileReader:
         fs, size = self.filesystem, found.size or 0
@@ -109,7 +116,7 @@ class FsspecStorage(AdaptedStorage):
                 return
             temporary = temporary_beside(full)
             try:
-                self._in_directory(fs, full, lambda: fs.pipe_file(temporary, data))
+                self._in_directory(fs, full, lambda: _write(fs, temporary, data))
                 _replace(fs, temporary, full)
             except BaseException:
                 with contextlib.suppress(Exception):
@@ -279,9 +286,9 @@ def _adapt(filesystem: Any, recipe: _Recipe, root: str, uri: str | None) -> Stor
         raise ConfigError(f"filesystem={filesystem!r}: it serves old content from its cache; give the one below it")
     if "dir" in recipe.protocols and filesystem is not None:
         below = f"{str(filesystem.path).rstrip('/')}/{root.lstrip('/')}".rstrip("/")
-        return from_filesystem(filesystem.fs, below)
+        return from_filesystem(filesystem.fs, below or "/")
     if recipe.protocols & {"file", "local"}:
-        return LocalStorage(root or "/")
+        return LocalStorage(root or ".")
     if any(base.__name__ == "ArrowFSWrapper" for base in recipe.kind.__mro__):
         # Its rmdir removes what is in the directory, too; pyarrow itself says so.
         from .pyarrow import from_filesystem as from_pyarrow
@@ -306,11 +313,22 @@ def _seconds(moment: Any) -> float:
     return float(moment.timestamp()) if hasattr(moment, "timestamp") else 0.0
 
 
+def _write(fs: Any, full: str, data: bytes) -> None:
+    with fs.open(full, "wb") as handle:
+        if hasattr(handle, "set_pipelined"):
+            handle.set_pipelined(True)
+        handle.write(data)
+
+
 def _make_directory(fs: Any, directory: str) -> None:
+    """Make a directory and those above it; each may be made by somebody else in the same moment."""
+    if not directory.strip("/") or fs.isdir(directory):
+        return
+    _make_directory(fs, posixpath.dirname(directory))
     try:
-        fs.makedirs(directory, exist_ok=True)
+        fs.mkdir(directory, create_parents=False)
     except OSError:
-        # Another process may have been faster: SFTP servers call that "Failure".
+        # SFTP servers call a directory that is there already "Failure".
         if not fs.isdir(directory):
             raise
 
@@ -350,7 +368,10 @@ def _bound_waits(fs: Any) -> None:
     channel = getattr(getattr(fs, "ftp", None), "get_channel", None)
     if channel is not None and channel() is not None:
         channel().settimeout(_TIMEOUT_S)
-        fs.client.get_transport().set_keepalive(int(_TIMEOUT_S / 2))
+        transport = fs.client.get_transport()
+        transport.set_keepalive(int(_TIMEOUT_S / 2))
+        with contextlib.suppress(OSError, AttributeError):  # a proxy command is no socket
+            transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _uri_of(filesystem: Any, root: str) -> str:

@@ -8,29 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote
 
 from .._optional import require
-from ..errors import ConfigError, StorageError, StorageNotFoundError
-from ._adapted import AdaptedStorage, Found, short_read, temporary_beside
-from ._client_errors import client_errors
+from ..errors import ConfigError, StorageError
+from ._adapted import AdaptedStorage, Found, temporary_beside
 from ._client_options import Described, rebuild_options
-from .base import FileReader, FileWriter, Storage, check_view
+from ._libcloud_io import Reader, Writer
+from .base import FileReader, FileWriter, Storage
 
 __all__ = ["LibcloudObjectStore", "from_description", "from_uri"]
 
-# Bytes under way to libcloud: two views of the usual 8 MiB, then `write` waits.
-_QUEUE_VIEWS = 2
-# No byte taken by libcloud for so long, and the upload is given up; its own socket time-out is 60 s.
-_STALL_S = 600.0
-_POLL_S = 0.5
+_NAMED = "environ:"
 _KEY, _SECRET = "HOLDFAST_LIBCLOUD_KEY", "HOLDFAST_LIBCLOUD_SECRET"
 
 
@@ -66,6 +60,7 @@ class LibcloudObjectStore(AdaptedStorage):
             raise ConfigError("LibcloudObjectStore(container=''): give the name of a container")
         self._provider, self._container = provider.lower(), container
         self._arguments = dict(provider_kwargs or {})
+        self._environ: dict[str, str] = {}
         self._kind = _driver_class(self._provider)
         self._local = threading.local()
         # The local driver writes in place; its files can be renamed, though, as those of no other provider.
@@ -88,7 +83,10 @@ class LibcloudObjectStore(AdaptedStorage):
 
     def secrets(self) -> dict[str, str] | None:
         """Return keys and secrets among the arguments."""
-        return self._described.secrets or None
+        named = {given["environ"] for given in self._arguments.values() if _is_named(given)}
+        # Writer processes have an environment of their own: what is looked up there goes with the rest.
+        found = {f"{_NAMED}{name}": self._environ.get(name) or os.environ.get(name) for name in named}
+        return {**self._described.secrets, **{name: value for name, value in found.items() if value}} or None
 
     @property
     def _described(self) -> Described:
@@ -105,10 +103,19 @@ class LibcloudObjectStore(AdaptedStorage):
     def _driver(self) -> Any:
         """The driver of this thread, and of this process: a forked child must not share a connection."""
         if getattr(self._local, "pid", None) != os.getpid():
-            self._local.driver = self._kind(**{name: _value(name, given) for name, given in self._arguments.items()})
+            self._local.driver = self._kind(**{name: self._value(name) for name in self._arguments})
             self._local.container = None
             self._local.pid = os.getpid()
         return self._local.driver
+
+    def _value(self, name: str) -> Any:
+        given = self._arguments[name]
+        if not _is_named(given):
+            return int(given) if name == "port" and isinstance(given, str) else given
+        value = self._environ.get(given["environ"]) or os.environ.get(given["environ"])
+        if value is None:
+            raise ConfigError(f"{self._uri}: environment variable {given['environ']} ({name}) is not set")
+        return value
 
     @property
     def _bucket(self) -> Any:
@@ -124,15 +131,15 @@ class LibcloudObjectStore(AdaptedStorage):
             return self._driver.get_object(container_name=self._container, object_name=full)
         except ObjectDoesNotExistError:
             # Drivers say so for any answer they did not expect, an expired token among them: ask another way.
-            for found in self._driver.iterate_container_objects(self._bucket, prefix=full):
+            for found in () if self._is_disk else self._driver.iterate_container_objects(self._bucket, prefix=full):
                 if found.name == full:
                     return found
                 if found.name > full:
                     break
             raise
-        except ObjectError as error:
+        except ObjectError:
             if self._is_disk:  # a directory
-                raise FileNotFoundError(full) from error
+                raise FileNotFoundError(full) from None
             raise
 
     def _look(self, full: str) -> Found | None:
@@ -143,7 +150,7 @@ class LibcloudObjectStore(AdaptedStorage):
         return b"".join(self._driver.download_object_as_stream(found)) if found.size else b""
 
     def _reader(self, full: str, found: Found, where: str) -> FileReader:
-        return _Reader(self, full, where, found)
+        return Reader(self, full, where, found)
 
     def _store(self, full: str, data: bytes) -> None:
         if not self._is_disk:
@@ -174,7 +181,7 @@ class LibcloudObjectStore(AdaptedStorage):
         return os.path.join(self._driver.base_path, self._container, full)
 
     def _writer(self, full: str, size: int, where: str) -> FileWriter:
-        return _Writer(
+        return Writer(
             lambda chunks: self._upload(chunks, full),
             where,
             size,
@@ -185,7 +192,8 @@ class LibcloudObjectStore(AdaptedStorage):
     def _scan(self, full: str, *, recursive: bool) -> Iterator[Found]:
         start = f"{full}/" if full else ""
         seen: set[str] = set()
-        for found in self._driver.iterate_container_objects(self._bucket, prefix=start or None):
+        prefix = None if self._is_disk else start or None  # the local driver warns that it looks at all files anyway
+        for found in self._driver.iterate_container_objects(self._bucket, prefix=prefix):
             if not found.name.startswith(start) or found.name.endswith("/"):
                 continue
             path = found.name[len(start) :]
@@ -204,136 +212,6 @@ class LibcloudObjectStore(AdaptedStorage):
             return  # the local driver prunes directories, as another thread may have done just before
         if not done:
             raise StorageError(f"{self._where('')}: the provider did not delete {full}")
-
-
-class _Reader(FileReader):
-    def __init__(self, storage: LibcloudObjectStore, full: str, where: str, found: Found) -> None:
-        self._storage, self._full, self._where, self._found = storage, full, where, found
-        self.size = found.size or 0
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        target = view.cast("B")
-        if offset < 0 or offset + len(target) > self.size:
-            raise short_read(self._where, len(target), offset, self.size)
-        if not len(target):
-            return
-        with client_errors("read", self._where):
-            found = self._storage._object(self._full)
-            chunks = self._storage._driver.download_object_range_as_stream(found, offset, offset + len(target))
-            data = b"".join(chunks)
-            now = self._storage._look(self._full)
-        if len(data) != len(target):
-            raise short_read(self._where, len(target), offset, offset + len(data))
-        if now != self._found:
-            raise StorageError(f"cannot read {self._where}: it was replaced while it was read; open it again")
-        target[:] = data
-
-    def close(self) -> None:
-        pass
-
-
-class _Abandoned(Exception):  # noqa: N818  # never leaves this module
-    """The upload is not wanted any more."""
-
-
-class _Writer(FileWriter):
-    def __init__(
-        self,
-        upload: Callable[[Iterator[bytes]], None],
-        where: str,
-        size: int,
-        *,
-        drop: Callable[[], None],
-        check: Callable[[], Found | None],
-    ) -> None:
-        self._where, self._size, self._drop, self._check = where, size, drop, check
-        self._offset = 0  # bytes written, padding included
-        self._ended = False
-        self._error: Exception | None = None
-        self._chunks: queue.Queue[bytes | None] = queue.Queue(_QUEUE_VIEWS)  # None: that was all
-        self._abandoned = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(upload,), name="holdfast-libcloud", daemon=True)
-        self._thread.start()
-
-    def _run(self, upload: Callable[[Iterator[bytes]], None]) -> None:
-        try:
-            upload(self._feed())
-        except Exception as error:  # noqa: BLE001  # the edge of the thread: `write` and `close` raise it
-            self._error = error
-
-    def _feed(self) -> Iterator[bytes]:
-        waited_from = time.monotonic()
-        while True:
-            if self._abandoned.is_set():
-                raise _Abandoned
-            try:
-                chunk = self._chunks.get(timeout=_POLL_S)
-            except queue.Empty:
-                # A writer that was dropped without `close` would keep this thread and its connection.
-                if time.monotonic() - waited_from > _STALL_S:
-                    raise _Abandoned from None
-                continue
-            if chunk is None:
-                return
-            yield chunk
-            waited_from = time.monotonic()
-
-    def _give(self, chunk: bytes | None) -> None:
-        until = time.monotonic() + _STALL_S
-        while True:
-            if not self._thread.is_alive():
-                self._raise()
-                raise StorageError(f"cannot write {self._where}: the upload ended before its bytes")
-            with contextlib.suppress(queue.Full):
-                self._chunks.put(chunk, timeout=_POLL_S)
-                return
-            if time.monotonic() > until:
-                raise StorageError(f"cannot write {self._where}: the provider took no bytes for {_STALL_S:.0f} s")
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            with client_errors("write", self._where):
-                raise self._error
-
-    def write(self, view: memoryview) -> None:
-        if self._ended:
-            raise StorageError(f"cannot write {self._where}: the writer is closed")
-        view = view.cast("B")
-        check_view(self._where, size=self._size, offset=self._offset, nbytes=len(view))
-        self._give(bytes(view[: max(0, self._size - self._offset)]))
-        self._offset += len(view)
-
-    def close(self) -> None:
-        if self._ended:
-            return
-        try:
-            if self._offset < self._size:
-                raise StorageError(
-                    f"cannot finish {self._where}: {self._offset} of {self._size} bytes were written; write the rest"
-                )
-            self._give(None)
-            self._thread.join(_STALL_S)
-            self._raise()
-            if self._thread.is_alive():
-                raise StorageError(f"cannot finish {self._where}: the provider did not answer for {_STALL_S:.0f} s")
-            with client_errors("write", self._where):
-                found = self._check()
-            if found is None or found.size != self._size:
-                raise StorageError(f"cannot finish {self._where}: the provider has {found and found.size} bytes of it")
-            self._ended = True
-        except BaseException:
-            self.abort()
-            raise
-
-    def abort(self) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        self._abandoned.set()
-        self._thread.join(_STALL_S)
-        # What cannot be dropped now is no part of any manifest; nobody reads it, and a sweep takes it.
-        with contextlib.suppress(Exception):
-            self._drop()
 
 
 def from_uri(uri: str) -> Storage:
@@ -371,10 +249,13 @@ def from_description(
     Raises:
         ConfigError: its credentials are not known here.
     """
+    environ = {name[len(_NAMED) :]: value for name, value in (secrets or {}).items() if name.startswith(_NAMED)}
     known = rebuild_options(provider_kwargs, secrets, f"libcloud://{provider}/{container}")
     if provider == "local" and "folder" in known:
         known["key"] = known.pop("folder")
-    return LibcloudObjectStore(provider, container, known, prefix=prefix)
+    storage = LibcloudObjectStore(provider, container, known, prefix=prefix)
+    storage._environ = environ
+    return storage
 
 
 def _driver_class(provider: str) -> Any:
@@ -388,13 +269,8 @@ def _driver_class(provider: str) -> Any:
         raise ConfigError(f"libcloud's provider {provider!r} needs a package more: {error}") from error
 
 
-def _value(name: str, given: Any) -> Any:
-    if not (isinstance(given, Mapping) and set(given) == {"environ"}):
-        return int(given) if name == "port" and isinstance(given, str) else given
-    value = os.environ.get(given["environ"])
-    if value is None:
-        raise StorageNotFoundError(f"environment variable {given['environ']} ({name} of the provider) is not set")
-    return value
+def _is_named(given: Any) -> bool:
+    return isinstance(given, Mapping) and set(given) == {"environ"}
 
 
 def _found(found: Any, name: str) -> Found:

@@ -15,10 +15,17 @@ from datetime import timedelta
 from typing import Any
 
 from .._optional import require
-from ..errors import ConfigError, StorageError, StorageExistsError, StorageNotFoundError
-from ._object_conditions import conditions_of, landed
-from ._object_errors import errors_of
-from ._object_io import NUM_PARALLEL, ObjectReader, ObjectWriter, part_bytes
+from ..errors import (
+    ConfigError,
+    HoldfastError,
+    StorageConflictError,
+    StorageError,
+    StorageExistsError,
+    StorageNotFoundError,
+)
+from ._object_conditions import MARK, conditions_of, landed
+from ._object_errors import NO_BUCKET, errors_of, said
+from ._object_io import NUM_PARALLEL, ObjectReader, ObjectWriter, again_if_broken, is_broken, part_bytes
 from ._object_place import SECRETS, Place, find_place
 from .base import TEMPORARY, FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix
 
@@ -26,6 +33,7 @@ __all__ = ["ObjectStorage", "from_options", "from_uri"]
 
 _COPY_MAX = 5 << 30  # what the stores copy in one request
 _COPY_BYTES = 32 << 20
+_TRIES = 3
 # What is no setting of the client but ours.
 _OURS = ("connect_timeout_s", "deadline_s", "max_retries", "timeout_s")
 # Credentials that were given by hand, by place: handles rebuilt in this process find them again. Never leaves it.
@@ -74,32 +82,34 @@ class ObjectStorage(Storage):
         self, path: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
     ) -> str | None:
         """Store a small object atomically; see `Storage.put`."""
-        key = self._key(path)
+        key, obs = self._key(path), self._obs
         if not if_absent and if_match is None:
             with self._errors("write", key):
-                return self._tag(self._obs.put(self._store, key, bytes(data), use_multipart=False))
+                return self._tag(obs.put(self._store, key, bytes(data), use_multipart=False))
         if not conditions_of(self).kept:
             self._check_first(path, if_absent=if_absent, if_match=if_match)
             return self.put(path, data)
-        nonce = uuid.uuid4().hex
+        mark = uuid.uuid4().hex
         mode = "create" if if_absent else {self._tag_name: if_match}
         with self._errors("replace" if if_match else "create", key):
-            try:
-                # The nonce tells our own first try from another writer's object when the client had to try again.
-                result = self._obs.put(
-                    self._store, key, bytes(data), use_multipart=False, mode=mode, attributes={"holdfastput": nonce}
-                )
-            except Exception as error:
-                tag = landed(self, key, nonce, error)
-                if tag is None:
-                    raise
-                return tag
-            return self._tag(result)
+            for attempt in range(_TRIES):
+                try:
+                    # The mark tells what our own first try wrote from another writer's object.
+                    found = obs.put(
+                        self._store, key, bytes(data), use_multipart=False, mode=mode, attributes={MARK: mark}
+                    )
+                    return self._tag(found)
+                except Exception as error:
+                    tag = landed(self, key, mark, error)
+                    if tag is not None:
+                        return tag
+                    # The client does not repeat what is not safe to repeat; with the mark it is.
+                    if not is_broken(error) or attempt == _TRIES - 1:
+                        raise
+        raise AssertionError("not reached")
 
     def _check_first(self, path: str, *, if_absent: bool, if_match: str | None) -> None:
         """Do what can be done where the store itself does not compare: look before writing."""
-        from ..errors import StorageConflictError
-
         try:
             found: str | None = self.stat(path).etag
         except StorageNotFoundError:
@@ -117,10 +127,21 @@ class ObjectStorage(Storage):
         if size < 0:
             raise ConfigError(f"create({path!r}, size={size}): the size must not be negative")
 
-        def start() -> Any:
-            return self._obs.open_writer(self._store, key, buffer_size=part_bytes(size), max_concurrency=NUM_PARALLEL)
+        mark = uuid.uuid4().hex
 
-        return ObjectWriter(start, lambda action: self._errors(action, key), self._shown(key), size)
+        def start() -> Any:
+            return self._obs.open_writer(
+                self._store,
+                key,
+                buffer_size=part_bytes(size),
+                max_concurrency=NUM_PARALLEL,
+                attributes={MARK: mark},
+            )
+
+        def arrived(error: Exception) -> bool:
+            return landed(self, key, mark, error) is not None
+
+        return ObjectWriter(start, arrived, lambda action: self._errors(action, key), self._shown(key), size)
 
     def copy(self, source: str, target: str) -> None:
         """Copy on the side of the server; see `Storage.copy`."""
@@ -129,9 +150,13 @@ class ObjectStorage(Storage):
         if self.exists(target):
             raise StorageExistsError(f"cannot copy to {self._shown(new)}: it exists; use another name")
         if size <= _COPY_MAX:
-            with self._errors("copy", old):
-                self._obs.copy(self._store, old, new)
-            return
+            try:
+                with self._errors("copy", old):
+                    self._obs.copy(self._store, old, new)
+                return
+            except StorageNotFoundError:
+                # It was there a moment ago: some servers do not understand unusual names in this one request.
+                self.stat(source)
         with self.open(source) as reader, self.create(target, size) as writer:
             buffer = memoryview(bytearray(_COPY_BYTES))
             for start in range(0, size, _COPY_BYTES):
@@ -155,7 +180,7 @@ class ObjectStorage(Storage):
             with self._errors("delete", keys[0]):
                 self._obs.delete(self._store, keys)
         except StorageNotFoundError as error:
-            if "bucket" in str(error):
+            if NO_BUCKET in str(error):
                 raise
             # Stores without a request for many: one that is gone must not keep the others.
             for key in keys if len(keys) > 1 else []:
@@ -188,7 +213,7 @@ class ObjectStorage(Storage):
             return super().read(path, offset, size)
         key = self._key(path)
         with self._errors("read", key):
-            return bytes(self._obs.get(self._store, key).bytes())
+            return bytes(again_if_broken(lambda: self._obs.get(self._store, key).bytes()))
 
     def stat(self, path: str) -> ObjectInfo:
         """Describe an object; see `Storage.stat`."""
@@ -264,7 +289,13 @@ class ObjectStorage(Storage):
     @property
     def _store(self) -> Any:
         if not self._store_or_none:
-            self._store_or_none.append(_make_store(self._place, self._limits))
+            try:
+                self._store_or_none.append(_make_store(self._place, self._limits))
+            except Exception as error:
+                if isinstance(error, HoldfastError):
+                    raise
+                told = said(str(error), tuple(self._place.secrets.values()))
+                raise ConfigError(f"{self.uri}: the client refuses these settings: {told}") from None
         return self._store_or_none[0]
 
     @property
@@ -274,7 +305,9 @@ class ObjectStorage(Storage):
 
     def _tag(self, meta: Any) -> str | None:
         tag: str | None = meta.get(self._tag_name)
-        return tag
+        # Listings of Azure leave out the quotes that belong to an etag.
+        quoted = tag is None or self._place.store != "AzureStore" or tag.endswith('"')
+        return tag if quoted else f'"{tag}"'
 
     def _info(self, meta: Any, path: str) -> ObjectInfo:
         return ObjectInfo(

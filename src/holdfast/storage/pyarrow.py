@@ -29,6 +29,7 @@ _OBJECT_STORES = frozenset({"abfs", "gcs", "s3"})
 _KINDS = ("AzureFileSystem", "GcsFileSystem", "HadoopFileSystem", "S3FileSystem")
 _SCHEMES = {"abfs": "abfs", "gcs": "gs", "hdfs": "hdfs", "s3": "s3"}
 _PREFIX = "pyarrow+"
+_TRIES = 20
 
 
 class PyarrowStorage(AdaptedStorage):
@@ -71,8 +72,18 @@ class PyarrowStorage(AdaptedStorage):
         return None if info.type != FileType.File else _found(info, full)
 
     def _fetch(self, full: str) -> bytes:
-        with self.filesystem.open_input_file(full) as handle:
-            return bytes(handle.read())
+        for _ in range(_TRIES):
+            with self.filesystem.open_input_file(full) as handle:
+                size, version = handle.size(), handle.metadata()
+                data: bytes = handle.read_at(size, 0)
+            if self._is_tree:
+                return data
+            # Size and bytes are two requests of an object store, and a put may come between: look once more.
+            with self.filesystem.open_input_file(full) as handle:
+                after = (handle.size(), handle.metadata())
+            if (size, version) == after and len(data) == size:
+                return data
+        raise StorageError(f"{full} is replaced faster than it can be read")
 
     def _reader(self, full: str, found: Found, where: str) -> FileReader:
         handle = self.filesystem.open_input_file(full)
@@ -268,7 +279,7 @@ def from_description(client: dict[str, Any], root: str, uri: str, secrets: dict[
 def _adapt(filesystem: Any, path: str, uri: str | None) -> Storage:
     kind = filesystem.type_name
     if kind == "local":
-        return LocalStorage(path or "/")
+        return LocalStorage(path or ".")
     if kind == "subtree" and filesystem.base_fs.type_name in ("local", "subtree"):
         return _adapt(filesystem.base_fs, posixpath.join(filesystem.base_path, path.lstrip("/")), None)
     below = getattr(getattr(filesystem, "handler", None), "fs", None)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from holdfast.errors import ConfigError
 from holdfast.storage.base import Storage
 
 from .arena import Arena
@@ -145,6 +146,8 @@ class WriterClient:
         return self._make("parts", storage, job)
 
     def _make(self, do: str, storage: Storage, job: IngestJob | PartsJob) -> SaveFuture:
+        if not job.manifest.get("checkpoint_id"):
+            raise ConfigError(f"{job.directory}: a job needs a checkpoint_id, by which a repeated one is known again")
         with self._talk.lock:
             self._talk.check()
             header = {"do": do, "storage": self._talk.tell_storage(storage), "job": job.to_json()}

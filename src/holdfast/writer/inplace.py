@@ -49,6 +49,7 @@ def commit_in_place(storage: Storage, job: IngestJob, run: Run | None, side: Sid
 
     Raises:
         CheckpointExistsError: it is a checkpoint of this run already.
+        CheckpointNotFoundError: there is nothing.
         HoldfastError: it is as it was.
     """
     start = time.perf_counter()
@@ -116,6 +117,11 @@ def _list(storage: Storage, job: IngestJob, before: Manifest | None, listing: Li
         listing.add(entry)
     skip = len(job.directory) + 1
     names = {info.path[skip:]: info.size for info in storage.list(job.directory)}
+    if not {*names} - {plan_name(job.save_id)}:
+        raise CheckpointNotFoundError(
+            f"there is nothing at {join(storage.uri, job.directory)}: with NO_UPLOAD, or an upload function of your "
+            "own, the files must be there when report() is called"
+        )
     if REMOVING_NAME in names:
         raise ConfigError(
             f"{join(storage.uri, job.directory)} is being removed ({REMOVING_NAME}): use another directory"

@@ -73,7 +73,10 @@ class Intake:
         job = self._job
         manifest = committed_already(self._storage, job.directory, job.manifest) if again else None
         warnings: tuple[str, ...] = ()
-        if manifest is None:
+        if manifest is not None:
+            found = read_plan(self._storage, job.directory, self._plan_name)
+            warnings = Plan.from_json(found[1]).warnings if found is not None else ()
+        else:
             try:
                 try:
                     manifest, warnings = self._attempt(run)
@@ -147,7 +150,7 @@ class Intake:
             return
         target = os.path.realpath(os.path.join(storage.local_root, job.directory))
         for source in job.sources:
-            real = os.path.realpath(source.path)
+            real = os.path.realpath(source.path).rstrip("/")
             if f"{target}/".startswith(f"{real}/") or f"{real}/".startswith(f"{target}/"):
                 raise ConfigError(
                     f"rank {source.rank} reported {source.path}, but the checkpoint is to be made in {target}: one of "
@@ -207,7 +210,9 @@ class Intake:
                 if not source.owned:
                     continue
                 home, name = _home(self._storage, source.path)
-                if os.path.isdir(source.path) and not os.path.islink(source.path):
+                if os.path.islink(source.path):
+                    home.delete(name)  # the link; what it leads to is somebody else's
+                elif os.path.isdir(source.path):
                     home.delete_tree(name)
                 else:
                     home.delete(name)

@@ -157,7 +157,7 @@ class IngestJob:
         directory: checkpoint directory inside the storage; no checkpoint may be there.
         save_id: "<start id>-<counter hex>".
         sources: what the ranks reported, at most one each. None at all: the files are in ``directory`` already and are
-            committed where they are.
+            committed where they are; nothing is moved or removed.
         manifest: fields of the manifest.
         run: record the commit in the open run and apply its retention.
     """
@@ -219,7 +219,8 @@ class SaveResult:
         bytes_total: size of all its files.
         bytes_written: bytes that went to the storage.
         bytes_reused: bytes linked or copied from the previous checkpoint.
-        seconds: "digest", "write", "commit" and "total" (job start to commit).
+        seconds: "digest", "write", "commit" and "total" (job start to commit); other jobs than saves have "scan" or
+            "wait" instead of some.
         deleted: (name, why) of checkpoints that retention removed.
         unchanged: [file number, offset, nbytes] of 64 KiB-chunk runs equal to the previous save, for files that
             changed in part; only when the job asked.

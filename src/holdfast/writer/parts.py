@@ -6,7 +6,7 @@ import logging
 import time
 from contextlib import suppress
 
-from holdfast.errors import CheckpointError, CorruptCheckpointError, HoldfastError
+from holdfast.errors import CheckpointError, CorruptCheckpointError, HoldfastError, StorageNotFoundError
 from holdfast.format.commit import PartSummary, commit, read_manifest
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import join, save_id_of
@@ -20,8 +20,8 @@ from .run import Run
 __all__ = ["commit_parts", "stored_part"]
 
 _LOG = logging.getLogger("holdfast.writer")
-# Part files of another machine's processes announce themselves to nobody.
-_LOOK_S = 0.02
+# Part files of dead workers' writers announce themselves to nobody: looked for ever less often.
+_LOOK_S = (0.02, 0.5)
 _NAMED = 5
 
 
@@ -79,6 +79,7 @@ def commit_parts(storage: Storage, job: PartsJob, run: Run | None, *, again: boo
 def _collect(storage: Storage, job: PartsJob) -> list[PartSummary]:
     deadline = time.monotonic() + job.wait_s
     parts: dict[int, PartSummary] = {}
+    look_s = _LOOK_S[0]
     while True:
         for writer in job.writers:
             if writer not in parts:
@@ -94,7 +95,8 @@ def _collect(storage: Storage, job: PartsJob) -> list[PartSummary]:
                 f"{join(storage.uri, job.directory)}: not committed: no part has come{waited} from the writers of "
                 f"{_ranks(missing)}: they died or failed before theirs was durable; the checkpoint before stays"
             )
-        time.sleep(min(_LOOK_S, job.wait_s))
+        time.sleep(min(look_s, job.wait_s))
+        look_s = min(look_s * 1.5, _LOOK_S[1])
 
 
 def _commit(storage: Storage, job: PartsJob, run: Run | None, parts: list[PartSummary]) -> Manifest:
@@ -102,10 +104,14 @@ def _commit(storage: Storage, job: PartsJob, run: Run | None, parts: list[PartSu
     there = {info.path[skip:]: info.size for info in storage.list(job.directory, recursive=False)}
     for part in parts:
         for entry in part.files:
-            if there.get(entry.path) != entry.size:
+            size = there.get(entry.path)
+            if size is None:  # on a network file system a listing may be older than the message that it is there
+                with suppress(StorageNotFoundError):
+                    size = storage.stat(join(job.directory, entry.path)).size
+            if size != entry.size:
                 raise CorruptCheckpointError(
                     f"{join(storage.uri, job.directory)}: not committed: {entry.path} of rank {part.writer} has "
-                    f"{there.get(entry.path, 'no')} bytes, {entry.size} were written: something else works in this "
+                    f"{'no' if size is None else size} bytes, {entry.size} were written: something else works in this "
                     "directory",
                     file=entry.path,
                 )
