@@ -309,3 +309,14 @@ def test_forked_process(stub, monkeypatch):
     ):
         with pytest.raises(StorageError, match="forked"):
             call()
+
+
+def test_credentials_by_hand(monkeypatch):
+    """A storage rebuilt in this process finds credentials given by hand again; a plain URI takes the environment's."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-the-environment")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x" * 9)
+    by_hand = ObjectStorage("s3://by-hand/x", {"access_key_id": "HAND", "secret_access_key": _SECRET})
+    for rebuilt in (pickle.loads(pickle.dumps(by_hand)), from_description(by_hand.child("y").describe())):
+        assert rebuilt.secrets() == {"access_key_id": "HAND", "secret_access_key": _SECRET}
+    assert resolve("s3://by-hand/x").secrets()["access_key_id"] == "of-the-environment"
+    assert "session_token" not in by_hand.secrets()

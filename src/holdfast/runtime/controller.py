@@ -286,7 +286,7 @@ class Controller:
     def _decide(self, crew: Crew, *, free: bool = False) -> None:
         """Ask the policy what follows the end of the group; ``free``: its cause has been removed."""
         cause, told = crew.cause, crew.told()
-        reason = "; ".join(f"rank {rank}: {text}" for rank, text in told.items())
+        reason = crew.summary()
         self._say(f"{'told to go' if crew.preempted else 'failed'}: {reason}")
         details = {"failures": told, "cause": cause.value, "seconds": dict(self._clock.seconds)}
         if self._plan.has_callbacks:

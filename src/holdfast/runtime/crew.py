@@ -11,10 +11,11 @@ from .policy import Cause, ended_by_preemption
 
 __all__ = ["Clock", "Crew", "describe_exit", "first_line", "training_failed"]
 
+_MAX_SHOWN = 300
 _HINTS = {
-    signal.SIGKILL: ": somebody killed it, or the kernel did because memory was short (its log says so: dmesg)",
-    signal.SIGSEGV: ": a crash in native code, whose Python stack is in the log of the rank",
-    signal.SIGTERM: ": it was told to go",
+    signal.SIGKILL: " (killed by somebody, or by the kernel for lack of memory: dmesg tells)",
+    signal.SIGSEGV: " (a crash in native code, whose Python stack is in the log of the rank)",
+    signal.SIGTERM: " (it was told to go)",
 }
 
 
@@ -120,6 +121,11 @@ class Crew:
         self.died.add(exited.rank)
         self.preempted = self.preempted or preempted
 
+    def summary(self) -> str:
+        """Write the roots of the failure in one line."""
+        roots = [rank for rank in self.causes if rank in self.died or not self.died]
+        return "; ".join(f"rank {rank}: {first_line(self.failures[rank])[:_MAX_SHOWN]}" for rank in roots)
+
     def told(self) -> dict[str, str]:
         """Describe the failures in one line each, for the index of the run."""
         return {str(rank): first_line(error) for rank, error in self.causes.items()}
@@ -137,8 +143,7 @@ def describe_exit(exited: Exited) -> tuple[TrainingError, bool]:
     else:
         how = "ended in an unknown way"
     detail = f"\n{exited.detail}" if exited.detail else ""
-    text = f"the worker of rank {exited.rank} {how}{detail}"
-    return TrainingError(text), ended_by_preemption(exited.exit_code, number)
+    return TrainingError(f"the worker {how}{detail}"), ended_by_preemption(exited.exit_code, number)
 
 
 def first_line(error: BaseException) -> str:

@@ -21,7 +21,7 @@ class RunState(Enum):
     """
 
     INITIALIZING = "initializing"
-    """The run is opened (lease, preflight) and its newest good checkpoint is looked for."""
+    """The run is opened (the lease is taken) and its newest good checkpoint is looked for."""
 
     SCHEDULING = "scheduling"
     """Workers start; train_func does not run on all of them yet."""

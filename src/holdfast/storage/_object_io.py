@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, suppress
@@ -13,7 +14,17 @@ from ..errors import StorageError
 from ._object_errors import status_of
 from .base import FileReader, FileWriter, check_view
 
-__all__ = ["NUM_PARALLEL", "PART_BYTES", "ObjectReader", "ObjectWriter", "again_if_broken", "is_broken", "part_bytes"]
+__all__ = [
+    "AGAIN_S",
+    "NUM_PARALLEL",
+    "PART_BYTES",
+    "TRIES",
+    "ObjectReader",
+    "ObjectWriter",
+    "again_if_broken",
+    "is_broken",
+    "part_bytes",
+]
 
 PART_BYTES = 8 << 20
 NUM_PARALLEL = 12
@@ -21,7 +32,9 @@ NUM_PARALLEL = 12
 
 _MAX_PARTS = 9_000  # the stores allow 10,000
 _CHUNK = 4 << 20
-_TRIES = 3
+TRIES = 3
+AGAIN_S = 120.0
+"""No new try after this time, so that the client's own deadline is the bound of the whole."""
 
 _T = TypeVar("_T")
 _Errors = Callable[[str], AbstractContextManager[None]]
@@ -54,11 +67,13 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 def again_if_broken(action: Callable[[], _T]) -> _T:
     """Repeat a request for reading whose answer broke off; what fails before an answer the client repeats itself."""
-    for attempt in range(_TRIES):
+    begin = time.monotonic()
+    for attempt in range(TRIES):
         try:
             return action()
         except Exception as error:
-            if not is_broken(error) or attempt == _TRIES - 1:
+            # One that took the client its whole deadline is not begun anew.
+            if not is_broken(error) or attempt == TRIES - 1 or time.monotonic() - begin > AGAIN_S:
                 raise
     raise AssertionError("not reached")
 

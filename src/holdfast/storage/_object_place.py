@@ -162,7 +162,9 @@ def _find_s3(netloc: str, given: dict[str, str]) -> tuple[str, str, dict[str, st
     if "@" in netloc:
         raise ConfigError(f"bucket {netloc!r}: give a bucket name without '@'; credentials belong into the environment")
     found = _with_environment(given, _S3)
-    if "access_key_id" not in found and "skip_signature" not in found:
+    # In the order of the AWS tools: keys, then the web identity of a pod, then files. Roles are left to the client.
+    identity = os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE") and "profile" not in found
+    if "access_key_id" not in found and "skip_signature" not in found and not identity:
         found = {**_from_profile(found.get("profile", "default")), **found}
     found.pop("profile", None)
     found.setdefault("region", "us-east-1")

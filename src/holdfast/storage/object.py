@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -25,7 +26,7 @@ from ..errors import (
 )
 from ._object_conditions import MARK, conditions_of, landed
 from ._object_errors import NO_BUCKET, errors_of, said
-from ._object_io import NUM_PARALLEL, ObjectReader, ObjectWriter, again_if_broken, is_broken, part_bytes
+from ._object_io import AGAIN_S, NUM_PARALLEL, TRIES, ObjectReader, ObjectWriter, again_if_broken, is_broken, part_bytes
 from ._object_place import SECRETS, Place, find_place
 from .base import TEMPORARY, FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix
 
@@ -33,11 +34,10 @@ __all__ = ["ObjectStorage", "from_options", "from_uri"]
 
 _COPY_MAX = 5 << 30  # what the stores copy in one request
 _COPY_BYTES = 32 << 20
-_TRIES = 3
 # What is no setting of the client but ours.
 _OURS = ("connect_timeout_s", "deadline_s", "max_retries", "timeout_s")
 # Credentials that were given by hand, by place: handles rebuilt in this process find them again. Never leaves it.
-_given: dict[tuple[str, str], dict[str, str]] = {}
+_given: dict[tuple[str, str, str], dict[str, str]] = {}
 _first_pid: list[int] = []
 
 
@@ -64,14 +64,11 @@ class ObjectStorage(Storage):
     ) -> None:
         options = dict(options or {})
         by_hand = {name: str(value) for name, value in options.items() if name in SECRETS} | dict(secrets or {})
-        key = (uri.partition("://")[0], uri.partition("://")[2].partition("/")[0])
-        if by_hand:
-            _given[key] = by_hand
-        else:
-            by_hand = _given.get(key, {})
         ours = {name: options.pop(name) for name in _OURS if name in options}
         self._place = find_place(uri, options, by_hand)
         self._limits = {name: float(str(value)) for name, value in ours.items()}
+        if by_hand:
+            _given[_vault_key(uri, self._place.options)] = by_hand
         self._prefix = check_prefix(self._place.prefix)
         self._store_or_none: list[Any] = []  # shared with children
         require("obstore", extra=self._place.extra, purpose=f"{self._place.scheme}:// locations")
@@ -92,7 +89,8 @@ class ObjectStorage(Storage):
         mark = uuid.uuid4().hex
         mode = "create" if if_absent else {self._tag_name: if_match}
         with self._errors("replace" if if_match else "create", key):
-            for attempt in range(_TRIES):
+            begin = time.monotonic()
+            for attempt in range(TRIES):
                 try:
                     # The mark tells what our own first try wrote from another writer's object.
                     found = obs.put(
@@ -104,7 +102,7 @@ class ObjectStorage(Storage):
                     if tag is not None:
                         return tag
                     # The client does not repeat what is not safe to repeat; with the mark it is.
-                    if not is_broken(error) or attempt == _TRIES - 1:
+                    if not is_broken(error) or attempt == TRIES - 1 or time.monotonic() - begin > AGAIN_S:
                         raise
         raise AssertionError("not reached")
 
@@ -334,7 +332,14 @@ def from_options(
     uri: str, options: Mapping[str, object] | None = None, secrets: Mapping[str, str] | None = None
 ) -> Storage:
     """Rebuild a storage from its description; credentials that are not told come from this process."""
+    if secrets is None:
+        secrets = _given.get(_vault_key(uri, options or {}))
     return ObjectStorage(uri, options, secrets=secrets)
+
+
+def _vault_key(uri: str, options: Mapping[str, object]) -> tuple[str, str, str]:
+    scheme, _, rest = uri.partition("://")
+    return scheme, rest.partition("/")[0], str(options.get("endpoint") or "")
 
 
 def _make_store(place: Place, limits: Mapping[str, float]) -> Any:

@@ -13,8 +13,6 @@ from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
 
 from .gate import Gate
-from .inplace import commit_in_place
-from .intake import Intake
 from .messages import FilePlan, IngestJob, PartsJob, SaveJob, SaveResult, error_to_json
 from .parts import commit_parts
 from .run import Run
@@ -156,6 +154,9 @@ class WriterLoop:
         side = self._saver.side
 
         def make(run: Run | None) -> SaveResult:
+            from .inplace import commit_in_place  # not above: most writers never need them, and each start waits
+            from .intake import Intake
+
             if not job.sources:
                 return commit_in_place(storage, job, run, side, again=again)
             return Intake(storage, job, side).take(run, again=again)
