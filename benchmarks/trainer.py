@@ -6,6 +6,7 @@ Ray Train runs beside it when ``HOLDFAST_RAY_PYTHON`` names an interpreter that 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -88,9 +89,9 @@ def _judge(outcome: Outcome, size: int) -> None:
     for name, words in (("first_line_s", "fit() to the first line"), ("recovery_s", "kill -9 to the next first step")):
         ours, ray = outcome.median("holdfast kill", name), outcome.median("ray kill", name)
         goals.append(Goal(what=words, value=ours, unit="s"))
-        if ray == ray:  # noqa: PLR0124  not NaN
+        if not math.isnan(ray):
             goals.append(Goal(what=f"{words}: share of Ray Train's", value=ours / ray, at_most=1 / 3))
     for case, name in (("rate-1", "per_s"), ("directory", "held_ms"), ("same", "stored")):
         value = outcome.median(f"ray {case}", name)
-        if value == value:  # noqa: PLR0124
+        if not math.isnan(value):
             goals.append(Goal(what=f"Ray Train, {case}: {name}", value=value, unit=""))
