@@ -26,10 +26,10 @@ else:
 def rate(told: dict[str, Any]) -> None:
     """Report metrics as fast as it goes."""
     api.report({"loss": 0.0})
-    begun = time.perf_counter()
+    began, begun = time.time(), time.perf_counter()
     for step in range(told["reports"]):
         api.report({"loss": 1.0 / (step + 1), "step": step})
-    note(told, held_per_s=told["reports"] / (time.perf_counter() - begun), began=time.time())
+    note(told, held_per_s=told["reports"] / (time.perf_counter() - begun), began=began)
 
 
 def directory(told: dict[str, Any]) -> None:
@@ -106,7 +106,7 @@ def main() -> None:
         values = json.loads((place / "noted.json").read_text())
     if case == "rate":
         # All of them durable: from the first report to the end of fit(), which waits for them.
-        values = {"held_per_s": values["held_per_s"], "per_s": TOLD["reports"] / (time.time() - began(values, TOLD))}
+        values = {"held_per_s": values["held_per_s"], "per_s": TOLD["reports"] / (time.time() - values["began"])}
     elif case == "kill":
         first, again = latest(place, "first"), latest(place, "again")
         values = {"first_line_s": first - begun, "recovery_s": again - float((place / "killed").read_text())}
@@ -114,11 +114,6 @@ def main() -> None:
         stored = sum(one.stat().st_size for one in Path(result.checkpoint.path).rglob("*") if one.is_file())
         values = {"stored": stored / TOLD["bytes"]}
     (place / "values.json").write_text(json.dumps(values))
-
-
-def began(values: dict[str, float], told: dict[str, Any]) -> float:
-    """When the first report was made."""
-    return values["began"] - told["reports"] / values["held_per_s"]
 
 
 def latest(place: Path, name: str) -> float:

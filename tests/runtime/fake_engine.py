@@ -37,6 +37,21 @@ class FakeEngine:
         """Let a worker send a message."""
         self._add(Received(rank=rank, message=Message(header=header, attachments=attachments)))
 
+    def report_directory(self, rank: int, index: int, source: Path, *, owned: bool) -> None:
+        """Let a worker report a directory and wait for its commit."""
+        self.say(
+            rank,
+            on="report",
+            index=index,
+            kind="directory",
+            call=index,
+            metrics={"loss": index},
+            time=1.0,
+            name=None,
+            validation=False,
+            source={"path": str(source), "owned": owned},
+        )
+
     def exit(self, rank: int, code: int | None = 0, signal: int | None = None) -> None:
         """Let a worker end."""
         if rank in self._alive:

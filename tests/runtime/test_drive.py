@@ -47,18 +47,7 @@ def reports(directory: Path, count: int = 1) -> Script:
         source = directory / f"{rank}-{index}"
         source.mkdir()
         (source / "data").write_text(f"{rank} {index}")
-        engine.say(
-            rank,
-            on="report",
-            index=index,
-            kind="directory",
-            call=index,
-            metrics={"loss": index},
-            time=1.0,
-            name=None,
-            validation=False,
-            source={"path": str(source), "owned": False},
-        )
+        engine.report_directory(rank, index, source, owned=False)
 
     def script(engine: FakeEngine, rank: int, header: dict[str, Any], attachments: tuple[bytes, ...]) -> None:
         if header["do"] == "begin":

@@ -60,18 +60,7 @@ class Training:
         source = self._scratch / f"{index}-{time.monotonic_ns()}"
         source.mkdir()
         (source / "data").write_text(f"step {index}")
-        engine.say(
-            rank,
-            on="report",
-            index=index,
-            kind="directory",
-            call=index,
-            metrics={"loss": index},
-            time=1.0,
-            name=None,
-            validation=False,
-            source={"path": str(source), "owned": index % 2 == 0},
-        )
+        engine.report_directory(rank, index, source, owned=index % 2 == 0)
 
 
 def drive(storage: Storage, script: Any, before: Callable[[Driver], None] = lambda _: None) -> Any:

@@ -38,7 +38,7 @@ def takes_config(function: Callable[..., Any]) -> bool:
     return bool(places)
 
 
-def pack_call(function: Callable[..., Any], config: Any = None, extras: Any = None) -> bytes:
+def pack_call(function: Callable[..., Any], config: Any = None) -> bytes:
     """Pickle a train function with its config for the way to the workers.
 
     Raises:
@@ -46,10 +46,10 @@ def pack_call(function: Callable[..., Any], config: Any = None, extras: Any = No
     """
     _by_value_if_not_importable(function)
     try:
-        return bytes(cloudpickle.dumps((function, config, extras)))
+        return bytes(cloudpickle.dumps((function, config)))
     except Exception as error:  # noqa: BLE001 - pickling runs code of any kind; what is wrong is found out below
         failure = error
-    for name, value in (("train_func", function), ("train_loop_config", config), ("the trainer's options", extras)):
+    for name, value in (("train_func", function), ("train_loop_config", config)):
         pack_value(value, name)
     raise ConfigError(f"train_func and its config cannot be pickled together: {failure}") from failure
 
@@ -71,17 +71,17 @@ def pack_value(value: Any, name: str) -> bytes:
         ) from error
 
 
-def unpack_call(data: bytes) -> tuple[Callable[..., Any], Any, Any]:
+def unpack_call(data: bytes) -> tuple[Callable[..., Any], Any]:
     """Rebuild what `pack_call` packed; what came by value from the driver's ``__main__`` is put into ours.
 
     So that plain pickle (`torch.save` of a whole module, a spawned loader process) finds the script's classes by name.
     """
-    function, config, extras = cloudpickle.loads(data)
+    function, config = cloudpickle.loads(data)
     names = getattr(inspect.unwrap(function), "__globals__", {})
     if names.get("__name__") == "__main__":
         main = vars(sys.modules["__main__"])
         main.update({name: value for name, value in names.items() if not name.startswith("__")})
-    return function, config, extras
+    return function, config
 
 
 def _by_value_if_not_importable(function: Callable[..., Any]) -> None:

@@ -55,7 +55,7 @@ def run(
     try:
         # First of all: from here on somebody listens for the driver's end.
         session = (make_session or _session)(channel, begin.header, *(begin.attachments[1:2] or (None,)))
-        function, config, _ = unpack_call(begin.attachments[0])
+        function, config = unpack_call(begin.attachments[0])
         arguments = ({} if config is None else config,) if takes_config(function) else ()
         rank, world_size = begin.header["rank"], begin.header["world_size"]
         with process_group(rank, world_size, listen_fd=listen_fd, use_gpu=use_gpu):

@@ -18,6 +18,7 @@ from holdfast.format.commit import PartSummary
 from holdfast.format.digest import CHUNK, chunk_digests, file_digest
 from holdfast.format.division import Division
 from holdfast.format.manifest import FileEntry
+from holdfast.format.names import join
 from holdfast.format.parts import part_name
 from holdfast.storage.base import FileWriter, Storage
 
@@ -66,11 +67,6 @@ class _Done:
 class _Clock:
     digest: float = 0.0
     write: float = 0.0
-
-
-def join(directory: str, path: str) -> str:
-    """Place a file of a checkpoint in the storage."""
-    return f"{directory}/{path}" if directory else path
 
 
 class PartWriter:
