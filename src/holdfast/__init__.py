@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     from .config import CheckpointStrategy as CheckpointStrategy
     from .config import FailureConfig as FailureConfig
     from .config import Keep as Keep
+    from .config import Mirror as Mirror
     from .config import RunConfig as RunConfig
     from .config import ScalingConfig as ScalingConfig
     from .errors import *  # noqa: F403
+    from .interop.export import Exported as Exported
+    from .interop.export import export as export
     from .runtime.result import Result as Result
     from .runtime.session import get_all_reported_checkpoints as get_all_reported_checkpoints
     from .runtime.session import get_checkpoint as get_checkpoint
@@ -54,8 +57,11 @@ _HOME = {
     "CheckpointStrategy": "config",
     "FailureConfig": "config",
     "Keep": "config",
+    "Mirror": "config",
     "RunConfig": "config",
     "ScalingConfig": "config",
+    "Exported": "interop.export",
+    "export": "interop.export",
     "Result": "runtime.result",
     "get_all_reported_checkpoints": "runtime.session",
     "get_checkpoint": "runtime.session",

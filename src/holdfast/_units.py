@@ -9,7 +9,15 @@ from datetime import timedelta
 
 from .errors import ConfigError
 
-__all__ = ["Interval", "IntervalLike", "format_bytes", "format_duration", "parse_interval", "parse_intervals"]
+__all__ = [
+    "Interval",
+    "IntervalLike",
+    "format_bytes",
+    "format_duration",
+    "parse_interval",
+    "parse_intervals",
+    "parse_span",
+]
 
 UNITS = ("ba", "ep", "sp", "tok", "sec")
 GRAMMAR = (
@@ -59,10 +67,17 @@ def parse_interval(spec: IntervalLike) -> Interval:
         text = spec.strip().lower().replace(" ", "")
         if match := _COUNT.fullmatch(text):
             return Interval(float(match[1].replace("_", "")), match[2])
-        parts = _SPAN.findall(text)
-        if parts and "".join(number + unit for number, unit in parts) == text:
-            return Interval(sum(float(number.replace("_", "")) * _SECONDS[unit] for number, unit in parts), "sec")
+        if (seconds := parse_span(text)) is not None:
+            return Interval(seconds, "sec")
     raise ConfigError(f"cannot read the interval {spec!r}: {GRAMMAR}")
+
+
+def parse_span(text: str) -> float | None:
+    """Return the seconds of a span of time ("90s", "15min", "1h20m40s"), in lower case; None if it is none."""
+    parts = _SPAN.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        return None
+    return sum(float(number.replace("_", "")) * _SECONDS[unit] for number, unit in parts)
 
 
 def parse_intervals(spec: IntervalLike | Sequence[IntervalLike] | None) -> tuple[Interval, ...]:

@@ -6,13 +6,13 @@ import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ._units import Interval, IntervalLike, parse_interval
 from .errors import ConfigError
 
-__all__ = ["CheckpointConfig", "CheckpointStrategy", "FailureConfig", "Keep", "RunConfig", "ScalingConfig"]
+__all__ = ["CheckpointConfig", "CheckpointStrategy", "FailureConfig", "Keep", "Mirror", "RunConfig", "ScalingConfig"]
 
 _T = TypeVar("_T")
 
@@ -94,6 +94,53 @@ class Keep:
     def from_json(cls, data: dict[str, Any]) -> Keep:
         """Rebuild what `to_json` described."""
         return cls(**data)
+
+
+@dataclass(frozen=True, slots=True)
+class Mirror:
+    """A local directory in front of a remote run: saves go there first and are uploaded in the background.
+
+    Example:
+        >>> Mirror("/scratch/gpt", keep=Keep(last=2), when_behind="wait").max_behind
+        2
+
+    Attributes:
+        path: directory of the local side; made absolute now.
+        keep: which checkpoints stay there, besides those that are not uploaded yet; None keeps all. The remote side
+            has the ``keep`` of the `Checkpointer`.
+        max_behind: how many checkpoints may wait for their upload.
+        when_behind: at a save beyond that: "skip" (give up the oldest one that waits), "wait" or "raise".
+        delete_after_upload: remove a checkpoint from the local side as soon as the remote has it, whatever ``keep``
+            says.
+        warn_after: how long nothing may arrive at the remote while something waits, before that is said.
+    """
+
+    path: str | os.PathLike[str]
+    keep: Keep | None = field(default_factory=lambda: Keep(last=1), kw_only=True)
+    max_behind: int = field(default=2, kw_only=True)
+    when_behind: str = field(default="skip", kw_only=True)
+    delete_after_upload: bool = field(default=False, kw_only=True)
+    warn_after: IntervalLike = field(default="30min", kw_only=True)
+
+    def __post_init__(self) -> None:
+        path = os.fspath(self.path) if isinstance(self.path, (str, os.PathLike)) else ""
+        if not path or "://" in path.removeprefix("file://"):
+            raise ConfigError(f"Mirror({self.path!r}): give a directory of this machine, as in Mirror('/scratch/gpt')")
+        object.__setattr__(self, "path", os.path.abspath(os.path.expanduser(path.removeprefix("file://"))))
+        _check_kind(self, "keep", Keep)
+        if not _is_int(self.max_behind) or self.max_behind < 1:
+            raise ConfigError(f"Mirror(max_behind={self.max_behind!r}): give a whole number of at least 1")
+        if self.when_behind not in ("skip", "wait", "raise"):
+            raise ConfigError(f"Mirror(when_behind={self.when_behind!r}): use 'skip', 'wait' or 'raise'")
+        if not isinstance(self.delete_after_upload, bool):
+            raise ConfigError(f"Mirror(delete_after_upload={self.delete_after_upload!r}): give True or False")
+        if parse_interval(self.warn_after).unit != "sec":
+            raise ConfigError(f"Mirror(warn_after={self.warn_after!r}): give a time, as in '30min'")
+
+    @property
+    def warn_after_s(self) -> float:
+        """``warn_after`` in seconds."""
+        return float(parse_interval(self.warn_after).value)
 
 
 _CLUSTER = "it comes with a cluster engine; the local one starts all workers on this machine"

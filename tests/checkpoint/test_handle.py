@@ -151,7 +151,7 @@ def test_verify_names_the_damaged_tensor(storage) -> None:
 
 
 def test_to_directory_copies_with_the_manifest_last(storage, tmp_path, monkeypatch) -> None:
-    """A copy equals its source, and one that dies on the way is no checkpoint, even over an older copy."""
+    """A copy equals its source, and one that dies on the way over another checkpoint leaves that one whole."""
     build(storage, "c", user={"sub/x.bin": b"123", "empty": b""}, step=3)
     target = tmp_path / "copy"
     assert Checkpoint.at(storage, "c").to_directory(target) == str(target)
@@ -159,13 +159,17 @@ def test_to_directory_copies_with_the_manifest_last(storage, tmp_path, monkeypat
     assert (target / "sub" / "x.bin").read_bytes() == b"123"
     assert Checkpoint(Checkpoint.at(storage, "c").to_directory()).step == 3
 
-    def fail(*_args: object) -> None:
+    def fail(*_args: object, **_options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("holdfast.checkpoint.transfer.copy_file", fail)
+    build(storage, "other", step=4)
+    monkeypatch.setattr("holdfast.checkpoint.transfer._Copy.commit", fail)
     with pytest.raises(KeyboardInterrupt):
-        Checkpoint.at(storage, "c").to_directory(target)
-    assert not Checkpoint(target).verify()
+        Checkpoint.at(storage, "other").to_directory(target)
+    assert (Checkpoint(target).verify().ok, Checkpoint(target).step) == (True, 3)
+    with pytest.raises(KeyboardInterrupt):
+        Checkpoint.at(storage, "c").to_directory(tmp_path / "new")
+    assert Checkpoint(tmp_path / "new").verify().state == "incomplete"
 
 
 def test_as_directory_of_a_local_one_is_the_real_path(tmp_path) -> None:
@@ -245,8 +249,8 @@ def test_one_download_is_shared_and_removed_after_the_last(tmp_path, monkeypatch
     build(storage, "c", user={"x.bin": b"123"})
     checkpoint = Checkpoint.at(storage, "c")
     copies = []
-    real = node.copy_tree
-    monkeypatch.setattr(node, "copy_tree", lambda *args: copies.append(args) or real(*args))
+    real = node.copy_checkpoint
+    monkeypatch.setattr(node, "copy_checkpoint", lambda *args: copies.append(args) or real(*args))
     seen, barrier = [], threading.Barrier(8)
 
     def use() -> None:
@@ -282,7 +286,7 @@ def test_a_failed_download_leaves_nothing(tmp_path, monkeypatch) -> None:
     storage = MemoryStorage(f"node-{tmp_path.name}")
     small(storage, "c", step=1)
     with monkeypatch.context() as patch:
-        patch.setattr(node, "copy_tree", lambda *args: (_ for _ in ()).throw(OSError("lost")))
+        patch.setattr(node, "copy_checkpoint", lambda *args: (_ for _ in ()).throw(OSError("lost")))
         with pytest.raises(OSError, match="lost"), Checkpoint.at(storage, "c").as_directory():
             pass
     assert downloads() == []

@@ -22,7 +22,7 @@ def test_a_child_forked_during_a_download_does_not_keep_its_lock(tmp_path, monke
     storage = MemoryStorage(f"node-fork-{tmp_path.name}")
     small(storage, "c", step=1)
     children = []
-    real = node.copy_tree
+    real = node.copy_checkpoint
 
     def meanwhile(*arguments) -> None:
         child = os.fork()
@@ -32,7 +32,7 @@ def test_a_child_forked_during_a_download_does_not_keep_its_lock(tmp_path, monke
         children.append(child)
         real(*arguments)
 
-    monkeypatch.setattr(node, "copy_tree", meanwhile)
+    monkeypatch.setattr(node, "copy_checkpoint", meanwhile)
     seen = []
 
     def use() -> None:

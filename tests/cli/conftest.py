@@ -1,6 +1,6 @@
-"""The builder of checkpoints is that of tests/checkpoint."""
+"""The builder of checkpoints is that of tests/checkpoint, the servers are those of tests/storage."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
+sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("checkpoint", "storage")]

@@ -287,12 +287,12 @@ def test_a_loader_subclass_with_its_own_iterator_is_not_taken_apart():
 
 def test_workers_end_with_their_loader():
     """The clone that keeps persistent workers is dropped with the loader it belongs to."""
-    from holdfast.state import data
+    from holdfast.state.clone import _clones
 
     loader = DataLoader(Ids(), batch_size=4, num_workers=1, persistent_workers=True)
     run(loader)
-    assert loader in data._clones
-    ((clone, _),) = data._clones[loader].values()
+    assert loader in _clones
+    ((clone, _),) = _clones[loader].values()
     worker = clone._iterator._workers[0]
     assert worker.is_alive()
     del loader, clone

@@ -1,7 +1,6 @@
 """One checkpoint of several ranks: every rank writes its share, any rank of any world loads all of it, bit for bit."""
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -132,27 +131,6 @@ def test_generators_come_back_on_their_rank(storage):
         assert torch.equal(torch.rand(3), expected[rank])
     for one in snapshotters:
         one.close()
-
-
-def test_a_rank_that_did_not_exist_takes_the_values_of_rank_zero(storage, caplog):
-    """In a larger world the new rank gets rank 0's PerRank value and one line in the log; its generators stay."""
-    save_parts(
-        storage, "one", [{"mine": hf.PerRank([rank]), "more": hf.PerRank(rank), "rng": hf.RNG} for rank in (0, 1)]
-    )
-    caplog.set_level(logging.INFO)
-    assert load_rank(storage, "one", rank=1).state["mine"] == [1]
-    assert not caplog.records
-    live = {"mine": hf.PerRank([9]), "more": hf.PerRank(7), "rng": hf.RNG}
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    loaded = load_rank(storage, "one", live, rank=2)
-    assert (loaded.state["mine"].value, loaded.state["more"].value) == ([0], 0)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert [path for path, _ in loaded.not_restored] == ["rng"]
-    assert [record.getMessage() for record in caplog.records if "PerRank values of rank 0" in record.getMessage()] == [
-        caplog.records[0].getMessage()
-    ]
-    assert load_rank(storage, "one", rank=2).state["mine"] == [0]
 
 
 def test_a_value_of_its_own_that_shares_memory_with_a_common_one(storage):

@@ -159,6 +159,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._say(200, Content_Length=str(len(data)), **headers)
         elif "Range" in self.headers:
             start, _, end = self.headers["Range"].removeprefix("bytes=").partition("-")
+            if int(start) >= len(data):
+                self._error(416, "InvalidRange")
+                return
             piece = data[int(start) : int(end) + 1]
             span = f"bytes {start}-{int(start) + len(piece) - 1}/{len(data)}"
             self._say(206, piece, Content_Range=span, **headers)

@@ -178,10 +178,7 @@ def test_a_dead_server():
 
 def test_lost_answer_of_a_conditional_put(stub, monkeypatch):
     """A first try that was carried out but whose answer was lost is not taken for another writer's object."""
-    from holdfast.storage import _object_conditions
-
-    monkeypatch.setattr(_object_conditions, "conditions_of", None)
-    monkeypatch.setattr("holdfast.storage.object.conditions_of", lambda storage: _object_conditions.Conditions(True))
+    monkeypatch.setattr(ObjectStorage, "conditional", True)
     answers = iter([(500, "InternalError"), (412, "PreconditionFailed")])
     stub.answer = lambda method, path: next(answers) if method == "PUT" else (200, "")
     with pytest.raises(StorageExistsError):  # the stub's object has no nonce of ours: somebody else's

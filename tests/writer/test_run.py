@@ -21,7 +21,7 @@ from holdfast.storage.local import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing import FaultyStorage
 from holdfast.testing.crash import wait_until
-from holdfast.writer import run as run_module
+from holdfast.writer import heartbeat as heartbeat_module
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import RunOpened, SaveResult
 from holdfast.writer.run import Run
@@ -218,7 +218,7 @@ class Beating(MemoryStorage):
 
 def test_the_lease_is_renewed_while_the_run_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweeping what dead lives left may take longer than a lease lasts without a heartbeat."""
-    monkeypatch.setattr(run_module, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(heartbeat_module, "HEARTBEAT_S", 0.01)
     storage = Beating("beating-open")
     during: list[bool] = []
     monkeypatch.setattr(Catalog, "sweep", lambda _: during.append(storage.beaten.wait(20)) or [])
@@ -245,7 +245,7 @@ def test_a_run_that_cannot_be_opened_gives_the_lease_back(monkeypatch: pytest.Mo
 
 def test_a_foreign_error_does_not_end_the_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plug-in raises what it likes, once: the lease is renewed again afterwards, or another process would take it."""
-    monkeypatch.setattr(run_module, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(heartbeat_module, "HEARTBEAT_S", 0.01)
     storage = Beating("beating-foreign")
     run, _ = Run.open(storage, owner={"start_id": "aaaaaaaa"}, keep=None, wait_s=1)
     storage.fail = ValueError("the plug-in's own")

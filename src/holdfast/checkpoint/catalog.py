@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -236,6 +236,15 @@ class Catalog:
                 for gone in self.index.rows.keys() - self._names():
                     del self.index.rows[gone]
             trusted.update(name for name in fresh if name in self.index.rows and self._still_there(name))
+        return self._delete(doomed)
+
+    def discard(self, names: Iterable[str], why: str) -> list[Verdict]:
+        """Delete these checkpoints whatever the rules say; like `prune` otherwise."""
+        there = [name for name in names if name in self.index.rows]
+        return self._delete([Verdict(name=name, keep=False, why=why) for name in there]) if there else []
+
+    def _delete(self, doomed: Sequence[Verdict]) -> list[Verdict]:
+        """Save the index without the doomed, then delete them."""
         rows = {one.name: self.index.rows.pop(one.name) for one in doomed}
         full = False
         try:

@@ -33,7 +33,7 @@ from .node import shared_download
 from .record import timestamp
 from .sidecar import read_sidecar, write_sidecar
 from .summary import state_tree, top_names
-from .transfer import copy_file, copy_tree
+from .transfer import copy_checkpoint, copy_file
 from .verify import Verification, verify
 
 __all__ = ["Checkpoint", "Verification", "without_prefix"]
@@ -175,7 +175,7 @@ class Checkpoint:
             copy_file(self._storage, self._name, target, self.name)
         else:
             self._require()
-            copy_tree(self._storage, self._name, target)
+            copy_checkpoint(self._storage, self._name, target, "", overwrite=True)
         return directory
 
     @contextlib.contextmanager

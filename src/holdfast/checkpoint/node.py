@@ -27,7 +27,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.local import LocalStorage
 
 from ._process import birth
-from .transfer import copy_tree
+from .transfer import copy_checkpoint
 
 __all__ = ["shared_download"]
 
@@ -51,7 +51,7 @@ def _enter(storage: Storage, name: str, place: Path) -> int:
     try:
         if not (place / "done").exists():
             shutil.rmtree(place / "data", ignore_errors=True)
-            copy_tree(storage, name, LocalStorage(place / "data"))
+            copy_checkpoint(storage, name, LocalStorage(place / "data"), "")
             (place / "done").touch()
         use = os.open(place / "use", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(use, fcntl.LOCK_SH)

@@ -126,11 +126,18 @@ class RunIndex:
         """The newest attempt."""
         return self.attempts[-1] if self.attempts else None
 
-    def register_attempt(self, start_id: str, *, host: str, pid: int) -> Attempt:
-        """Begin a new attempt, numbered one above everything ever seen, and write it down. Needs the lease."""
+    def register_attempt(self, start_id: str, *, host: str, pid: int, above: int = 0) -> Attempt:
+        """Begin a new attempt, numbered one above everything ever seen, and write it down. Needs the lease.
+
+        Args:
+            start_id: identity of this start.
+            host: where the trainer runs.
+            pid: the trainer.
+            above: an attempt known from elsewhere.
+        """
         seen = [one.attempt for one in self.attempts]
         seen += [row[1] for row in self.rows.values()]
-        number = max([*seen, highest_attempt(self.storage)], default=0) + 1
+        number = max([*seen, highest_attempt(self.storage), above]) + 1
         self.run_id = self.run_id or os.urandom(8).hex()
         attempt = Attempt(attempt=number, start_id=start_id, host=host, pid=pid, started=_now())
         before = self.attempts[-_RETOLD:]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
-from holdfast.format.names import check_links
+from holdfast.format.names import check_links, join
 from holdfast.storage.base import Storage
 
 from .record import from_plain, to_plain
@@ -42,7 +42,7 @@ def read_sidecar(storage: Storage, name: str) -> Sidecar:
 
     A damaged one is reported and counts as a pin: when we cannot know, nothing is deleted.
     """
-    path = f"{name}/{METRICS_FILE}"
+    path = join(name, METRICS_FILE)
     try:
         check_links(storage, name, (METRICS_FILE,))
         with storage.open(path) as reader:
@@ -64,4 +64,4 @@ def read_sidecar(storage: Storage, name: str) -> Sidecar:
 def write_sidecar(storage: Storage, name: str, sidecar: Sidecar) -> None:
     """Replace the sidecar atomically; durable on return."""
     body = {"metrics": to_plain(sidecar.metrics), "pinned": sidecar.pinned}
-    storage.put(f"{name}/{METRICS_FILE}", json.dumps(body, allow_nan=False).encode())
+    storage.put(join(name, METRICS_FILE), json.dumps(body, allow_nan=False).encode())

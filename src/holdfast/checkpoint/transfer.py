@@ -1,46 +1,307 @@
-"""Copy the files of a checkpoint from one storage to another."""
+"""Copy a checkpoint from one storage to another: parallel, checked in passing, resumable, the manifest last."""
 
 from __future__ import annotations
 
-from holdfast.errors import CheckpointNotFoundError
-from holdfast.storage.base import BLOCK, Storage
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-__all__ = ["copy_file", "copy_tree"]
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    IncompleteCheckpointError,
+    StorageExistsError,
+    StorageNotFoundError,
+)
+from holdfast.format.commit import read_manifest, read_manifest_bytes, sweep
+from holdfast.format.manifest import MANIFEST_NAME, Manifest
+from holdfast.format.names import REMOVING_NAME, SIDECARS, check_links, join, start_id_of
+from holdfast.storage.base import Storage
 
-MANIFEST = "manifest.json"
-_WINDOW = 2048 * BLOCK
+from ._sending import File, Progress, Sender, Stop, TransferStopped, Windows
+from .remains import is_remains
+from .sidecar import METRICS_FILE, read_sidecar, write_sidecar
+
+__all__ = ["Copied", "TransferStopped", "copy_checkpoint", "copy_file"]
+
+# Not among the files of a checkpoint: they go last, or not at all.
+_NOT_FILES = frozenset({MANIFEST_NAME, REMOVING_NAME, *SIDECARS})
+# To have a store repeat a file takes three requests, to send a small one takes one.
+_REPEATED_FROM = 1 << 20
 
 
-def copy_tree(source: Storage, name: str, target: Storage, directory: str = "") -> int:
-    """Copy everything under ``name`` into ``directory`` of ``target``; durable on return.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """What a copy did.
 
-    The manifest goes last, and an older one there goes first, so that a copy that dies is no checkpoint.
+    Attributes:
+        bytes_sent: read from the source and written to the target.
+        bytes_there: of files that were complete at the target already.
+        bytes_copied: repeated at the target from an earlier checkpoint, without passing through this machine.
+        files: number of files of the checkpoint, its manifest and sidecars not counted.
+        is_foreign: there was no manifest of ours, so nothing to check the bytes against.
+    """
 
-    Returns:
-        The bytes copied.
+    bytes_sent: int = 0
+    bytes_there: int = 0
+    bytes_copied: int = 0
+    files: int = 0
+    is_foreign: bool = False
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of all files."""
+        return self.bytes_sent + self.bytes_there + self.bytes_copied
+
+
+def copy_checkpoint(
+    source: Storage,
+    name: str,
+    target: Storage,
+    directory: str,
+    *,
+    previous: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    stop: Stop | None = None,
+    num_threads: int = 4,
+) -> Copied:
+    """Copy the checkpoint ``name`` to ``directory`` of ``target``; committed and durable on return.
+
+    The digests of its files are checked while they are read. Calling it again after it was ended in the middle, by
+    whatever, sends only what is missing: a file that a save of Holdfast named is never written twice with different
+    bytes. (On a local target files that are there are read once more, since a file that was being written when the
+    power failed looks whole.) A directory without a manifest of ours is copied too, all of it each time.
+
+    Late metrics and pins at both sides are merged, those of the source win.
+
+    Args:
+        source: holds the checkpoint.
+        name: its directory.
+        target: where it goes.
+        directory: directory at the target; "" is its root.
+        previous: a committed checkpoint at the target, from which files with the same bytes are repeated.
+        overwrite: replace another checkpoint that is there.
+        progress: called with bytes that are at the target now; all calls together add up to the whole.
+        stop: asked between windows of 8 MiB.
+        num_threads: files sent at once. Buffers take at most 64 MiB, besides those of the client of the target.
 
     Raises:
-        CheckpointNotFoundError: there is nothing under ``name``.
+        CheckpointNotFoundError: there is nothing under ``name``, or it was deleted meanwhile.
+        IncompleteCheckpointError: the source never committed.
+        CheckpointExistsError: another checkpoint is at the target, and ``overwrite`` is false.
+        CorruptCheckpointError: the source is damaged; the target gets no manifest.
+        TransferStopped: ``stop()`` returned true.
     """
-    files = sorted((info.path, info.size) for info in source.list(name))
-    if not files:
-        raise CheckpointNotFoundError(f"there is nothing at {source.uri}/{name}")
-    into = f"{directory}/" if directory else ""
-    target.delete(into + MANIFEST)
-    manifest = f"{name}/{MANIFEST}"
-    for path, _ in files:
-        if path != manifest:
-            copy_file(source, path, target, into + path[len(name) + 1 :])
-    if manifest in dict(files):
-        target.put(into + MANIFEST, source.read(manifest))
-    return sum(size for _, size in files)
+    sender = Sender(source, target, num_threads=num_threads, progress=progress, stop=stop)
+    copy = _Copy(source, name, target, directory, sender)
+    raw, files = copy.look()
+    before = _manifest_at(target, directory)
+    is_new = before is None or before != raw
+    if before is not None and is_new and not overwrite:
+        raise CheckpointExistsError(
+            f"{join(target.uri, directory)} is another checkpoint: say that it is to be replaced (overwrite), or give "
+            "another name"
+        )
+    stale = _listed(before) if before is not None and is_new else {}
+    if before is not None and is_new and (raw is None or stale is None or _in_the_way(stale, files)):
+        target.delete(join(directory, MANIFEST_NAME))  # its files are about to change under their names
+        before = None
+    copy.look_at_target()
+    copy.bring(files, trusted=not is_new, twins=_twins(target, previous))
+    copy.bring_sidecars(is_new=is_new)
+    if raw is not None and is_new:
+        copy.commit(raw, replace=before is not None)
+    for path in (stale or {}).keys() - {file.path for file in files}:
+        target.delete(join(directory, path))
+    return copy.copied
 
 
-def copy_file(source: Storage, path: str, target: Storage, new_path: str) -> None:
+def copy_file(source: Storage, path: str, target: Storage, new_path: str, *, progress: Progress | None = None) -> None:
     """Copy one file in windows of bounded memory; durable on return."""
-    with source.open(path) as reader, target.create(new_path, reader.size) as writer:
-        buffer = memoryview(bytearray(min(_WINDOW, reader.size)))
-        for offset in range(0, reader.size, _WINDOW):
-            window = buffer[: min(_WINDOW, reader.size - offset)]
-            reader.read_into(offset, window)
-            writer.write(window)
+    sender = Sender(source, target, progress=progress)
+    sender.each([File(path=new_path, source=path, target=new_path, size=source.stat(path).size)], sender.send)
+
+
+class _Copy:
+    """One copy of one checkpoint: what is where, and how many bytes have gone which way."""
+
+    def __init__(self, source: Storage, name: str, target: Storage, directory: str, sender: Sender) -> None:
+        self._source, self._name, self._target, self._directory = source, name, target, directory
+        self._sender = sender
+        self._inside: dict[str, int] = {}
+        self._there: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self.copied = Copied()
+
+    def look(self) -> tuple[bytes | None, list[File]]:
+        """Find what there is to copy: the bytes of the manifest, None for a foreign directory, and the files."""
+        where = join(self._source.uri, self._name)
+        raw = _manifest_at(self._source, self._name)
+        self._inside = _sizes(self._source, self._name)
+        if raw is None and not self._inside:
+            raise CheckpointNotFoundError(f"there is nothing at {where}: check the path")
+        if raw is None and is_remains(self._inside):
+            raise IncompleteCheckpointError(
+                f"{where} has files of a save that never committed: there is nothing to copy"
+            )
+        files = []
+        entries = Manifest.from_bytes(raw, where=join(where, MANIFEST_NAME)).files if raw is not None else ()
+        for entry in entries:
+            files.append(self._file(entry.path, entry.size, entry.digest, shared=entry.reused_from is not None))
+        listed = {entry.path for entry in entries}
+        for path, size in self._inside.items():
+            # What somebody put there by hand comes along; remains of other saves do not.
+            if path not in listed and path not in _NOT_FILES and (raw is None or start_id_of(path) is None):
+                files.append(self._file(path, size, None))
+        if raw is not None:
+            check_links(self._source, self._name, (*self._inside, *(file.path for file in files)))
+        self.copied = Copied(files=len(files), is_foreign=raw is None)
+        return raw, files
+
+    def look_at_target(self) -> None:
+        """Find what is at the target already."""
+        self._there = _sizes(self._target, self._directory)
+        if REMOVING_NAME in self._there and MANIFEST_NAME not in self._there:
+            # A deletion that died: what it listed must not be found again under our manifest.
+            sweep(self._target, self._directory)
+            self._there = _sizes(self._target, self._directory)
+
+    def bring(self, files: Sequence[File], *, trusted: bool, twins: Mapping[tuple[str | None, int], File]) -> None:
+        """Bring all files to the target.
+
+        Args:
+            files: what there is.
+            trusted: the target has committed these very files before, so their sizes tell enough.
+            twins: files at the target by digest and size, to be repeated there.
+        """
+        is_local = self._target.local_root is not None
+
+        def bring(file: File, windows: Windows) -> None:
+            if file.digest is not None and self._there.get(file.path) == file.size:
+                named = start_id_of(file.path) is not None
+                if trusted or (self._sender.is_at_target(file, windows) if is_local else named):
+                    self._count(file, bytes_there=file.size)
+                    return
+            twin = twins.get((file.digest, file.size)) if file.digest and start_id_of(file.path) else None
+            # On a disk the two then share their bytes, and what befalls them: no more of that than at the source.
+            if twin is not None and (not is_local or file.shared or twin.shared) and self._repeat(twin, file):
+                self._count(file, bytes_copied=file.size)
+                return
+            try:
+                self._sender.send(file, windows)
+            except StorageNotFoundError as error:
+                raise self._gone(file, error) from error.__cause__
+            self._count(None, bytes_sent=file.size)
+
+        self._sender.each(files, bring)
+
+    def bring_sidecars(self, *, is_new: bool) -> None:
+        """Bring what was said about the checkpoint after its commit."""
+        for name in SIDECARS:
+            path, new_path = join(self._name, name), join(self._directory, name)
+            found = _read(self._source, path) if name in self._inside else None
+            there = _read(self._target, new_path) if name in self._there else None
+            if found is None:
+                if is_new and there is not None:
+                    self._target.delete(new_path)  # it was said about another checkpoint
+            elif there is None or is_new or name != METRICS_FILE:
+                if found != there:
+                    self._target.put(new_path, found)
+            elif found != there:
+                ours, theirs = read_sidecar(self._source, self._name), read_sidecar(self._target, self._directory)
+                merged = theirs.with_metrics(ours.metrics).with_pin(ours.pinned or theirs.pinned)
+                if merged != theirs:
+                    write_sidecar(self._target, self._directory, merged)
+
+    def commit(self, raw: bytes, *, replace: bool) -> None:
+        """Write the manifest: from its return on, the target is a checkpoint."""
+        self._sender.check()
+        path = join(self._directory, MANIFEST_NAME)
+        try:
+            self._target.put(path, raw, if_absent=not replace)
+        except StorageExistsError as error:
+            if self._target.read(path) != raw:  # else another copy of the same was faster
+                raise CheckpointExistsError(
+                    f"{join(self._target.uri, self._directory)}: another checkpoint was committed there meanwhile"
+                ) from error
+
+    def _repeat(self, twin: File, file: File) -> bool:
+        """Copy a file of an earlier checkpoint at the target; False if that one is gone."""
+        try:
+            if file.path in self._there:
+                self._target.delete(file.target)
+            self._target.copy(twin.target, file.target)
+        except (StorageNotFoundError, StorageExistsError):
+            return False
+        return True
+
+    def _gone(self, file: File, error: StorageNotFoundError) -> Exception:
+        if self._source.exists(file.source):
+            return error  # it was the target: a bucket that is not there
+        if _manifest_at(self._source, self._name) is None:
+            return CheckpointNotFoundError(f"{join(self._source.uri, self._name)} was deleted while it was copied")
+        return CorruptCheckpointError(f"{file.path} is missing: {error}", file=file.path)
+
+    def _count(self, settled: File | None, **nbytes: int) -> None:
+        with self._lock:
+            self.copied = replace(self.copied, **{name: getattr(self.copied, name) + n for name, n in nbytes.items()})
+        if settled is not None:
+            self._sender.settled(settled.size)
+
+    def _file(self, path: str, size: int, digest: str | None, *, shared: bool = False) -> File:
+        source, target = join(self._name, path), join(self._directory, path)
+        return File(path=path, source=source, target=target, size=size, digest=digest, shared=shared)
+
+
+def _sizes(storage: Storage, directory: str) -> dict[str, int]:
+    skip = len(directory) + 1 if directory else 0
+    return {info.path[skip:]: info.size for info in storage.list(directory)}
+
+
+def _read(storage: Storage, path: str) -> bytes | None:
+    try:
+        return storage.read(path)
+    except StorageNotFoundError:
+        return None
+
+
+def _manifest_at(storage: Storage, directory: str) -> bytes | None:
+    try:
+        return read_manifest_bytes(storage, directory)
+    except StorageNotFoundError:
+        return None
+
+
+def _listed(raw: bytes) -> dict[str, str] | None:
+    """Return paths and digests that a manifest lists, None if it cannot be read."""
+    try:
+        return {entry.path: entry.digest for entry in Manifest.from_bytes(raw).files}
+    except (CorruptCheckpointError, FormatVersionError):
+        return None
+
+
+def _in_the_way(stale: Mapping[str, str], files: Sequence[File]) -> bool:
+    return any(file.path in stale and stale[file.path] != file.digest for file in files)
+
+
+def _twins(target: Storage, previous: str | None) -> dict[tuple[str | None, int], File]:
+    """Return the files of a committed checkpoint that may be repeated: those a save of ours named, never a user's."""
+    if previous is None:
+        return {}
+    try:
+        entries = read_manifest(target, previous).files
+    except CheckpointError:
+        return {}  # gone or damaged: it only would have saved time
+    twins: dict[tuple[str | None, int], File] = {}
+    for entry in entries:
+        if entry.size >= _REPEATED_FROM and start_id_of(entry.path) is not None:
+            path = join(previous, entry.path)
+            shared = entry.reused_from is not None
+            twins[entry.digest, entry.size] = File(
+                path=entry.path, source=path, target=path, size=entry.size, digest=entry.digest, shared=shared
+            )
+    return twins

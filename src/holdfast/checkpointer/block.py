@@ -63,12 +63,15 @@ def start_block(
     finished: int | None,
     room: str,
     options: Options,
+    remote: Storage | None = None,
 ) -> ResumeBlock:
     """Say what a start found and did."""
     block = ResumeBlock()
     notes = block.notes
     if outcome.checkpoint is None:
         block.headline = _fresh(storage, opened, notes, options)
+        if remote is not None:
+            block.headline += f" and {remote.uri}"
     else:
         assert outcome.loaded is not None
         block.headline = (
@@ -77,6 +80,7 @@ def start_block(
         )
         block.restored = outcome.loaded.restored
         block.not_restored = outcome.loaded.not_restored
+        notes.extend((*outcome.loaded.notes, *progress.notes()))
     skipped = {**opened.quarantined, **dict(outcome.skipped)} if isinstance(options.resume, str) else {}
     for name, reason in skipped.items():
         notes.append(f"set aside {name}, its files are left alone: {reason.splitlines()[0]}")
@@ -91,6 +95,10 @@ def start_block(
         )
     if threading.current_thread() is not threading.main_thread():
         notes.append("not in the main thread: signals are left alone, only deadline= and ck.save() save early")
+    if remote is not None and opened.remote is not None:
+        waiting = opened.remote["waiting"]
+        told = f"; still to be uploaded: {_listed(waiting)}" if waiting else ""
+        notes.append(f"saves go to {storage.uri} first and are uploaded to {remote.uri}{told}")
     notes.append(room)
     return block
 

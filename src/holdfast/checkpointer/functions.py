@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import uuid
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SaveHandle", "load", "save", "save_async"]
 
+_LOG = logging.getLogger("holdfast.state")
 _SYNC_STAGING = 64 << 20  # `save` streams through two windows of half this size
 
 # Both may be asked for again by a signal handler of the user in the middle of what they guard.
@@ -197,8 +199,8 @@ def load(
     """
     checkpoint = _checkpoint(source)
     storage = checkpoint.storage.child(checkpoint.directory)
-    rank = current_ranks().rank
-    return load_state(
+    ranks = current_ranks()
+    loaded = load_state(
         storage,
         into,
         only=only,
@@ -209,8 +211,12 @@ def load(
         dtype=dtype,
         map_location=map_location,
         verify=verify,
-        rank=rank,
-    ).state
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+    for note in loaded.notes if ranks.rank == 0 else ():
+        _LOG.warning("%s: %s", checkpoint.uri, note)
+    return loaded.state
 
 
 def check_ranks(ranks: str) -> None:

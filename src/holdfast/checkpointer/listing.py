@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ..checkpoint.catalog import Catalog
 from ..checkpoint.handle import Checkpoint
+from ..checkpoint.retention import rank
+from ..checkpoint.sides import Sides
 from ..errors import ConfigError
 from ..storage.base import Storage
 from .options import Options
@@ -15,21 +17,32 @@ class Listing:
     """What a run has on its storage; reading needs no lease, so it works before, in and after the body.
 
     Attributes:
-        storage: root of the run.
+        storage: root of the run; of a mirrored one the local side.
+        remote: remote side of a mirrored run, None for others.
         options: arguments of the run.
     """
 
     storage: Storage
+    remote: Storage | None
     options: Options
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the committed checkpoints of the run, newest first."""
-        return [Checkpoint.at(self.storage, record.name) for record in Catalog(self.storage).records()]
+        if self.remote is None:
+            return [Checkpoint.at(self.storage, record.name) for record in Catalog(self.storage).records()]
+        sides = Sides.join(Catalog(self.storage).records(), Catalog(self.remote).records())
+        far = {name for name, place in sides.places.items() if place == "remote"}
+        return [
+            Checkpoint.at(self.remote if record.name in far else self.storage, record.name) for record in sides.records
+        ]
 
     def latest(self) -> Checkpoint | None:
         """Return the newest committed checkpoint, None if there is none yet."""
-        record = Catalog(self.storage).latest()
-        return None if record is None else Checkpoint.at(self.storage, record.name)
+        found = [(side, record) for side in self._sides if (record := Catalog(side).latest()) is not None]
+        if not found:
+            return None
+        side, record = max(found, key=lambda one: one[1].order)  # the local one of two equals
+        return Checkpoint.at(side, record.name)
 
     def best(self, metric: str | None = None, *, mode: str | None = None) -> Checkpoint | None:
         """Return the best checkpoint by ``metric`` (default: the one ``keep`` ranks by), None if none has a value.
@@ -48,5 +61,13 @@ class Listing:
         order = mode or (keep.mode if keep is not None else "min")
         if order not in ("min", "max"):
             raise ConfigError(f"mode={order!r}: use 'min' (smaller is better) or 'max'")
-        record = Catalog(self.storage).best(name, order)
-        return None if record is None else Checkpoint.at(self.storage, record.name)
+        found = [(side, record) for side in self._sides if (record := Catalog(side).best(name, order)) is not None]
+        if not found:
+            return None
+        first = rank([record for _, record in found], name, order)[0].name
+        side = next(side for side, record in found if record.name == first)  # the local one of two equals
+        return Checkpoint.at(side, first)
+
+    @property
+    def _sides(self) -> list[Storage]:
+        return [self.storage] if self.remote is None else [self.storage, self.remote]

@@ -12,18 +12,21 @@ from typing import Any
 
 from .._units import IntervalLike
 from ..checkpoint.handle import Checkpoint
-from ..config import Keep
+from ..config import Keep, Mirror
 from ..errors import HoldfastError, SessionError
 from ..state.rng import RNG
 from ..state.snapshot import Snapshotter
 from ..storage.resolve import resolve
 from ..writer.client import WriterClient
+from .course import Course
 from .functions import check_ranks
 from .identity import new_start_id
 from .listing import Listing
 from .metrics import MetricLog
-from .options import RESERVED, Options, check_root, check_state
+from .options import RESERVED, Options, check_root, check_state, sides
+from .pace import Pace
 from .progress import Progress
+from .remote import RemoteWatch
 from .saver import Saver
 from .schedule import Schedule
 from .signals import StopSignals
@@ -31,8 +34,6 @@ from .start import Started, start_run
 from .stats import Stats
 
 __all__ = ["Checkpointer"]
-
-_FULL_RETRY_S = 5.0
 
 
 class Checkpointer(Listing):
@@ -49,7 +50,9 @@ class Checkpointer(Listing):
         resume: "auto" (newest good one, else a fresh start), "must", "never", or a checkpoint.
         when_busy: when the save before is still being written: "wait" or "skip".
         on_full: when the storage is full: "skip" (say so and train on), "wait" (up to ``timeout_s``) or "raise".
-        local_dir: reserved for mirrored remote storage.
+        local_dir: a directory of this machine in front of a remote ``path``: every save is committed there, at the
+            speed of the disk, and uploaded in the background. A path, or a `Mirror` with its rules; see
+            docs/storage.md.
         max_staging_bytes: bound of the memory a save may use; None takes one copy of the state.
         deadline: moment or time span after which this process will be gone; saves and stops before it.
         exit_code_for_requeue: exit status after a signal or the deadline.
@@ -79,7 +82,7 @@ class Checkpointer(Listing):
         resume: str | os.PathLike[str] | Checkpoint = "auto",
         when_busy: str = "wait",
         on_full: str = "skip",
-        local_dir: str | os.PathLike[str] | None = None,
+        local_dir: str | os.PathLike[str] | Mirror | None = None,
         max_staging_bytes: int | None = None,
         deadline: float | IntervalLike | datetime | None = None,
         exit_code_for_requeue: int = 85,
@@ -92,16 +95,15 @@ class Checkpointer(Listing):
             timeout_s=timeout_s, seed_samples=seed_samples,
         )  # fmt: skip
         self.state = check_state(state)
-        self.storage = resolve(path)
+        self.storage, self.remote = sides(resolve(path), self.options.mirror)
         self.resumed_from: Checkpoint | None = None
         self._progress = Progress(seed_samples=seed_samples)
         self._signals = StopSignals()
-        self._deadline = self.options.deadline
         self._left = self._step_s = 0.0  # when `step` was left, and how long the step before it took
         self._open = self._ended = False
-        self._stopping = False  # the body was, or is to be, left for a signal or the deadline
         self._client: WriterClient | None = None
         self._saver: Saver | None = None
+        self._course: Course | None = None
 
     # -- life
 
@@ -112,12 +114,12 @@ class Checkpointer(Listing):
         check_root(self.storage)
         self._progress = Progress(seed_samples=(options := self.options).seed_samples)
         snapshotter = Snapshotter(max_staging_bytes=options.max_staging_bytes, timeout_s=options.timeout_s)
-        snapshotter.max_file_bytes = self.storage.max_file_bytes
-        self._client = WriterClient.start(self.storage)
+        snapshotter.max_file_bytes = min(one.max_file_bytes for one in self._sides)
+        self._client = WriterClient.start(self.storage, remote=self.remote)
         try:
             started = start_run(
                 self.storage, self._client, snapshotter, self._full_state, self._progress,
-                options=options, start_id=new_start_id(),
+                options=options, start_id=new_start_id(), remote=self.remote,
             )  # fmt: skip
             self._begin(self._client, snapshotter, started)
         except BaseException as error:
@@ -135,22 +137,23 @@ class Checkpointer(Listing):
         if not self._open:
             return
         self._open, self._ended = False, True
-        saver, client = self._saver, self._client
+        saver, client, course = self._saver, self._client, self._course
         assert saver is not None
         assert client is not None
+        assert course is not None
         if os.getpid() != self._owner:
             return  # a forked child leaves the body: the run is the trainer's
         try:
             if kind is None:
-                self._end(saver, client)
+                course.end(client)
             elif not self._signals.impatient:
-                self._end_after(f"{kind.__name__}: {error}", saver, client)
+                course.end_after(f"{kind.__name__}: {error}", client)
         finally:
             self._signals.remove()
             saver.snapshotter.close()
             # What is sealed is committed in any case; somebody who pressed Ctrl-C twice does not wait for it.
             client.close(0.0 if self._signals.impatient else self.options.timeout_s)
-        if kind is None and self._stop_asked():
+        if kind is None and course.pace.stop_asked:
             raise SystemExit(self.options.exit_code)
 
     # -- the loop
@@ -168,25 +171,21 @@ class Checkpointer(Listing):
         entered = time.perf_counter()
         if not self._open:
             raise SessionError("ck.step() outside of `with Checkpointer(...) as ck`")
-        saver, progress = self._saver, self._progress
+        saver, progress, course = self._saver, self._progress, self._course
         assert saver is not None
-        self._step_s = entered - self._left
-        saver.clock.step(self._step_s, draining=saver.busy)
+        assert course is not None
+        self._step_s = step_s = entered - self._left - course.held_s
+        saver.clock.step(step_s, draining=saver.busy)
         progress.stepped()
         if metrics:
-            self._log.add(progress.step, progress.epoch, metrics)
+            course.log.add(progress.step, progress.epoch, metrics)
         saver.fence()
         now = time.monotonic()
-        if (
-            self._signals.received is not None
-            or not self._warm
-            or saver.wants_retry
-            or self._due(now)
-            or self._deadline.near(now=now, step_s=self._step_s, save_s=saver.save_s)
-        ):
-            self._attend(saver, now)
+        if course.pace.stepped(now, step_s=step_s, save_s=saver.save_s) or course.wants_attention:
+            course.attend(now, step_s)
         elif saver.unsettled:
             saver.settle()
+        course.held_s = 0.0
         self._left = time.perf_counter()
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -195,7 +194,7 @@ class Checkpointer(Listing):
         # came after the checkpoint if that was made by the last `step`.
         if self._finished_epochs is not None and count <= self._finished_epochs:
             self._progress.skip_to(self._finished_epochs)
-        return self._progress.epochs(count, at_end=self._epoch_done)
+        return self._progress.epochs(count, at_end=self._live_course().epoch_done)
 
     def batches(self, loader: Any, *, name: str = "train") -> Iterator[Any]:
         """Yield the batches of the current epoch from the position of the last trained step.
@@ -204,39 +203,26 @@ class Checkpointer(Listing):
             loader: a map-style ``DataLoader``, a loader with ``state_dict``, or any iterable (replayed by count).
             name: tells several training loaders of one run apart.
         """
-        return self._progress.batches(loader, name, at_end=self._epoch_done)
+        return self._progress.batches(loader, name, at_end=self._live_course().epoch_done)
 
     def report(self, **metrics: Any) -> None:
         """Record metrics of the current step and bind them to its checkpoint.
 
         If ``keep`` ranks by one of them and the step has no checkpoint, it is saved.
         """
-        saver = self._live_saver()
-        progress = self._progress
-        self._log.add(progress.step, progress.epoch, metrics)
-        keep = self.options.keep
-        ranked = keep is not None and keep.best is not None and keep.metric in metrics
-        if saver.last_step != progress.step and ranked:
-            self._save(saver, force=True)
-        elif saver.last_step == progress.step:
-            self._log.bind(saver, metrics)
-        self._log.flush(progress, saver)
+        self._live_course().report(metrics)
 
     def save(self, **metrics: Any) -> None:
         """Save now (once for one step), with these metrics."""
-        saver = self._live_saver()
-        if metrics:
-            self._log.add(self._progress.step, self._progress.epoch, metrics)
-        if saver.last_step != self._progress.step:
-            self._save(saver, force=True)
-        elif metrics:
-            self._log.bind(saver, metrics)
+        self._live_course().save_now(metrics)
 
-    def wait(self) -> None:
-        """Wait until everything saved and reported so far is durable; raises what failed."""
-        saver = self._live_saver()
-        self._log.flush(self._progress, saver)
-        saver.finish()
+    def wait(self, *, remote: bool = False) -> None:
+        """Wait until everything saved and reported so far is durable; raises what failed.
+
+        Args:
+            remote: of a mirrored run (``local_dir``), wait for the remote side too; else the local disk is enough.
+        """
+        self._live_course().wait(remote=remote)
 
     # -- what there is
 
@@ -257,15 +243,22 @@ class Checkpointer(Listing):
         A body left after this was True ends as `step` would have ended it: the last finished step is saved, and the
         exit status is ``exit_code_for_requeue``.
         """
-        saver = self._saver
-        if not self._stopping and self._open and saver is not None:
-            self._stopping = self._deadline.near(now=time.monotonic(), step_s=self._step_s, save_s=saver.save_s)
-        return self._stop_asked()
+        course, saver = self._course, self._saver
+        if course is None or saver is None:
+            return self._signals.received is not None
+        if not self._open:
+            return course.pace.stop_asked
+        return course.pace.poll(step_s=self._step_s, save_s=saver.save_s)
 
     @property
     def stats(self) -> Stats:
         """What saving has cost so far."""
-        return self._saver.stats if self._saver is not None else Stats()
+        saver = self._saver
+        if saver is None:
+            return Stats()
+        if saver.remote is not None:
+            saver.remote.fill(saver.stats)
+        return saver.stats
 
     # -- inside
 
@@ -282,119 +275,23 @@ class Checkpointer(Listing):
             when_busy=options.when_busy, on_full=options.on_full, timeout_s=options.timeout_s,
         )  # fmt: skip
         saver.parent = started.parent
+        if options.mirror is not None and self.remote is not None:
+            saver.remote = RemoteWatch(client, options.mirror, self.remote.uri)
         if self.resumed_from is not None and started.in_this_run:
             # The step resumed from is safe already; saving it again would only make a copy.
             saver.last_step, saver.last_name = progress.step, self.resumed_from.name
             saver.stats.last_durable_step = progress.step
-        self._log = MetricLog(client, attempt=started.opened.attempt, follow=saver.on_the_side)
-        self._schedule = Schedule(options.intervals, now=time.monotonic())
-        self._schedule.start(step=progress.step, samples=progress.samples)
-        self._warm = False
+        log = MetricLog(client, attempt=started.opened.attempt, follow=saver.on_the_side)
+        schedule = Schedule(options.intervals, now=time.monotonic())
+        schedule.start(step=progress.step, samples=progress.samples)
+        pace = Pace(schedule, self._signals, options.deadline, progress)
+        self._course = Course(saver, log, pace, progress, options, self._full_state)
         self._owner = os.getpid()
         self._signals.install()
         self._open = True
         self._left = time.perf_counter()
 
-    def _live_saver(self) -> Saver:
-        if self._saver is None or not self._open:
+    def _live_course(self) -> Course:
+        if self._course is None or not self._open:
             raise SessionError("use it inside of `with Checkpointer(...) as ck`")
-        return self._saver
-
-    def _stop_asked(self) -> bool:
-        return self._stopping or self._signals.received is not None
-
-    def _due(self, now: float) -> bool:
-        schedule = self._schedule
-        samples = self._progress.samples if schedule.counts_samples else 0
-        return schedule.due(step=self._progress.step, samples=samples, now=now)
-
-    def _attend(self, saver: Saver, now: float) -> None:
-        """Do what the current step calls for: stop, save, retry, or warm up."""
-        if not self._warm:
-            # Optimizer state exists from the first step on: now the arena's size is known, and its pages are
-            # faulted in the background, long before the first save is due.
-            self._warm = True
-            saver.snapshotter.prepare(self._full_state(), saver.client)
-        if self._signals.received is not None or self._deadline.near(now=now, step_s=self._step_s, save_s=saver.save_s):
-            self._stop(saver)
-        if saver.unsettled:
-            saver.settle()
-        if saver.wants_retry:
-            self._save_when_space(saver)
-        elif self._due(now):
-            self._save(saver)
-
-    def _save(self, saver: Saver, *, force: bool = False) -> None:
-        begun = time.perf_counter()
-        progress = self._progress
-        saved = saver.last_step == progress.step or saver.save(
-            step=progress.step, epoch=progress.epoch, metrics=self._log.of_step(progress.step), force=force,
-            announce=lambda name: self._log.flush(progress, saver, name=name),
-        )  # fmt: skip
-        # One that is left out because the writer is busy is over as well: the next multiple is the next chance.
-        self._schedule.saved(step=progress.step, samples=progress.samples, now=time.monotonic())
-        if saved:
-            self._log.flush(progress, saver)  # nothing, unless the step was saved before
-        self._left += time.perf_counter() - begun  # the time a save holds is not the time of a step
-
-    def _save_when_space(self, saver: Saver) -> None:
-        """``on_full="wait"``: hold training and try again until there is space or the time is up."""
-        until = time.monotonic() + self.options.timeout_s
-        while saver.wants_retry:
-            self._save(saver, force=True)
-            saver.settle(wait_for_it=True)
-            if not saver.wants_retry:
-                return
-            if self._stop_asked():
-                self._stop(saver)
-            if time.monotonic() + _FULL_RETRY_S > until:
-                saver.on_full = "raise"
-            time.sleep(_FULL_RETRY_S)
-
-    def _stop(self, saver: Saver) -> None:
-        self._stopping = True
-        self._save(saver, force=True)
-        self._log.flush(self._progress, saver)
-        saver.finish()
-        raise SystemExit(self.options.exit_code)
-
-    def _end(self, saver: Saver, client: WriterClient) -> None:
-        """Leave the body in order: the final step is saved, everything is durable, errors raise."""
-        step = self._progress.step
-        saver.settle(wait_for_it=True)
-        if step > 0 and saver.last_step != step:
-            self._save(saver, force=True)
-            saver.settle(wait_for_it=True)
-            if saver.wants_retry:
-                self._save_when_space(saver)
-        self._log.flush(self._progress, saver)
-        saver.finish()
-        saver.say_lost()
-        if step > 0 and saver.last_step != step:
-            raise saver.final_is_missing(step)
-        stopped = self._stop_asked()
-        if not stopped:
-            saver.on_the_side(client.run_op("finished", info={"step": step, "epoch": self._progress.epoch}))
-        saver.on_the_side(client.run_op("close_run", reason="stopped" if stopped else "finished"))
-        saver.finish()
-
-    def _end_after(self, reason: str, saver: Saver, client: WriterClient) -> None:
-        """Leave the body after an error (or a stop): what is under way finishes; the body's error is the one to see."""
-
-        def close() -> None:
-            saver.on_the_side(client.run_op("close_run", reason="stopped" if self._stopping else reason))
-
-        def flush() -> None:
-            self._log.flush(self._progress, saver)
-
-        # Each on its own: a failed save must not keep the reports from the disk.
-        for act in (flush, saver.finish, saver.say_lost, close, saver.finish):
-            try:
-                act()
-            except Exception as late:  # noqa: BLE001 - recorded: raising would hide the error of the body
-                self._log.complain(late)
-
-    def _epoch_done(self, epochs: int) -> None:
-        saver = self._live_saver()
-        if self._schedule.epoch_due(epochs) and saver.last_step != self._progress.step:
-            self._save(saver)
+        return self._course

@@ -11,13 +11,14 @@ from typing import Any
 
 from .._units import Interval, IntervalLike, parse_intervals
 from ..checkpoint.handle import Checkpoint
-from ..config import Keep
+from ..config import Keep, Mirror
 from ..errors import ConfigError
 from ..state.snapshot import Snapshotter
 from ..storage.base import Storage
+from ..storage.local import LocalStorage
 from .schedule import Deadline, Schedule
 
-__all__ = ["RESERVED", "Options", "check_root", "check_state"]
+__all__ = ["RESERVED", "Options", "check_root", "check_state", "sides"]
 
 RESERVED = "holdfast"  # top-level key of the run's own entries
 _CHOICES = {"when_busy": ("wait", "skip"), "on_full": ("skip", "wait", "raise")}
@@ -38,6 +39,7 @@ class Options:
         exit_code: exit status after a signal or the deadline.
         timeout_s: bound of every wait.
         seed_samples: whether ``__getitem__`` gets seeds.
+        mirror: the local side of a mirrored run.
     """
 
     intervals: tuple[Interval, ...]
@@ -50,6 +52,7 @@ class Options:
     exit_code: int
     timeout_s: float
     seed_samples: bool
+    mirror: Mirror | None = None
 
     @classmethod
     def check(
@@ -60,7 +63,7 @@ class Options:
         resume: str | os.PathLike[str] | Checkpoint,
         when_busy: str,
         on_full: str,
-        local_dir: str | os.PathLike[str] | None,
+        local_dir: str | os.PathLike[str] | Mirror | None,
         max_staging_bytes: int | None,
         deadline: float | IntervalLike | datetime | None,
         exit_code_for_requeue: int,
@@ -75,8 +78,6 @@ class Options:
         for name, value in (("when_busy", when_busy), ("on_full", on_full)):
             if value not in _CHOICES[name]:
                 raise ConfigError(f"{name}={value!r}: use one of {', '.join(map(repr, _CHOICES[name]))}")
-        if local_dir is not None:
-            raise ConfigError("local_dir mirrors a remote run and comes with remote storage in a later version")
         if keep is not None and not isinstance(keep, Keep):
             raise ConfigError(f"keep={keep!r}: give a holdfast.Keep, as in Keep(last=3), or None to keep everything")
         if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
@@ -100,6 +101,7 @@ class Options:
             exit_code=exit_code_for_requeue,
             timeout_s=timeout_s,
             seed_samples=seed_samples,
+            mirror=local_dir if local_dir is None or isinstance(local_dir, Mirror) else Mirror(local_dir),
         )
 
 
@@ -116,6 +118,22 @@ def check_state(state: Any) -> Mapping[str, Any]:
     if RESERVED in state:
         raise ConfigError(f"state[{RESERVED!r}] is reserved for the run's own entries: use another key")
     return state
+
+
+def sides(root: Storage, mirror: Mirror | None) -> tuple[Storage, Storage | None]:
+    """Return where saves go first, and the remote of a mirrored run.
+
+    Raises:
+        ConfigError: the two sides are one, or one lies in the other.
+    """
+    if mirror is None:
+        return root, None
+    local = LocalStorage(mirror.path)
+    if root.local_root is not None:
+        one, other = os.path.realpath(mirror.path), os.path.realpath(root.local_root)
+        if f"{one}/".startswith(f"{other}/") or f"{other}/".startswith(f"{one}/"):
+            raise ConfigError(f"local_dir={one!r} and the run's {other!r} lie in each other: give another local_dir")
+    return local, root
 
 
 def check_root(storage: Storage) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ..errors import ConfigError
 from ..state.data import ResumableBatches
+from ..state.position import elsewhere, of_this_rank, said, with_ranks_apart
 
 __all__ = ["Progress"]
 
@@ -31,7 +32,7 @@ class Progress:
         self._seed: int | None = None
         self._seed_samples, self._rank, self._world_size = seed_samples, rank, world_size
         self._samples_before = 0  # of the epochs that are over
-        self._positions: dict[str, dict[str, Any]] = {}  # where earlier lives stopped, by loader name
+        self._positions: dict[str, Mapping[str, Any]] = {}  # where earlier lives stopped, by loader name
         self._live: dict[str, ResumableBatches] = {}
         self._drawn: dict[str, int] = {}  # batches each live loader has yielded
         self._trained: dict[str, tuple[int, int]] = {}  # its samples and batches at the last step
@@ -56,7 +57,10 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""
-        positions = {**self._positions, **{name: self._position(name) for name in self._live}}
+        positions = dict(self._positions)
+        positions.update((name, self._position(name)) for name in self._live)
+        if self._world_size > 1:
+            positions = {name: with_ranks_apart(position) for name, position in positions.items()}
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -71,8 +75,20 @@ class Progress:
         self.epoch = int(state["epoch"])
         self._samples_before = int(state["samples_before"])
         self._seed = state["seed"]
-        self._positions = dict(state["positions"])
+        self._positions = {name: of_this_rank(position) for name, position in state["positions"].items()}
         self._live, self._drawn, self._trained = {}, {}, {}
+
+    def notes(self) -> list[str]:
+        """Say what becomes of the positions if another number of ranks goes on from them than have saved them."""
+        found = [
+            elsewhere(position, self._world_size)
+            for position in self._positions.values()
+            if position["epoch"] == self.epoch
+            and not position["done"]
+            and position.get("world_size", self._world_size) != self._world_size
+        ]
+        said.update(found)
+        return found
 
     def skip_to(self, epoch: int) -> None:
         """Go on after the epochs a finished life did."""
@@ -92,7 +108,9 @@ class Progress:
         finally:
             self._by_epochs = False
 
-    def batches(self, loader: Any, name: str, *, at_end: Callable[[int], None]) -> Iterator[Any]:
+    def batches(
+        self, loader: Any, name: str, *, at_end: Callable[[int], None], split: bool | tuple[int, int] = True
+    ) -> Iterator[Any]:
         """Yield the rest of the current epoch of ``loader``."""
         before = self._live.get(name)
         if before is not None and before.done:
@@ -118,6 +136,7 @@ class Progress:
             seed_samples=self._seed_samples,
             rank=self._rank,
             world_size=self._world_size,
+            split=split,
         )
         self._live[name] = batches
         if before is None:

@@ -20,7 +20,7 @@ from .options import RESERVED
 
 __all__ = ["Resumed", "resume_run"]
 
-Quarantine = Callable[[str, str], None]
+Quarantine = Callable[..., object]
 
 
 @dataclass(slots=True)
@@ -49,6 +49,8 @@ def resume_run(
     quarantined: Mapping[str, str],
     quarantine: Quarantine,
     rank: int = 0,
+    world_size: int = 1,
+    sides: Callable[[str], Sequence[Storage]] | None = None,
 ) -> Resumed:
     """Load what ``mode`` asks for into ``state``.
 
@@ -60,6 +62,8 @@ def resume_run(
         quarantined: names set aside by earlier starts, with reasons.
         quarantine: records a bad checkpoint.
         rank: this rank.
+        world_size: number of ranks.
+        sides: the storages in which a candidate is complete, in the order to try them; default: ``storage`` alone.
 
     Raises:
         CheckpointNotFoundError: "must" (or an explicit checkpoint) and there is none.
@@ -67,22 +71,24 @@ def resume_run(
         StateMismatchError: the checkpoint does not fit the state.
     """
     if isinstance(mode, Checkpoint) or mode not in ("auto", "must", "never"):
-        return _explicit(mode, state, rank)
+        return _explicit(mode, state, rank, world_size)
     if mode == "never":
         return Resumed()
     outcome = Resumed()
     for name in candidates:
         if name in quarantined:
             continue
-        try:
-            outcome.loaded = load_state(storage.child(name), state, rank=rank)
-        except (CorruptCheckpointError, IncompleteCheckpointError, CheckpointNotFoundError) as error:
-            reason = str(error)
-            quarantine(name, reason)
-            outcome.skipped.append((name, reason))
-            continue
-        outcome.checkpoint = Checkpoint.at(storage, name)
-        return outcome
+        for side in [storage] if sides is None else sides(name):
+            try:
+                outcome.loaded = load_state(side.child(name), state, rank=rank, world_size=world_size)
+            except (CorruptCheckpointError, IncompleteCheckpointError, CheckpointNotFoundError) as error:
+                reason = str(error)
+                # One side of a mirrored run may be damaged and the other one good.
+                quarantine(name, reason, **({} if sides is None else {"side": side.uri}))
+                outcome.skipped.append((name, reason))
+                continue
+            outcome.checkpoint = Checkpoint.at(side, name)
+            return outcome
     bad = {**quarantined, **dict(outcome.skipped)}
     if bad:
         rows = "\n".join(f"  {name}: {reason}" for name, reason in bad.items())
@@ -97,14 +103,17 @@ def resume_run(
     return outcome
 
 
-def _explicit(mode: str | os.PathLike[str] | Checkpoint, state: Mapping[Any, Any], rank: int) -> Resumed:
+def _explicit(
+    mode: str | os.PathLike[str] | Checkpoint, state: Mapping[Any, Any], rank: int, world_size: int
+) -> Resumed:
     checkpoint = mode if isinstance(mode, Checkpoint) else Checkpoint(mode)
     root = checkpoint.storage.local_root
     if root is not None and (root / checkpoint.directory).is_file():
         raise ConfigError(f"resume={checkpoint.uri!r} is a file; give the directory of a checkpoint")
     # One made by `holdfast.save` has none of the run's own entries: it is a start, and what it lacks is said.
     own = (RESERVED, f"{RESERVED}/*")
-    loaded = load_state(checkpoint.storage.child(checkpoint.directory), state, allow_missing=own, rank=rank)
+    home = checkpoint.storage.child(checkpoint.directory)
+    loaded = load_state(home, state, allow_missing=own, rank=rank, world_size=world_size)
     return Resumed(checkpoint, loaded, lacks_progress=RESERVED in dict(loaded.not_restored))
 
 

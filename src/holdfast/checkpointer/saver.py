@@ -20,6 +20,7 @@ from ..storage.base import Storage
 from ..writer.client import WriterClient
 from ..writer.messages import RunOpened, SaveResult
 from .identity import manifest_fields
+from .remote import RemoteWatch
 from .stats import Stats, StepClock
 
 __all__ = ["Saver"]
@@ -77,6 +78,7 @@ class Saver:
         self.names, self.when_busy, self.on_full, self.timeout_s = names, when_busy, on_full, timeout_s
         self.stats = Stats()
         self.clock = StepClock()
+        self.remote: RemoteWatch | None = None  # of a mirrored run
         self.parent: str | None = None
         self.last_step = -1  # newest step with a save started
         self.last_name: str | None = None
@@ -134,6 +136,8 @@ class Saver:
             return False
         self.settle(wait_for_it=True)
         begun = time.perf_counter()
+        if self.remote is not None:
+            self.remote.make_room(self.timeout_s)
         name = self._name(step)
         self._number += 1
         # Metrics first: a trainer killed right after the hand-over has its save committed all the same.

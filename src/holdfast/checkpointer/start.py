@@ -60,8 +60,11 @@ def start_run(
     *,
     options: Options,
     start_id: str,
+    remote: Storage | None = None,
 ) -> Started:
     """Take the lease, resume, check that a save can work, print the block.
+
+    With ``remote`` the run is mirrored, and ``storage`` is its local side.
 
     Raises:
         RunBusyError: another live process holds the run.
@@ -72,9 +75,10 @@ def start_run(
     lease_s = min(_LEASE_S, timeout_s)
     opened: RunOpened = _answer(
         client.open_run(
-            storage, owner={"start_id": start_id}, keep=None if keep is None else keep.to_json(), wait_s=lease_s
+            storage, owner={"start_id": start_id}, keep=None if keep is None else keep.to_json(), wait_s=lease_s,
+            mirror=options.mirror, remote=remote,
         ),
-        storage, lease_s + timeout_s,
+        remote or storage, lease_s + timeout_s,
     )  # fmt: skip
     live = state()
     committed = [record_from_row(row).name for row in opened.records]
@@ -84,9 +88,10 @@ def start_run(
         options.resume,
         candidates=committed,
         quarantined=opened.quarantined,
-        quarantine=lambda name, reason: _answer(
-            client.run_op("quarantine", name=name, reason=reason), storage, timeout_s
+        quarantine=lambda name, reason, **more: _answer(
+            client.run_op("quarantine", name=name, reason=reason, **more), storage, timeout_s
         ),
+        sides=lambda name: _sides(name, opened, storage, remote),
     )
     parent, mine = None, False
     if outcome.checkpoint is not None:
@@ -94,15 +99,20 @@ def start_run(
         parent = manifest.checkpoint_id if manifest is not None else None
         if progress.step == 0 and manifest is not None and manifest.step is not None and outcome.lacks_progress:
             progress.step = manifest.step
-        mine = is_within(outcome.checkpoint, storage)
+        mine = any(is_within(outcome.checkpoint, side) for side in (storage, remote) if side is not None)
         name = outcome.checkpoint.name if mine else outcome.checkpoint.uri
         _answer(client.run_op("resumed", name=name, step=progress.step), storage, timeout_s)
     room = _preflight(storage, client, snapshotter, live, start_id, timeout_s)
+    if remote is not None:
+        _answer(client.probe(remote, directory=f".probe-{start_id}"), remote, timeout_s)
     finished = None
     if mine and opened.finished and opened.finished.get("step") == progress.step:
         finished = int(opened.finished.get("epoch", 0))
-    start_block(storage, opened, outcome, progress, finished=finished, room=room, options=options).show()
-    return Started(opened, outcome.checkpoint, mine, parent, _taken(storage, committed, opened), finished)
+    start_block(
+        storage, opened, outcome, progress, finished=finished, room=room, options=options, remote=remote
+    ).show()
+    names = _taken(storage, committed, opened)
+    return Started(opened, outcome.checkpoint, mine, parent, names, finished)
 
 
 def _answer(future: Future[Any], storage: Storage, timeout_s: float) -> Any:
@@ -120,7 +130,14 @@ def _answer(future: Future[Any], storage: Storage, timeout_s: float) -> Any:
 def _taken(storage: Storage, committed: Sequence[str], opened: RunOpened) -> set[str]:
     """Return the names a save must not use: of checkpoints, good or bad, and of anything else that lies there."""
     there = {info.path.rstrip("/") for info in storage.list("", recursive=False)}
-    return {*committed, *opened.quarantined, *there}
+    return {*committed, *opened.quarantined, *opened.taken, *there}
+
+
+def _sides(name: str, opened: RunOpened, storage: Storage, remote: Storage | None) -> list[Storage]:
+    """Return where a checkpoint is complete; the local disk first, which is faster."""
+    if remote is None or opened.remote is None:
+        return [storage]
+    return {"local": [storage], "remote": [remote]}.get(opened.remote["places"][name], [storage, remote])
 
 
 def _preflight(

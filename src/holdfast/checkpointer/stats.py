@@ -22,7 +22,10 @@ class Stats:
         seconds_blocked: time `step` and `save` held the loop.
         seconds_lost: blocked time, plus what steps took longer while a save was being written than usual.
         seconds_to_durable: time from each save's start to its commit.
-        last_durable_step: newest step that is safe; -1 before the first.
+        last_durable_step: newest step that is safe; -1 before the first. In a mirrored run: on the local disk.
+        last_remote_step: newest step that the remote of a mirrored run has; -1 before the first, and without a mirror.
+        remote_behind: checkpoints on the local disk that wait for their upload.
+        seconds_since_remote: age of the newest checkpoint at the remote.
     """
 
     saves: int = 0
@@ -33,6 +36,9 @@ class Stats:
     seconds_lost: float = 0.0
     seconds_to_durable: list[float] = field(default_factory=list)
     last_durable_step: int = -1
+    last_remote_step: int = -1
+    remote_behind: int = 0
+    seconds_since_remote: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the totals as plain data."""

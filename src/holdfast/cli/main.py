@@ -10,9 +10,12 @@ import click
 import holdfast
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError
 
+from .export import export
 from .ls import ls
 from .show import show
+from .sweep import sweep
 from .terminal import print_json, printable
+from .transfer import cp, pull, push
 from .verify import verify
 
 __all__ = ["cli", "main"]
@@ -36,14 +39,19 @@ class _Group(click.Group):
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(holdfast.__version__, prog_name="holdfast")
 def cli() -> None:
-    """Look at and check training checkpoints.
+    """Look at, check and copy training checkpoints.
 
     Exit status: 0 fine, 1 found a problem, 2 wrong usage.
     """
 
 
+cli.add_command(cp)
+cli.add_command(export)
 cli.add_command(ls)
+cli.add_command(pull)
+cli.add_command(push)
 cli.add_command(show)
+cli.add_command(sweep)
 cli.add_command(verify)
 
 

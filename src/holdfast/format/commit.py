@@ -26,7 +26,7 @@ from .division import Division, disagreement
 from .manifest import MAX_MANIFEST_BYTES, FileEntry, Manifest
 from .names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, check_links, join, start_id_of
 
-__all__ = ["PartSummary", "commit", "read_manifest", "remove", "sweep"]
+__all__ = ["PartSummary", "commit", "read_manifest", "read_manifest_bytes", "remove", "sweep"]
 
 _FIELDS = frozenset(item.name for item in fields(Manifest)) - {"files", "total_bytes", "reused_bytes", "writers"}
 
@@ -151,9 +151,8 @@ def read_manifest(storage: Storage, directory: str, *, check_sizes: bool = False
         FormatVersionError: written by a newer Holdfast.
     """
     where = join(storage.uri, directory)
-    check_links(storage, directory, (MANIFEST_NAME,))  # before it is opened: what lies outside is not even read
     try:
-        data = _read_bytes(storage, join(directory, MANIFEST_NAME))
+        data = read_manifest_bytes(storage, directory)
     except StorageNotFoundError:
         if any(True for _ in storage.list(directory)):
             raise IncompleteCheckpointError(
@@ -165,6 +164,17 @@ def read_manifest(storage: Storage, directory: str, *, check_sizes: bool = False
     if check_sizes:
         _check_sizes(storage, directory, manifest)
     return manifest
+
+
+def read_manifest_bytes(storage: Storage, directory: str) -> bytes:
+    """Read the manifest of the checkpoint at ``directory`` as it is stored, for copying it.
+
+    Raises:
+        StorageNotFoundError: there is none.
+        CorruptCheckpointError: it is too long for a manifest, or a link out of the checkpoint.
+    """
+    check_links(storage, directory, (MANIFEST_NAME,))  # before it is opened: what lies outside is not even read
+    return _read_bytes(storage, join(directory, MANIFEST_NAME))
 
 
 def remove(storage: Storage, directory: str) -> None:

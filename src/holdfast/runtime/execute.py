@@ -73,6 +73,7 @@ class Options:
 
     Attributes:
         blob: train_func and its config, packed.
+        secrets: credentials of storages that workers open, packed.
         keep: rules of retention.
         use_gpu: workers get GPUs.
         environment: variables of every worker.
@@ -88,6 +89,7 @@ class Options:
     validation: Callable[..., Any] | None = None
     callbacks: Sequence[Any] = ()
     context: Any = None
+    secrets: bytes = field(default=b"", repr=False)
 
 
 class Executor:
@@ -252,8 +254,10 @@ class Executor:
         return None if root is None else root / "logs"
 
     def _begin(self, action: Begin) -> None:
-        memory = () if action.memory is None else (action.memory,)
-        self._engine.send(action.rank, dict(action.header), (self._options.blob, *memory))
+        attachments = [self._options.blob, action.memory or b"", self._options.secrets]
+        while not attachments[-1]:
+            attachments.pop()
+        self._engine.send(action.rank, dict(action.header), attachments)
 
     def _answer(self, action: Answer) -> None:
         header: dict[str, Any] = {"do": "answer", "call": action.call}
@@ -277,7 +281,10 @@ class Executor:
             raise HoldfastError("there is no function that validates")
         logs = self._logs()
         blob = pack_validation(
-            self._options.validation, Checkpoint.at(self._storage, action.name), dict(action.arguments)
+            self._options.validation,
+            Checkpoint.at(self._storage, action.name),
+            dict(action.arguments),
+            secrets=self._options.secrets,
         )
         task = self._engine.run_task(
             blob,

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from ..checkpoint.handle import Checkpoint
 from ..checkpointer.identity import plain_metrics
 from ..errors import ConfigError
+from .location import TravellingSecrets
 from .shelf import VALIDATED
 from .transit import pack_value
 from .types import ReportedCheckpointStatus
@@ -148,20 +149,34 @@ def status_of(name: str, metrics: Mapping[str, Any], pending: tuple[str, ...]) -
     return ReportedCheckpointStatus.COMMITTED if mark is None else _OUTCOMES[mark]
 
 
-def pack_validation(function: Callable[..., Any], checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> bytes:
+def pack_validation(
+    function: Callable[..., Any], checkpoint: Checkpoint, arguments: Mapping[str, Any], *, secrets: bytes = b""
+) -> bytes:
     """Make the task of one validation.
+
+    Args:
+        function: the user's.
+        checkpoint: what it validates.
+        arguments: more of them, by name.
+        secrets: credentials of the storage, from `pack_secrets`.
 
     Raises:
         ConfigError: the function cannot travel to another process.
     """
-    return pack_value(_Task(function, checkpoint, dict(arguments)), "validation")
+    return pack_value(_Task(function, checkpoint, dict(arguments), secrets), "validation")
 
 
 class _Task:
     """A validation, ready to be called where it runs."""
 
-    def __init__(self, function: Callable[..., Any], checkpoint: Checkpoint, arguments: dict[str, Any]) -> None:
-        self.function, self.checkpoint, self.arguments = function, checkpoint, arguments
+    def __init__(
+        self, function: Callable[..., Any], checkpoint: Checkpoint, arguments: dict[str, Any], secrets: bytes
+    ) -> None:
+        self.function, self.checkpoint, self.arguments, self._secrets = function, checkpoint, arguments, secrets
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # In this order: the storage of the checkpoint is rebuilt when its credentials are there.
+        return _rebuilt, (TravellingSecrets(self._secrets), self.function, self.checkpoint, self.arguments)
 
     def __call__(self) -> Any:
         found = self.function(self.checkpoint, **self.arguments)
@@ -171,3 +186,7 @@ class _Task:
                 "return a dict of metrics"
             )
         return plain_metrics(found)  # here, where the devices of its tensors are
+
+
+def _rebuilt(_: None, function: Callable[..., Any], checkpoint: Checkpoint, arguments: dict[str, Any]) -> _Task:
+    return _Task(function, checkpoint, arguments, b"")

@@ -16,6 +16,7 @@ from holdfast.writer.wire import Channel, Message
 
 from .failure import error_to_wire
 from .group import process_group
+from .location import learn_secrets
 from .transit import takes_config, unpack_call
 
 __all__ = ["MakeSession", "WorkerSession", "run", "run_task"]
@@ -53,6 +54,8 @@ def run(
     begin = _receive(channel, "begin")
     session: WorkerSession | None = None
     try:
+        # What is rebuilt from here on, in the session and in the function, may need them.
+        learn_secrets(*begin.attachments[2:3] or (b"",))
         # First of all: from here on somebody listens for the driver's end.
         session = (make_session or _session)(channel, begin.header, *(begin.attachments[1:2] or (None,)))
         function, config = unpack_call(begin.attachments[0])

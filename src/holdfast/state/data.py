@@ -24,29 +24,18 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import StateMismatchError
+from .clone import clone_of
 from .order import MapOrder
-from .seeding import SampleKey, SampleKeys, SeededDataset, Stream, generators_kept, mix
+from .position import elsewhere, said
+from .seeding import SampleKey, SampleKeys, Stream, generators_kept, mix
+from .split import split_of
 
 __all__ = ["ResumableBatches"]
 
 _logger = logging.getLogger("holdfast.data")
-_said: set[str] = set()
 _END = object()
 
 
-class _Feed:
-    """What the clone of a loader takes its indices from; refilled for each epoch, so that workers can stay."""
-
-    def __init__(self) -> None:
-        self.source: Iterator[Any] = iter(())
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.source
-
-
-# Clones whose workers persist: one per loader (and seeding), as long as the loader lives.
-_Clone = tuple[DataLoader[Any], _Feed]
-_clones: weakref.WeakKeyDictionary[DataLoader[Any], dict[bool, _Clone]] = weakref.WeakKeyDictionary()
 # Loaders with state that ended this epoch in this process: they go on by themselves.
 _ended: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -66,8 +55,14 @@ class ResumableBatches:
             that augmentation is the same for any number of workers and after any resume (an unseeded
             ``numpy.random.default_rng()`` cannot be reached); a loader without indices gets its own stream of random
             numbers for the epoch. In workers of a loader with its own state, random numbers stay that loader's affair.
-        rank: only rank 0 says things.
+        rank: number of this rank; only rank 0 says things.
         world_size: number of ranks, to count samples over all of them.
+        split: deal the samples of a map-style loader out to all ranks, or as (rank, num_ranks) says, if its sampler
+            knows nothing of ranks; False: each rank gets all of them.
+
+    Raises:
+        ConfigError: what is to be split cannot be.
+        StateMismatchError: the position is that of another kind of loader.
 
     Example:
         >>> loader = DataLoader(range(6), batch_size=2)
@@ -87,6 +82,7 @@ class ResumableBatches:
         seed_samples: bool = True,
         rank: int = 0,
         world_size: int = 1,
+        split: bool | tuple[int, int] = False,
     ) -> None:
         self.kind = _kind(loader)
         self._loader = loader
@@ -105,11 +101,16 @@ class ResumableBatches:
         self._stream = Stream(mix(self._seed, epoch))
         if position is not None:
             self._check_kind(position)
-            if here is None and self.kind == "stateful":
+            same = position.get("world_size", world_size) == world_size
+            if here is None and self.kind == "stateful" and same:
                 self._carried, self._carried_epoch = position["inner"], int(position["epoch"])
         self._order: MapOrder | None = None
         if self.kind == "map":
-            self._order = MapOrder(loader, seed=self._seed, epoch=epoch, world_size=world_size)
+            inner = here["inner"] if here is not None and here["inner"] is not None else {}
+            self._order = MapOrder(
+                loader, seed=self._seed, epoch=epoch, world_size=world_size, begun=inner.get("recipe"),
+                split=split_of(split, rank=rank, world_size=world_size),
+            )  # fmt: skip
         if here is not None:
             self._seek(here)
         if self._seed != seed:
@@ -149,7 +150,7 @@ class ResumableBatches:
             return 0
         left: int | None
         if self._order is not None:
-            left = self._order.num_batches(self._local_samples)
+            left = self._order.num_batches(self._samples)
             if left is None and (total := self._order.num_batches(0)) is not None:
                 left = max(0, total - self._batches)
         else:
@@ -170,22 +171,14 @@ class ResumableBatches:
 
     # ---- map
 
-    @property
-    def _local_samples(self) -> int:
-        return self._samples // self._replicas
-
-    @property
-    def _replicas(self) -> int:
-        return self._order.replicas if self._order is not None else self._world_size
-
     def _iterate_map(self) -> Iterator[Any]:
         order = self._order
         assert order is not None
-        loader, feed = _clone(self._loader, seeded=self._seed_samples)
+        loader, feed = clone_of(self._loader, seeded=self._seed_samples)
         sizes: deque[int] = deque()  # of the batches handed out to workers and not yielded yet, oldest first
         feed.source = self._keys(order, sizes)
         assert loader.generator is not None
-        loader.generator.manual_seed(mix(self._seed, self._epoch, self._samples))
+        loader.generator.manual_seed(mix(self._seed + order.part, self._epoch, self._samples))
         # Without workers the samples are made in this process, between two draws of the training loop.
         here = generators_kept if self._seed_samples and loader.num_workers == 0 else contextlib.nullcontext
         with generators_kept():
@@ -201,7 +194,7 @@ class ResumableBatches:
         self._done = True
 
     def _keys(self, order: MapOrder, sizes: deque[int]) -> Iterator[Any]:
-        for indices, seeds in order.batches(self._local_samples):
+        for indices, seeds in order.batches(self._samples):
             sizes.append(len(indices))
             if not self._seed_samples:
                 yield indices if order.auto_batch else indices[0]
@@ -256,14 +249,21 @@ class ResumableBatches:
                 batch = next(iterator, _END)
             if batch is _END:
                 break
-            self._samples += _batch_length(batch) * self._world_size
+            self._samples += batch_length(batch) * self._world_size
             self._batches += 1
             yield batch
         self._done = True
 
     def _inner_state(self) -> Any:
         if self._order is not None:
-            return {"dataset_length": _length(self._loader.dataset), "sampler": self._order.sampler_name}
+            order = self._order
+            return {
+                "dataset_length": _length(self._loader.dataset),
+                "sampler": order.sampler_name,
+                "recipe": order.recipe,
+                "replicas": order.replicas,
+                "divides": order.divides,
+            }
         if self._live is None:
             return self._inner
         with generators_kept():  # some loaders make their iterator here
@@ -285,27 +285,34 @@ class ResumableBatches:
         self._done, self._inner = bool(position["done"]), position["inner"]
         before = int(position.get("world_size", self._world_size))
         if self._order is not None:
-            if self._local_samples * self._replicas != self._samples:
-                self._say(
-                    f"{self._samples} trained samples do not divide over {self._replicas} ranks: up to "
-                    f"{self._replicas - 1} of them are seen again"
-                )
-                self._samples = self._local_samples * self._replicas
-            now = self._inner_state()
-            for name, value in now.items():
-                if self._inner is not None and self._inner.get(name) != value:
-                    self._say(
-                        f"{name} is {value!r}, was {self._inner.get(name)!r} when epoch {self._epoch} was begun: "
-                        f"the rest of the epoch cannot hold each sample exactly once"
-                    )
-        elif before != self._world_size:
-            self._say(f"a {self.kind} loader cannot be split again from {before} to {self._world_size} ranks exactly")
+            self._compare_order(self._order, self._inner or {}, position)
+        elif before != self._world_size and not self._done:
+            self._say(elsewhere(position, self._world_size), once=True)
             if self.kind == "count":
                 self._batches = self._batches * before // self._world_size
+            else:
+                self._samples, self._batches, self._inner = 0, 0, None
+
+    def _compare_order(self, order: MapOrder, begun: Mapping[str, Any], position: Mapping[str, Any]) -> None:
+        """Say what the rest of the epoch is, where it is not simply what the same ranks would have drawn."""
+        now = self._inner_state()
+        own = order.recipe is None or begun.get("recipe", order.recipe) is None
+        for name in ("dataset_length", "sampler") if own else ("dataset_length",):
+            if begun.get(name, now[name]) != now[name]:
+                self._say(
+                    f"{name} is {now[name]!r}, was {begun[name]!r} when epoch {self._epoch} was begun: "
+                    f"the rest of the epoch cannot hold each sample exactly once"
+                )
+        if int(begun.get("replicas", position.get("world_size", order.replicas))) == order.replicas:
+            return
+        if not self._done:
+            self._say(elsewhere({**position, "inner": {**begun, **now}}, self._world_size), once=True)
+        if not order.divides:
+            self._samples -= self._samples % order.replicas
 
     def _remarks(self) -> None:
         if self._order is not None and self._world_size > 1 and self._order.replicas == 1:
-            self._say("every rank gets the same samples: pass a DistributedSampler to split them", once=True)
+            self._say("every rank gets the same samples: give the loader a DistributedSampler to split them", once=True)
         if self._order is not None and not getattr(self._loader, "in_order", True):
             self._say("in_order=False is not used: a position is a prefix of the order", once=True)
         if not self._seed_samples:
@@ -315,9 +322,9 @@ class ResumableBatches:
             )
 
     def _say(self, message: str, *, once: bool = False) -> None:
-        if self._rank != 0 or (once and message in _said):
+        if self._rank != 0 or (once and message in said):
             return
-        _said.add(message)
+        said.add(message)
         _logger.warning("%s", message)
 
 
@@ -334,39 +341,6 @@ def _kind(loader: Any) -> str:
     return "count"
 
 
-def _clone(loader: DataLoader[Any], *, seeded: bool) -> _Clone:
-    """Return a loader like ``loader`` that takes its indices from a feed and draws no global random numbers."""
-    cached = _clones.get(loader, {}).get(seeded)
-    if cached is not None:
-        return cached
-    feed = _Feed()
-    options: dict[str, Any] = {}
-    if loader.num_workers > 0:
-        options["prefetch_factor"] = loader.prefetch_factor
-        options["persistent_workers"] = loader.persistent_workers
-        options["multiprocessing_context"] = loader.multiprocessing_context
-    if loader.pin_memory_device:
-        options["pin_memory_device"] = loader.pin_memory_device
-    if loader.batch_sampler is not None:
-        options["batch_sampler"] = feed
-    else:
-        options["batch_size"] = None
-        options["sampler"] = feed
-    clone: DataLoader[Any] = DataLoader(
-        SeededDataset(loader.dataset) if seeded else loader.dataset,  # type: ignore[arg-type]
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        generator=torch.Generator(),
-        **options,
-    )
-    if clone.persistent_workers:
-        _clones.setdefault(loader, {})[seeded] = (clone, feed)
-    return clone, feed
-
-
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
@@ -374,7 +348,7 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-def _batch_length(batch: Any) -> int:
+def batch_length(batch: Any) -> int:
     """Return how many samples a collated batch of unknown making holds, by its first part with a length."""
     while True:
         if isinstance(batch, torch.Tensor) or hasattr(batch, "shape"):

@@ -19,7 +19,7 @@ from torch import nn
 from ..errors import UnsupportedStateError
 from ..format.codec import MAX_NESTING, encode
 from ..format.scalars import is_text
-from . import arrays, metrics, optim, rng
+from . import arrays, metrics, optim, rng, sharded
 from .names import canonical_keys, parameter_names, unwrap
 from .values import PerRank
 
@@ -44,6 +44,8 @@ class Flat:
         optimized: names of parameters, and of the state an optimizer keeps for them: these change in its step only.
         per_rank: key -> tree of what each rank stores for itself.
         own: positions of tensors that each rank stores for itself.
+        regions: position -> what part of a tensor lies there, for tensors that are spread over ranks. One that a rank
+            holds several boxes of has several positions, with one name.
         replicated: positions of tensors that all ranks hold alike; found only when asked for.
         dropped: paths left out because of ``unsupported="drop"``.
     """
@@ -56,6 +58,7 @@ class Flat:
     optimized: set[str] = field(default_factory=set)
     per_rank: dict[str, Any] = field(default_factory=dict)
     own: list[int] = field(default_factory=list)
+    regions: dict[int, sharded.Region] = field(default_factory=dict)
     replicated: list[int] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
 
@@ -78,8 +81,10 @@ def flatten(state: Mapping[Any, Any], *, unsupported: str = "raise", rank: int =
         )
     walker = _Walker(parameter_names(state), drop=unsupported == "drop", rank=rank, shared=shared)
     walker.flat.tree = walker.mapping(state if isinstance(state, dict) else dict(state), "", "")
-    if shared and walker.flat.per_rank:
-        _check_names(walker.flat)
+    if shared:
+        if walker.flat.per_rank:
+            _check_names(walker.flat)
+        walker.settle_replicated()
     return walker.flat
 
 
@@ -94,6 +99,10 @@ class _Walker:
         self.file = ""
         self.taken: set[str] = set()
         self.active: set[int] = set()  # ids of the containers around the current value
+        self.spread = sharded.spread_types()
+        self.listed = frozenset({torch.Tensor, *self.spread})
+        self.regions = sharded.Regions()
+        self.owned = False  # within a value that each rank stores for itself
 
     # -- containers and objects
 
@@ -101,7 +110,7 @@ class _Walker:
         """Encode a dict; its own fast paths, because a state may hold 100 000 entries."""
         kind = type(value)
         if kind in (dict, OrderedDict) and all(type(key) is str for key in value) and is_text("".join(value)):
-            if value and all(type(item) is torch.Tensor for item in value.values()):
+            if value and self.listed.issuperset(map(type, value.values())):
                 return self._all_tensors(value, name, path, ordered=kind is OrderedDict)
             if kind is OrderedDict:
                 return {"$": "odict", "v": [[key, item] for key, item in self._items(value, name, path).items()]}
@@ -195,7 +204,7 @@ class _Walker:
             return plain
         if arrays.is_array(value):
             stored, extra = arrays.array_to_tensor(value, f"state{path}")
-            return {**self._add(stored, name), "k": "array", **extra}
+            return {**self._add([(None, stored)], name), "k": "array", **extra}
         if isinstance(value, type):
             return NotImplemented
         if isinstance(value, nn.Module):
@@ -212,11 +221,11 @@ class _Walker:
 
     def _own(self, value: Any, name: str, path: str) -> Any:
         """Encode what this rank stores for itself: nothing in it is replicated, whatever it is."""
-        start, shared, self.shared = len(self.flat.names), self.shared, False
+        start, shared, self.shared, self.owned = len(self.flat.names), self.shared, False, True
         try:
             return self.value(value, f"{name}@{self.rank}", path)
         finally:
-            self.shared = shared
+            self.shared, self.owned = shared, False
             self.flat.own = [*(one for one in self.flat.own if one < start), *range(start, len(self.flat.names))]
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, name: str, path: str) -> dict[str, Any]:
@@ -250,6 +259,7 @@ class _Walker:
         if metrics.is_metric(module):
             return self._object(module, "metric", metrics.metric_state(module), name, path)
         module = unwrap(module)
+        sharded.check_module(module, f"state{path}")
         raw = module.state_dict()
         named = OrderedDict(zip(canonical_keys(module, list(raw)), raw.values(), strict=True))
         start = len(self.flat.names)
@@ -275,33 +285,88 @@ class _Walker:
     def _all_tensors(self, value: Mapping[str, torch.Tensor], name: str, path: str, *, ordered: bool) -> dict[str, Any]:
         prefix = f"{name}/" if name else ""
         names = [prefix + key for key in value]
-        if not self.taken.isdisjoint(names) or not all(map(arrays.is_dense, value.values())):
+        spread = not all(map(arrays.is_dense, value.values()))
+        parts = self._parts(value.values()) if spread else None
+        if not self.taken.isdisjoint(names) or (spread and parts is None):
             # A name is taken (a key with "/" in it) or a tensor is odd: each gets its own node.
             nodes = self._items(value, name, path)
             return {"$": "odict", "v": [[key, node] for key, node in nodes.items()]} if ordered else nodes
         self.taken.update(names)
-        self.flat.names.extend(names)
-        self.flat.tensors.extend(value.values())
-        self.flat.files.extend([self.file if name else ""] * len(names))
+        if parts is not None:
+            for unique, rows in zip(names, parts, strict=True):
+                self._put(unique, rows, self.file if name else "")
+        else:
+            self.flat.names.extend(names)
+            self.flat.tensors.extend(value.values())
+            self.flat.files.extend([self.file if name else ""] * len(names))
         return {"$": "tensors", "at": prefix, "k": list(value), "o": int(ordered)}
 
+    def _parts(self, tensors: Iterable[torch.Tensor]) -> list[sharded.Parts] | None:
+        """Return the parts of tensors some of which are spread over ranks; None if one of them cannot be saved."""
+        found: list[sharded.Parts] = []
+        try:
+            for one in tensors:
+                if type(one) is torch.Tensor:
+                    found.append([(None, one)])
+                    if not arrays.is_dense(one):
+                        return None
+                else:
+                    found.append(self._spread(one, ""))
+        except UnsupportedStateError:
+            return None
+        return found
+
     def _tensor(self, value: torch.Tensor, name: str, path: str) -> dict[str, Any]:
-        arrays.check_tensor(value, f"state{path}")
-        node = self._add(value.detach(), name)
+        if isinstance(value, self.spread):
+            node = self._add(self._spread(value, path), name)
+        else:
+            arrays.check_tensor(value, f"state{path}")
+            node = self._add([(None, value.detach())], name)
         if isinstance(value, nn.Parameter):
             node["k"] = "parameter"
             node["rg"] = int(value.requires_grad)
         return node
 
-    def _add(self, tensor: torch.Tensor, name: str) -> dict[str, Any]:
+    def _spread(self, value: torch.Tensor, path: str) -> sharded.Parts:
+        """Take a tensor apart that is spread over ranks."""
+        if self.owned:
+            raise UnsupportedStateError(
+                f"state{path}: a {type(value).__name__} says itself what each rank holds of it: take it out of PerRank"
+            )
+        try:
+            parts = self.regions.of(value)
+        except UnsupportedStateError as error:
+            raise UnsupportedStateError(f"state{path}: {error}") from None
+        for _, part in parts:
+            if not arrays.is_dense(part):
+                arrays.check_tensor(part, f"state{path}")
+        return parts
+
+    def _put(self, name: str, parts: sharded.Parts, file: str) -> None:
+        flat = self.flat
+        for region, part in parts:
+            if region is not None:
+                flat.regions[len(flat.names)] = region
+            flat.names.append(name)
+            flat.tensors.append(part)
+            flat.files.append(file)
+
+    def settle_replicated(self) -> None:
+        """Correct what was taken for replicated by its place by what tensors say of themselves."""
+        regions = self.flat.regions
+        if regions:
+            everywhere = {number for number, region in regions.items() if region.everywhere}
+            self.flat.replicated = sorted(everywhere.union(self.flat.replicated).difference(regions) | everywhere)
+            for number in everywhere:
+                del regions[number]
+
+    def _add(self, parts: sharded.Parts, name: str) -> dict[str, Any]:
         unique, number = name, 1
         while unique in self.taken:
             number += 1
             unique = f"{name}~{number}"
         self.taken.add(unique)
-        self.flat.names.append(unique)
-        self.flat.tensors.append(tensor)
-        self.flat.files.append(self.file)
+        self._put(unique, parts, self.file)
         return {"$": "tensor", "n": unique}
 
 

@@ -7,7 +7,7 @@ every difference becomes a problem; only when the caller accepts the problems do
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from . import arrays, metrics, rng
+from .match_rank import match_per_rank, match_rng
 from .names import parameter_names
 from .optim import is_plain
 from .selection import Selection, covers
@@ -47,6 +48,7 @@ class Matcher:
         problems: what does not fit.
         restored: paths of what will be restored.
         not_restored: (path, why) of what will not.
+        notes: what is not simply as it was, because the number of ranks is another one; a sentence each.
     """
 
     def __init__(
@@ -56,8 +58,12 @@ class Matcher:
         *,
         allow_missing: tuple[str, ...] = (),
         cast: torch.dtype | None = None,
+        rank: int = 0,
+        device: torch.device | None = None,
     ) -> None:
-        self.stored, self.selection, self.allow_missing = stored, selection, allow_missing
+        self.stored, self.selection, self.allow_missing, self.rank = stored, selection, allow_missing, rank
+        self.device = device  # where to put what has no memory yet
+        self.notes: list[str] = []
         self.targets = Targets(stored, cast)
         self.actions: list[Callable[[], object]] = []
         self.last: list[Callable[[], None]] = []
@@ -97,9 +103,9 @@ class Matcher:
         if arrays.is_array(live):
             return self._array(live, saved, path)
         if live is rng.RNG:
-            return self._rng(saved, path)
+            return match_rng(self, saved, path)
         if isinstance(live, PerRank):
-            return self._per_rank(live, saved, path)
+            return match_per_rank(self, live, saved, path)
         if isinstance(live, torch.Generator):
             return self._generator(live, saved, path)
         if isinstance(live, nn.Module) and not metrics.is_metric(live):
@@ -253,29 +259,6 @@ class Matcher:
             self.restored.append(path)
         return live
 
-    def _rng(self, saved: Any, path: str) -> Any:
-        if not self.takes(path):
-            return rng.RNG
-        parts = self.stored.per_rank
-        if not (isinstance(saved, PerRankNode) and saved.rng):
-            self.not_restored.append((path, "the checkpoint holds no generator states"))
-        elif parts is None or saved.key not in parts or self.stored.borrowed:
-            self.stored.say_borrowed()
-            self.not_restored.append((path, "saved by another number of ranks: this rank has no generator state"))
-        else:
-            state = self.fresh(parts[saved.key]["rng"], path)
-            self.last.append(lambda: self.not_restored.extend((path, why) for why in rng.restore(self.filled(state))))
-            self.restored.append(path)
-        return rng.RNG
-
-    def _per_rank(self, live: PerRank, saved: Any, path: str) -> Any:
-        parts = self.stored.per_rank
-        if not isinstance(saved, PerRankNode) or parts is None or saved.key not in parts:
-            self.not_restored.append((path, "the checkpoint has no part for this rank"))
-            return live
-        self.stored.say_borrowed()
-        return PerRank(self.match(live.value, parts[saved.key], path))
-
     # -- objects
 
     def _object(self, live: Any, saved: Any, path: str) -> Any:
@@ -302,7 +285,7 @@ class Matcher:
 
     def fresh(self, saved: Any, path: str) -> Any:
         """Plan reading every tensor in a stored value into new memory; `filled` gives the value afterwards."""
-        for ref in _refs(saved):
+        for ref in self._refs(saved):
             if ref.value is None:
                 source = self.stored.aliases.get(ref.name, ref.name)
                 if source not in self._fresh:
@@ -311,6 +294,23 @@ class Matcher:
                     self.targets.append(source, self._fresh[source])
                 ref.value = self._fresh[source]
         return saved
+
+    def _refs(self, value: Any) -> Iterator[TensorRef]:
+        if isinstance(value, TensorRef):
+            yield value
+        elif isinstance(value, ObjectNode):
+            yield from self._refs(value.state)
+        elif isinstance(value, PerRankNode):
+            # Within the state of an object, which gets the value itself.
+            self.stored.say_borrowed()
+            yield from self._refs((self.stored.per_rank or {}).get(value.key))
+        elif isinstance(value, Mapping):
+            for item in value.values():
+                yield from self._refs(item)
+        elif not isinstance(value, (str, bytes)) and hasattr(value, "__iter__"):
+            for item in value:
+                if not isinstance(item, (int, float, str)):
+                    yield from self._refs(item)
 
     def filled(self, value: Any) -> Any:
         """Replace every placeholder of a stored value by what was read."""
@@ -360,20 +360,6 @@ def _holds_live(values: Any) -> bool:
         if isinstance(value, (list, tuple, deque)) and not isinstance(value, torch.Size) and _holds_live(value):
             return True
     return False
-
-
-def _refs(value: Any) -> Any:
-    if isinstance(value, TensorRef):
-        yield value
-    elif isinstance(value, ObjectNode):
-        yield from _refs(value.state)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _refs(item)
-    elif not isinstance(value, (str, bytes)) and hasattr(value, "__iter__"):
-        for item in value:
-            if not isinstance(item, (int, float, str)):
-                yield from _refs(item)
 
 
 def kind_of(saved: Any) -> str:

@@ -11,7 +11,9 @@ from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
 from ..errors import CorruptCheckpointError
+from .meta import Memory, home_of, without_memory
 from .names import canonical_keys, unwrap
+from .sharded import check_module, local_tensor
 from .values import ObjectNode, TensorRef
 
 if TYPE_CHECKING:
@@ -35,9 +37,13 @@ def match_module(matcher: Matcher, live: nn.Module, saved: Any, path: str) -> nn
         return live
     have = _named(matcher, entries, path, prefix)
     module = unwrap(live)
+    check_module(module, path)
     raw = module.state_dict()
-    own = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta}
+    own = {
+        local_tensor(tensor).data_ptr() for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta
+    }
     in_place = type(module).load_state_dict is nn.Module.load_state_dict
+    memory = Memory(matcher, module)
     copies: dict[str, Any] = {}  # what has to go through load_state_dict
     direct: dict[str, Any] = {}
     for (key, value), name in zip(raw.items(), canonical_keys(module, list(raw)), strict=True):
@@ -51,21 +57,26 @@ def match_module(matcher: Matcher, live: nn.Module, saved: Any, path: str) -> nn
         # Extra state may have another size each time: no shape to compare.
         if not isinstance(value, torch.Tensor) or not isinstance(ref, TensorRef) or _is_extra(key):
             copies[key] = matcher.fresh(ref, where)
-        elif in_place and not value.is_meta and (value.data_ptr() in own or not value.numel()):
+        elif in_place and not value.is_meta and ((local := local_tensor(value)).data_ptr() in own or not local.numel()):
             if matcher.read(ref, value, where):
                 direct[key] = value
+        elif in_place and value.is_meta and (made := memory.make(key)) is not None:
+            if matcher.read(ref, made, where):
+                direct[key] = made
         else:
-            target = torch.empty_like(value, device="cpu" if value.is_meta else value.device)
+            target = torch.empty_like(value, device=home_of(value, matcher.device))
             if matcher.read(ref, target, where):
                 copies[key] = target
     for name in have:
         if matcher.takes(prefix + name):
             matcher.problems.unexpected.append(prefix + name)
+    matcher.actions.append(memory.install)
     if copies:
-        assign = any(isinstance(value, torch.Tensor) and value.is_meta for value in raw.values())
+        assign = not in_place and any(isinstance(value, torch.Tensor) and value.is_meta for value in raw.values())
         matcher.actions.append(lambda: _load_rest(module, direct, matcher.filled(copies), assign=assign))
     elif direct:
         matcher.actions.append(lambda: _run_hooks(module))
+    matcher.actions.append(lambda: _note_meta(matcher, module, prefix))
     if copies or direct:
         matcher.restored.append(path)
     return live
@@ -85,6 +96,12 @@ def _named(matcher: Matcher, entries: Mapping[Any, Any], path: str, prefix: str)
                 continue
         have[name.removeprefix(prefix)] = item
     return have
+
+
+def _note_meta(matcher: Matcher, module: nn.Module, prefix: str) -> None:
+    for name in without_memory(module):
+        why = "still on the meta device: the checkpoint has nothing for it, so it is yours to initialise"
+        matcher.not_restored.append((prefix + name, why))
 
 
 def _is_extra(key: str) -> bool:

@@ -9,8 +9,10 @@ import torch
 from torch.optim import Optimizer
 
 from . import arrays
+from .meta import home_of
 from .optim import apply_groups, live_names, state_device
 from .selection import covers
+from .sharded import is_spread
 from .values import ObjectNode, TensorRef
 
 if TYPE_CHECKING:
@@ -115,7 +117,13 @@ def _one(
         dtype = arrays.dtype_of(entry.dtype)
         there = have.get(key)
         if not (isinstance(there, torch.Tensor) and there.dtype == dtype and there.shape == tuple(entry.shape)):
-            there = torch.empty(entry.shape, dtype=dtype, device=state_device(key, group, param))
+            if is_spread(param) and param.shape == tuple(entry.shape):
+                there = torch.empty_like(param, dtype=dtype, device=home_of(param, matcher.device))
+            else:
+                where_to = state_device(key, group, param)
+                there = torch.empty(
+                    entry.shape, dtype=dtype, device=home_of(param, matcher.device) if where_to.type == "meta" else where_to
+                )
         if matcher.read(item, there, where):
             values[key] = there
     return values
@@ -134,7 +142,7 @@ def _unused(matcher: Matcher, names: set[str], path: str) -> None:
 def _move(value: Any, key: str, param: torch.Tensor, live: Optimizer) -> Any:
     """Bring freshly read values (nested ones, such as LBFGS keeps) to the parameter's device."""
     if isinstance(value, torch.Tensor):
-        if value.device == param.device or key == "step":
+        if value.device == param.device or key == "step" or param.is_meta:
             return value
         return value.to(param.device)
     if isinstance(value, list):

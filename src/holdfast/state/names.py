@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .sharded import reshard
+
 __all__ = ["canonical_keys", "parameter_names", "unwrap"]
 
 # Prefixes no user would choose: removed wherever they occur.
@@ -67,6 +69,7 @@ def parameter_names(state: Mapping[Any, Any]) -> dict[int, str]:
     names: dict[int, str] = {}
     for path, module in _modules(state, ""):
         inner = unwrap(module)
+        reshard(inner)
         params = dict(inner.named_parameters(remove_duplicate=False))
         for key, param in zip(canonical_keys(inner, params), params.values(), strict=True):
             names.setdefault(id(param), f"{path}/{key}" if path else key)

@@ -1,6 +1,6 @@
 """The order of a map-style loader: which indices make up which batch, as a function of (seed, epoch).
 
-An order is opened at a number of samples (of this rank) and goes on from there; skipped indices are stepped over as
+An order is opened at a number of samples of all ranks and goes on from there; skipped indices are stepped over as
 numbers, their samples are never loaded.
 """
 
@@ -8,30 +8,56 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
+from ..errors import ConfigError
 from .seeding import Stream, index_id, mix
+from .split import DealtSampler, Split, knows_its_rank
 
 __all__ = ["MapOrder"]
 
 _SAMPLES_AHEAD = 4096
 _BATCHES_AHEAD = 64
+_T = TypeVar("_T")
 
 
 class MapOrder:
     """The batches of indices of one epoch of a map-style `DataLoader`.
 
+    Args:
+        loader: the loader, whose sampler is told the epoch.
+        seed: with ``epoch`` it decides what no sampler decides by itself.
+        epoch: number of the epoch.
+        world_size: number of ranks.
+        split: the part of this rank, for a sampler that knows nothing of ranks.
+        begun: the `recipe` with which this epoch was begun: it is finished in that order.
+
     Attributes:
-        replicas: over how many ranks the sampler splits the data set; 1 when every rank sees the same samples.
-        split_known: whether ``replicas`` was read off the sampler rather than assumed.
+        replicas: over how many ranks the samples are split; 1 when every rank sees the same ones.
+        part: number of this rank among those that get different samples.
+        recipe: how the order of a whole data set comes about; None where only the sampler knows.
+        divides: whether any number of ranks can go on behind any position, each sample once.
         auto_batch: whether the loader makes batches (and collates lists of samples).
+
+    Raises:
+        ConfigError: ``split`` and batches that somebody else puts together.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, seed: int, epoch: int, world_size: int) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        seed: int,
+        epoch: int,
+        world_size: int,
+        split: Split | None = None,
+        begun: Mapping[str, Any] | None = None,
+    ) -> None:
         self._epoch_key = mix(seed, epoch)
         batch_sampler: Any = loader.batch_sampler
         self.auto_batch = batch_sampler is not None
@@ -49,110 +75,146 @@ class MapOrder:
         for owner in (self._sampler, self._batch_sampler):
             if callable(getattr(owner, "set_epoch", None)):
                 owner.set_epoch(epoch)
-        self.replicas, self.split_known = self._replicas(world_size)
+        self._split = self._find_split(split)
+        self.replicas = self._split.num_ranks if self._split is not None else self._replicas(world_size)
+        self.part = self._split.rank if self._split is not None else self._own_rank()
+        self.recipe = None if self._batch_sampler is not None else self._own_recipe(epoch)
+        if self.recipe is not None and begun is not None:
+            self.recipe = dict(begun)
+        self.divides = self._split is not None or (self.replicas == 1 and self._batch_sampler is None)
         self._known = None if self._batch_sampler is not None else self._known_order()
-        self._draws_twice = self._known is None or (
-            type(self._sampler) is RandomSampler
-            and (self._sampler.replacement or self._sampler.num_samples > len(self._sampler.data_source))
-        )
+        self._draws_twice = self._known is None or self.recipe is None
 
     @property
     def sampler_name(self) -> str:
         """The type that decides the order, for comparison with a saved position."""
         return type(self._batch_sampler if self._batch_sampler is not None else self._sampler).__name__
 
-    def num_batches(self, skip: int) -> int | None:
-        """How many batches follow after ``skip`` samples of this rank; None where the sampler cannot tell."""
+    def num_batches(self, start: int) -> int | None:
+        """How many batches follow for this rank after ``start`` samples of all ranks; None where nobody can tell."""
         try:
             if self._batch_sampler is not None:
                 # Batches of unknown sizes: exact at the start only.
-                return len(self._batch_sampler) if skip == 0 else None
+                return len(self._batch_sampler) if start == 0 else None
             length = len(self._known) if self._known is not None else len(self._sampler)
         except (TypeError, NotImplementedError):
             return None
-        left, size = max(0, length - skip), self._batch_size or 1
+        if self._split is not None:
+            left = self._split.num_left(length, start)
+        else:
+            left = max(0, length - start // self.replicas)
+        size = self._batch_size or 1
         return left // size if self._drop_last else -(-left // size)
 
-    def batches(self, skip: int) -> Iterator[tuple[list[Any], list[int]]]:
-        """Yield (indices, seeds) of each batch after ``skip`` samples; of each sample where nothing batches."""
-        groups: Iterable[list[Any]]
-        seen: Counter[int] = Counter()
+    def batches(self, start: int) -> Iterator[tuple[list[Any], list[int]]]:
+        """Yield (indices, seeds) of each batch of this rank; of each sample where nothing batches.
+
+        Args:
+            start: samples of this epoch that all ranks together have had.
+        """
+        key, split = self._epoch_key, self._split
         if self._batch_sampler is not None:
-            groups = self._custom_batches(skip, seen)
-        elif self._known is not None:
-            if self._draws_twice:
-                seen.update(_plain(self._known[:skip]))
-            groups = self._slices(self._known, skip)
+            yield from self._custom_batches(start // self.replicas)
+        elif self._known is not None and not self._draws_twice:
+            mine = split.share(self._known, start) if split is not None else self._known[start // self.replicas :]
+            for group in self._slices(mine):
+                yield group, [mix(key, index_id(index)) for index in group]
         else:
-            indices = self._drawn(self._sampler, _SAMPLES_AHEAD)
-            seen.update(index_id(index) for index in itertools.islice(indices, skip))
-            groups = self._gather(indices)
-        for group in groups:
-            yield group, self._seeds(group, seen)
+            # Numbered before they are dealt out: a sample's random numbers do not depend on how many ranks there are.
+            drawn = _numbered(self._drawn(self._sampler, _SAMPLES_AHEAD) if self._known is None else self._known)
+            own = (
+                split.deal(drawn, start) if split is not None else itertools.islice(drawn, start // self.replicas, None)
+            )
+            for pairs in self._gather(own):
+                yield [index for index, _ in pairs], [mix(key, index_id(index), nth) for index, nth in pairs]
 
-    def _seeds(self, group: list[Any], seen: Counter[int]) -> list[int]:
-        """Return the seed of each sample. An index drawn again in an epoch gets another one: it is another draw."""
-        key = self._epoch_key
-        if not self._draws_twice:
-            return [mix(key, index_id(index)) for index in group]
-        seeds = []
-        for index in group:
-            number = index_id(index)
-            seeds.append(mix(key, number, seen[number]))
-            seen[number] += 1
-        return seeds
+    def _find_split(self, given: Split | None) -> Split | None:
+        """Return how the order is dealt out: by a sampler that deals as we do, else as the caller wants it."""
+        sampler = self._sampler
+        if self._batch_sampler is None and type(sampler) is DealtSampler:
+            self._sampler = sampler.sampler
+            return Split(rank=sampler.rank, num_ranks=sampler.num_replicas)
+        if self._batch_sampler is None and _is_torchs_split(sampler):
+            return Split(rank=sampler.rank, num_ranks=sampler.num_replicas, drop_uneven=sampler.drop_last)
+        if given is None or knows_its_rank(self._batch_sampler, sampler):
+            return None
+        if self._batch_sampler is not None:
+            raise ConfigError(
+                f"how to split the batches of a {type(self._batch_sampler).__name__} over {given.num_ranks} ranks is "
+                "not known: give it num_replicas and rank, or pass split=False if every rank is to have all of them "
+                "(or it splits them by itself)"
+            )
+        # Where a last batch that is not full is left out, nothing is seen twice to fill it.
+        return replace(given, drop_uneven=self._drop_last)
 
-    def _replicas(self, world_size: int) -> tuple[int, bool]:
+    def _replicas(self, world_size: int) -> int:
         for owner in (self._batch_sampler, self._sampler):
             for name in ("num_replicas", "world_size"):
                 number = getattr(owner, name, None)
                 if isinstance(number, int) and number >= 1:
-                    return number, True
-        if type(self._sampler) in (RandomSampler, SequentialSampler) and self._batch_sampler is None:
-            return 1, True
-        return world_size, world_size == 1
+                    return number
+        plain = type(self._sampler) in (RandomSampler, SequentialSampler) and self._batch_sampler is None
+        return 1 if plain else world_size
+
+    def _own_rank(self) -> int:
+        ranks = (getattr(owner, "rank", None) for owner in (self._batch_sampler, self._sampler))
+        return next((rank for rank in ranks if isinstance(rank, int)), 0)
+
+    def _own_recipe(self, epoch: int) -> dict[str, Any] | None:
+        """Describe the order of the whole data set, if it is torch's own and each sample comes once."""
+        sampler = self._sampler
+        if type(sampler) is SequentialSampler or (_is_torchs_split(sampler) and not sampler.shuffle):
+            return {"order": "sequence", "seed": 0}
+        if _is_torchs_split(sampler):
+            return {"order": "shuffle", "seed": sampler.seed + epoch}  # as DistributedSampler.__iter__ has it
+        if type(sampler) is not RandomSampler or sampler.replacement:
+            return None
+        whole = sampler.num_samples == len(sampler.data_source)
+        return {"order": "shuffle", "seed": self._epoch_key} if whole else None
 
     def _known_order(self) -> Sequence[int] | torch.Tensor | None:
         """Return the whole order at once where the sampler is torch's own; None for anybody else's."""
         sampler = self._sampler
-        if type(sampler) is SequentialSampler:
-            return range(len(sampler.data_source))
-        if type(sampler) is DistributedSampler:
-            return torch.tensor(list(sampler), dtype=torch.int64)  # a function of its own seed and the epoch
-        if type(sampler) is not RandomSampler:
+        if self.recipe is None and type(sampler) is not RandomSampler:
             return None
+        length = len(sampler.dataset if _is_torchs_split(sampler) else sampler.data_source)
         generator = torch.Generator()
+        if self.recipe is not None:
+            if self.recipe["order"] == "sequence":
+                return range(length)
+            return torch.randperm(length, generator=generator.manual_seed(int(self.recipe["seed"])))
         generator.manual_seed(self._epoch_key)
-        length, wanted = len(sampler.data_source), sampler.num_samples
+        wanted = sampler.num_samples
         if sampler.replacement:
             return torch.randint(length, (wanted,), generator=generator)
         rounds = [torch.randperm(length, generator=generator) for _ in range(-(-wanted // length))]
         return torch.cat(rounds)[:wanted]
 
-    def _slices(self, known: Any, skip: int) -> Iterator[list[Any]]:
+    def _slices(self, mine: Any) -> Iterator[list[Any]]:
         size = self._batch_size or 1
-        for start in range(skip, len(known), size):
-            group = _plain(known[start : start + size])
+        for start in range(0, len(mine), size):
+            group = _plain(mine[start : start + size])
             if len(group) < size and self._drop_last:
                 return
             yield group
 
-    def _gather(self, indices: Iterator[Any]) -> Iterator[list[Any]]:
+    def _gather(self, drawn: Iterator[_T]) -> Iterator[list[_T]]:
         size = self._batch_size or 1
-        while group := list(itertools.islice(indices, size)):
+        while group := list(itertools.islice(drawn, size)):
             if len(group) < size and self._drop_last:
                 return
             yield group
 
-    def _custom_batches(self, skip: int, seen: Counter[int]) -> Iterator[list[Any]]:
+    def _custom_batches(self, skip: int) -> Iterator[tuple[list[Any], list[int]]]:
         passed = 0
+        seen: Counter[int] = Counter()
         for drawn in self._drawn(self._batch_sampler, _BATCHES_AHEAD):
             group = list(drawn)
+            pairs = list(_numbered(group, seen))
             if passed < skip:
                 passed += len(group)
-                seen.update(index_id(index) for index in group)
                 continue
-            yield group
+            yield group, [mix(self._epoch_key, index_id(index), nth) for index, nth in pairs]
 
     def _drawn(self, source: Iterable[Any], ahead: int) -> Iterator[Any]:
         """Iterate over a sampler of unknown kind, its randomness a function of (seed, epoch) and of nothing else.
@@ -172,6 +234,19 @@ class MapOrder:
             yield from stretch
             if len(stretch) < ahead:
                 return
+
+
+def _numbered(indices: Iterable[Any], seen: Counter[int] | None = None) -> Iterator[tuple[Any, int]]:
+    """Yield each index and how often it came before: an index drawn again in an epoch is another draw."""
+    seen = Counter() if seen is None else seen
+    for index in indices.tolist() if isinstance(indices, torch.Tensor) else indices:
+        number = index_id(index)
+        yield index, seen[number]
+        seen[number] += 1
+
+
+def _is_torchs_split(sampler: Any) -> bool:
+    return isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
 
 
 def _plain(indices: Any) -> list[Any]:

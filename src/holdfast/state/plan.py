@@ -15,6 +15,7 @@ from operator import attrgetter, eq, is_
 
 import torch
 
+from ..errors import UnsupportedStateError
 from ..format.division import Division
 from ..format.index import Index, Piece, TensorEntry
 from ..format.layout import header_bytes
@@ -22,6 +23,7 @@ from ..writer.messages import FilePlan
 from .arrays import dtype_name
 from .flatten import Flat
 from .share import share_of
+from .sharded import Region
 
 __all__ = ["FileLayout", "Layout", "Signature", "fits", "plan", "signature"]
 
@@ -43,6 +45,7 @@ class Signature:
     aliases: dict[int, int]  # position -> position of the tensor it is tied to
     own: list[int]
     replicated: list[int]
+    regions: dict[int, Region]
 
 
 def signature(flat: Flat) -> Signature:
@@ -53,9 +56,10 @@ def signature(flat: Flat) -> Signature:
         [tensor.shape for tensor in flat.tensors],
         flat.files,
         flat.frozen,
-        _aliases(flat.tensors),
+        _aliases(flat.tensors, flat.regions),
         flat.own,
         flat.replicated,
+        flat.regions,
     )
 
 
@@ -70,11 +74,12 @@ def fits(sig: Signature, flat: Flat) -> bool:
         and sig.frozen == flat.frozen
         and sig.replicated == flat.replicated
         and sig.own == flat.own
-        and sig.aliases == _aliases(tensors)
+        and sig.regions == flat.regions
+        and sig.aliases == _aliases(tensors, flat.regions)
     )
 
 
-def _aliases(tensors: list[torch.Tensor]) -> dict[int, int]:
+def _aliases(tensors: list[torch.Tensor], regions: dict[int, Region]) -> dict[int, int]:
     """Find tensors that are the same memory seen the same way (tied weights)."""
     pointers = [tensor.data_ptr() for tensor in tensors]
     if len(set(pointers)) == len(pointers):
@@ -84,7 +89,8 @@ def _aliases(tensors: list[torch.Tensor]) -> dict[int, int]:
     for number, (tensor, pointer) in enumerate(zip(tensors, pointers, strict=True)):
         if not pointer:
             continue  # an empty tensor is nobody's alias
-        key = (pointer, tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        seen = (pointer, tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        key = (*seen, regions.get(number))
         original = first.setdefault(key, number)
         if original != number:
             aliases[number] = original
@@ -197,6 +203,8 @@ def plan(
     files: list[FileLayout] = []
     place: list[tuple[int, int]] = [(-1, -1)] * len(sizes)  # tensor -> (file number, offset in file)
     share = share_of(sig, sizes, rank=rank, num_ranks=num_ranks) if num_ranks > 1 else None
+    if share is None:
+        _check_whole(sig)
     aliases = sig.aliases if share is None else share.aliases
     division = None if share is None else share.division
     for label, members in _groups(sig, sizes, stable, None if share is None else share.writes).items():
@@ -218,6 +226,16 @@ def plan(
     tensor_bytes = sum(size for size, (at, _) in zip(sizes, place, strict=True) if at >= 0)
     sampled = () if share is None else share.sampled
     return Layout(sig, files, offsets, sizes, max(end, BLOCK), tensor_bytes, division, sampled)
+
+
+def _check_whole(sig: Signature) -> None:
+    parts = sorted(sig.names[one] for one, region in sig.regions.items() if region.box.shape != region.shape)
+    if parts:
+        num_ranks = max(region.spread.num_ranks for region in sig.regions.values())
+        raise UnsupportedStateError(
+            f"{parts[0]!r} and {len(set(parts)) - 1} more are spread over {num_ranks} ranks, but this rank saves alone "
+            "and holds a part of them: let all ranks save (ranks='all'), or save tensor.full_tensor()"
+        )
 
 
 def _groups(
@@ -299,8 +317,14 @@ def _index(
         at, offset = place[number]
         if at >= 0:
             piece = Piece(file=paths[at], offset=offset, nbytes=sizes[number])
+            shape = tuple(sig.shapes[number])
+            if (region := sig.regions.get(number)) is not None:
+                shape = region.shape
+                if region.box.shape != shape:
+                    piece = piece._replace(box_start=region.box.start, box_shape=region.box.shape)
+            before = tensors[name].pieces if name in tensors else ()
             tensors[name] = TensorEntry(
-                name=name, dtype=dtype_name(sig.dtypes[number]), shape=tuple(sig.shapes[number]), pieces=(piece,)
+                name=name, dtype=dtype_name(sig.dtypes[number]), shape=shape, pieces=(*before, piece)
             )
     tied = {sig.names[number]: sig.names[original] for number, original in aliases.items()}
     return Index(writer=rank, files=tuple(paths), tensors=tensors, aliases=tied, division=division).to_bytes()

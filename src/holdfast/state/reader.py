@@ -25,13 +25,13 @@ from ..storage.base import FileReader, Storage
 from ..writer.side import Side
 from .memory import move
 
-__all__ = ["Digests", "ReadRequest", "read_tensors"]
+__all__ = ["BATCH", "Digests", "ReadRequest", "is_direct", "read_tensors"]
 
 _BLOCK = 2 << 20  # read and checked at a time: near enough for the cache, and few turns at the interpreter lock
 _AHEAD = 32 << 20  # the storage is told what will be read this far ahead
 _DIRECT = 4 * CHUNK  # a tensor with fewer whole chunks than this is not worth blocks of its own
 _HINT = 8 << 20  # in steps of this size
-_BATCH = 32 << 20  # tensors that need a detour (other device, dtype, strides) are read in batches of this size
+BATCH = 32 << 20  # tensors that need a detour (other device, dtype, strides) are read in batches of this size
 
 
 @dataclass(slots=True)
@@ -45,6 +45,7 @@ class ReadRequest:
         nbytes: number of bytes.
         dtype: stored dtype.
         target: where it goes: same number of elements; any device, strides or floating dtype.
+        within: (shape, slices) if only a part of these bytes is wanted: they are an array of this shape.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ReadRequest:
     nbytes: int
     dtype: torch.dtype
     target: torch.Tensor
+    within: tuple[tuple[int, ...], tuple[slice, ...]] | None = None
 
 
 @dataclass(slots=True)
@@ -119,7 +121,7 @@ def read_tensors(
                     direct: list[ReadRequest] = []
                     detours: list[ReadRequest] = []
                     for row in batch:
-                        (direct if _is_direct(row.target, row.dtype) else detours).append(row)
+                        (direct if row.within is None and is_direct(row.target, row.dtype) else detours).append(row)
                     total += job.read(direct, [row.target.data_ptr() for row in direct])
                     total += job.read_detours(detours)
     return total
@@ -142,12 +144,12 @@ def _apart(rows: list[ReadRequest]) -> list[list[ReadRequest]]:
 
     More than one batch is needed only where tensors tied in the checkpoint are apart in the live state.
     """
-    if all(one.offset != other.offset for one, other in pairwise(rows)):
+    if all(one.offset + one.nbytes <= other.offset for one, other in pairwise(rows)):
         return [rows]
     batches: list[list[ReadRequest]] = [[]]
     for row in rows:
         for batch in batches:
-            if not batch or batch[-1].offset != row.offset:
+            if not batch or batch[-1].offset + batch[-1].nbytes <= row.offset:
                 batch.append(row)
                 break
         else:
@@ -155,7 +157,8 @@ def _apart(rows: list[ReadRequest]) -> list[list[ReadRequest]]:
     return batches
 
 
-def _is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
+def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether stored bytes can be read straight into a tensor."""
     return (
         target.is_cpu
         and target.dtype is dtype
@@ -234,14 +237,15 @@ class _FileJob:
         start = 0
         while start < len(rows):
             stop, size = start, 0
-            while stop < len(rows) and (stop == start or size + rows[stop].nbytes <= _BATCH):
+            while stop < len(rows) and (stop == start or size + rows[stop].nbytes <= BATCH):
                 size += rows[stop].nbytes
                 stop += 1
             batch = rows[start:stop]
             temporary = [torch.empty(row.nbytes, dtype=torch.uint8) for row in batch]
             total += self.read(batch, [one.data_ptr() for one in temporary])
             for row, one in zip(batch, temporary, strict=True):
-                _copy_into(row.target, one.view(row.dtype).view(row.target.shape), row.name)
+                shape, wanted = row.within or (row.target.shape, ...)
+                _copy_into(row.target, one.view(row.dtype).view(shape)[wanted], row.name)
             start = stop
         return total
 

@@ -20,7 +20,7 @@ from .stored import Stored, open_stored
 from .targets import Targets
 from .values import ObjectNode, PerRankNode, TensorRef
 
-__all__ = ["Loaded", "load_state"]
+__all__ = ["Loaded", "load_state", "paths", "select"]
 
 _SHOWN = 200  # offenders spelled out in a message before the rest is counted
 
@@ -34,12 +34,14 @@ class Loaded:
         restored: paths that were restored.
         not_restored: (path, why) of what was not.
         bytes_read: bytes read from the storage.
+        notes: what is not simply as it was saved, because another number of ranks loads; a sentence each.
     """
 
     state: Any
     restored: list[str] = field(default_factory=list)
     not_restored: list[tuple[str, str]] = field(default_factory=list)
     bytes_read: int = 0
+    notes: list[str] = field(default_factory=list)
 
 
 @paused_gc()
@@ -56,9 +58,13 @@ def load_state(
     map_location: torch.device | str | None = None,
     verify: bool = True,
     rank: int = 0,
+    world_size: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Loaded:
     """Load the checkpoint at the root of ``storage``. See `holdfast.load` for the arguments.
+
+    With ``world_size``, the number of ranks that load, generators and values of single ranks follow the rules for
+    another number of ranks than have saved.
 
     Raises:
         StateMismatchError: ``into`` and the checkpoint do not fit; nothing was changed.
@@ -66,11 +72,12 @@ def load_state(
     """
     selection = Selection(only, skip, rename)
     allowed = (allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing)
-    stored = open_stored(storage, rank=rank)
-    selection.check(_paths(stored))
+    stored = open_stored(storage, rank=rank, world_size=world_size)
+    selection.check(paths(stored))
     if into is None:
         return _load_fresh(stored, selection, dtype, map_location, verify=verify, progress=progress)
-    matcher = Matcher(stored, selection, allow_missing=allowed, cast=dtype)
+    device = None if map_location is None else torch.device(map_location)
+    matcher = Matcher(stored, selection, allow_missing=allowed, cast=dtype, rank=rank, device=device)
     state = matcher.run(into)
     if matcher.problems and strict:
         raise _mismatch(matcher.problems, storage.uri)
@@ -83,7 +90,7 @@ def load_state(
             action()
     for kind in ("missing", "unexpected", "wrong"):
         matcher.not_restored.extend((entry, kind) for entry in getattr(matcher.problems, kind))
-    return Loaded(state, matcher.restored, matcher.not_restored, read)
+    return Loaded(state, matcher.restored, matcher.not_restored, read, matcher.notes)
 
 
 def _load_fresh(
@@ -96,7 +103,7 @@ def _load_fresh(
     progress: Callable[[int], None] | None,
 ) -> Loaded:
     """Load without a live state: everything selected comes back as nested dicts with new tensors."""
-    tree = stored.tree if selection.everything else _select(stored.tree, "", selection)
+    tree = stored.tree if selection.everything else select(stored.tree, "", selection)
     targets = Targets(stored)
     device = torch.device("cpu" if map_location is None else map_location)
     by_tensor: dict[str, torch.Tensor] = {}
@@ -114,10 +121,10 @@ def _load_fresh(
     return Loaded(fill(tree, stored.per_rank), bytes_read=read)
 
 
-def _select(value: Any, path: str, selection: Selection) -> Any:
+def select(value: Any, path: str, selection: Selection) -> Any:
     """Leave out what is not wanted and rename what is; containers stay where anything in them is wanted."""
     if isinstance(value, ObjectNode):
-        state = _select(value.state, path, selection)
+        state = select(value.state, path, selection)
         return value if state is value.state else ObjectNode(value.type, value.kind, state)
     if not isinstance(value, dict):
         return value
@@ -126,7 +133,7 @@ def _select(value: Any, path: str, selection: Selection) -> Any:
         where = f"{path}/{key}" if path else str(key)
         content = item.state if isinstance(item, ObjectNode) else item
         if isinstance(content, dict) and content:
-            inner = _select(item, where, selection)
+            inner = select(item, where, selection)
             if inner.state if isinstance(inner, ObjectNode) else inner:
                 kept[_new_key(path, where, key, selection)] = inner
         elif selection.takes(where):
@@ -146,7 +153,7 @@ def _new_key(path: str, where: str, key: Any, selection: Selection) -> Any:
     return renamed[len(parent) :]
 
 
-def _paths(stored: Stored) -> Iterator[str]:
+def paths(stored: Stored) -> Iterator[str]:
     """Yield the path of everything in the checkpoint: containers, plain data, tensors."""
     yield from stored.refs
 

@@ -16,8 +16,9 @@ import torch
 
 from .values import RNG, RngSentinel
 
-__all__ = ["RNG", "RngSentinel", "capture", "restore"]
+__all__ = ["RNG", "RngSentinel", "capture", "plain", "python_entry", "restore", "set_devices"]
 
+_MASK = (1 << 64) - 1
 _WORDS = struct.Struct("<625I")  # 624 words of the Mersenne Twister and the position in them
 # What a malformed or foreign entry makes the setters below raise: it is listed as not restored, never half trusted.
 _REFUSALS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, struct.error, ImportError)
@@ -32,7 +33,7 @@ def capture(*, devices: bool = True) -> dict[str, Any]:
     state: dict[str, Any] = {"python": _python_state(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        state["numpy"] = _plain(numpy.random.get_state(legacy=False))
+        state["numpy"] = plain(numpy.random.get_state(legacy=False))
     if devices:
         kind = _accelerator()
         if kind is not None:
@@ -40,8 +41,12 @@ def capture(*, devices: bool = True) -> dict[str, Any]:
     return state
 
 
-def restore(state: Mapping[str, Any]) -> list[str]:
+def restore(state: Mapping[str, Any], *, devices: bool = True) -> list[str]:
     """Put every generator back into the state `capture` described.
+
+    Args:
+        state: what `capture` returned.
+        devices: also those of accelerators.
 
     Returns:
         One line for each generator that could NOT be restored, empty when all were.
@@ -51,6 +56,8 @@ def restore(state: Mapping[str, Any]) -> list[str]:
     if "numpy" in state or "numpy" in sys.modules:
         _restore_one(problems, state, "numpy", _set_numpy)
     _restore_one(problems, state, "torch", _set_torch)
+    if not devices:
+        return problems
     saved = state.get("devices")
     saved = saved if isinstance(saved, Mapping) else {}
     for kind in saved:
@@ -71,8 +78,35 @@ def _restore_one(problems: list[str], state: Mapping[str, Any], name: str, sette
         problems.append(f"{name} generator: {type(error).__name__}: {error}")
 
 
+def set_devices(kind: str, state: torch.Tensor | int) -> list[str]:
+    """Give every accelerator of a kind one state, or seed each anew from a number.
+
+    Returns:
+        One line if that cannot be done, else nothing.
+    """
+    module = getattr(torch, kind, None)
+    if module is None or not hasattr(module, "set_rng_state") or not module.is_available():
+        return [f"{kind} generators: this machine has no {kind} device"]
+    try:
+        for number in range(module.device_count()):
+            generator = torch.Generator(device=f"{kind}:{number}")
+            if isinstance(state, int):
+                generator.manual_seed((state + number) & _MASK)
+            else:
+                generator.set_state(state.cpu())
+            _ = module.set_rng_state(generator.get_state(), number)
+    except _REFUSALS as error:
+        return [f"{kind} generators: {type(error).__name__}: {error}"]
+    return []
+
+
 def _python_state() -> dict[str, Any]:
-    version, words, gauss_next = random.getstate()
+    return python_entry(random.getstate())
+
+
+def python_entry(state: tuple[Any, ...]) -> dict[str, Any]:
+    """Describe a state of `random.Random` as `capture` does."""
+    version, words, gauss_next = state
     return {"version": version, "words": _WORDS.pack(*words), "gauss_next": gauss_next}
 
 
@@ -80,17 +114,17 @@ def _set_python(saved: Any) -> None:
     random.setstate((saved["version"], _WORDS.unpack(saved["words"]), saved["gauss_next"]))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Replace the arrays of a NumPy bit generator's state by plain data."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if hasattr(value, "tobytes") and getattr(value, "ndim", None):
         return {"dtype": value.dtype.str, "data": value.tobytes()}
     return value.item() if hasattr(value, "item") else value
 
 
 def _arrays(value: Any) -> Any:
-    """Undo `_plain`."""
+    """Undo `plain`."""
     if not isinstance(value, Mapping):
         return value
     if value.keys() == {"dtype", "data"}:

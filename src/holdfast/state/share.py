@@ -1,6 +1,7 @@
 """Who writes what of a state that all ranks hold: a pure function of its structure, so no rank has to ask another.
 
-Replicated are the parameters of modules and what optimizers keep for them: these are divided over the ranks. Values
+Replicated are the parameters of modules and what optimizers keep for them: these are divided over the ranks. What is
+spread over ranks (DTensor) says itself who holds what; a box that several ranks hold is written by one of them. Values
 that differ (`PerRank`, generators) are written by their rank, and everything else by rank 0.
 """
 
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from typing import TYPE_CHECKING
 
+from ..errors import UnsupportedStateError
 from ..format.digest import bytes_digest
 from ..format.division import Division
 
@@ -30,7 +32,7 @@ class Share:
         writes: positions of the tensors it writes.
         aliases: position of a tied tensor -> position of one it writes, whose bytes are both's.
         division: what all ranks must have derived alike.
-        sampled: positions of the replicated tensors to be compared between ranks, the same on all of them.
+        sampled: positions of tensors to be compared between the ranks that hold the same.
     """
 
     writes: frozenset[int]
@@ -97,19 +99,56 @@ def share_of(sig: Signature, sizes: Sequence[int], *, rank: int, num_ranks: int)
     owners = divide(names, lengths, num_ranks, last=frozen)
     writes = {one for one, owner in zip(divided, owners, strict=True) if owner == rank}
     writes.update(number for number in own if number not in aliases)
+    boxes, shared_boxes = _of_regions(sig, sizes, aliases, rank=rank, num_ranks=num_ranks)
+    writes.update(boxes)
     if rank == 0:
-        writes.update(number for number in range(len(sizes)) if number not in replicated and number not in aliases)
+        elsewhere = replicated.union(aliases, sig.regions)
+        writes.update(number for number in range(len(sizes)) if number not in elsewhere)
     rows = [f"{name}\0{size}\0{place in frozen}" for place, (name, size) in enumerate(zip(names, lengths, strict=True))]
     ties = sorted(f"{sig.names[one]}\0{sig.names[head]}" for one, head in aliases.items() if head in replicated)
-    text = "\n".join([*rows, "", *ties])
+    spread = {
+        f"{sig.names[one]}\0{sig.dtypes[one]}\0{region.shape}\0{region.spread.text}"
+        for one, region in sig.regions.items()
+    }
+    text = "\n".join([*rows, "", *ties, *(["", *sorted(spread)] if spread else [])])
     return Share(
         writes=frozenset(writes),
         aliases={number: head for number, head in aliases.items() if head in writes},
         division=Division(
             num_ranks=num_ranks, structure=bytes_digest(text.encode(errors="surrogatepass")).removeprefix("xxh3:")
         ),
-        sampled=_sampled(divided, lengths),
+        sampled=_sampled(divided, lengths) + _sampled(shared_boxes, [sizes[one] for one in shared_boxes]),
     )
+
+
+def _of_regions(
+    sig: Signature, sizes: Sequence[int], aliases: dict[int, int], *, rank: int, num_ranks: int
+) -> tuple[list[int], list[int]]:
+    """Return the positions of the boxes that ``rank`` writes, and those of boxes that other ranks hold as well.
+
+    Ranks that hold one box alike hold the same boxes of everything that is spread in this way, so each of them comes
+    to the same division.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, region in sig.regions.items():
+        spread = region.spread
+        if spread.num_ranks != num_ranks or spread.rank != rank:
+            raise UnsupportedStateError(
+                f"{sig.names[number]!r} is spread over a mesh of {spread.num_ranks} ranks, where this is rank "
+                f"{spread.rank}, but {num_ranks} ranks save together and this is rank {rank}: make one mesh of all "
+                "ranks (init_device_mesh) and give parts of it (mesh['tp']) to what is sharded over fewer"
+            )
+        if number not in aliases and all(region.box.shape):
+            groups.setdefault(spread.holders, []).append(number)
+    writes, several = list(groups.pop((rank,), ())), []
+    for holders, numbers in sorted(groups.items()):
+        names = {one: f"{sig.names[one]}\0{sig.regions[one].box.start}" for one in numbers}
+        numbers.sort(key=names.__getitem__)
+        frozen = frozenset(place for place, one in enumerate(numbers) if one in sig.frozen)
+        owners = divide([names[one] for one in numbers], [sizes[one] for one in numbers], len(holders), last=frozen)
+        writes.extend(one for one, owner in zip(numbers, owners, strict=True) if holders[owner] == rank)
+        several.extend(numbers)
+    return writes, several
 
 
 def _sampled(divided: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:

@@ -273,7 +273,7 @@ class Snapshotter:
             return None
         chosen = [one for one in layout.sampled if wait or flat.tensors[one].is_cpu]
         found = fingerprints([flat.tensors[one] for one in chosen])
-        samples = {flat.names[one]: digest for one, digest in zip(chosen, found, strict=True)}
+        samples = {_sample_name(flat, one): digest for one, digest in zip(chosen, found, strict=True)}
         return replace(layout.division, samples=samples).to_json()
 
     # -- layout and arena
@@ -348,3 +348,8 @@ class Snapshotter:
                 "very slow; training cannot count on it"
             )
         window.result()
+
+
+def _sample_name(flat: Flat, number: int) -> str:
+    region = flat.regions.get(number)
+    return flat.names[number] if region is None else f"{flat.names[number]}{list(region.box.start)}"

@@ -14,7 +14,7 @@ from ..format.codec import decode, loads
 from ..format.commit import read_manifest
 from ..format.digest import chunk_digests, file_digest
 from ..format.division import disagreement
-from ..format.index import Index, TensorEntry
+from ..format.index import Index, Piece, TensorEntry
 from ..format.manifest import FileEntry, Manifest
 from ..storage.base import Storage
 from . import arrays
@@ -41,6 +41,8 @@ class Stored:
         borrowed: ``per_rank`` is that of rank 0 because there is none of this rank.
         digests: tables of the files that have tensors.
         refs: all tensors of the tree, by name.
+        resized: how many ranks load, where they are not as many as have saved; else None.
+        parts: the files of the ranks that stored values of their own.
         own: names of the tensors of ``per_rank``, if several ranks wrote this checkpoint: on each rank they are other
             ones, so no tie of theirs to a common one is stored.
     """
@@ -55,6 +57,8 @@ class Stored:
     refs: dict[str, TensorRef] = field(default_factory=dict)
     borrowed: bool = False
     own: frozenset[str] = frozenset()
+    resized: int | None = None
+    parts: dict[int, FileEntry] = field(default_factory=dict)
     _said: bool = False
 
     def entry(self, name: str) -> TensorEntry:
@@ -66,18 +70,28 @@ class Stored:
             )
         return found
 
+    def part(self, rank: int) -> dict[str, Any] | None:
+        """Read what a rank stored for itself; None if there is no such rank."""
+        entry = self.parts.get(rank)
+        return None if entry is None else _decode(_checked(self.storage, entry), entry.path, {})
+
     def say_borrowed(self) -> None:
         """Log, once, that values kept per rank come from another rank than this one."""
         if self.borrowed and not self._said:
             self._said = True
             _LOG.warning(
-                "%s was saved by fewer ranks and has no values of this one: it takes the PerRank values of rank 0 and "
-                "keeps its own generators", self.storage.uri,
-            )  # fmt: skip
+                "%s was saved by fewer ranks and has no values of this one: it is given the PerRank values of rank 0",
+                self.storage.uri,
+            )
 
 
-def open_stored(storage: Storage, *, rank: int = 0) -> Stored:
+def open_stored(storage: Storage, *, rank: int = 0, world_size: int | None = None) -> Stored:
     """Open the checkpoint at the root of ``storage``: reads manifest, indexes and structure, checks their digests.
+
+    Args:
+        storage: rooted at the checkpoint.
+        rank: whose own values are wanted.
+        world_size: how many ranks load; None: as many as have saved, if this rank is one of these.
 
     Raises:
         CheckpointNotFoundError, IncompleteCheckpointError: there is no committed checkpoint.
@@ -111,6 +125,9 @@ def open_stored(storage: Storage, *, rank: int = 0) -> Stored:
     if stored.tree is None:
         raise CorruptCheckpointError("the manifest lists no state file: this checkpoint holds no state to load")
     unite(stored, indexes)
+    stored.parts = ranks
+    now = world_size if world_size is not None else max(manifest.world_size, rank + 1)
+    stored.resized = now if now != manifest.world_size else None
     if chosen := ranks.get(rank) or ranks.get(0):
         refs: dict[str, TensorRef] = {}
         stored.per_rank = _decode(_checked(storage, chosen), chosen.path, refs)
@@ -137,21 +154,23 @@ def unite(stored: Stored, indexes: Sequence[Index]) -> None:
     if problem := disagreement({index.writer: index.division for index in indexes}):
         raise CorruptCheckpointError(f"{where}: {problem}: this checkpoint is damaged; use another one")
     writers: dict[str, int] = {}
+    pieces: dict[str, list[Piece]] = {}  # of tensors that several ranks have boxes of
     for index in indexes:
-        united = {}
         for name in writers.keys() & (index.tensors.keys() | index.aliases.keys()):
             one, other = stored.entries.get(name), index.tensors.get(name)
-            if one is None or other is None or one[1:3] != other[1:3] or not (_in_boxes(one) and _in_boxes(other)):
+            if one is not None and other is not None and one[1:3] == other[1:3] and _in_boxes(one) and _in_boxes(other):
+                pieces.setdefault(name, list(one.pieces)).extend(other.pieces)
+            elif stored.aliases.get(name, "") != index.aliases.get(name):  # boxes of tied tensors are tied on each rank
                 raise CorruptCheckpointError(
                     f"{where}: both rank {writers[name]} and rank {index.writer} have stored {name!r}: this checkpoint "
                     "is damaged; use another one",
                     tensor=name,
                 )
-            united[name] = one._replace(pieces=one.pieces + other.pieces)
         stored.entries.update(index.tensors)
-        stored.entries.update(united)
         stored.aliases.update(index.aliases)
         writers.update(dict.fromkeys((*index.tensors, *index.aliases), index.writer))
+    for name, found in pieces.items():
+        stored.entries[name] = stored.entries[name]._replace(pieces=tuple(found))
 
 
 def _in_boxes(entry: TensorEntry) -> bool:

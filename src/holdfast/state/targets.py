@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
 from ..errors import CorruptCheckpointError
-from ..format.index import TensorEntry
+from ..format.boxes import Box, flaw, overlap
+from ..format.index import Piece, TensorEntry
 from . import arrays
 from .reader import ReadRequest
+from .sharded import is_spread, local_parts, local_tensor
+from .spans import spans
 from .stored import Stored
 
-__all__ = ["Targets"]
+__all__ = ["Targets", "box_of"]
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class Targets:
@@ -25,6 +32,7 @@ class Targets:
         self.stored, self._cast = stored, cast
         self.requests: list[ReadRequest] = []
         self._dtypes: dict[str, torch.dtype] = {}
+        self._complete: set[str] = set()  # tensors whose boxes were found to make them up
         # By address: tied live tensors are one memory, which is read once.
         self._at: dict[int, list[tuple[torch.Tensor, str]]] = {}
 
@@ -36,7 +44,10 @@ class Targets:
         return found
 
     def add(self, name: str, live: torch.Tensor) -> str | None:
-        """Read stored tensor ``name`` into ``live``; returns why the two do not fit, None if they do."""
+        """Read stored tensor ``name`` into ``live``; returns why the two do not fit, None if they do.
+
+        Of a tensor that is spread over ranks what this rank holds is read; shapes are those of the whole.
+        """
         entry = self.stored.entries.get(name) or self.stored.entry(name)
         dtype = self._dtypes.get(entry.dtype) or self.dtype(entry.dtype)
         if live.shape != entry.shape:
@@ -45,14 +56,18 @@ class Targets:
             castable = self._cast is not None and dtype.is_floating_point and live.dtype.is_floating_point
             if not castable:
                 return f"{arrays.dtype_name(live.dtype)} in the state, {entry.dtype} in the checkpoint"
-        address = live.data_ptr()
+        if live.is_meta:
+            return "it is on the meta device in the state: give it memory first"
+        spread = type(live) not in _PLAIN and is_spread(live)
+        home = local_tensor(live) if spread else live
+        address = home.data_ptr()
         if address:
             there = self._at.get(address)
             if there is None:
-                self._at[address] = [(live, entry.name)]
+                self._at[address] = [(home, entry.name)]
             else:
                 for other, source in there:
-                    if _same_memory(live, other):
+                    if _same_memory(home, other):
                         if source == entry.name or source in self.stored.own:
                             return None
                         if entry.name in self.stored.own:
@@ -60,13 +75,19 @@ class Targets:
                             there[:] = [pair for pair in there if pair[0] is not other]
                             break
                         return f"tied in the state to what is stored as {source!r}, but stored apart in the checkpoint"
-                there.append((live, entry.name))
-        self._request(entry, dtype, live)
+                there.append((home, entry.name))
+        if spread:
+            self._boxes(entry, dtype, local_parts(live))
+        else:
+            self._request(entry, dtype, live)
         return None
 
     def _withdraw(self, name: str, target: torch.Tensor) -> None:
         """Do not read ``name`` into ``target``: this rank stored a value of its own for that memory."""
-        self.requests = [one for one in self.requests if one.target is not target or one.name != name]
+        memory = target.untyped_storage().data_ptr()
+        self.requests = [
+            one for one in self.requests if one.name != name or one.target.untyped_storage().data_ptr() != memory
+        ]
 
     def append(self, name: str, target: torch.Tensor) -> None:
         """Read stored tensor ``name`` into memory that is known to fit."""
@@ -75,17 +96,55 @@ class Targets:
 
     def _request(self, entry: TensorEntry, dtype: torch.dtype, target: torch.Tensor) -> None:
         name, stored_dtype, shape, pieces = entry
-        if len(pieces) == 1:
-            file, offset, nbytes, _, _ = pieces[0]
-            if nbytes == target.numel() * dtype.itemsize:
-                self.requests.append(ReadRequest(name, file, offset, nbytes, dtype, target))
-                return
-        raise CorruptCheckpointError(
-            f"tensor {name!r}: its bytes do not make {stored_dtype} {list(shape)}, or it is in several pieces, which "
-            "this version does not read",
-            file=pieces[0].file if pieces else None,
-            tensor=name,
-        )
+        if len(pieces) != 1 or pieces[0].box_start is not None:
+            self._boxes(entry, dtype, [(_whole(shape), target)])
+            return
+        file, offset, nbytes, _, _ = pieces[0]
+        if nbytes != target.numel() * dtype.itemsize:
+            raise CorruptCheckpointError(
+                f"tensor {name!r}: its bytes do not make {stored_dtype} {list(shape)}: this checkpoint is damaged; use "
+                "another one",
+                file=file,
+                tensor=name,
+            )
+        self.requests.append(ReadRequest(name, file, offset, nbytes, dtype, target))
+
+    def _boxes(self, entry: TensorEntry, dtype: torch.dtype, parts: list[tuple[Box, torch.Tensor]]) -> None:
+        """Read boxes of a tensor, each into memory of its own, from stored boxes that may be others."""
+        stored = [(piece, box_of(piece, entry.shape)) for piece in entry.pieces]
+        if entry.name not in self._complete:
+            short = [box for piece, box in stored if piece.nbytes != prod(box.shape) * dtype.itemsize]
+            problem = f"its bytes do not make {entry.dtype} {list(short[0].shape)}" if short else None
+            if problem := problem or flaw(entry.shape, (box for _, box in stored)):
+                raise CorruptCheckpointError(
+                    f"tensor {entry.name!r}: {problem}: this checkpoint is damaged; use another one",
+                    file=entry.pieces[0].file if entry.pieces else None,
+                    tensor=entry.name,
+                )
+            self._complete.add(entry.name)
+        for wanted, target in parts:
+            for piece, box in stored:
+                common = overlap(box, wanted)
+                if common is not None:
+                    self.requests.extend(spans(entry.name, piece, box, common, _within(target, wanted, common), dtype))
+
+
+def _whole(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def box_of(piece: Piece, shape: tuple[int, ...]) -> Box:
+    """Return the part of a tensor of ``shape`` that a piece is."""
+    start, size = piece.box_start, piece.box_shape
+    return _whole(shape) if start is None or size is None else Box(start, size)
+
+
+def _within(target: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
+    """Return the view of ``target``, the memory of ``box``, that is the memory of ``part``."""
+    for dim, (start, size) in enumerate(zip(part.start, part.shape, strict=True)):
+        if box.shape[dim] != size:
+            target = target.narrow(dim, start - box.start[dim], size)
+    return target
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

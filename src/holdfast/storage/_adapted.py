@@ -60,9 +60,6 @@ class AdaptedStorage(Storage):
     Their methods take full paths of the client and raise what the client raises: translation happens here.
     """
 
-    conditional = False
-    """Whether conditional puts hold against other processes, too."""
-
     def __init__(self, root: str, uri: str) -> None:
         self._root, self._uri, self._place = root, uri, uri
 
@@ -130,6 +127,11 @@ class AdaptedStorage(Storage):
             with client_errors("write", where):
                 self._store(full, content)
         return _etag(content)
+
+    @property
+    def conditional(self) -> bool:
+        """None of these clients has conditional writes."""
+        return False
 
     def create(self, path: str, size: int) -> FileWriter:
         """Start a big object; see `Storage.create`."""

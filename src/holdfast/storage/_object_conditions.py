@@ -9,17 +9,17 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import StorageError
+from ._object_again import again_if_broken
 from ._object_errors import was_retried
 from .base import TEMPORARY
 
 if TYPE_CHECKING:
     from .object import ObjectStorage
 
-__all__ = ["MARK", "Conditions", "conditions_of", "landed"]
+__all__ = ["MARK", "conditions_of", "landed"]
 
 MARK = "holdfastput"
 """Name of the metadata that says which request wrote an object (Azure allows letters and digits only)."""
@@ -27,22 +27,11 @@ MARK = "holdfastput"
 _LOG = logging.getLogger("holdfast.storage")
 _REFUSALS = ("AlreadyExistsError", "PreconditionError")
 _lock = threading.RLock()
-_known: dict[tuple[str, str], Conditions] = {}
+_known: dict[tuple[str, str], bool] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Conditions:
-    """What was found out.
-
-    Attributes:
-        kept: the store refuses a conditional write whose condition does not hold.
-    """
-
-    kept: bool
-
-
-def conditions_of(storage: ObjectStorage) -> Conditions:
-    """Find out whether conditional writes are enforced, at the first one; warn once if they are not.
+def conditions_of(storage: ObjectStorage) -> bool:
+    """Find out whether conditional writes are enforced, when first asked; warn once if they are not.
 
     Raises:
         StorageError: the store could not be asked.
@@ -52,8 +41,8 @@ def conditions_of(storage: ObjectStorage) -> Conditions:
     with _lock:
         found = _known.get(key)
         if found is None:
-            found = _known[key] = Conditions(kept=_try_out(storage))
-            if not found.kept:
+            found = _known[key] = _try_out(storage)
+            if not found:
                 _LOG.warning(
                     "%s does not enforce conditional writes: Holdfast looks before it writes instead, but two trainers "
                     "that start the same run in the same moment could both take it, and the later commit of two under "
@@ -69,16 +58,18 @@ def _try_out(storage: ObjectStorage) -> bool:
     key = f"{storage._prefix}/{name}" if storage._prefix else name
     with storage._errors("write", key):
         try:
-            obs.put(store, key, b"1", use_multipart=False, mode="create")
+            again_if_broken(lambda: obs.put(store, key, b"1", use_multipart=False, mode="create"))
         except Exception as error:
             if _is_unsupported(error):
                 return False
-            raise
+            # Nobody else has this name: a refusal means that our own first try got there, and its answer was lost.
+            if type(error).__name__ not in _REFUSALS:
+                raise
         try:
             return _refuses(storage, key, "create") and _refuses(storage, key, {storage._tag_name: _wrong_tag(storage)})
         finally:
             try:
-                obs.delete(store, key)
+                again_if_broken(lambda: obs.delete(store, key))
             except Exception as error:  # noqa: BLE001 - rights to write without those to delete: an empty object stays
                 _LOG.debug("the probe %s could not be removed: %s", name, type(error).__name__)
 
@@ -89,7 +80,7 @@ def _wrong_tag(storage: ObjectStorage) -> str:
 
 def _refuses(storage: ObjectStorage, key: str, mode: Any) -> bool:
     try:
-        storage._obs.put(storage._store, key, b"2", use_multipart=False, mode=mode)
+        again_if_broken(lambda: storage._obs.put(storage._store, key, b"2", use_multipart=False, mode=mode))
     except Exception as error:
         if type(error).__name__ in _REFUSALS:
             return True
@@ -103,16 +94,17 @@ def _is_unsupported(error: Exception) -> bool:
     return type(error).__name__ == "NotSupportedError" or "501 Not Implemented" in str(error)
 
 
-def landed(storage: ObjectStorage, key: str, mark: str, error: Exception) -> str | None:
+def landed(storage: ObjectStorage, key: str, mark: str, error: Exception, *, again: bool = False) -> str | None:
     """Return the etag if the object is the one we tried to write in spite of ``error``, None if it is not.
 
-    A request whose answer was lost is sent again by the client, and then meets what it wrote itself.
+    A request whose answer was lost is sent again by the client, or by us (``again``), and then meets what it wrote
+    itself.
     """
     refused = type(error).__name__ in _REFUSALS
-    if (refused and not was_retried(error)) or isinstance(error, (StorageError, ValueError)):
+    if (refused and not again and not was_retried(error)) or isinstance(error, (StorageError, ValueError)):
         return None
     try:
-        found = storage._obs.get(storage._store, key, options={"head": True})
+        found = again_if_broken(lambda: storage._obs.get(storage._store, key, options={"head": True}))
     except Exception as unread:  # noqa: BLE001 - the first error is what the caller hears of
         _LOG.debug("cannot tell whether %s was written: %s", key, type(unread).__name__)
         return None

@@ -25,6 +25,7 @@ _CODE = re.compile(r"<Code>([^<]{1,80})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]{1,300})")
 _FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage", "AccountStorageLimit", "XMinioStorageFull")
 _BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound", "FilesystemNotFound", "The specified bucket does not exist")
+_EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "RequestExpired", "InvalidToken")
 _NO_CREDENTIALS = (
     "169.254.169.254", "metadata.google.internal", "latest/api/token", "latest/meta-data", "computeMetadata/v1",
     "metadata/identity/oauth2", "performing token request", "no credentials",
@@ -84,6 +85,11 @@ def _translated(error: Exception, action: str, where: str, secrets: tuple[str, .
         return StoragePermissionError(
             f"{start}: no credentials were found ({told}); set them in the environment (see docs/storage.md)"
         )
+    if any(f"<Code>{code}" in text for code in _EXPIRED):
+        return StoragePermissionError(
+            f"{start}: the credentials have expired or are not valid any more ({told}); get new ones, and longer-lived "
+            "ones for long trainings"
+        )
     if kind in ("PermissionDeniedError", "UnauthenticatedError", "PermissionError") or status in (401, 403):
         return StoragePermissionError(
             f"{start}: access was refused ({told}); check the credentials, their rights on this bucket and prefix "
@@ -97,6 +103,9 @@ def _translated(error: Exception, action: str, where: str, secrets: tuple[str, .
         return StorageNotFoundError(f"{start}: there is no such object; check the path")
     if any(mark in text for mark in _TIMEOUT):
         return StorageError(f"{start}: the storage did not answer in time ({told}); it may work later")
+    if status == 400 and _CODE.search(text) is None:
+        # What S3 says to a HEAD, whose answers have no body, when a session has ended.
+        return StorageError(f"{start}: {told}; no reason was given: credentials that have expired are the usual one")
     return StorageError(f"{start}: {told}")
 
 

@@ -250,6 +250,18 @@ class Storage(ABC):
         return None
 
     @property
+    def conditional(self) -> bool:
+        """Whether `put` with a condition has one winner among all processes and machines, as the lease of a run wants.
+
+        Where it is False (clients without such writes, servers that ignore the headers) Holdfast looks before it
+        writes. Object stores are asked, once for each bucket and process: that writes a small object and removes it.
+
+        Raises:
+            StorageError: the store could not be asked.
+        """
+        return True
+
+    @property
     def max_file_bytes(self) -> int:
         """Size at which the files of a checkpoint are split here."""
         return 4 << 30

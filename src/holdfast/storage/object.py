@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import copy
 import os
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from .._optional import require
@@ -24,10 +24,12 @@ from ..errors import (
     StorageExistsError,
     StorageNotFoundError,
 )
+from ._object_again import again_if_broken
 from ._object_conditions import MARK, conditions_of, landed
 from ._object_errors import NO_BUCKET, errors_of, said
-from ._object_io import AGAIN_S, NUM_PARALLEL, TRIES, ObjectReader, ObjectWriter, again_if_broken, is_broken, part_bytes
+from ._object_io import ObjectWriter
 from ._object_place import SECRETS, Place, find_place
+from ._object_read import list_all, open_reader, read_whole
 from .base import TEMPORARY, FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix
 
 __all__ = ["ObjectStorage", "from_options", "from_uri"]
@@ -82,29 +84,21 @@ class ObjectStorage(Storage):
         key, obs = self._key(path), self._obs
         if not if_absent and if_match is None:
             with self._errors("write", key):
-                return self._tag(obs.put(self._store, key, bytes(data), use_multipart=False))
-        if not conditions_of(self).kept:
+                return again_if_broken(lambda: self._tag(obs.put(self._store, key, bytes(data), use_multipart=False)))
+        if not self.conditional:
             self._check_first(path, if_absent=if_absent, if_match=if_match)
             return self.put(path, data)
         mark = uuid.uuid4().hex
         mode = "create" if if_absent else {self._tag_name: if_match}
         with self._errors("replace" if if_match else "create", key):
-            begin = time.monotonic()
-            for attempt in range(TRIES):
-                try:
-                    # The mark tells what our own first try wrote from another writer's object.
-                    found = obs.put(
-                        self._store, key, bytes(data), use_multipart=False, mode=mode, attributes={MARK: mark}
-                    )
-                    return self._tag(found)
-                except Exception as error:
-                    tag = landed(self, key, mark, error)
-                    if tag is not None:
-                        return tag
-                    # The client does not repeat what is not safe to repeat; with the mark it is.
-                    if not is_broken(error) or attempt == TRIES - 1 or time.monotonic() - begin > AGAIN_S:
-                        raise
-        raise AssertionError("not reached")
+            # The client does not repeat what is not safe to repeat. With the mark it is: it tells what our own first
+            # try wrote from another writer's object.
+            return again_if_broken(
+                lambda: self._tag(
+                    obs.put(self._store, key, bytes(data), use_multipart=False, mode=mode, attributes={MARK: mark})
+                ),
+                after=lambda error, again: landed(self, key, mark, error, again=again),
+            )
 
     def _check_first(self, path: str, *, if_absent: bool, if_match: str | None) -> None:
         """Do what can be done where the store itself does not compare: look before writing."""
@@ -124,37 +118,24 @@ class ObjectStorage(Storage):
         key = self._key(path)
         if size < 0:
             raise ConfigError(f"create({path!r}, size={size}): the size must not be negative")
-
-        mark = uuid.uuid4().hex
-
-        def start() -> Any:
-            return self._obs.open_writer(
-                self._store,
-                key,
-                buffer_size=part_bytes(size),
-                max_concurrency=NUM_PARALLEL,
-                attributes={MARK: mark},
-            )
-
-        def arrived(error: Exception) -> bool:
-            return landed(self, key, mark, error) is not None
-
-        return ObjectWriter(start, arrived, lambda action: self._errors(action, key), self._shown(key), size)
+        return ObjectWriter(self, key, lambda action: self._errors(action, key), self._shown(key), size)
 
     def copy(self, source: str, target: str) -> None:
         """Copy on the side of the server; see `Storage.copy`."""
         old, new = self._key(source), self._key(target)
-        size = self.stat(source).size
         if self.exists(target):
             raise StorageExistsError(f"cannot copy to {self._shown(new)}: it exists; use another name")
-        if size <= _COPY_MAX:
-            try:
-                with self._errors("copy", old):
-                    self._obs.copy(self._store, old, new)
-                return
-            except StorageNotFoundError:
-                # It was there a moment ago: some servers do not understand unusual names in this one request.
-                self.stat(source)
+        try:
+            with self._errors("copy", old):
+                again_if_broken(lambda: self._obs.copy(self._store, old, new))
+            return
+        except StorageNotFoundError:
+            # If it is there, then the server does not understand unusual names in this one request.
+            size = self.stat(source).size
+        except StorageError:
+            size = self.stat(source).size
+            if size <= _COPY_MAX:
+                raise
         with self.open(source) as reader, self.create(target, size) as writer:
             buffer = memoryview(bytearray(_COPY_BYTES))
             for start in range(0, size, _COPY_BYTES):
@@ -176,48 +157,35 @@ class ObjectStorage(Storage):
             return
         try:
             with self._errors("delete", keys[0]):
-                self._obs.delete(self._store, keys)
+                again_if_broken(lambda: self._obs.delete(self._store, keys))
         except StorageNotFoundError as error:
             if NO_BUCKET in str(error):
                 raise
             # Stores without a request for many: one that is gone must not keep the others.
             for key in keys if len(keys) > 1 else []:
                 with suppress(StorageNotFoundError), self._errors("delete", key):
-                    self._obs.delete(self._store, key)
+                    again_if_broken(partial(self._obs.delete, self._store, key))
 
     # -- reading
 
     def open(self, path: str) -> FileReader:
         """Open the present version of an object; see `Storage.open`."""
         key = self._key(path)
-        with self._errors("read", key):
-            meta = self._obs.head(self._store, key)
-        etag = meta.get("e_tag")
-
-        def fetch(start: int, end: int) -> Any:
-            asked: dict[str, Any] = {"range": (start, end)}
-            if etag is not None:
-                asked["if_match"] = etag
-            found = self._obs.get(self._store, key, options=asked)
-            if etag is not None and found.meta.get("e_tag") not in (None, etag):
-                raise StorageError(f"cannot read {self._shown(key)}: it was replaced while it was read; open it again")
-            return found.stream(min_chunk_size=1 << 20)
-
-        return ObjectReader(fetch, lambda action: self._errors(action, key), self._shown(key), size=meta["size"])
+        return open_reader(self, key, lambda action: self._errors(action, key), self._shown(key))
 
     def read(self, path: str, offset: int = 0, size: int | None = None) -> bytes:
-        """Return the bytes of an object in one request, or a range of them; see `Storage.read`."""
+        """Return the bytes of an object, nearly always in one request, or a range of them; see `Storage.read`."""
         if offset or size is not None:
             return super().read(path, offset, size)
         key = self._key(path)
         with self._errors("read", key):
-            return bytes(again_if_broken(lambda: self._obs.get(self._store, key).bytes()))
+            return read_whole(self, key, self._shown(key))
 
     def stat(self, path: str) -> ObjectInfo:
         """Describe an object; see `Storage.stat`."""
         key = self._key(path)
         with self._errors("look at", key):
-            return self._info(self._obs.head(self._store, key), path)
+            return self._info(again_if_broken(lambda: self._obs.head(self._store, key)), path)
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
         """Iterate over objects; see `Storage.list`."""
@@ -226,20 +194,19 @@ class ObjectStorage(Storage):
         skip = len(self._prefix) + 1 if self._prefix else 0
         with self._errors("list", base):
             if not recursive:
-                found = self._obs.list_with_delimiter(self._store, base or None)
+                found = again_if_broken(lambda: self._obs.list_with_delimiter(self._store, base or None))
                 for name in found["common_prefixes"]:
                     path = name.rstrip("/")[skip:]
                     if not path.rpartition("/")[2].startswith(TEMPORARY):
                         yield ObjectInfo(path=f"{path}/", size=0)
-                metas = iter([found["objects"]])
+                metas = iter(found["objects"])
             else:
-                metas = self._obs.list(self._store, base or None)
-            for chunk in metas:
-                for meta in chunk:
-                    path = meta["path"][skip:]
-                    # An empty object named like the directory is how web consoles make "folders".
-                    if path != inside and not any(part.startswith(TEMPORARY) for part in path.split("/")):
-                        yield self._info(meta, path)
+                metas = list_all(self, base)
+            for meta in metas:
+                path = meta["path"][skip:]
+                # An empty object named like the directory is how web consoles make "folders".
+                if path != inside and not any(part.startswith(TEMPORARY) for part in path.split("/")):
+                    yield self._info(meta, path)
 
     # -- what it is
 
@@ -247,6 +214,11 @@ class ObjectStorage(Storage):
     def uri(self) -> str:
         """Scheme, bucket and prefix."""
         return f"{self._place.scheme}://{self._place.netloc}" + (f"/{self._prefix}" if self._prefix else "")
+
+    @property
+    def conditional(self) -> bool:
+        """Whether the store enforces conditional writes; some take the headers and ignore them."""
+        return conditions_of(self)
 
     @property
     def max_file_bytes(self) -> int:

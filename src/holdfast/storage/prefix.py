@@ -96,6 +96,11 @@ class PrefixStorage(Storage):
         return self._parent.secrets()
 
     @property
+    def conditional(self) -> bool:
+        """Whether conditional puts of the parent have one winner."""
+        return self._parent.conditional
+
+    @property
     def max_file_bytes(self) -> int:
         """Size at which the parent wants files split."""
         return self._parent.max_file_bytes

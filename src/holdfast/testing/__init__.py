@@ -1,9 +1,10 @@
 """Test kits for users of Holdfast and authors of plug-ins; also what Holdfast's own tests use.
 
-`StorageTests` proves a storage, `FaultyStorage` breaks a disk at any operation, `power_cut_states` builds the states
-a power cut may leave, `ForkServer` and `ArmedOps` kill a piece of work at each of its operations. `verify_resume` runs
-a training twice, once killed again and again, and names the first thing that differs; `assert_state_equal` compares
-two states bit by bit. Names load on first use: a writer process that is told to use a faulty disk imports no pytest.
+`StorageTests` proves a storage, `FaultyStorage` breaks a disk at any operation, `power_cut_states` builds the states a
+power cut may leave, `FaultProxy` lets requests to a server go wrong, `ForkServer` and `ArmedOps` kill a piece of work
+at each of its operations. `verify_resume` runs a training twice, once killed again and again, and names the first
+thing that differs; `assert_state_equal` compares two states bit by bit. Names load on first use: a writer process that
+is told to use a faulty disk imports no pytest.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from .crash import ArmedOps as ArmedOps
     from .crash import ForkServer as ForkServer
     from .crash import Outcome as Outcome
+    from .fault_proxy import Exchange as Exchange
+    from .fault_proxy import Fault as Fault
+    from .fault_proxy import FaultProxy as FaultProxy
     from .faults import CRASH_EXIT_CODE as CRASH_EXIT_CODE
     from .faults import FaultyOps as FaultyOps
     from .faults import FaultyStorage as FaultyStorage
@@ -33,6 +37,9 @@ if TYPE_CHECKING:
 _HOME = {
     "ArmedOps": "crash",
     "CRASH_EXIT_CODE": "faults",
+    "Exchange": "fault_proxy",
+    "Fault": "fault_proxy",
+    "FaultProxy": "fault_proxy",
     "FaultyOps": "faults",
     "FaultyStorage": "faults",
     "ForkServer": "crash",

@@ -15,7 +15,7 @@ from ..config import CheckpointConfig, CheckpointStrategy, FailureConfig, Keep, 
 from ..errors import CheckpointNotFoundError, ConfigError
 from ..runtime.drive import Driver, Options
 from ..runtime.local import LocalEngine
-from ..runtime.location import describe_location
+from ..runtime.location import describe_location, pack_secrets
 from ..runtime.plan import Limits, Plan
 from ..runtime.policy import FailurePolicy
 from ..runtime.result import Result
@@ -165,7 +165,7 @@ class TorchTrainer:
     def _plan(self, name: str, storage: Storage) -> Plan:
         failure = self._run.failure_config or FailureConfig()
         score, strategy = _scores(self._run.checkpoint_config)
-        location, memory = self._first
+        location, memory, _ = self._first
         return Plan(
             run_name=name,
             storage=storage.describe() or {},
@@ -191,6 +191,7 @@ class TorchTrainer:
             keep=_keep(self._run.checkpoint_config),
             use_gpu=self._scaling.use_gpu,
             environment={} if not cores else {"OMP_NUM_THREADS": str(max(1, int(cores)))},
+            secrets=pack_secrets(storage, *self._first[2]),
             validation=self._validation,
             callbacks=self._run.callbacks,
             context=RunContext(
@@ -217,15 +218,15 @@ def _check(name: str, value: Any, kind: type[Any], wanted: str) -> None:
         raise ConfigError(f"TorchTrainer({name}={value!r}): give {wanted}")
 
 
-def _first_checkpoint(given: Any) -> tuple[dict[str, Any] | None, bytes | None]:
-    """Turn ``resume_from_checkpoint`` into what workers can open: a place, or packed files.
+def _first_checkpoint(given: Any) -> tuple[dict[str, Any] | None, bytes | None, tuple[Storage, ...]]:
+    """Turn ``resume_from_checkpoint`` into what workers can open: a place and its storage, or packed files.
 
     Raises:
         ConfigError: it is nothing of the kind.
         CheckpointError: there is none, or it is damaged.
     """
     if given is None:
-        return None, None
+        return None, None, ()
     if isinstance(given, Mapping):
         given = Checkpoint.from_dict(given)
     elif isinstance(given, (str, os.PathLike)):
@@ -239,8 +240,8 @@ def _first_checkpoint(given: Any) -> tuple[dict[str, Any] | None, bytes | None]:
         raise CheckpointNotFoundError(f"resume_from_checkpoint: there is nothing at {given.uri}; check the path")
     _ = given.manifest  # one that is damaged or was never committed is refused here
     if given.storage.describe() is None:
-        return None, pack_checkpoint(given)
-    return describe_location(given.storage, given.directory), None
+        return None, pack_checkpoint(given), ()
+    return describe_location(given.storage, given.directory), None, (given.storage,)
 
 
 def _default_name(function: Any) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ..state.data import ResumableBatches
-from ..state.values import PerRank
+from ..state.position import of_this_rank, with_ranks_apart
 from .transfer import Transfer
 
 __all__ = ["PreparedLoader"]
@@ -62,6 +62,7 @@ class PreparedLoader:
         self._previous: Mapping[str, Any] | None = None  # where the epoch before ended: a loader with state goes on
         self._batches: ResumableBatches | None = None  # of the newest iteration
         self._from: Mapping[str, Any] | None = None  # the position it went on from
+        self._begun_after = 0  # batches of the epoch before those of the newest iteration
         self._over = True  # whether it has ended, by itself or by a `break`
         self._chosen: int | None = None
         self._announced = self._sampler_epoch()
@@ -104,6 +105,7 @@ class PreparedLoader:
         before = position if position is not None else self._previous
         self._batches = ResumableBatches(self.loader, before, seed=self._seed, epoch=self._epoch, **self._options)
         self._from, self._over = position, False
+        self._begun_after = self._batches.batches
         self._set_sampler_epoch(self._epoch)
         return self._batches
 
@@ -112,7 +114,7 @@ class PreparedLoader:
         batches, position = self._batches, self._from
         assert batches is not None
         self._over, self._from = True, None
-        if position is not None and not batches.done and batches.batches <= position["batches"] + 1:
+        if position is not None and not batches.done and batches.batches <= self._begun_after + 1:
             # `next(iter(loader))`, for a look at a batch, must not use up the position of a resume.
             self._loaded = position
         else:
@@ -128,15 +130,15 @@ class PreparedLoader:
             epoch = wanted
         if position is None:
             position = self._previous
-        if position is not None and position["kind"] == "stateful" and self._options["world_size"] > 1:
-            position = {**position, "inner": PerRank(position["inner"])}  # what a loader remembers is its own
+        if position is not None and self._options["world_size"] > 1:
+            position = with_ranks_apart(position)
         return {"epoch": epoch, "seed": self._seed, "position": position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` described, with the next iteration. One that runs is forgotten."""
         position = state["position"]
-        if position is not None and isinstance(position["inner"], PerRank):
-            position = {**position, "inner": position["inner"].value}
+        if position is not None:
+            position = of_this_rank(position)
         sampler = self.loader.sampler
         if type(sampler) is DistributedSampler and sampler.seed == self._seed:
             sampler.seed = int(state["seed"])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,12 +16,12 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
 )
 
 from .._ranks import RankInfo, current_ranks
 from ..errors import ConfigError
+from ..state.split import DealtSampler, knows_its_rank
 from .loader import PreparedLoader
 
 __all__ = ["enable_reproducibility", "get_device", "get_devices", "prepare_data_loader", "prepare_model"]
@@ -157,39 +156,9 @@ def enable_reproducibility(seed: int = 0) -> None:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 
 
-class DealtSampler(Sampler[Any]):
-    """Deals what a sampler draws out to the ranks, as `DistributedSampler` does with a data set.
-
-    All ranks must draw the same: `PreparedLoader` sees to it by seeding the draw from (seed, epoch). The number is
-    made to divide by drawing the first ones again.
-    """
-
-    def __init__(self, sampler: Sampler[Any], *, rank: int, num_replicas: int) -> None:
-        self.sampler, self.rank, self.num_replicas = sampler, rank, num_replicas
-
-    @property
-    def generator(self) -> torch.Generator | None:
-        """The generator that the sampler inside draws from, if it has its own."""
-        return getattr(self.sampler, "generator", None)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Hand on the epoch."""
-        if callable(getattr(self.sampler, "set_epoch", None)):
-            self.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-
-    def __len__(self) -> int:
-        return math.ceil(len(self.sampler) / self.num_replicas)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        drawn = list(self.sampler)
-        missing = -len(drawn) % self.num_replicas
-        drawn += (drawn * -(-missing // max(1, len(drawn))))[:missing]
-        return iter(drawn[self.rank :: self.num_replicas])
-
-
 def _split(loader: DataLoader[Any], ranks: RankInfo, seed: int) -> DataLoader[Any]:
     """Return a loader like ``loader`` for the part of this rank."""
-    if isinstance(loader.dataset, IterableDataset) or _knows_its_rank(loader.sampler, loader.batch_sampler):
+    if isinstance(loader.dataset, IterableDataset) or knows_its_rank(loader.sampler, loader.batch_sampler):
         return loader
     custom = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
     if custom or type(loader).__iter__ is not DataLoader.__iter__:
@@ -235,12 +204,6 @@ def _split(loader: DataLoader[Any], ranks: RankInfo, seed: int) -> DataLoader[An
 def _draws_otherwise(sampler: RandomSampler) -> bool:
     """Whether a random sampler is more than a shuffle of the whole data set."""
     return sampler.replacement or sampler.num_samples != len(sampler.data_source)
-
-
-def _knows_its_rank(*samplers: Any) -> bool:
-    # Names that DistributedSampler and its likes have; torchdata and others say world_size.
-    owners = [*samplers, *(getattr(one, "sampler", None) for one in samplers)]
-    return any(hasattr(one, "rank") and (hasattr(one, "num_replicas") or hasattr(one, "world_size")) for one in owners)
 
 
 def _target(move_to_device: bool | torch.device) -> torch.device | None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from holdfast.errors import ConfigError
+from holdfast.config import Mirror
+from holdfast.errors import ConfigError, HoldfastError
 from holdfast.storage.base import Storage
 
 from .arena import Arena
 from .conversation import Call, Conversation
 from .launch import can_run_process
-from .messages import IngestJob, PartsJob, RunOpened, SaveJob, SaveResult
+from .messages import IngestJob, PartsJob, RunOpened, SaveJob, SaveResult, error_to_json
+from .mirror_plan import limits_of
 from .wire import Message
 
 __all__ = ["SaveFuture", "WriterClient"]
@@ -48,15 +51,19 @@ class WriterClient:
         self._talk = Conversation(thread=thread)
 
     @classmethod
-    def start(cls, storage: Storage | None = None, *, thread: bool | None = None) -> WriterClient:
+    def start(
+        cls, storage: Storage | None = None, *, thread: bool | None = None, remote: Storage | None = None
+    ) -> WriterClient:
         """Start a writer: a process where possible, else a thread.
 
         Args:
             storage: where the jobs will go; one that cannot describe itself (memory, plug-ins) needs a thread.
             thread: force the choice.
+            remote: where checkpoints are mirrored to.
         """
         if thread is None:
-            thread = not can_run_process() or (storage is not None and storage.describe() is None)
+            told = [one for one in (storage, remote) if one is not None]
+            thread = not can_run_process() or any(one.describe() is None for one in told)
         return cls(thread=thread)
 
     @property
@@ -108,6 +115,8 @@ class WriterClient:
             if arena is not None:
                 self._talk.tell_arena(arena)
             future = SaveFuture(self._talk.number())
+            if job.joint:
+                future.add_done_callback(lambda done: self._tell_failure(job.save_id, done))
             self._talk.call(
                 future.job_no,
                 Call(
@@ -192,6 +201,54 @@ class WriterClient:
             self._talk.check()
             self._talk.send({"do": "abandon", "job_no": job_no})
 
+    def join(
+        self,
+        board: Arena,
+        *,
+        rank: int,
+        world_size: int,
+        addresses: Sequence[tuple[str, int]],
+        token: str,
+        timeout_s: float,
+        listener: int | None = None,
+        beat_s: float = 5.0,
+        stale_s: float = 30.0,
+    ) -> None:
+        """Join the writers of the other ranks: rank 0's listens, all connect to it. Returns at once.
+
+        Args:
+            board: memory of a `holdfast.writer.board.Board`, cleared.
+            rank: ours.
+            world_size: number of ranks.
+            addresses: where rank 0's writer listens, to be tried in turn.
+            token: known to all ranks and nobody else.
+            timeout_s: bound of one save, from the first rank to the last.
+            listener: rank 0: the listening socket; must stay open here, for a writer that is started again.
+            beat_s: seconds between signs of life.
+            stale_s: silence after which a rank counts as lost.
+        """
+        fds = () if listener is None else (listener,)
+        header = {"do": "join", "rank": rank, "world_size": world_size, "addresses": list(addresses), "token": token}
+        header |= {"timeout_s": timeout_s, "board": board.number, "pid": os.getpid()}
+        with self._talk.lock:
+            self._talk.check()
+            self._talk.team = ({**header, "beat_s": beat_s, "stale_s": stale_s}, board, fds)
+            self._talk.tell_team()
+
+    def tell_ranks(self, what: str, **args: Any) -> None:
+        """Tell the other ranks something.
+
+        "want" (kind: "save" or "stop", at a step to be agreed), "acted" (step: this rank acts at the agreed one),
+        "part_failed" (save, error: this rank has no part of that save).
+        """
+        with self._talk.lock:
+            self._talk.check()
+            self._talk.send({"do": "joint", "what": what, "args": args})
+
+    def ask_ranks(self, step: int) -> Future[bool]:
+        """Ask rank 0's writer whether all ranks save ``step``: not while another save is under way."""
+        return self._call({"do": "ask", "step": step})
+
     def open_run(
         self,
         storage: Storage,
@@ -199,6 +256,8 @@ class WriterClient:
         owner: dict[str, Any] | None = None,
         keep: dict[str, Any] | None = None,
         wait_s: float = 60.0,
+        mirror: Mirror | None = None,
+        remote: Storage | None = None,
     ) -> Future[RunOpened]:
         """Take the lease of the run at ``storage``, find its checkpoints and register this attempt.
 
@@ -207,6 +266,8 @@ class WriterClient:
             owner: start_id of this trainer and what else the lease shall say; missing fields are filled in.
             keep: `holdfast.config.Keep` as JSON, applied after each commit; None keeps everything.
             wait_s: how long to wait for the writer of a dead trainer that still finishes.
+            mirror: rules of a mirrored run, whose local side ``storage`` is then.
+            remote: its remote side; ``keep`` is of that one.
 
         Raises:
             RunBusyError: (from the future) a live trainer holds the run.
@@ -216,6 +277,9 @@ class WriterClient:
             told = {"start_id": secrets.token_hex(4), **(owner or {}), "trainer_pid": os.getpid()}
             header = {"do": "open_run", "storage": self._talk.tell_storage(storage), "owner": told, "keep": keep}
             header["wait_s"] = wait_s
+            if mirror is not None and remote is not None:
+                told = {"limits": limits_of(mirror).to_json(), "keep": keep, "storage": self._talk.tell_storage(remote)}
+                header |= {"mirror": told, "keep": None if mirror.keep is None else mirror.keep.to_json()}
             future = self._call(header, decode=lambda answer: RunOpened.from_json(answer.header["value"]))
             future.add_done_callback(lambda done: self._remember_run(header, done))
             return future
@@ -228,9 +292,10 @@ class WriterClient:
         step), "records", "close_run" (reason, details), and "probe" (storage; see `probe`). For whoever restarts
         workers: "next_attempt" (reason, details: of the attempt that ends; {"attempt", "start_id"} of the new one),
         "details" (details: added to the current attempt), "note" (key, value: small JSON that stays with the run),
-        "protect" (names: of checkpoints that retention spares until the next "protect").
+        "protect" (names: of checkpoints that retention spares until the next "protect"). For mirrored runs: "follow"
+        (since: a version; the state of the mirror, as soon as it has another version).
 
-        All but "report" run after the saves submitted before them.
+        All but "report" and "follow" run after the saves submitted before them.
         """
         if op == "next_attempt":
             args.setdefault("start_id", secrets.token_hex(4))  # so that a repeated call is known again
@@ -252,13 +317,13 @@ class WriterClient:
             self._talk.check()
             return self.run_op("probe", storage=self._talk.tell_storage(storage), directory=directory)
 
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self, timeout_s: float | None = None, *, why: str = "closed") -> None:
         """Let pending jobs finish, give the lease back and end the writer; idempotent.
 
         After ``timeout_s`` the writer is left alone: it still commits what is sealed, then ends by itself, while
-        the futures fail.
+        the futures fail. ``why`` is what other ranks hear if they still expect a save of this one.
         """
-        self._talk.close(timeout_s)
+        self._talk.close(timeout_s, why)
 
     def __enter__(self) -> WriterClient:
         return self
@@ -274,6 +339,13 @@ class WriterClient:
             call = Call(header=header, future=Future(), repeatable=repeatable, decode=decode)
             self._talk.call(self._talk.number(), call)
             return call.future
+
+    def _tell_failure(self, save: str, done: Future[SaveResult]) -> None:
+        """A part that was lost with its writer: nobody else would tell the other ranks. The rest they know already."""
+        error = None if done.cancelled() else done.exception()
+        if error is not None:
+            with contextlib.suppress(HoldfastError):
+                self.tell_ranks("part_failed", save=save, error=error_to_json(error))
 
     def _remember_run(self, header: dict[str, Any], done: Future[RunOpened]) -> None:
         """Keep what a new writer needs to go on with this attempt."""

@@ -63,6 +63,7 @@ class Conversation:
     def __init__(self, *, thread: bool) -> None:
         self.lock = threading.RLock()
         self.run: dict[str, Any] | None = None
+        self.team: tuple[dict[str, Any], Arena, tuple[int, ...]] | None = None  # how the writer joins other ranks'
         self.process: subprocess.Popen[bytes] | None = None
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
@@ -172,14 +173,21 @@ class Conversation:
                 self._arenas.discard(number)
                 self.send({"do": "drop_arena", "number": number})
 
-    def close(self, timeout_s: float | None) -> None:
+    def tell_team(self) -> None:
+        """Let the writer join those of other ranks."""
+        assert self.team is not None
+        header, board, fds = self.team
+        self.tell_arena(board)
+        self.send({**header, "call": self.number()}, fds=fds)
+
+    def close(self, timeout_s: float | None, why: str = "closed") -> None:
         """Let the writer finish and end; after ``timeout_s`` leave it alone to do so."""
         with self.lock:
             if self._owner != os.getpid() or self._ended:
                 return
             if not self._closing:
                 self._closing = True
-                self.send({"do": "close"})
+                self.send({"do": "close", "why": why})
         self._reader.join(timeout_s)
         if self._reader.is_alive():
             with self.lock:
@@ -294,6 +302,8 @@ class Conversation:
         if self.run is not None:
             # Nobody waits for this answer: a failure shows in the jobs that follow.
             self.send({**self.run, "call": self.number()})
+        if self.team is not None:
+            self.tell_team()
         for number, call in list(self._calls.items()):
             closed = call.arena is not None and call.arena.fd is None
             if not call.repeatable or closed:

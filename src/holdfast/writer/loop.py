@@ -7,7 +7,7 @@ import queue
 import select
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
@@ -20,11 +20,15 @@ from .save import Saver, Task, probe
 from .windows import Window, WindowSource
 from .wire import Channel, Message
 
+if TYPE_CHECKING:
+    from .joint import Joint
+
 __all__ = ["Source", "WriterLoop"]
 
 _LOG = logging.getLogger("holdfast.writer")
 # How long a half-sent message of a dead trainer is waited for.
 _DRAIN_MS = 2000
+_DIED = "the trainer died"
 
 
 class Source(Protocol):
@@ -52,8 +56,9 @@ class WriterLoop:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._saver = Saver()
         self._run: Run | None = None
+        self._joint: Joint | None = None
         self._ending = threading.Event()
-        self._end = "the trainer died"
+        self._end = _DIED
 
     def serve(self) -> None:
         """Read messages until the end, while a second thread works them off."""
@@ -71,6 +76,8 @@ class WriterLoop:
             waiting: list[WindowSource | Gate] = [*self._windowed.values(), *self._gates.values()]
             for source in waiting:
                 source.abandon(f"{self._end} before this save was complete")
+            if self._joint is not None:
+                self._joint.finish(self._end, dead=self._end == _DIED)
             self._work.put(None)
             worker.join()
         self._say({"on": "bye"})
@@ -86,12 +93,12 @@ class WriterLoop:
                 return
             kind = message.header["do"]
             if kind == "close":
-                self._end = "closed"
+                self._end = message.header.get("why", "closed")
                 return
             try:
                 getattr(self, f"_on_{kind}")(message)
             except Exception as error:  # noqa: BLE001 - the caller hears of it; other calls go on
-                self._fail(message.header.get("call"), error)
+                self.say_failed(message.header.get("call"), error)
 
     def _wait(self) -> bool:
         """Wait for a message; False when the trainer is dead and has left no more of them."""
@@ -146,7 +153,29 @@ class WriterLoop:
             self._windowed[call] = source
         if gate is not None:
             self._gates[call] = gate
+        if job.joint:
+            self._joined().begun(call, job, task.storage, again=task.again)
         self._work.put(lambda: self._save(call, task))
+
+    def _on_join(self, message: Message) -> None:
+        from .joint import Joint  # not above: a writer of one rank starts faster without
+
+        joint = Joint(self)
+        joint.join(message.header, message.fds, self._views[message.header["board"]])
+        self._joint = joint
+        self.say_done(message.header["call"], None)
+
+    def _on_joint(self, message: Message) -> None:
+        """Tell the other ranks something: `Joint.want`, `acted` and so on."""
+        getattr(self._joined(), message.header["what"])(**message.header["args"])
+
+    def _on_ask(self, message: Message) -> None:
+        self._joined().ask(message.header["call"], message.header["step"])
+
+    def _joined(self) -> Joint:
+        if self._joint is None:
+            raise HoldfastError("this writer has not joined those of other ranks: call join first")
+        return self._joint
 
     def _on_ingest(self, message: Message) -> None:
         job = IngestJob.from_json(message.header["job"])
@@ -199,6 +228,8 @@ class WriterLoop:
         header, run = message.header, self._run
         if header["op"] == "report" and run is not None:
             run.report(header["call"], header["args"]["rows"], self._answer_many)
+        elif header["op"] == "follow" and run is not None:
+            run.follow(header["args"]["since"], lambda state: self._answer(header["call"], state))
         else:
             self._later(message, lambda: self._op(header))
 
@@ -209,10 +240,10 @@ class WriterLoop:
             try:
                 value = call()
             except Exception as error:  # noqa: BLE001 - a thread edge: the caller's future carries it
-                self._fail(message.header["call"], error)
+                self.say_failed(message.header["call"], error)
             else:
                 if value is not _ANSWERED:
-                    self._say({"on": "done", "calls": [message.header["call"]], "value": value})
+                    self._answer(message.header["call"], value)
 
         self._work.put(work)
 
@@ -229,28 +260,41 @@ class WriterLoop:
     def _make(self, call: int, job: IngestJob | PartsJob, make: Callable[[Run | None], SaveResult]) -> None:
         def work() -> None:
             try:
-                result = make(self._run_of(job))
+                result = make(self.run_of(job))
             except Exception as error:  # noqa: BLE001 - a thread edge: the future of the job carries it
-                self._fail(call, error)
+                self.say_failed(call, error)
             else:
-                self._say({"on": "done", "calls": [call], "value": result.to_json()}, (result.manifest,))
+                self.say_done(call, result.to_json(), (result.manifest,))
 
         self._work.put(work)
 
-    def _run_of(self, job: SaveJob | IngestJob | PartsJob) -> Run | None:
+    def run_of(self, job: SaveJob | IngestJob | PartsJob) -> Run | None:
+        """Give the open run if the job belongs to it; on the working thread."""
         if job.run and self._run is None:
             raise HoldfastError("a save of a run needs an open run: call open_run first")
         return self._run if job.run else None
 
+    def later(self, work: Callable[[], None]) -> None:
+        """Do something on the working thread, behind what is queued."""
+        self._work.put(work)
+
     def _save(self, call: int, task: Task) -> None:
+        job = task.job
         try:
-            result = self._saver.save(task, self._run_of(task.job), self._window_done)
+            result = self._saver.save(task, self.run_of(job), self._window_done)
         except Exception as error:  # noqa: BLE001 - a thread edge: the future of the save carries it
             self._end_windows(call, task.source, error)
-            self._fail(call, error)
+            if job.joint:
+                self._joined().failed(job, error)
+            else:
+                self.say_failed(call, error)
         else:
             self._end_windows(call, task.source, None)
-            self._say({"on": "done", "calls": [call], "value": result.to_json()}, (result.manifest,))
+            if job.joint:
+                late = {} if task.source is None else task.source.manifest or {}
+                self._joined().stored(job, result, {**job.manifest, **late})
+            else:
+                self.say_done(call, result.to_json(), (result.manifest,))
         finally:
             self._gates.pop(call, None)
 
@@ -259,7 +303,7 @@ class WriterLoop:
             return
         self._windowed.pop(call, None)  # windows that come from now on are answered by `_on_window`
         for window in source.end():
-            self._fail(window.call, error or HoldfastError("this save has ended already"))
+            self.say_failed(window.call, error or HoldfastError("this save has ended already"))
 
     def _window_done(self, source: WindowSource, window: Window) -> None:
         source.answered(window)
@@ -268,6 +312,11 @@ class WriterLoop:
     def _open_run(self, header: dict[str, Any]) -> dict[str, Any]:
         if self._run is not None:
             raise HoldfastError("this writer has an open run: close it first, or start another writer")
+        remote = None
+        if (told := header.get("mirror")) is not None:
+            from .mirror_start import RemoteSide  # not above: most writers never need it, and each start waits
+
+            remote = RemoteSide.from_told(self._storages[told["storage"]], told)
         run, opened = Run.open(
             self._storages[header["storage"]],
             owner=header["owner"],
@@ -275,11 +324,22 @@ class WriterLoop:
             wait_s=header["wait_s"],
             pause=self._pause,
             again=header.get("again") if isinstance(header.get("again"), dict) else None,
+            remote=remote,
+            later=self._work_later,
         )
         self._run = run
         if self._ending.is_set():  # set before `serve` looked for a run to tell, perhaps while there was none yet
             run.trainer_gone()
         return opened.to_json()
+
+    def _work_later(self, call: Callable[[], object]) -> None:
+        def work() -> None:
+            try:
+                call()
+            except Exception:  # noqa: BLE001 - a thread edge: nobody waits for it
+                _LOG.exception("what followed an upload failed")
+
+        self._work.put(work)
 
     def _pause(self, seconds: float) -> None:
         if self._ending.wait(seconds):
@@ -294,6 +354,9 @@ class WriterLoop:
         if op == "report":
             self._run.report(header["call"], args["rows"], self._answer_many)
             return _ANSWERED
+        if op == "follow":
+            self._run.follow(args["since"], lambda state: self._answer(header["call"], state))
+            return _ANSWERED
         if op == "close_run":
             run, self._run = self._run, None
             run.close(args.get("reason", "closed"), args.get("details"))
@@ -302,13 +365,21 @@ class WriterLoop:
 
     # ---- answers, from any thread
 
+    def _answer(self, call: int, value: Any) -> None:
+        self._say({"on": "done", "calls": [call], "value": value})
+
     def _answer_many(self, calls: list[int], error: BaseException | None) -> None:
         if error is None:
             self._say({"on": "done", "calls": calls})
         else:
             self._say({"on": "failed", "calls": calls, "error": error_to_json(error)})
 
-    def _fail(self, call: int | None, error: BaseException) -> None:
+    def say_done(self, call: int, value: Any, attachments: tuple[bytes, ...] = ()) -> None:
+        """Answer a call."""
+        self._say({"on": "done", "calls": [call], "value": value}, attachments)
+
+    def say_failed(self, call: int | None, error: BaseException) -> None:
+        """Let a call fail."""
         if not isinstance(error, HoldfastError):
             _LOG.error("the writer failed", exc_info=error)
         if call is not None:

@@ -90,6 +90,8 @@ class SaveJob:
         part: write this writer's part only; the commit is made by whoever has all parts.
         division: how the ranks divided the state (`holdfast.format.division.Division` as JSON); None for one that
             saves alone.
+        joint: the part belongs to a save that all ranks joined by `WriterClient.join` make; the answer is the outcome
+            of the whole, and the writer of rank 0 commits it.
     """
 
     directory: str
@@ -105,6 +107,7 @@ class SaveJob:
     want_unchanged: bool = False
     part: bool = False
     division: dict[str, Any] | None = None
+    joint: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Describe this job for the wire; `dataclasses.asdict` would copy deeply, and the trainer is waiting."""
@@ -188,8 +191,11 @@ class PartsJob:
         save_id: the save id of all parts.
         writers: ranks that must have stored one.
         manifest: fields of the manifest.
-        wait_s: how long parts are waited for: more than 0 only after a worker died, whose writer may still be at it.
+        wait_s: how long parts are waited for: where a worker died whose writer may still be at it, or where another
+            machine's files may show up late.
         run: record the commit in the open run and apply its retention.
+        overwrite: replace a committed checkpoint of this name.
+        stored: all of them have said that their part is stored.
     """
 
     directory: str
@@ -198,6 +204,8 @@ class PartsJob:
     manifest: dict[str, Any] = field(default_factory=dict)
     wait_s: float = 0.0
     run: bool = True
+    overwrite: bool = False
+    stored: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Describe this job for the wire."""
@@ -280,6 +288,8 @@ class RunOpened:
         swept: directories of unfinished saves that were removed.
         notes: what `run_op("note", ...)` has kept in this run.
         taken: names under the root that are no usable checkpoints of the run, in order: quarantined, damaged, foreign.
+        remote: of a mirrored run "places" (for each checkpoint of ``records``, which are those of both sides, "local",
+            "remote" or "both") and "waiting" (names that the remote has yet to get); None for others.
     """
 
     run_id: str
@@ -292,6 +302,7 @@ class RunOpened:
     swept: tuple[str, ...] = ()
     notes: dict[str, Any] = field(default_factory=dict)
     taken: tuple[str, ...] = ()
+    remote: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Describe this value for the wire."""

@@ -91,12 +91,23 @@ def _collect(storage: Storage, job: PartsJob) -> list[PartSummary]:
             return [parts[writer] for writer in sorted(parts)]
         if time.monotonic() >= deadline:
             waited = f" within {job.wait_s:g} s" if job.wait_s else ""
-            raise CheckpointError(
-                f"{join(storage.uri, job.directory)}: not committed: no part has come{waited} from the writers of "
-                f"{_ranks(missing)}: they died or failed before theirs was durable; the checkpoint before stays"
-            )
+            place = join(storage.uri, job.directory)
+            raise CheckpointError(f"{place}: not committed: {_missing(job, missing, waited)}")
         time.sleep(min(look_s, job.wait_s))
         look_s = min(look_s * 1.5, _LOOK_S[1])
+
+
+def _missing(job: PartsJob, missing: list[int], waited: str) -> str:
+    if job.stored:
+        return (
+            f"what {_ranks(missing)} stored there is not to be seen from rank 0{waited}: all ranks have to save to one "
+            "shared place. With a disk of its own on each machine, save to remote storage (for a run: local_dir= on "
+            "each machine and a remote path); the checkpoint before stays"
+        )
+    return (
+        f"no part has come{waited} from the writers of {_ranks(missing)}: they died or failed before theirs was "
+        "durable; the checkpoint before stays"
+    )
 
 
 def _commit(storage: Storage, job: PartsJob, run: Run | None, parts: list[PartSummary]) -> Manifest:
@@ -117,7 +128,7 @@ def _commit(storage: Storage, job: PartsJob, run: Run | None, parts: list[PartSu
                 )
     if run is not None:
         run.before_commit()
-    return commit(storage, job.directory, {**job.manifest, "writers": job.writers}, parts)
+    return commit(storage, job.directory, {**job.manifest, "writers": job.writers}, parts, overwrite=job.overwrite)
 
 
 def _discard(storage: Storage, job: PartsJob) -> None:

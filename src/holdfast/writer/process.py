@@ -63,3 +63,7 @@ def main(socket_fd: int, trainer_fd: int) -> None:
             os.set_inheritable(fd, False)
     loop = WriterLoop(Channel(socket.socket(fileno=socket_fd)), _Received(), trainer_fd=trainer_fd)
     loop.serve()
+    # An upload that hangs in its client must not keep this process; what it did not finish, the next start does.
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+    os._exit(0)

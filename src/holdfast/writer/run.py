@@ -7,11 +7,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.lease import HEARTBEAT_S, Lease
+from holdfast.checkpoint.lease import Lease
 from holdfast.checkpoint.remains import INCOMING, sweep_hidden
+from holdfast.checkpoint.retention import Verdict
 from holdfast.checkpoint.runindex import Attempt, RunIndex
 from holdfast.config import Keep
 from holdfast.errors import CheckpointError, ConfigError, HoldfastError, StorageError
@@ -19,12 +21,23 @@ from holdfast.format.commit import read_manifest
 from holdfast.format.manifest import Manifest
 from holdfast.storage.base import Storage
 
+from .heartbeat import Heartbeat
 from .messages import RunOpened
 from .reports import Answer, ReportBuffer, check_rows
+
+if TYPE_CHECKING:  # most writers never need them, and each start waits
+    from .mirror import Mirroring
+    from .mirror_plan import Limits
+    from .mirror_remote import RemoteRun
+    from .mirror_start import RemoteSide
 
 __all__ = ["Run"]
 
 _LOG = logging.getLogger("holdfast.writer")
+
+
+def _at_once(call: Callable[[], object]) -> object:
+    return call()
 
 
 class Run:
@@ -33,18 +46,14 @@ class Run:
     _catalog: Catalog  # set by `open`
 
     def __init__(self, lease: Lease, keep: Keep | None) -> None:
-        self._lease, self._keep = lease, keep
+        self._heartbeat, self._keep = Heartbeat(lease), keep
+        self._mirror: Mirroring | None = None
         self._start_id = ""
         self._protected: frozenset[str] = frozenset()
-        self._lost: HoldfastError | None = None
         # Reports are written by their own thread; `resumed` writes to the same segments.
         self._segments = threading.Lock()
-        self._trainer_alive = True
-        self._stop = threading.Event()
-        self._wake = threading.Event()
+        self._closed = False
         self._reports = ReportBuffer(self._write_rows)
-        self._beats = threading.Thread(target=self._beat, name="holdfast-lease", daemon=True)
-        self._beats.start()
 
     @classmethod
     def open(
@@ -56,6 +65,8 @@ class Run:
         wait_s: float,
         again: dict[str, Any] | None = None,
         pause: Callable[[float], None] = time.sleep,
+        remote: RemoteSide | None = None,
+        later: Callable[[Callable[[], object]], object] = _at_once,
     ) -> tuple[Run, RunOpened]:
         """Take the lease, find the checkpoints, register the attempt, sweep the remains of dead lives.
 
@@ -66,53 +77,82 @@ class Run:
             wait_s: how long to wait for the lease.
             again: attempt number and run id, when an earlier writer of the same trainer died.
             pause: how to wait; may raise to give up.
+            remote: the remote side of a mirrored run; ``storage`` is the local one then, and ``keep`` is of it.
+            later: runs a call on the working thread, now or soon.
         """
         if not owner.get("start_id"):
             raise ConfigError("open_run needs an owner with a start_id")
         rules = None if keep is None else Keep.from_json(keep)
-        lease = Lease.acquire(storage, {**owner, "pid": os.getpid()}, wait_s=wait_s, sleep=pause)
+        far = None if remote is None else remote.open(storage, owner, wait_s=wait_s, pause=pause)
         run = None
         try:
+            lease = Lease.acquire(storage, {**owner, "pid": os.getpid()}, wait_s=wait_s, sleep=pause)
             run = cls(lease, rules)  # now, for its heartbeat: reading and sweeping may take longer than a lease lasts
-            run._catalog = catalog = Catalog(storage)
-            swept: list[str] = []
-            index = catalog.index
-            if again is None:
-                attempt = run._register(owner["start_id"])
-                swept = [*catalog.sweep(), *sweep_hidden(storage, {attempt.start_id})]
-            else:
-                attempt = _attempt_of(index, again, lease.owner)
-                index.rejoin(attempt, again["run_id"])
-                run._protected = frozenset(again.get("protect", ()))
-            run._start_id = attempt.start_id
-            opened = RunOpened(
-                run_id=index.run_id,
-                attempt=attempt.attempt,
-                start_id=attempt.start_id,
-                records=tuple(record.row() for record in catalog.records()),
-                quarantined=dict(index.quarantined),
-                finished=index.finished,
-                waited_s=lease.waited_s,
-                swept=tuple(swept),
-                notes=index.notes,
-                taken=tuple(catalog.taken()),
-            )
-            return run, opened
+            opened = run._begin(storage, owner["start_id"], far, again)
+            if remote is not None and far is not None:
+                opened = run._begin_mirror(opened, far, remote.limits, later)
         except BaseException:
-            if run is None:
-                lease.release()
-            else:
+            if run is not None:
                 run._reports.close()
-                run._give_back()
+                run._heartbeat.close()
+            if far is not None:
+                far.heartbeat.close()
             raise
+        return run, opened
+
+    def _begin(self, storage: Storage, start_id: str, far: RemoteRun | None, again: dict[str, Any] | None) -> RunOpened:
+        """Find the checkpoints and register the attempt."""
+        self._catalog = catalog = Catalog(storage)
+        swept: list[str] = []
+        index = catalog.index
+        if far is not None:
+            far.join(index)
+        if again is None:
+            attempt = self._register(start_id, above=0 if far is None else far.highest_attempt)
+            swept = [*catalog.sweep(), *sweep_hidden(storage, {attempt.start_id})]
+        else:
+            attempt = _attempt_of(index, again, self._heartbeat.lease.owner)
+            index.rejoin(attempt, again["run_id"])
+            self._protected = frozenset(again.get("protect", ()))
+        self._start_id = attempt.start_id
+        waited_s = self._heartbeat.lease.waited_s + (0.0 if far is None else far.heartbeat.lease.waited_s)
+        return RunOpened(
+            run_id=index.run_id,
+            attempt=attempt.attempt,
+            start_id=attempt.start_id,
+            records=tuple(record.row() for record in catalog.records()),
+            quarantined=dict(index.quarantined),
+            finished=index.finished,
+            waited_s=waited_s,
+            swept=tuple(swept),
+            notes=index.notes,
+            taken=tuple(catalog.taken()),
+        )
+
+    def _begin_mirror(
+        self, opened: RunOpened, far: RemoteRun, limits: Limits, later: Callable[[Callable[[], object]], object]
+    ) -> RunOpened:
+        """Start the uploading thread, and tell of the checkpoints of both sides."""
+        from .mirror_start import start_mirror
+
+        self._mirror, told = start_mirror(far, self._catalog, limits, changed=lambda: later(self._uploaded))
+        return replace(opened, **{**told, "swept": (*opened.swept, *told["swept"])})
+
+    def _uploaded(self) -> None:
+        if not self._closed:
+            self.retain()
 
     # ---- saves
 
     def before_commit(self) -> None:
         """Refuse to commit after the lease was lost; make the metrics up to this save durable before it."""
-        if self._lost is not None:
-            raise self._lost
+        self._check()
         self._reports.flush()
+
+    def _check(self) -> None:
+        self._heartbeat.check()
+        if self._mirror is not None:
+            self._mirror.check()
 
     def committed(self, name: str, manifest: Manifest) -> tuple[tuple[str, str], ...]:
         """Record a commit and apply retention; give the names that were deleted and why.
@@ -120,7 +160,9 @@ class Run:
         The checkpoint is committed whatever happens here: the index is a cache, so its failure is only said.
         """
         try:
-            self._catalog.add(name, manifest)
+            record = self._catalog.add(name, manifest)
+            if self._mirror is not None:
+                self._mirror.committed(record)
             return self.retain()
         except HoldfastError as error:
             _LOG.warning("%s is committed, but the index of the run could not be written: %s", name, error)
@@ -128,10 +170,16 @@ class Run:
 
     def retain(self) -> tuple[tuple[str, str], ...]:
         """Save the index and apply the rules; give what was deleted."""
+        mirror, catalog = self._mirror, self._catalog
+        needed = self._protected if mirror is None else self._protected | mirror.needed()
+        gone: list[Verdict] = []
         if self._keep is None:
-            self._catalog.index.save()
-            return ()
-        return tuple((verdict.name, verdict.why) for verdict in self._catalog.prune(self._keep, self._protected))
+            catalog.index.save()
+        elif mirror is None or mirror.has_begun:
+            gone = catalog.prune(self._keep, needed)
+        if mirror is not None and mirror.has_begun:
+            gone += catalog.discard(mirror.done_with(catalog.index.rows), f"uploaded to {mirror.uri}")
+        return tuple((verdict.name, verdict.why) for verdict in gone)
 
     def latest_manifest(self) -> tuple[str, Manifest] | None:
         """Give name and manifest of the newest checkpoint, if there is a readable one."""
@@ -157,7 +205,7 @@ class Run:
         operations: dict[str, Callable[..., Any]] = {
             "metrics": self._metrics,
             "pin": self._pin,
-            "quarantine": self._catalog.index.quarantine,
+            "quarantine": self._quarantine,
             "finished": self._catalog.index.finish,
             "resumed": self._resumed,
             "records": lambda: [record.row() for record in self._catalog.records()],
@@ -171,22 +219,44 @@ class Run:
         return operations[op](**args)
 
     def _metrics(self, name: str, metrics: dict[str, Any]) -> list[str]:
+        mirror = self._mirror
+        if mirror is not None and name not in self._catalog.index.rows and mirror.has(name):
+            mirror.late(name, metrics)
+            return []
         # `record` refuses a name that retention deleted: a sidecar there would look like a foreign checkpoint.
         self._catalog.record(name)
         self._catalog.set_metrics(name, metrics)
+        if mirror is not None:
+            mirror.noticed()
         return [gone for gone, _ in self.retain()]
 
     def _pin(self, name: str, *, on: bool = True) -> None:
+        mirror = self._mirror
+        if mirror is not None and name not in self._catalog.index.rows and mirror.has(name):
+            mirror.late(name, {}, pinned=on)
+            return
         self._catalog.record(name)
         self._catalog.pin(name, on=on)
+        if mirror is not None:
+            mirror.noticed()
+
+    def _quarantine(self, name: str, reason: str, *, side: str | None = None) -> None:
+        if self._mirror is not None and side == self._mirror.uri:
+            self._mirror.quarantine(name, reason)
+        else:
+            self._catalog.index.quarantine(name, reason)
 
     def _resumed(self, name: str, step: int, attempt: int | None = None) -> None:
+        mirror = self._mirror
+        if attempt is None and mirror is not None and name not in self._catalog.index.rows:
+            attempt = mirror.attempt_of(name)
         with self._segments:
             self._catalog.index.resumed(name, step=step, attempt=attempt)
+        if mirror is not None:
+            mirror.go()
 
     def _next_attempt(self, reason: str, start_id: str, details: dict[str, Any] | None = None) -> dict[str, Any]:
-        if self._lost is not None:
-            raise self._lost
+        self._check()
         index, before = self._catalog.index, list(self._catalog.index.attempts)
         self._reports.flush()  # they belong to the attempt that ends
         with self._segments:
@@ -206,14 +276,14 @@ class Run:
         self._start_id = start_id
         return {"attempt": attempt.attempt, "start_id": start_id}
 
-    def _register(self, start_id: str) -> Attempt:
-        index, owner = self._catalog.index, self._lease.owner
+    def _register(self, start_id: str, *, above: int = 0) -> Attempt:
+        index, owner = self._catalog.index, self._heartbeat.lease.owner
         for attempt in index.attempts:
             if attempt.start_id == start_id and attempt.ended is None:
                 # Asked again: the writer before this one died after it had done so.
                 index.rejoin(attempt, index.run_id)
                 return attempt
-        return index.register_attempt(start_id, host=owner["host"], pid=owner["trainer_pid"])
+        return index.register_attempt(start_id, host=owner["host"], pid=owner["trainer_pid"], above=above)
 
     def _note(self, key: str, value: Any) -> None:
         with self._segments:
@@ -226,41 +296,30 @@ class Run:
 
     def trainer_gone(self) -> None:
         """Let others know that only this writer is left, which will end soon."""
-        self._trainer_alive = False
-        self._wake.set()
+        self._heartbeat.trainer_gone()
+        if self._mirror is not None:
+            self._mirror.trainer_gone()
 
-    def _beat(self) -> None:
-        while True:
-            self._wake.wait(HEARTBEAT_S)
-            self._wake.clear()
-            if self._stop.is_set():
-                return
-            try:
-                self._lease.heartbeat(trainer_alive=self._trainer_alive)
-            except StorageError as error:
-                _LOG.warning("the lease could not be renewed, trying again in %g s: %s", HEARTBEAT_S, error)
-            except HoldfastError as error:
-                self._lost = error
-                _LOG.error("%s", error)
-                return
-            except Exception as error:  # noqa: BLE001 - a thread edge: a lease nobody renews is taken by another
-                _LOG.warning("the lease could not be renewed, trying again in %g s: %r", HEARTBEAT_S, error)
+    def follow(self, since: str | None, answer: Callable[[dict[str, Any] | None], None]) -> None:
+        """Call ``answer`` with the state of the mirror once it is another than ``since``; for any thread."""
+        if self._mirror is None:
+            answer(None)
+        else:
+            self._mirror.follow(since, answer)
 
     def close(self, reason: str, details: dict[str, Any] | None = None) -> None:
-        """Write the last reports, note the end, remove what nobody took in, give the lease back."""
+        """Write the last reports, note the end, upload what waits (bounded), give the lease back."""
         try:
             self._reports.close()
-            if self._lost is None:
+            if self._heartbeat.lost is None:
                 self._catalog.index.end_attempt(reason, details)
                 self._catalog.storage.delete_tree(f"{INCOMING}{self._start_id}")
+            if self._mirror is not None:
+                self._mirror.close()
+                self.retain()
         finally:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        self._stop.set()
-        self._wake.set()
-        self._beats.join()
-        self._lease.release()
+            self._closed = True
+            self._heartbeat.close()
 
 
 def _attempt_of(index: RunIndex, again: dict[str, Any], owner: dict[str, Any]) -> Attempt:

@@ -1,0 +1,226 @@
+"""Copy a whole run: its checkpoints newest first, then what else lies in it, the run index last.
+
+Newest first, because a copy that ends early is then a run whose newest checkpoint is the true one: who resumes from it
+loses nothing but older ones. The index goes last, since it is rebuilt from the checkpoints where it is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    HoldfastError,
+    RunBusyError,
+    StorageNotFoundError,
+)
+from holdfast.storage.base import Storage
+
+from ._sending import Progress, Stop
+from .catalog import Catalog
+from .history import LOGS, REPORTS
+from .lease import HEARTBEAT_S, LEASE_FILE, LOCK_FILE, Lease, make_owner
+from .runindex import RUN_FILE, RunIndex
+from .transfer import Copied, copy_checkpoint
+
+__all__ = ["Outcome", "RunPlan", "check_apart", "copy_run", "plan_run"]
+
+_TRIES = 3
+_log = logging.getLogger("holdfast.transfer")
+_NOT_COPIED = frozenset({LEASE_FILE, LOCK_FILE, RUN_FILE})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What there is to copy in a run.
+
+    Attributes:
+        names: checkpoints and foreign directories, in the order in which they are copied.
+        total_bytes: of all of them.
+        left_out: names that are not copied, and why.
+        damaged: those of ``left_out`` that are no good any more.
+        is_run: false if nothing in there is ours: then it is one foreign directory, whatever it holds.
+    """
+
+    names: tuple[str, ...]
+    total_bytes: int
+    left_out: dict[str, str] = field(default_factory=dict)
+    damaged: tuple[str, ...] = ()
+    is_run: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How the copy of one checkpoint ended.
+
+    Attributes:
+        name: its directory.
+        state: "ok", "foreign" (nothing to check it against), "gone" (deleted at the source meanwhile) or "failed".
+        copied: which bytes went which way.
+        problem: why it failed.
+    """
+
+    name: str
+    state: str
+    copied: Copied = field(default_factory=Copied)
+    problem: str | None = None
+
+
+def plan_run(source: Storage) -> RunPlan:
+    """Find what there is to copy."""
+    catalog = Catalog(source)
+    sizes = {record.name: record.size for record in catalog.records()}
+    sizes |= {name: manifest.total_bytes for name, manifest in catalog.others.items()}
+    is_run = bool(sizes or catalog.incomplete or catalog.bad()) or catalog.index.damage != "missing"
+    runs = []
+    for name in catalog.foreign:
+        inside = {info.path: info.size for info in source.list(name)}
+        if f"{name}/{RUN_FILE}" in inside:
+            runs.append(name)
+        else:
+            sizes[name] = sum(inside.values())
+    left_out = dict.fromkeys(catalog.incomplete, "never committed: a save under way, or the remains of one")
+    left_out |= dict.fromkeys(runs, "a run of its own: copy it by itself")
+    for name, why in catalog.bad().items():
+        left_out[name] = f"damaged: {why}" if name in catalog.corrupt else f"quarantined: {why}"
+        sizes.pop(name, None)
+    return RunPlan(
+        names=tuple(sizes),
+        total_bytes=sum(sizes.values()),
+        left_out=left_out,
+        damaged=tuple(sorted(catalog.corrupt)),
+        is_run=is_run or bool(runs),
+    )
+
+
+def copy_run(
+    source: Storage,
+    plan: RunPlan,
+    target: Storage,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    stop: Stop | None = None,
+) -> Iterator[Outcome]:
+    """Copy a run into the root of ``target``; yields as each checkpoint is durable there.
+
+    Holds the lease of the run at the target meanwhile. One checkpoint that cannot be copied does not keep the others.
+
+    Raises:
+        RunBusyError: somebody else writes to the run at the target.
+        CheckpointExistsError: the target has another run, or went on with this one, and ``overwrite`` is false.
+        StorageError: a storage failed; what is complete at the target stays.
+        TransferStopped: ``stop()`` returned true.
+    """
+    check_apart(source, target)
+    with _held(target) as lost:
+
+        def ended() -> bool:
+            if lost.is_set():
+                raise RunBusyError(f"the run {target.uri} was taken over by another process while it was copied there")
+            return stop is not None and stop()
+
+        _check_target(RunIndex.load(source), RunIndex.load(target), target, overwrite=overwrite)
+        previous: str | None = None
+        for name in plan.names:
+            outcome = _copy_one(source, name, target, previous, overwrite=overwrite, progress=progress, stop=ended)
+            previous = name if outcome.state == "ok" else previous
+            yield outcome
+        _copy_rest(source, target)
+
+
+def check_apart(source: Storage, target: Storage) -> None:
+    """Refuse to copy something onto or into itself.
+
+    Raises:
+        ConfigError: saying so.
+    """
+    one, other = (f"{storage.uri.rstrip('/')}/" for storage in (source, target))
+    if other.startswith(one) or one.startswith(other):
+        raise ConfigError(f"cannot copy {source.uri} to {target.uri}: one of them lies in the other")
+
+
+def _copy_one(
+    source: Storage,
+    name: str,
+    target: Storage,
+    previous: str | None,
+    *,
+    overwrite: bool,
+    progress: Progress | None,
+    stop: Stop,
+) -> Outcome:
+    try:
+        copied = copy_checkpoint(
+            source, name, target, name, previous=previous, overwrite=overwrite, progress=progress, stop=stop
+        )
+    except CheckpointNotFoundError as error:
+        return Outcome(name=name, state="gone", problem=str(error))
+    except CheckpointError as error:
+        return Outcome(name=name, state="failed", problem=str(error))
+    return Outcome(name=name, state="foreign" if copied.is_foreign else "ok", copied=copied)
+
+
+def _check_target(ours: RunIndex, theirs: RunIndex, target: Storage, *, overwrite: bool) -> None:
+    if theirs.damage is not None or not theirs.run_id:
+        return
+    if theirs.run_id != ours.run_id:
+        raise CheckpointExistsError(
+            f"{target.uri} is another run ({theirs.run_id}, not {ours.run_id or 'one with an index'}): two runs in one "
+            "directory cannot be told apart; give another one"
+        )
+    known = {attempt.start_id for attempt in ours.attempts}
+    own = [attempt for attempt in theirs.attempts if attempt.start_id not in known]
+    if own and not overwrite:
+        raise CheckpointExistsError(
+            f"{target.uri} went on with this run by itself (attempt {own[-1].attempt}, {own[-1].started}): copying "
+            "would forget that. Copy the other way, or to another directory; --overwrite does it all the same"
+        )
+
+
+def _copy_rest(source: Storage, target: Storage) -> None:
+    """Copy reports, logs and loose files, all of them each time: they are small and may have grown."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(StorageNotFoundError):  # segments are merged while a run goes on: look again
+            paths = [info.path for tree in (REPORTS, LOGS) for info in source.list(tree)]
+            paths += [info.path for info in source.list("", recursive=False) if not info.path.endswith("/")]
+            for path in paths:
+                if path not in _NOT_COPIED:
+                    target.put(path, source.read(path))
+            break
+    with contextlib.suppress(StorageNotFoundError):
+        target.put(RUN_FILE, source.read(RUN_FILE))
+
+
+@contextlib.contextmanager
+def _held(target: Storage) -> Iterator[threading.Event]:
+    """Hold the lease of the run at ``target``; the event is set when somebody else took it."""
+    lease = Lease.acquire(target, make_owner(os.urandom(8).hex()))
+    lost, ended = threading.Event(), threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(HEARTBEAT_S):
+            try:
+                lease.heartbeat()
+            except RunBusyError:
+                lost.set()
+                return
+            except HoldfastError as error:
+                _log.warning("the lease of %s could not be renewed, trying again: %s", target.uri, error)
+
+    beating = threading.Thread(target=beat, name="holdfast-lease", daemon=True)
+    beating.start()
+    try:
+        yield lost
+    finally:
+        ended.set()
+        beating.join()
+        lease.release()

@@ -1,0 +1,187 @@
+"""What a run does after a step and at its end: save, stop, try again when the storage was full."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..writer.client import WriterClient
+from .metrics import MetricLog
+from .options import Options
+from .pace import Pace
+from .progress import Progress
+from .saver import Saver
+
+__all__ = ["Course"]
+
+_FULL_RETRY_S = 5.0
+
+
+class Course:
+    """Carries out what `Pace` decides.
+
+    Args:
+        saver: starts saves and follows them.
+        log: metrics of the run.
+        pace: decides.
+        progress: the counters.
+        options: arguments of the run.
+        state: the full state.
+
+    Attributes:
+        held_s: time saves have held the loop since this was set to 0.
+        pace: decides.
+        log: metrics of the run.
+    """
+
+    def __init__(
+        self,
+        saver: Saver,
+        log: MetricLog,
+        pace: Pace,
+        progress: Progress,
+        options: Options,
+        state: Callable[[], Mapping[Any, Any]],
+    ) -> None:
+        self._saver, self.log, self.pace, self._progress, self._options = saver, log, pace, progress, options
+        self._state = state
+        self._warm = False
+        self.held_s = 0.0
+
+    def attend(self, now: float, step_s: float) -> None:
+        """Do what the current step calls for: stop, save, retry, or warm up."""
+        saver = self._saver
+        if not self._warm:
+            # Optimizer state exists from the first step on: now the arena's size is known, and its pages are
+            # faulted in the background, long before the first save is due.
+            self._warm = True
+            saver.snapshotter.prepare(self._state(), saver.client)
+        call = self.pace.call(now, step_s=step_s, save_s=saver.save_s)
+        if call == "stop":
+            self.stop()
+        if saver.unsettled:
+            saver.settle()
+        if saver.wants_retry:
+            self._save_when_space()
+        elif call == "save":
+            self.save()
+
+    @property
+    def wants_attention(self) -> bool:
+        """True before the first step was attended to, and while a save waits for space."""
+        return not self._warm or self._saver.wants_retry
+
+    def save(self, *, force: bool = False) -> None:
+        """Save the current step, unless it is."""
+        begun = time.perf_counter()
+        saver, progress = self._saver, self._progress
+        saved = saver.last_step == progress.step or saver.save(
+            step=progress.step, epoch=progress.epoch, metrics=self.log.of_step(progress.step), force=force,
+            announce=lambda name: self.log.flush(progress, saver, name=name),
+        )  # fmt: skip
+        # One that is left out because the writer is busy is over as well: the next multiple is the next chance.
+        self.pace.saved()
+        if saved:
+            self.log.flush(progress, saver)  # nothing, unless the step was saved before
+        self.held_s += time.perf_counter() - begun  # the time a save holds is not the time of a step
+
+    def save_now(self, metrics: dict[str, Any]) -> None:
+        """Save the current step with these metrics, or bind them to the save that it has."""
+        saver, step = self._saver, self._progress.step
+        if metrics:
+            self.log.add(step, self._progress.epoch, metrics)
+        if saver.last_step != step:
+            self.save(force=True)
+        elif metrics:
+            self.log.bind(saver, metrics)
+
+    def report(self, metrics: dict[str, Any]) -> None:
+        """Record metrics; save the step if it is ranked by one of them and has no checkpoint."""
+        saver, progress, keep = self._saver, self._progress, self._options.keep
+        self.log.add(progress.step, progress.epoch, metrics)
+        ranked = keep is not None and keep.best is not None and keep.metric in metrics
+        if saver.last_step != progress.step and ranked:
+            self.save(force=True)
+        elif saver.last_step == progress.step:
+            self.log.bind(saver, metrics)
+        self.log.flush(progress, saver)
+
+    def wait(self, *, remote: bool = False) -> None:
+        """Wait until everything so far is durable; with ``remote`` also at the remote of a mirrored run."""
+        saver = self._saver
+        self.log.flush(self._progress, saver)
+        saver.finish()
+        if remote and saver.remote is not None:
+            saver.remote.finish(self._options.timeout_s)
+
+    def epoch_done(self, epochs: int) -> None:
+        """Save at the end of an epoch that is due."""
+        if self.pace.epoch_due(epochs) and self._saver.last_step != self._progress.step:
+            self.save()
+
+    def stop(self) -> None:
+        """Save the current step, wait until it is safe, and leave the body."""
+        self.pace.stopping = True
+        self.save(force=True)
+        self.wait()
+        raise SystemExit(self._options.exit_code)
+
+    def _save_when_space(self) -> None:
+        """``on_full="wait"``: hold training and try again until there is space or the time is up."""
+        saver = self._saver
+        until = time.monotonic() + self._options.timeout_s
+        while saver.wants_retry:
+            self.save(force=True)
+            saver.settle(wait_for_it=True)
+            if not saver.wants_retry:
+                return
+            if self.pace.stop_asked:
+                self.stop()
+            if time.monotonic() + _FULL_RETRY_S > until:
+                saver.on_full = "raise"
+            time.sleep(_FULL_RETRY_S)
+
+    # -- the end
+
+    def end(self, client: WriterClient) -> None:
+        """Leave the body in order: the final step is saved, everything is durable, errors raise."""
+        saver, step = self._saver, self._progress.step
+        saver.settle(wait_for_it=True)
+        if step > 0 and saver.last_step != step:
+            self.save(force=True)
+            saver.settle(wait_for_it=True)
+            if saver.wants_retry:
+                self._save_when_space()
+        self.wait()
+        saver.say_lost()
+        if step > 0 and saver.last_step != step:
+            raise saver.final_is_missing(step)
+        if saver.remote is not None:
+            saver.remote.finish(self._options.timeout_s)
+        stopped = self.pace.stop_asked
+        if not stopped:
+            saver.on_the_side(client.run_op("finished", info={"step": step, "epoch": self._progress.epoch}))
+        saver.on_the_side(client.run_op("close_run", reason="stopped" if stopped else "finished"))
+        saver.finish()
+
+    def end_after(self, reason: str, client: WriterClient) -> None:
+        """Leave the body after an error (or a stop): what is under way finishes; the body's error is the one to see."""
+        saver = self._saver
+
+        def close() -> None:
+            saver.on_the_side(client.run_op("close_run", reason="stopped" if self.pace.stopping else reason))
+
+        def flush() -> None:
+            self.log.flush(self._progress, saver)
+
+        # Each on its own: a failed save must not keep the reports from the disk.
+        def upload() -> None:
+            if saver.remote is not None:
+                saver.remote.finish(self._options.timeout_s)
+
+        for act in (flush, saver.finish, saver.say_lost, upload, close, saver.finish):
+            try:
+                act()
+            except Exception as late:  # noqa: BLE001 - recorded: raising would hide the error of the body
+                self.log.complain(late)

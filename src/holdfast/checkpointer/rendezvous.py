@@ -1,0 +1,167 @@
+"""Where ranks meet at the start: the store of the process group. Nothing here is used once a run has begun."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from .._ranks import RankInfo
+from ..errors import ConfigError, HoldfastError
+from ..writer.control_saves import rank_list
+from ..writer.messages import error_from_json, error_to_json
+
+__all__ = ["Rendezvous"]
+
+_PAUSE_S = (0.002, 0.2)
+_CONNECT = timedelta(seconds=60)
+_met: dict[str, int] = {}  # meetings of each name in this process: all ranks count alike
+
+
+class Rendezvous:
+    """Lets all ranks agree on something, several times, by topic. Every wait is bounded.
+
+    Args:
+        store: shared by all ranks: ``set``, ``get`` and ``check``, as torch's stores have them.
+        info: who we are.
+        name: of what the ranks meet for; a name met under again is another meeting.
+        timeout_s: bound of every wait.
+    """
+
+    def __init__(self, store: Any, info: RankInfo, *, name: str, timeout_s: float) -> None:
+        self._store, self.rank, self.world_size, self._timeout_s = store, info.rank, info.world_size, timeout_s
+        number = _met[name] = _met.get(name, 0) + 1
+        self._prefix = f"holdfast/{name}/{number}"
+
+    @classmethod
+    def of_group(cls, info: RankInfo, *, name: str, timeout_s: float, otherwise: str) -> Rendezvous:
+        """Meet through the process group's store, else through that of torchrun.
+
+        Args:
+            info: who we are.
+            name: of the meeting.
+            timeout_s: bound of every wait.
+            otherwise: what else the user may do, for the error.
+
+        Raises:
+            ConfigError: there is neither.
+        """
+        return cls(_find_store(info, otherwise), info, name=name, timeout_s=timeout_s)
+
+    def agree(
+        self, topic: str, give: Callable[[], Any], decide: Callable[[list[Any]], Any] = lambda values: values[0]
+    ) -> Any:
+        """Let every rank give a value and rank 0 decide; all return, or raise, the same.
+
+        Args:
+            topic: used once in a meeting.
+            give: makes this rank's value, plain data; what it raises ends the meeting on all ranks.
+            decide: on rank 0, makes one value of those of all ranks, in order; default: rank 0's own.
+
+        Raises:
+            HoldfastError: a rank failed, or did not come within the bound; the message names it.
+        """
+        cause: BaseException | None = None
+        try:
+            given = {"value": give()}
+        except Exception as error:  # noqa: BLE001 - all ranks hear of it, this one raises it below
+            cause, given = error, {"error": error_to_json(error)}
+        except BaseException as error:
+            self._set(f"{topic}/{self.rank}", {"error": error_to_json(error)})
+            raise
+        if self.rank == 0:
+            decision = self._decide(topic, given, decide)
+            self._set(f"{topic}/all", decision)
+        else:
+            self._set(f"{topic}/{self.rank}", given)
+            self._wait({0: f"{topic}/all"}, topic)
+            decision = self._get(f"{topic}/all")
+        if "error" in decision:
+            raise error_from_json(decision["error"]) from cause
+        return decision["value"]
+
+    def _decide(self, topic: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        try:
+            self._wait({rank: f"{topic}/{rank}" for rank in range(1, self.world_size)}, topic)
+            given = [mine, *(self._get(f"{topic}/{rank}") for rank in range(1, self.world_size))]
+            failed = {rank: one["error"] for rank, one in enumerate(given) if "error" in one}
+            if failed:
+                return {"error": _joined(failed, self.world_size)}
+            return {"value": decide([one["value"] for one in given])}
+        except Exception as error:  # noqa: BLE001 - all ranks hear of it
+            return {"error": error_to_json(error)}
+
+    def _wait(self, keys: dict[int, str], topic: str) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        pause_s = _PAUSE_S[0]
+        missing = dict(keys)
+        while missing:
+            try:
+                missing = {rank: key for rank, key in missing.items() if not self._store.check([self._key(key)])}
+            except RuntimeError as error:
+                raise HoldfastError(
+                    f"the ranks cannot meet ({topic}): the store of the process group is gone, and with it the "
+                    f"process that held it, usually rank 0: {error}"
+                ) from error
+            if missing and time.monotonic() > deadline:
+                raise HoldfastError(
+                    f"{rank_list(missing)} did not come within {self._timeout_s:g} s ({topic}): all ranks have to make "
+                    "the same calls in the same order; what only some of them do (`if rank == 0:`) has to be "
+                    "holdfast.save(..., ranks='this')"
+                )
+            if missing:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_S[1])
+
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+    def _set(self, key: str, value: Any) -> None:
+        self._store.set(self._key(key), json.dumps(value))
+
+    def _get(self, key: str) -> Any:
+        return json.loads(self._store.get(self._key(key)))
+
+
+def _joined(failed: dict[int, dict[str, Any]], world_size: int) -> dict[str, Any]:
+    """Make one error of those of some ranks: the first, with who else has met it."""
+    first = failed[min(failed)]
+    same = [rank for rank, one in failed.items() if one["message"] == first["message"]]
+    if len(same) == world_size:
+        return first
+    return {**first, "message": f"{rank_list(same)}: {first['message']}"}
+
+
+def _find_store(info: RankInfo, otherwise: str) -> Any:
+    if dist.is_available() and dist.is_initialized():
+        return dist.distributed_c10d._get_default_store()
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if dist.is_available() and host and port and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun's own store, which outlives a restart of the ranks: what an earlier life left must not be read.
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=_CONNECT)  # type: ignore[attr-defined]
+        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.PrefixStore(f"holdfast/life_{life}", store)
+    raise ConfigError(
+        f"this is rank {info.rank} of {info.world_size}, and there is no process group through which the ranks could "
+        f"meet: call torch.distributed.init_process_group first, start with torchrun, or {otherwise}"
+    )
+
+
+def same_for_all(values: Sequence[Any], what: str) -> Any:
+    """Return the value that all ranks gave.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    differing = [rank for rank, value in enumerate(values) if value != values[0]]
+    if differing:
+        raise ConfigError(
+            f"{what} must be the same on all ranks: rank 0 has {values[0]!r}, rank {differing[0]} has "
+            f"{values[differing[0]]!r}"
+        )
+    return values[0]

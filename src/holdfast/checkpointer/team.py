@@ -1,0 +1,145 @@
+"""The ranks that save together, seen from one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from .._ranks import current_ranks
+from ..errors import HoldfastError
+from ..writer.arena import Arena
+from ..writer.board import BOARD_BYTES, Board
+from ..writer.client import WriterClient
+from ..writer.messages import error_from_json, error_to_json
+from .rendezvous import Rendezvous, same_for_all
+
+__all__ = ["ANSWER_MARGIN_S", "Team"]
+
+ANSWER_MARGIN_S = 15.0
+"""What a rank waits longer than rank 0's writer does, so that it hears the reason instead of giving up first."""
+BEAT_S, STALE_S = 5.0, 30.0
+
+
+class Team:
+    """Our writer has joined those of the other ranks; made by all ranks at the same point of their program.
+
+    Args:
+        meeting: where the ranks meet now.
+        client: our writer.
+        step: steps done.
+        timeout_s: bound of one save, from the first rank to the last.
+
+    Attributes:
+        rank: ours.
+        world_size: number of ranks.
+        start_id: of this life of all of them.
+        board: words shared with our writer.
+    """
+
+    def __init__(self, meeting: Rendezvous, client: WriterClient, *, timeout_s: float) -> None:
+        self.rank, self.world_size = meeting.rank, meeting.world_size
+        self.client, self.timeout_s = client, timeout_s
+        self._listener: socket.socket | None = None
+        arena = self._arena = Arena.create(BOARD_BYTES)
+        self.board = Board(arena.view)
+        self.board.clear(step=0)
+        try:
+            told = meeting.agree("address", _facts, self._open)
+            self.start_id: str = told["start_id"]
+            client.join(
+                arena,
+                rank=self.rank,
+                world_size=self.world_size,
+                addresses=[(host, port) for host, port in told["addresses"]],
+                token=told["token"],
+                timeout_s=timeout_s,
+                listener=None if self._listener is None else self._listener.fileno(),
+                beat_s=BEAT_S,
+                stale_s=min(STALE_S, max(2 * BEAT_S, timeout_s)),
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def named(self, error: Exception) -> HoldfastError:
+        """Return an error of this rank as all other ranks raise it."""
+        told = error_to_json(error)
+        return error_from_json({**told, "message": f"rank {self.rank}: {told['message']}"})
+
+    def tell_failed(self, save: str, error: Exception) -> None:
+        """Tell the other ranks that we have no part of a save."""
+        with contextlib.suppress(HoldfastError):
+            self.client.tell_ranks("part_failed", save=save, error=error_to_json(error))
+
+    def may_save(self, step: int) -> bool:
+        """Ask whether ``step`` is saved while the save before may still be under way; the same on all ranks."""
+        asked = self.client.ask_ranks(step)
+        wait([asked], timeout=self.timeout_s)
+        if not asked.done():
+            raise HoldfastError(
+                f"no word from rank 0's writer within {self.timeout_s:g} s on whether to save step {step}"
+            )
+        return asked.result()
+
+    def close(self) -> None:
+        """Let go of what the writer no longer needs: call it after the writer was closed. Idempotent."""
+        if self._listener is not None:
+            self._listener.close()
+        self.board.close()
+        self._arena.close()
+
+    def _open(self, facts: list[Any]) -> dict[str, Any]:
+        """On rank 0: listen where all ranks can reach us."""
+        for name in ("holdfast", "world_size"):
+            same_for_all([one[name] for one in facts], f"the {name} of the processes")
+        alone = all(one["machine"] == facts[0]["machine"] for one in facts)
+        self._listener, addresses = _listen(alone=alone, backlog=self.world_size)
+        return {"start_id": secrets.token_hex(4), "token": secrets.token_hex(16), "addresses": addresses}
+
+
+def _facts() -> dict[str, Any]:
+    return {"machine": _machine(), "holdfast": __version__, "world_size": current_ranks().world_size}
+
+
+def _machine() -> str:
+    """Name this machine so that two processes name it alike if, and only if, loopback connects them."""
+    parts = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net"):
+        with contextlib.suppress(OSError):
+            parts.append(os.readlink(path) if "/ns/" in path else Path(path).read_text(encoding="ascii").strip())
+    return " ".join(parts)
+
+
+def _listen(*, alone: bool, backlog: int) -> tuple[socket.socket, list[tuple[str, int]]]:
+    """Open a listening socket: on loopback if all ranks are on this machine, else on all interfaces."""
+    if alone:
+        sock = socket.create_server(("127.0.0.1", 0), backlog=backlog)
+        return sock, [("127.0.0.1", sock.getsockname()[1])]
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    sock = socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=both)
+    port = sock.getsockname()[1]
+    return sock, [(host, port) for host in _own_addresses()]
+
+
+def _own_addresses() -> list[str]:
+    """List names of this machine, the likeliest to be reached from the others first."""
+    found = []
+    master = os.environ.get("MASTER_ADDR")
+    if master:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((master, 9))  # sends nothing: only asks which interface would be used
+            found.append(probe.getsockname()[0])
+    found.append(socket.gethostname())
+    with contextlib.suppress(OSError):
+        found += [str(row[4][0]) for row in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+    unreachable = ("127.", "::1", "0.")
+    return [one for one in dict.fromkeys(found) if not one.startswith(unreachable)] or found
+
+

@@ -1,0 +1,89 @@
+"""Ranges of a checkpoint's files, checked against their digests, through a small cache of blocks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from ..errors import CorruptCheckpointError, StorageNotFoundError
+from ..format.digest import CHUNK
+from ..state.reader import Digests
+from ..storage.base import FileReader, Storage
+
+__all__ = ["CheckedFiles"]
+
+_BLOCK = 64 * CHUNK  # 4 MiB: small tensors next to each other are read together
+_BLOCKS = 6
+_OPEN = 64
+
+
+class CheckedFiles:
+    """Reads ranges of files; used by one thread.
+
+    Args:
+        storage: rooted at the checkpoint.
+        digests: the tables of its files; None reads unchecked.
+    """
+
+    def __init__(self, storage: Storage, digests: Digests | None) -> None:
+        self._storage, self._digests = storage, digests
+        self._readers: OrderedDict[str, FileReader] = OrderedDict()
+        self._blocks: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
+        self.bytes_read = 0
+
+    def read(self, file: str, offset: int, view: memoryview, tensor: str) -> None:
+        """Fill ``view`` with the bytes of ``file`` from ``offset`` on.
+
+        Raises:
+            CorruptCheckpointError: they are not what was written; names file and tensor.
+        """
+        done = 0
+        while done < len(view):
+            at = offset + done
+            block = self._block(file, at // _BLOCK, tensor)
+            start = at % _BLOCK
+            size = min(len(block) - start, len(view) - done)
+            if size <= 0:
+                raise CorruptCheckpointError(f"{file} ends before tensor {tensor!r} does", file=file, tensor=tensor)
+            view[done : done + size] = memoryview(block)[start : start + size]
+            done += size
+
+    def close(self) -> None:
+        """Close what is open; idempotent."""
+        while self._readers:
+            self._readers.popitem()[1].close()
+        self._blocks.clear()
+
+    def _block(self, file: str, number: int, tensor: str) -> bytearray:
+        key = (file, number)
+        found = self._blocks.get(key)
+        if found is not None:
+            self._blocks.move_to_end(key)
+            return found
+        reader = self._reader(file, tensor)
+        start = number * _BLOCK
+        while len(self._blocks) >= _BLOCKS:
+            self._blocks.popitem(last=False)
+        block = bytearray(max(0, min(_BLOCK, reader.size - start)))
+        if block:
+            reader.read_into(start, memoryview(block))
+            self.bytes_read += len(block)
+            if self._digests is not None:
+                self._digests.check(file, start // CHUNK, memoryview(block), lambda *_: tensor)
+        self._blocks[key] = block
+        return block
+
+    def _reader(self, file: str, tensor: str) -> FileReader:
+        found = self._readers.get(file)
+        if found is None:
+            if len(self._readers) >= _OPEN:
+                self._readers.popitem(last=False)[1].close()
+            try:
+                found = self._readers[file] = self._storage.open(file)
+            except StorageNotFoundError as error:
+                raise CorruptCheckpointError(
+                    f"{file} is gone; it holds tensor {tensor!r}: this checkpoint is damaged; use another one",
+                    file=file,
+                    tensor=tensor,
+                ) from error
+        self._readers.move_to_end(file)
+        return found

@@ -1,0 +1,161 @@
+"""`export`: a checkpoint of ours in somebody else's format."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint.handle import Checkpoint
+from ..errors import ConfigError
+from .sink import Folder
+from .source import Source
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FORMATS", "Exported", "export"]
+
+FORMATS = ("safetensors", "torch", "dcp", "hf")
+_HF_SHARD = 5_000_000_000  # what transformers takes
+_SIZES = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What an export wrote.
+
+    Attributes:
+        destination: where.
+        format: one of `FORMATS`.
+        files: names relative to the destination (its own name if it is one file), and their bytes.
+        num_tensors: tensors written, tied ones once each time they are stored.
+        left_out: (path in the state, why) of what the destination does not have.
+    """
+
+    destination: str
+    format: str
+    files: tuple[tuple[str, int], ...]
+    num_tensors: int
+    left_out: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(size for _, size in self.files)
+
+
+def export(
+    checkpoint: str | os.PathLike[str] | Checkpoint,
+    destination: str | os.PathLike[str],
+    *,
+    to: str,
+    only: str | Iterable[str] | None = None,
+    item: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str | None = None,
+    overwrite: bool = False,
+    verify: bool = True,
+) -> Exported:
+    """Write a checkpoint in another format, tensor by tensor: needs about 50 MB of memory, no model and no accelerator.
+
+    The checkpoint may be of any number of ranks; what they wrote in parts is put together. Durable on return, and a
+    file has its name only when it is whole.
+
+    Args:
+        checkpoint: path, URI or `Checkpoint`.
+        destination: path or URI: a file for "torch" and (if it ends with ".safetensors") "safetensors", else a
+            directory.
+        to: "safetensors" (weights of one item under their names), "hf" (the same as Hugging Face Transformers lays it
+            out: shards of 5 GB, tied tensors once), "torch" (everything, for ``torch.load(weights_only=True)``), "dcp"
+            (everything, for ``torch.distributed.checkpoint.load``).
+        only: names or globs over "/"-joined paths; None takes everything.
+        item: for safetensors and hf, the item of the state whose tensors are written; None: "model", or the only one.
+        dtype: floating tensors are converted to it.
+        max_shard_size: for safetensors and hf, bytes or text such as "2GB"; more makes several files and an index.
+        overwrite: replace files that are there.
+        verify: check every byte that is read against its digest.
+
+    Raises:
+        ConfigError: the arguments do not go together, or the format cannot hold what is to be written.
+        CheckpointExistsError: there is something at the destination.
+        CorruptCheckpointError: stored bytes are damaged.
+
+    Example:
+        >>> import tempfile, torch, holdfast
+        >>> folder = tempfile.mkdtemp()
+        >>> saved = holdfast.save(f"{folder}/mine", {"model": {"weight": torch.ones(3)}, "step": 5})
+        >>> export(saved, f"{folder}/mine.pt", to="torch").num_tensors
+        1
+        >>> torch.load(f"{folder}/mine.pt", weights_only=True)
+        {'model': {'weight': tensor([1., 1., 1.])}, 'step': 5}
+    """
+    if to not in FORMATS:
+        raise ConfigError(f"cannot export to {to!r}: use one of {', '.join(FORMATS)}")
+    if to in ("torch", "dcp") and (item is not None or max_shard_size is not None):
+        raise ConfigError(f"item and max_shard_size are for safetensors and hf, not for {to}: use only=... (--only)")
+    of = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+    target = Checkpoint(destination)
+    text = os.fspath(destination)
+    is_file = to == "torch" or (to == "safetensors" and text.endswith(".safetensors"))
+    if is_file:
+        folder = Folder(target.storage, target.directory.rpartition("/")[0], overwrite=overwrite)
+        folder.check_free(target.name)
+    else:
+        folder = Folder(target.storage, target.directory, overwrite=overwrite)
+    storage = of.storage.child(of.directory)
+    with Source(storage, only=only, dtype=_dtype(dtype), verify=verify) as source:
+        left_out = _ranks_left_out(source)
+        if to == "torch":
+            from .to_torch import write_torch
+
+            count = write_torch(folder, target.name, source)
+        elif to == "dcp":
+            from .to_dcp import write_dcp
+
+            count = write_dcp(folder, source)
+        else:
+            from .to_safetensors import WEIGHTS_NAME, weights, write_safetensors
+
+            tensors, without = weights(source, item, keep_ties=to == "safetensors")
+            limit = _bytes(max_shard_size) if max_shard_size is not None else (_HF_SHARD if to == "hf" else None)
+            name = target.name if is_file else WEIGHTS_NAME
+            write_safetensors(folder, tensors, name=name, max_shard_bytes=limit)
+            count, left_out = len(tensors), without
+    return Exported(
+        destination=target.uri, format=to, files=tuple(folder.written), num_tensors=count, left_out=tuple(left_out)
+    )
+
+
+def _ranks_left_out(source: Source) -> list[tuple[str, str]]:
+    """Values that each rank keeps for itself go out as rank 0 has them."""
+    ranks = sum(entry.role == "rank" for entry in source.stored.manifest.files)
+    if ranks < 2:
+        return []
+    return [
+        (key, f"the values of {ranks - 1} other ranks: only that of rank 0 is written")
+        for key in source.stored.per_rank or ()
+    ]
+
+
+def _dtype(dtype: torch.dtype | str | None) -> Any:
+    if dtype is None:
+        return None
+    import torch
+
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"dtype={dtype!r}: give a floating dtype of torch, such as 'bfloat16' or 'float16'")
+    return found
+
+
+def _bytes(size: int | str) -> int:
+    if isinstance(size, str):
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", size.strip())
+        if match and match[2].upper() in _SIZES:
+            size = int(float(match[1]) * _SIZES[match[2].upper()])
+    if not isinstance(size, int) or size <= 0:
+        raise ConfigError(f"max_shard_size={size!r}: give bytes, or a text such as '500MB' or '5GB'")
+    return size

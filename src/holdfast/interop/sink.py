@@ -1,0 +1,120 @@
+"""Files that exporters write: of any storage, under their final name only when they are whole."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Callable, Iterator
+
+from ..errors import CheckpointExistsError
+from ..storage.base import FileWriter, Storage
+from ..storage.ops import POSIX, errors_of
+
+__all__ = ["Blocks", "Folder"]
+
+_BUFFER = 1 << 20  # a multiple of the blocks that storages take
+Sink = Callable[[memoryview], None]
+
+
+class Folder:
+    """Where an export goes: writes files of known size, durably.
+
+    Args:
+        storage: holds the files.
+        prefix: directory inside of it, "" for its root.
+        overwrite: replace files that are there.
+
+    Attributes:
+        written: (name, bytes) of every file written so far.
+    """
+
+    def __init__(self, storage: Storage, prefix: str = "", *, overwrite: bool = False) -> None:
+        self.storage, self.prefix, self.overwrite = storage, prefix, overwrite
+        self.written: list[tuple[str, int]] = []
+
+    @property
+    def uri(self) -> str:
+        """Location of the folder, for messages."""
+        return f"{self.storage.uri.rstrip('/')}/{self.prefix}".rstrip("/")
+
+    def path(self, name: str) -> str:
+        """Return where a file lies inside the storage."""
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+    def check_free(self, *names: str) -> None:
+        """Refuse to replace a file.
+
+        Raises:
+            CheckpointExistsError: one is there, and ``overwrite`` is false.
+        """
+        there = [name for name in names if not self.overwrite and self.storage.exists(self.path(name))]
+        if there:
+            raise CheckpointExistsError(
+                f"{self.uri} has {', '.join(there[:3])} already: pass overwrite=True (--overwrite) to replace it, or "
+                "another destination"
+            )
+
+    @contextlib.contextmanager
+    def create(self, name: str, size: int) -> Iterator[Sink]:
+        """Write one file: the body passes its bytes in parts of any length.
+
+        On a local disk the file has another name until it is whole; object stores show it only then by themselves.
+        """
+        self.check_free(name)
+        local = self.storage.local_root
+        there = self.path(f".partial-{os.urandom(4).hex()}-{name}") if local is not None else self.path(name)
+        with Blocks(self.storage.create(there, size)) as sink:
+            yield sink
+        if local is not None:
+            target = str(local / self.path(name))
+            with errors_of("write", target):
+                POSIX.rename(str(local / there), target)
+                POSIX.fsync_dir(os.path.dirname(target))
+        self.written.append((name, size))
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file atomically."""
+        self.check_free(name)
+        self.storage.put(self.path(name), data)
+        self.written.append((name, len(data)))
+
+
+class Blocks(contextlib.AbstractContextManager["Blocks"]):
+    """Turns parts of any length into the whole blocks that `FileWriter.write` wants."""
+
+    def __init__(self, writer: FileWriter) -> None:
+        self._writer = writer
+        self._buffer = memoryview(mmap.mmap(-1, _BUFFER))  # aligned, so that a disk may take it directly
+        self._used = 0
+
+    def __call__(self, view: memoryview) -> None:
+        """Take the next bytes."""
+        done = 0
+        while done < len(view):
+            if not self._used and len(view) - done >= _BUFFER:
+                whole = (len(view) - done) // _BUFFER * _BUFFER
+                self._writer.write(view[done : done + whole])
+                done += whole
+                continue
+            take = min(_BUFFER - self._used, len(view) - done)
+            self._buffer[self._used : self._used + take] = view[done : done + take]
+            self._used, done = self._used + take, done + take
+            if self._used == _BUFFER:
+                self._flush()
+
+    def _flush(self) -> None:
+        if self._used:
+            self._writer.write(self._buffer[: self._used])
+            self._used = 0
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._writer.abort()
+            return
+        try:
+            self._flush()
+        except BaseException:
+            self._writer.abort()
+            raise
+        self._writer.close()

@@ -1,0 +1,193 @@
+"""A Holdfast checkpoint as others see it: plain data with stand-ins for tensors, and the bytes of each on demand.
+
+A stand-in is a tensor on the "meta" device: it has dtype, shape and an identity, and no memory. Tied tensors have one
+stand-in, so whatever keeps identities keeps ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..format.layout import item_size
+from ..state import arrays
+from ..state.restore import paths, select
+from ..state.selection import Selection
+from ..state.stored import open_stored
+from ..state.targets import box_of
+from ..state.torch_plain import MARK, to_plain
+from ..state.values import ObjectNode, PerRankNode, TensorRef
+from ..storage.base import Storage
+from .blobs import Blob, cast
+from .boxes import Part, assemble
+from .checked import CheckedFiles
+
+__all__ = ["Source"]
+
+
+class Source:
+    """An opened checkpoint of any number of ranks; used by one thread, close it.
+
+    Args:
+        storage: rooted at the checkpoint.
+        only: names or globs over "/"-joined paths; None takes everything.
+        dtype: floating tensors are converted to it on the way; arrays are not.
+        rank: whose own values (`PerRank`) are given out.
+        verify: check every byte against its digest.
+
+    Attributes:
+        stored: the checkpoint; ``stored.tree`` is what ``only`` has left of it.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        only: str | Iterable[str] | None = None,
+        dtype: torch.dtype | None = None,
+        rank: int = 0,
+        verify: bool = True,
+    ) -> None:
+        self.stored = open_stored(storage, rank=rank)
+        selection = Selection(only)
+        selection.check(paths(self.stored))
+        if not selection.everything:
+            self.stored.tree = select(self.stored.tree, "", selection)
+        self._dtype = dtype
+        self._files = CheckedFiles(storage, self.stored.digests if verify else None)
+        self._stand_ins: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._names: dict[int, str] = {}  # memory of a stand-in -> stored name
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; idempotent."""
+        self._files.close()
+
+    def plain(self, *, by_name: bool = False) -> Any:
+        """Return the state as plain data with stand-ins, objects as what their ``state_dict()`` gives.
+
+        Args:
+            by_name: optimizers keep their parameters' names, as ``torch.distributed.checkpoint.state_dict`` has them;
+                otherwise positions, as ``Optimizer.state_dict`` has them.
+        """
+        modules = list(_modules(self.stored.tree, "")) if by_name else []
+
+        def leaf(value: Any, path: str) -> Any:
+            if isinstance(value, TensorRef):
+                return self._leaf(value)
+            if isinstance(value, ObjectNode):
+                state = value.state
+                if value.kind == "optimizer" and {"state", "param_groups"} <= state.keys():
+                    state = _short_names(state, modules) if by_name else _positions(state)
+                return to_plain(state, leaf, path=path)
+            if isinstance(value, PerRankNode):
+                own = (self.stored.per_rank or {}).get(value.key)
+                return to_plain(own["rng"] if value.rng and own is not None else own, leaf, path=path)
+            return NotImplemented
+
+        return to_plain(self.stored.tree, leaf)
+
+    def blob(self, stand_in: torch.Tensor) -> Blob:
+        """Return the bytes that belong to a stand-in."""
+        blob = self.named(self.name_of(stand_in))
+        return (
+            blob if self._dtype is None or blob.dtype == arrays.dtype_name(stand_in.dtype) else cast(blob, self._dtype)
+        )
+
+    def name_of(self, stand_in: torch.Tensor) -> str:
+        """Return the stored name of a stand-in."""
+        return self._names[stand_in.untyped_storage()._cdata]
+
+    def read(self, stand_in: torch.Tensor) -> torch.Tensor:
+        """Read the whole tensor that a stand-in stands for."""
+        data = bytearray().join(bytes(part) for part in self.blob(stand_in).parts())
+        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return flat.view(stand_in.dtype).view(stand_in.shape)
+
+    def given(self, ref: TensorRef) -> Blob:
+        """Return the bytes of a tensor of the tree, in the dtype in which it is given out."""
+        blob, dtype = self.named(ref.name), self.dtype_of(ref)
+        return blob if blob.dtype == arrays.dtype_name(dtype) else cast(blob, dtype)
+
+    def named(self, name: str) -> Blob:
+        """Return a stored tensor, as it is stored."""
+        entry = self.stored.entry(name)
+        itemsize = item_size(entry.dtype) or arrays.dtype_of(entry.dtype).itemsize
+        stored = [
+            Part(box_of(piece, entry.shape), partial(self._read, piece.file, piece.offset, entry.name))
+            for piece in entry.pieces
+        ]
+        parts = partial(assemble, entry.name, entry.shape, itemsize, stored)
+        return Blob(name, entry.dtype, entry.shape, parts, itemsize)
+
+    def dtype_of(self, ref: TensorRef) -> torch.dtype:
+        """Return the dtype in which a tensor is given out."""
+        own = arrays.dtype_of(self.stored.entry(ref.name).dtype)
+        return self._dtype if self._dtype is not None and own.is_floating_point and ref.kind != "array" else own
+
+    def _read(self, file: str, start: int, tensor: str, offset: int, view: memoryview) -> None:
+        self._files.read(file, start + offset, view, tensor)
+
+    def _leaf(self, ref: TensorRef) -> Any:
+        original = self.stored.aliases.get(ref.name, ref.name)
+        dtype = self.dtype_of(ref)
+        stand_in = self._stand_ins.get((original, dtype))
+        if stand_in is None:
+            shape = self.stored.entry(ref.name).shape
+            stand_in = self._stand_ins[original, dtype] = torch.empty(shape, dtype=dtype, device="meta")
+            self._names[stand_in.untyped_storage()._cdata] = original
+        if ref.kind == "array":
+            return {MARK: {"$": "array", "t": stand_in, **ref.extra}}
+        if ref.kind == "parameter":
+            return torch.nn.Parameter(stand_in, requires_grad=bool(ref.extra.get("rg", 1)))
+        return stand_in
+
+
+def _positions(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Number the parameters of an optimizer in the order of its groups."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    return _renamed(state, {name: at for at, name in enumerate(names)})
+
+
+def _short_names(state: Mapping[str, Any], modules: list[str]) -> dict[str, Any]:
+    """Call parameters as their module does, without its place in the state; unless two would have one name."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    short = {name: _within(name, modules) for name in names}
+    return _renamed(state, short if len(set(short.values())) == len(short) else {name: name for name in names})
+
+
+def _renamed(state: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "state": {new[name]: kept for name, kept in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [new[name] for name in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
+def _within(name: str, modules: list[str]) -> str:
+    homes = [path for path in modules if name.startswith(path + "/")]
+    return name[len(max(homes, key=len)) + 1 :] if homes else name
+
+
+def _modules(value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, ObjectNode):
+        if value.kind == "module":
+            yield path
+        else:
+            yield from _modules(value.state, path)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(item, TensorRef):
+                yield from _modules(item, f"{path}/{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _modules(item, f"{path}/{number}" if path else str(number))

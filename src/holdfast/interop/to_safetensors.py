@@ -1,0 +1,147 @@
+"""Export weights as safetensors: one file, or shards with an index, as Hugging Face Transformers lays them out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..errors import ConfigError
+from ..format.layout import DTYPES, header_bytes, order_key
+from ..state.values import ObjectNode, TensorRef
+from .blobs import Blob
+from .sink import Folder
+from .source import Source
+
+__all__ = ["INDEX_NAME", "WEIGHTS_NAME", "weights", "write_safetensors"]
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def weights(source: Source, item: str | None, *, keep_ties: bool) -> tuple[dict[str, Blob], list[tuple[str, str]]]:
+    """Return the tensors of one item of the state by name, and (path, why) of what is left out.
+
+    Args:
+        source: the checkpoint.
+        item: its name; None takes "model", or the only one there is.
+        keep_ties: store a tied tensor under each of its names; otherwise under its first.
+
+    Raises:
+        ConfigError: there is no such item, or it is not one flat set of tensors that safetensors can hold.
+    """
+    tree = source.stored.tree
+    item = _item(tree, item)
+    value = tree if item == "" else tree[item]
+    rows = dict(_tensors(value, "")) if not isinstance(value, TensorRef) else {item: value}
+    left_out = [(str(key), "not weights") for key in tree if item not in ("", key)]
+    left_out += [(path, "no tensor") for path in _plain(value, item)]
+    found: dict[str, Blob] = {}
+    first: dict[str, str] = {}
+    for name, ref in rows.items():
+        original = source.stored.aliases.get(ref.name, ref.name)
+        kept = first.setdefault(original, name)
+        if kept != name and not keep_ties:
+            left_out.append((f"{item}/{name}" if item else name, f"tied to {kept}"))
+            continue
+        found[name] = source.given(ref)
+    if not found:
+        raise ConfigError(f"{item or 'the state'} has no tensors: name another item (item=..., --item)")
+    odd = sorted(name for name, blob in found.items() if blob.dtype not in DTYPES)
+    if odd:
+        raise ConfigError(
+            f"safetensors has no dtype {found[odd[0]].dtype} (tensor {odd[0]!r}"
+            + (f" and {len(odd) - 1} more" if len(odd) > 1 else "")
+            + "): export to 'torch' or 'dcp', or leave it out with only=... (--only)"
+        )
+    if "__metadata__" in found:
+        raise ConfigError("safetensors cannot hold a tensor called '__metadata__': export to 'torch' or 'dcp'")
+    return found, left_out
+
+
+def write_safetensors(
+    folder: Folder, tensors: Mapping[str, Blob], *, name: str = WEIGHTS_NAME, max_shard_bytes: int | None = None
+) -> None:
+    """Write one file, or several and an index that goes last."""
+    shards = list(_shards(tensors, max_shard_bytes))
+    if len(shards) == 1:
+        folder.check_free(name)
+        _write(folder, name, shards[0])
+        return
+    stem = name.removesuffix(".safetensors")
+    names = [f"{stem}-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
+    folder.check_free(*names, f"{name}.index.json")
+    for shard, file in zip(shards, names, strict=True):
+        _write(folder, file, shard)
+    home = {tensor: file for shard, file in zip(shards, names, strict=True) for tensor in shard}
+    total = sum(blob.nbytes for blob in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": home}
+    folder.put(f"{name}.index.json", json.dumps(index, indent=2).encode() + b"\n")
+
+
+def _write(folder: Folder, name: str, tensors: Mapping[str, Blob]) -> None:
+    # Widest elements first: then every tensor is aligned without holes, which safetensors does not allow.
+    rows = sorted(tensors.items(), key=lambda row: order_key(row[1].dtype))
+    header = header_bytes([(key, blob.dtype, blob.shape, blob.nbytes) for key, blob in rows], {"format": "pt"})
+    with folder.create(name, len(header) + sum(blob.nbytes for _, blob in rows)) as sink:
+        sink(memoryview(header))
+        for _, blob in rows:
+            for part in blob.parts():
+                sink(part)
+
+
+def _shards(tensors: Mapping[str, Blob], limit: int | None) -> Iterator[dict[str, Blob]]:
+    shard: dict[str, Blob] = {}
+    total = 0
+    for name, blob in tensors.items():
+        if shard and limit is not None and total + blob.nbytes > limit:
+            yield shard
+            shard, total = {}, 0
+        shard[name] = blob
+        total += blob.nbytes
+    yield shard
+
+
+def _item(tree: Mapping[Any, Any], item: str | None) -> str:
+    """Choose the item; "" means that the state itself is a dict of tensors."""
+    if item is not None:
+        if item in tree:
+            return item
+        raise ConfigError(f"the checkpoint has no item {item!r}: it has {', '.join(map(str, tree)) or 'nothing'}")
+    if "model" in tree:
+        return "model"
+    holding = [key for key, value in tree.items() if any(True for _ in _tensors({"": value}, ""))]
+    modules = [key for key in holding if isinstance(tree[key], ObjectNode) and tree[key].kind == "module"]
+    if holding and all(isinstance(tree[key], TensorRef) for key in holding):
+        return ""
+    if len(modules) == 1 or len(holding) == 1:
+        return str((modules or holding)[0])
+    raise ConfigError(
+        f"the checkpoint has no item 'model' and several that hold tensors ({', '.join(map(str, holding))}): say which "
+        "one (item=..., --item)"
+    )
+
+
+def _tensors(value: Any, path: str) -> Iterator[tuple[str, TensorRef]]:
+    value = value.state if isinstance(value, ObjectNode) else value
+    if isinstance(value, TensorRef):
+        if value.kind != "array":
+            yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _tensors(item, f"{path}.{number}" if path else str(number))
+
+
+def _plain(value: Any, path: str) -> Iterator[str]:
+    value = value.state if isinstance(value, ObjectNode) else value
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _plain(item, f"{path}/{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)):
+        if not any(True for _ in _tensors(value, "")):
+            yield path
+    elif not isinstance(value, TensorRef) or value.kind == "array":
+        yield path

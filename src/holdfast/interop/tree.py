@@ -1,0 +1,59 @@
+"""Typed JSON of a nested state, built from (path, node) pairs as DCP's planners have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import CheckpointError
+from ..state.flatten import Flat, flatten
+
+__all__ = ["nested", "node_of", "tensor_name"]
+
+
+def tensor_name(path: Sequence[str | int]) -> str:
+    """Return the name of the tensor at a path."""
+    return "/".join(map(str, path))
+
+
+def node_of(value: Any, name: str) -> tuple[Any, Flat]:
+    """Encode one value of a state; the tensors in it have names below ``name``.
+
+    Raises:
+        UnsupportedStateError: it cannot be saved.
+    """
+    flat = flatten({name: value})
+    tree = flat.tree
+    return (tree["v"][0][1] if "$" in tree else tree[name]), flat
+
+
+def nested(nodes: Mapping[tuple[str | int, ...], Any]) -> Any:
+    """Build the tree: text in a path is a key of a dict, a number is a place in a list.
+
+    Raises:
+        CheckpointError: the paths contradict one another.
+    """
+    root: dict[Any, Any] = {}
+    for path, node in nodes.items():
+        at = root
+        for step in path[:-1]:
+            at = at.setdefault(step, {})
+            if not isinstance(at, dict) or isinstance(at, _Node):
+                raise CheckpointError(f"{tensor_name(path)!r} lies inside of a value: give it another name")
+        at[path[-1]] = _Node(node=node)
+    return _close(root)
+
+
+class _Node(dict[str, Any]):
+    """A finished node; told from containers under construction by its class."""
+
+
+def _close(value: dict[Any, Any]) -> Any:
+    if isinstance(value, _Node):
+        return value["node"]
+    if value and all(type(key) is int for key in value):
+        return [_close(value[key]) if key in value else None for key in range(max(value) + 1)]
+    items = {str(key): _close(item) for key, item in value.items()}
+    if "$" in items:
+        return {"$": "dict", "v": [[key, item] for key, item in items.items()]}
+    return items

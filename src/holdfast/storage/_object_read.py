@@ -1,0 +1,178 @@
+"""Bytes from one object: parallel ranged reads with bounded memory, of the version that was opened. And listings."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+from ..errors import StorageError
+from ._object_again import Errors, ShortAnswerError, again_if_broken
+from ._object_errors import status_of
+from ._object_io import NUM_PARALLEL, PART_BYTES
+from .base import FileReader
+
+if TYPE_CHECKING:
+    from .object import ObjectStorage
+
+__all__ = ["ObjectReader", "list_all", "open_reader", "read_whole"]
+
+_FIRST_BYTES = 128 << 10
+"""What opening reads: nearly every manifest, index and report is whole with that, in one request."""
+
+_lock = threading.Lock()
+_pool: ThreadPoolExecutor | None = None
+
+
+def _readers() -> ThreadPoolExecutor:
+    """Return the threads that read ranges, shared by the process so that their memory is bounded too."""
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(NUM_PARALLEL, thread_name_prefix="holdfast-ranges")
+        return _pool
+
+
+def _after_fork_in_child() -> None:
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def open_reader(storage: ObjectStorage, key: str, errors: Errors, path: str) -> ObjectReader:
+    """Ask for the beginning of an object: the answer tells its size and version, too.
+
+    Args:
+        storage: where.
+        key: of the object.
+        errors: translates what the client raises.
+        path: how messages call it.
+    """
+    with errors("read"):
+        first, meta = again_if_broken(lambda: _first(storage, key, path))
+    return ObjectReader(storage, key, errors, path, first=first, size=meta["size"], etag=meta.get("e_tag"))
+
+
+def read_whole(storage: ObjectStorage, key: str, path: str) -> bytes:
+    """Return all bytes of one version of an object; a big one that is being replaced takes a second request."""
+    first, meta = again_if_broken(lambda: _first(storage, key, path))
+    if len(first) == meta["size"]:
+        return first
+
+    def get() -> bytes:
+        found = storage._obs.get(storage._store, key)
+        data = bytes(found.bytes())
+        if len(data) != meta["size"] and found.meta.get("e_tag") == meta.get("e_tag"):
+            raise ShortAnswerError(f"cannot read {path}: the storage sent {len(data)} of {meta['size']} bytes")
+        return data
+
+    return again_if_broken(get)
+
+
+def _first(storage: ObjectStorage, key: str, path: str) -> tuple[bytes, Any]:
+    obs, store = storage._obs, storage._store
+    try:
+        found = obs.get(store, key, options={"range": (0, _FIRST_BYTES)})
+    except Exception as error:
+        if status_of(error) != 416:
+            raise
+        return b"", obs.head(store, key)  # it is empty: no range of it can be had
+    first, meta = bytes(found.bytes()), found.meta
+    if len(first) != min(_FIRST_BYTES, meta["size"]):
+        raise ShortAnswerError(f"cannot read {path}: the storage sent {len(first)} of {meta['size']} bytes")
+    return first, meta
+
+
+def list_all(storage: ObjectStorage, base: str) -> Iterator[Any]:
+    """Yield what the client says of each object below a prefix; after a break it goes on behind the last one."""
+    last: str | None = None
+    pages = storage._obs.list(storage._store, base or None)
+    broken = False
+
+    def next_page() -> Any:
+        nonlocal pages, broken
+        if broken:
+            pages, broken = storage._obs.list(storage._store, base or None, offset=last), False
+        try:
+            return next(pages, None)
+        except Exception:
+            broken = True
+            raise
+
+    while (page := again_if_broken(next_page)) is not None:
+        for meta in page:
+            last = meta["path"]
+            yield meta
+
+
+class ObjectReader(FileReader):
+    """Reads ranges of the version of an object that was opened, several at once."""
+
+    def __init__(
+        self, storage: ObjectStorage, key: str, errors: Errors, path: str, *, first: bytes, size: int, etag: str | None
+    ) -> None:
+        self._storage, self._key, self._errors, self._path = storage, key, errors, path
+        self._first, self._etag, self.size = first, etag, size
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` by parallel requests of at most 8 MiB."""
+        target = view.cast("B")
+        end = offset + len(target)
+        if offset < 0 or end > self.size:
+            raise StorageError(
+                f"short read of {self._path}: {len(target)} bytes at {offset} asked for, the object has {self.size}"
+            )
+        known = min(end, len(self._first)) - offset
+        if known > 0:
+            target[:known] = self._first[offset : offset + known]
+            offset, target = offset + known, target[known:]
+        if not len(target):
+            return
+        if len(target) <= PART_BYTES:
+            self._read_range(offset, target)
+            return
+        pool = _readers()
+        pieces = [
+            pool.submit(self._read_range, begin, target[begin - offset : min(begin + PART_BYTES, end) - offset])
+            for begin in range(offset, end, PART_BYTES)
+        ]
+        wait(pieces)  # each ends: every request has its deadline
+        for piece in pieces:
+            piece.result()
+
+    def _fetch(self, start: int, end: int) -> Any:
+        asked: dict[str, Any] = {"range": (start, end)}
+        if self._etag is not None:
+            asked["if_match"] = self._etag
+        found = self._storage._obs.get(self._storage._store, self._key, options=asked)
+        if self._etag is not None and found.meta.get("e_tag") not in (None, self._etag):
+            raise StorageError(f"cannot read {self._path}: it was replaced while it was read; open it again")
+        return found.stream(min_chunk_size=1 << 20)
+
+    def _read_range(self, offset: int, target: memoryview) -> None:
+        at = 0
+
+        def go_on() -> None:
+            nonlocal at
+            # Chunk by chunk as they arrive: an answer is never held twice. After a break it goes on from there.
+            for chunk in self._fetch(offset + at, offset + len(target)) if at < len(target) else ():
+                data = memoryview(chunk)
+                if at + len(data) > len(target):
+                    raise StorageError(f"cannot read {self._path}: the storage sent more than was asked for")
+                target[at : at + len(data)] = data
+                at += len(data)
+            if at < len(target):
+                raise ShortAnswerError(
+                    f"cannot read {self._path}: the storage sent {at} of {len(target)} bytes at {offset}"
+                )
+
+        with self._errors("read"):
+            again_if_broken(go_on)
+
+    def close(self) -> None:
+        """Let go of what was read at the beginning."""
+        self._first = b""

@@ -1,0 +1,146 @@
+"""`Algorithm`: changes training itself at some events, and keeps state. Two real ones: EMA and label smoothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from ...errors import ConfigError
+from ...state.names import unwrap
+from .events import Event
+from .intervals import parse_every
+
+if TYPE_CHECKING:
+    from .loggers import Logger
+    from .state import State
+
+__all__ = ["EMA", "Algorithm", "LabelSmoothing"]
+
+
+class Algorithm:
+    """A method that changes training: `match` says at which events, `apply` does it, `state_dict` is saved."""
+
+    def match(self, event: Event, state: State) -> bool:
+        """Tell whether to run at ``event``."""
+        raise NotImplementedError(f"{type(self).__name__} does not say when it runs: override match(event, state)")
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Run."""
+        raise NotImplementedError(f"{type(self).__name__} does nothing: override apply(event, state, logger)")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has to survive a restart."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what an earlier life's `state_dict` gave."""
+
+
+class EMA(Algorithm):
+    """Keeps an exponential moving average of the weights and evaluates with it.
+
+    The average of a parameter p after an update is ``smoothing * average + (1 - smoothing) * p``. Buffers are copied.
+
+    Args:
+        smoothing: weight of the old average, from 0 to 1.
+        half_life: instead of ``smoothing``: the time after which a value counts half, such as "100ba".
+        update_interval: how often the average is brought up to date, in batches ("10ba").
+    """
+
+    def __init__(self, smoothing: float | None = None, half_life: Any = None, update_interval: Any = "1ba") -> None:
+        if (smoothing is None) == (half_life is None):
+            raise ConfigError("EMA: give either smoothing (0.999) or half_life ('100ba')")
+        self.update_interval = _batches(update_interval, "update_interval")
+        if half_life is not None:
+            smoothing = 2.0 ** -(self.update_interval / _batches(half_life, "half_life"))
+        if smoothing is None or not 0 <= smoothing < 1:
+            raise ConfigError(f"EMA(smoothing={smoothing!r}): give a number from 0 up to, not including, 1")
+        self.smoothing = float(smoothing)
+        self.average: dict[str, torch.Tensor] = {}
+        self._swapped = False
+
+    def match(self, event: Event, state: State) -> bool:
+        """Run after each interval, and around evaluations."""
+        if event is Event.BATCH_END:
+            return state.timestamp.count("batch") % self.update_interval == 0
+        return event in (Event.FIT_START, Event.EVAL_BEFORE_ALL, Event.EVAL_AFTER_ALL)
+
+    @torch.no_grad()
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Bring the average up to date, or exchange it with the weights."""
+        if event is Event.EVAL_BEFORE_ALL or event is Event.EVAL_AFTER_ALL:
+            self._swap(state, back=event is Event.EVAL_AFTER_ALL)
+        elif not self.average:
+            self.average = {name: tensor.detach().clone() for name, tensor in _tensors(state.model)}
+        elif event is Event.BATCH_END:
+            for name, live in _tensors(state.model):
+                kept = self.average[name]
+                if live.is_floating_point() and isinstance(live, torch.nn.Parameter):
+                    kept.lerp_(live.to(kept.dtype), 1 - self.smoothing)
+                else:
+                    kept.copy_(live)
+
+    def _swap(self, state: State, *, back: bool) -> None:
+        if not self.average or back is not self._swapped:
+            return
+        for name, live in _tensors(state.model):
+            kept = self.average[name]
+            mine = live.detach().clone()
+            live.detach().copy_(kept)
+            kept.copy_(mine)
+        self._swapped = not back
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average."""
+        return {"average": dict(self.average)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the average of the earlier life."""
+        self.average = {name: tensor.clone() for name, tensor in state["average"].items()}
+
+
+class LabelSmoothing(Algorithm):
+    """Trains against targets that are mixed with a uniform distribution (Szegedy et al. 2016, arXiv:1512.00567).
+
+    Args:
+        smoothing: share of the uniform distribution, from 0 to 1.
+    """
+
+    def __init__(self, smoothing: float = 0.1) -> None:
+        if not 0 < smoothing <= 1:
+            raise ConfigError(f"LabelSmoothing(smoothing={smoothing!r}): give a number above 0, at most 1")
+        self.smoothing = float(smoothing)
+        self._hard: Any = None
+
+    def match(self, event: Event, state: State) -> bool:
+        """Run around the loss of a training batch."""
+        return event in (Event.BEFORE_LOSS, Event.AFTER_LOSS)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Replace class indices by distributions for the loss, and put them back."""
+        inputs, targets = state.batch
+        if event is Event.AFTER_LOSS:
+            state.batch = (inputs, self._hard)
+            self._hard = None
+            return
+        self._hard = targets
+        classes = state.outputs.shape[1]
+        hard = functional.one_hot(targets, classes).movedim(-1, 1) if not targets.is_floating_point() else targets
+        smooth = hard.to(state.outputs.dtype) * (1 - self.smoothing) + self.smoothing / classes
+        state.batch = (inputs, smooth)
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    module = unwrap(model)
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _batches(value: Any, what: str) -> int:
+    interval = parse_every(value, what).interval
+    if interval.unit.value != "ba":
+        raise ConfigError(f"EMA({what}={value!r}): give batches, such as '100ba'")
+    return int(interval.value)

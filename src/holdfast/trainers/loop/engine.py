@@ -1,0 +1,62 @@
+"""Passes events on to algorithms, callbacks and loggers, at next to no cost for those nobody listens to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .callbacks import Callback
+from .events import Event
+from .loggers import Logger
+
+if TYPE_CHECKING:
+    from .state import State
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Runs what listens to each event: algorithms first, then callbacks and loggers in their order, savers last."""
+
+    def __init__(self, state: State, logger: Logger) -> None:
+        self._state, self._logger = state, logger
+        self._handlers: dict[Event, list[Callable[..., object]]] = {}
+        self._callbacks: Sequence[Any] = ()
+
+    def listen(self, callbacks: Sequence[Any]) -> None:
+        """Set what listens, apart from the algorithms of the state."""
+        self._callbacks = tuple(callbacks)
+        self._handlers = {event: [h for one in callbacks for h in _handlers(one, event)] for event in Event}
+
+    def run(self, event: Event) -> None:
+        """Tell everybody who listens to ``event``."""
+        state, logger = self._state, self._logger
+        for algorithm in state.algorithms:
+            if algorithm.match(event, state):
+                algorithm.apply(event, state, logger)
+        for handler in self._handlers[event]:
+            handler(state, logger)
+
+    def close(self) -> None:
+        """Close everything that listens; the first error is raised after all have been closed."""
+        problem: Exception | None = None
+        for call in ("close", "post_close"):
+            for one in self._callbacks:
+                try:
+                    method = getattr(one, call, None)
+                    if method is not None:
+                        _ = method(self._state, self._logger) if call == "close" else method()
+                except Exception as error:  # noqa: BLE001 - raised below: the others have to be closed as well
+                    problem = problem or error
+        if problem is not None:
+            raise problem
+
+
+def _handlers(callback: Any, event: Event) -> list[Callable[..., object]]:
+    kind = type(callback)
+    if getattr(kind, "run_event", None) is not Callback.run_event:
+        return [lambda state, logger: callback.run_event(event, state, logger)]
+    own = event.value in vars(callback)
+    if getattr(kind, event.value, None) is getattr(Callback, event.value) and not own:
+        return []
+    return [getattr(callback, event.value)]

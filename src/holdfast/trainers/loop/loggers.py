@@ -1,0 +1,214 @@
+"""Where metrics go: JSON lines, the console, TensorBoard; `Logger` passes them on to all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+
+from ..._optional import require
+from .callbacks import Callback
+
+if TYPE_CHECKING:
+    from .state import State
+
+__all__ = ["ConsoleLogger", "JSONLLogger", "Logger", "LoggerDestination", "TensorBoardLogger"]
+
+
+class LoggerDestination(Callback):
+    """Somewhere metrics go. It is a `Callback` too, so it hears of every event."""
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Take metrics of a batch; values may be tensors on a device."""
+
+    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Take what a run was started with."""
+
+
+class Logger:
+    """Passes on to every destination what is logged; given to callbacks and algorithms.
+
+    Attributes:
+        destinations: where it goes.
+    """
+
+    def __init__(self, state: State, destinations: Sequence[LoggerDestination] = ()) -> None:
+        self._state = state
+        self.destinations = tuple(destinations)
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log metrics of the current batch, or of ``step``."""
+        if self.destinations:
+            step = self._state.timestamp.count("batch") if step is None else step
+            for one in self.destinations:
+                one.log_metrics(metrics, step)
+
+    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Log what the run was started with."""
+        for one in self.destinations:
+            one.log_hyperparameters(hyperparameters)
+
+
+class JSONLLogger(LoggerDestination):
+    """Appends one JSON object a line: {"step", "time", name: value, ...}.
+
+    Rows are read from their devices and written every ``buffer`` rows, at the end of each epoch and before each save.
+
+    Args:
+        path: the file; ``{run_name}`` is filled in, missing folders are made.
+        buffer: rows kept in memory.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] = "{run_name}/metrics.jsonl", *, buffer: int = 200) -> None:
+        self.path = os.fspath(path)
+        self._buffer = buffer
+        self._rows: list[tuple[int | None, float, dict[str, Any]]] = []
+        self._file: TextIO | None = None
+        self._run_name = ""
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Learn the name of the run."""
+        self._run_name = state.run_name
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Keep a row."""
+        self._rows.append((step, time.time(), {name: _kept(value) for name, value in metrics.items()}))
+        if len(self._rows) >= self._buffer:
+            self.flush()
+
+    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Write a row of its own."""
+        self._rows.append((None, time.time(), {"hyperparameters": dict(hyperparameters)}))
+
+    def flush(self) -> None:
+        """Write what is kept."""
+        if not self._rows:
+            return
+        if self._file is None:
+            path = self.path.format(run_name=self._run_name)
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run lasts
+        rows, self._rows = self._rows, []
+        for step, when, metrics in rows:
+            row = {"step": step, "time": round(when, 3), **{name: plain(value) for name, value in metrics.items()}}
+            self._file.write(json.dumps(row, default=str) + "\n")
+        self._file.flush()
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Write what is kept."""
+        self.flush()
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:
+        """Write what is kept."""
+        self.flush()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Write what is kept."""
+        self.flush()
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Write what is kept and close the file."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class TensorBoardLogger(LoggerDestination):
+    """Writes scalars for TensorBoard. Needs the package ``tensorboard``.
+
+    Args:
+        log_dir: folder; ``{run_name}`` is filled in.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str] = "{run_name}/tensorboard") -> None:
+        self.log_dir = os.fspath(log_dir)
+        require("tensorboard", extra="tensorboard", purpose="TensorBoardLogger")
+        self._writer: Any = None
+        self._run_name = ""
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Learn the name of the run."""
+        self._run_name = state.run_name
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write scalars; anything else is left out."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(self.log_dir.format(run_name=self._run_name))  # type: ignore[no-untyped-call]
+        for name, value in metrics.items():
+            number = plain(value)
+            if isinstance(number, (int, float)):
+                self._writer.add_scalar(name, number, step)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Write everything out."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Close the files."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class ConsoleLogger(LoggerDestination):
+    """Prints a line with the metrics of training and evaluation.
+
+    Args:
+        log_interval: how often: epochs (1), or "10ba", "1ep".
+        stream: where to; standard error by default.
+    """
+
+    def __init__(self, log_interval: Any = "1ep", stream: TextIO | None = None) -> None:
+        from .intervals import parse_every
+
+        self._every = parse_every(log_interval, "log_interval")
+        self._stream = stream
+        self._last: dict[str, Any] = {}
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Remember the newest values."""
+        self._last.update({name: _kept(value) for name, value in metrics.items()})
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Print when it is time."""
+        self._print(state, batch=True)
+
+    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Print when it is time."""
+        self._print(state, batch=False)
+
+    def _print(self, state: State, *, batch: bool) -> None:
+        if batch is (self._every.interval.unit.value == "ep") or not self._last:
+            return
+        if self._every.crossed(state.previous_timestamp, state.timestamp, state.span):
+            shown = "  ".join(f"{name} {_short(plain(value))}" for name, value in self._last.items())
+            here = f"epoch {int(state.timestamp.epoch)}  batch {int(state.timestamp.batch)}"
+            print(f"{here}  {shown}", file=self._stream or sys.stderr, flush=True)  # noqa: T201 - that is its purpose
+            self._last = {}
+
+
+def _kept(value: Any) -> Any:
+    # It may be added to in place before it is read; reading it now would wait for its device.
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON can hold it; reads a device if it lives on one."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    if callable(getattr(value, "item", None)):
+        return value.item()
+    return value
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,97 @@
+"""Metrics of the trainer: torchmetrics objects as they are, plain functions averaged over samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+
+__all__ = ["Averaged", "as_metrics", "computed", "move_metrics"]
+
+
+class Averaged:
+    """The mean over all samples of a function of (outputs, targets)."""
+
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        self.function = function
+        self.total: Any = 0.0
+        self.samples = 0
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Add one batch."""
+        value = self.function(outputs, targets)
+        self.add(value, len(targets) if hasattr(targets, "__len__") else 1)
+
+    def add(self, value: Any, samples: int) -> None:
+        """Add a mean over ``samples``; tensors stay on their device."""
+        value = value.detach().double() if isinstance(value, torch.Tensor) else float(value)
+        self.total = self.total + value * samples
+        self.samples += samples
+
+    def compute(self) -> Any:
+        """Return the mean so far; nan without samples."""
+        return self.total / self.samples if self.samples else float("nan")
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.total, self.samples = 0.0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return sum and count."""
+        return {"total": self.total, "samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the sum and count of an earlier life."""
+        self.total, self.samples = state["total"], state["samples"]
+
+
+def as_metrics(given: Any, what: str) -> dict[str, Any]:
+    """Turn what users pass (one metric, a list, a mapping) into named metric objects.
+
+    Raises:
+        ConfigError: something is neither a metric nor a function.
+    """
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        named = dict(given)
+    else:
+        every = list(given) if isinstance(given, Sequence) else [given]
+        named = {}
+        for one in every:
+            name = base = getattr(one, "__name__", type(one).__name__)
+            number = 1
+            while name in named:
+                name, number = f"{base}-{number}", number + 1
+            named[name] = one
+    return {str(name): _as_metric(one, f"{what}[{name!r}]") for name, one in named.items()}
+
+
+def _as_metric(one: Any, what: str) -> Any:
+    if all(callable(getattr(one, name, None)) for name in ("update", "compute", "reset")):
+        return one
+    if callable(one):
+        return Averaged(one)
+    raise ConfigError(f"{what} is a {type(one).__name__}: give a torchmetrics metric or a function (outputs, targets)")
+
+
+def computed(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the current value of each metric; a collection gives one for each of its own."""
+    values: dict[str, Any] = {}
+    for name, metric in metrics.items():
+        value = metric.compute()
+        if isinstance(value, Mapping):
+            values.update({str(inner): one for inner, one in value.items()})
+        else:
+            values[name] = value
+    return values
+
+
+def move_metrics(metrics: Mapping[str, Any], device: torch.device) -> None:
+    """Put the metrics that live on a device onto ``device``."""
+    for metric in metrics.values():
+        if callable(getattr(metric, "to", None)):
+            metric.to(device)

@@ -1,0 +1,127 @@
+"""What a `Trainer` is told, brought into the form it uses; everything wrong is refused here."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..._ranks import RankInfo, current_ranks
+from ...errors import ConfigError
+from .intervals import parse_every
+from .metrics import as_metrics
+from .steps import LossOfEvaluation
+from .time import Time, TimeUnit
+
+__all__ = [
+    "as_list",
+    "check_ranks",
+    "choose_device",
+    "choose_run_name",
+    "eval_loaders",
+    "eval_metric_sets",
+    "parse_duration",
+]
+
+
+def parse_duration(value: Any, what: str = "max_duration") -> Time | None:
+    """Read how long training lasts; a bare number counts epochs.
+
+    Raises:
+        ConfigError: it is no time, not positive, or a share of itself.
+    """
+    if value is None:
+        return None
+    duration = parse_every(value, what).interval
+    if duration.unit is TimeUnit.DURATION:
+        raise ConfigError(f"{what}={value!r} would be a share of itself: give epochs ('10ep') or batches ('1000ba')")
+    return duration
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return one thing, several or none of them as a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+
+
+def choose_device(device: Any) -> torch.device:
+    """Return the device to train on: a GPU where there is one.
+
+    Raises:
+        ConfigError: torch knows no such device.
+    """
+    if isinstance(device, torch.device):
+        return device
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device("cuda" if device == "gpu" else device)
+    except RuntimeError as error:
+        raise ConfigError(f"device={device!r}: {str(error).splitlines()[0]}") from error
+
+
+def choose_run_name(run_name: str | None, *, needed: bool) -> str:
+    """Return the name of the run: the argument, COMPOSER_RUN_NAME, RUN_NAME, or a new one.
+
+    Raises:
+        ConfigError: it is empty, or has to be the same at every start and is not given.
+    """
+    given = run_name or os.environ.get("COMPOSER_RUN_NAME") or os.environ.get("RUN_NAME")
+    if given:
+        return str(given)
+    if needed:
+        raise ConfigError(
+            "autoresume=True finds the run of an earlier start by its name: pass run_name=..., or set RUN_NAME, or give "
+            "a save_folder without {run_name}"
+        )
+    return f"{int(time.time())}-{secrets.token_hex(3)}"
+
+
+def check_ranks() -> RankInfo:
+    """Return who this process is.
+
+    Raises:
+        ConfigError: there are several processes, which this trainer cannot do yet.
+    """
+    ranks = current_ranks()
+    if ranks.world_size > 1:
+        raise ConfigError(
+            f"this is rank {ranks.rank} of {ranks.world_size}: holdfast.Trainer trains in one process so far; use "
+            "holdfast.Checkpointer under torchrun, or holdfast.torch.TorchTrainer, for several"
+        )
+    return ranks
+
+
+def eval_loaders(given: Any) -> dict[str, Any]:
+    """Return the evaluation data by label; a single loader is "eval"."""
+    if given is None:
+        return {}
+    return dict(given) if isinstance(given, Mapping) else {"eval": given}
+
+
+def eval_metric_sets(given: Any, model: Any, labels: Sequence[str], *, with_loss: bool) -> dict[str, dict[str, Any]]:
+    """Return a set of metrics for each evaluation loader.
+
+    Args:
+        given: metrics for all of them, or by label.
+        model: asked for its own where none are given (``get_metrics(is_train=False)``).
+        labels: of the loaders.
+        with_loss: average the loss, too.
+    """
+    import copy
+
+    if given is None and callable(getattr(model, "get_metrics", None)):
+        given = model.get_metrics(is_train=False)
+    by_label = isinstance(given, Mapping) and bool(given) and set(given) <= set(labels)
+    found: dict[str, dict[str, Any]] = {}
+    for number, label in enumerate(labels):
+        own = as_metrics(given.get(label) if by_label else given, "eval_metrics")
+        # One object cannot gather for two loaders.
+        own = own if number == 0 or by_label else copy.deepcopy(own)
+        found[label] = {"loss": LossOfEvaluation(), **own} if with_loss and "loss" not in own else own
+    return found

@@ -1,0 +1,200 @@
+"""`State`: everything a training is made of, and which of it is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+from ...state.rng import RNG
+from .data import DataPosition, num_batches
+from .intervals import Span, finished
+from .time import Time
+from .timestamp import Timestamp
+
+__all__ = ["ATTRIBUTES", "State"]
+
+ATTRIBUTES = (
+    "model", "optimizers", "schedulers", "algorithms", "callbacks", "scaler", "timestamp", "rank_zero_seed",
+    "train_metrics", "eval_metrics", "run_name", "dataset_state",
+)  # fmt: skip
+_BY_CLASS = ("optimizers", "schedulers", "algorithms", "callbacks")
+
+
+class State:
+    """The live objects of a training; callbacks and algorithms read and change it.
+
+    Attributes:
+        model, optimizers, schedulers, algorithms, callbacks, scaler: what trains.
+        train_dataloader, eval_dataloaders: the data; evaluation by label.
+        train_metrics, eval_metrics: metric objects by name; those of evaluation by label first.
+        train_metric_values, eval_metric_values: what they last came to.
+        batch, outputs, loss: of the current batch.
+        dataloader_label: "train", or the label of the evaluation that is going on.
+        timestamp, previous_timestamp: where training is, and where it was one batch (or epoch) ago.
+        max_duration: how long it lasts; callbacks may change it.
+        run_name, rank_zero_seed, device, precision, grad_accum: as given.
+        dataset_state: the position in the training data.
+        serialized_attributes: names of the attributes that are saved; add your own, or remove some.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        schedulers: Sequence[Any] = (),
+        run_name: str = "",
+        rank_zero_seed: int = 0,
+        device: torch.device | None = None,
+        precision: str = "fp32",
+        scaler: Any = None,
+        max_duration: Time | None = None,
+        train_dataloader: Any = None,
+        eval_dataloaders: Mapping[str, Any] | None = None,
+        grad_accum: int = 1,
+        save_metrics: bool = True,
+    ) -> None:
+        self.model = model
+        self.optimizers, self.schedulers = list(optimizers), list(schedulers)
+        self.algorithms: list[Any] = []
+        self.callbacks: list[Any] = []
+        self.scaler = scaler
+        self.run_name, self.rank_zero_seed = run_name, rank_zero_seed
+        self.device = device if device is not None else torch.device("cpu")
+        self.precision = precision
+        self.max_duration = max_duration
+        self.train_dataloader, self.eval_dataloaders = train_dataloader, dict(eval_dataloaders or {})
+        self.train_metrics: dict[str, Any] = {}
+        self.eval_metrics: dict[str, dict[str, Any]] = {}
+        self.train_metric_values: dict[str, Any] = {}
+        self.eval_metric_values: dict[str, dict[str, Any]] = {}
+        self.grad_accum, self.save_metrics = grad_accum, save_metrics
+        self.batch: Any = None
+        self.outputs: Any = None
+        self.loss: Any = None
+        self.dataloader_label = "train"
+        self.timestamp = self.previous_timestamp = Timestamp()
+        self.dataset_state = DataPosition()
+        self.serialized_attributes: list[str] = list(ATTRIBUTES)
+
+    # -- how far it is
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches of one epoch; None if the loader does not know."""
+        return num_batches(self.train_dataloader)
+
+    @property
+    def dataloader_len(self) -> Time | None:
+        """Batches of one epoch as a `Time`."""
+        count = self.num_batches
+        return None if count is None else Time(count, "ba")
+
+    @property
+    def span(self) -> Span:
+        """How long training lasts, for intervals."""
+        return Span(duration=self.max_duration, num_batches=self.num_batches)
+
+    @property
+    def is_finished(self) -> bool:
+        """True when training has lasted as long as it should."""
+        return finished(self.timestamp, self.max_duration)
+
+    def get_elapsed_duration(self) -> Time | None:
+        """Return the share of ``max_duration`` that is done; None while nobody knows how long it lasts."""
+        if self.max_duration is None:
+            return None
+        return Time(self.timestamp.value(self.max_duration.unit) / max(self.max_duration.value, 1e-12), "dur")
+
+    def stop_training(self) -> None:
+        """End training after the current batch; a last checkpoint is saved."""
+        self.max_duration = self.timestamp.batch
+
+    # -- what is saved
+
+    def live(self, *, weights_only: bool = False) -> dict[str, Any]:
+        """Return what is saved: live objects in the anatomy of a checkpoint.
+
+        Raises:
+            ConfigError: ``serialized_attributes`` names something this state does not have.
+        """
+        if weights_only:
+            kept: dict[str, Any] = {"model": self.model, "integrations": {}, "metadata": self._metadata()}
+            return {"state": kept}
+        missing = [name for name in self.serialized_attributes if not hasattr(self, name)]
+        if missing:
+            raise ConfigError(
+                f"state.serialized_attributes names {', '.join(sorted(missing))}, which the state does not have: set "
+                "it (state.NAME = ...), or take it off the list"
+            )
+        state = {name: self._saved(name) for name in self.serialized_attributes}
+        return {"state": {**state, "integrations": {}, "metadata": self._metadata()}, "rng": RNG}
+
+    def _saved(self, name: str) -> Any:
+        value = getattr(self, name)
+        if name in _BY_CLASS:
+            return by_class(value)
+        if name == "timestamp":
+            return {"Timestamp": _TimestampOf(self)}
+        if name in ("train_metrics", "eval_metrics"):
+            return value if self.save_metrics else {}
+        return {} if value is None else value
+
+    def _metadata(self) -> dict[str, Any]:
+        from ... import __version__
+
+        return {
+            "holdfast_version": __version__,
+            "torch_version": str(torch.__version__),
+            "device": self.device.type,
+            "precision": self.precision,
+            "world_size": 1,
+            "train_dataloader_batch_size": getattr(self.train_dataloader, "batch_size", None),
+        }
+
+    def take(self, loaded: Mapping[str, Any]) -> None:
+        """Take over the plain data of a loaded checkpoint; objects have got theirs already.
+
+        Args:
+            loaded: the content of "state". The name of the run is never taken over.
+        """
+        if "rank_zero_seed" in loaded and "rank_zero_seed" in self.serialized_attributes:
+            self.rank_zero_seed = int(loaded["rank_zero_seed"])
+        for name in self.serialized_attributes:
+            if name not in ATTRIBUTES and name in loaded:
+                setattr(self, name, loaded[name])
+
+
+class _TimestampOf:
+    """The timestamp of a state as an object to save: a timestamp itself never changes."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state.timestamp.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state.timestamp = self._state.previous_timestamp = Timestamp.from_state_dict(state)
+
+
+def by_class(objects: Sequence[Any]) -> dict[str, Any]:
+    """Key objects that have state by the name of their class, "Name-1" for a second of one class."""
+    from .algorithms import Algorithm
+    from .callbacks import Callback
+
+    found: dict[str, Any] = {}
+    for one in objects:
+        kind = type(one)
+        # The empty ones that every callback and algorithm inherits are no state.
+        if not hasattr(one, "state_dict") or kind.state_dict in (Callback.state_dict, Algorithm.state_dict):
+            continue
+        name, number = kind.__name__, 0
+        while name in found:
+            number += 1
+            name = f"{kind.__name__}-{number}"
+        found[name] = one
+    return found

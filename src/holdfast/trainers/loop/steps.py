@@ -1,0 +1,207 @@
+"""One batch of training, and one evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+from ...state.data import batch_length
+from ...state.seeding import generators_kept
+from .data import microbatches, to_device
+from .engine import Engine
+from .events import Event
+from .loggers import Logger
+from .metrics import Averaged, computed
+from .precision import autocast
+from .state import State
+
+__all__ = ["Evaluation", "TrainStep", "targets_of"]
+
+
+class _Model:
+    """How outputs and loss come out of a model: by its own ``loss``, or by ``loss_fn``."""
+
+    def __init__(self, state: State, loss_fn: Callable[..., Any] | None) -> None:
+        self._state, self._loss_fn = state, loss_fn
+        if loss_fn is None and not callable(getattr(state.model, "loss", None)):
+            raise ConfigError(
+                f"{type(state.model).__name__} has no method loss(outputs, batch): write one, or pass "
+                "loss_fn=function(outputs, targets)"
+            )
+
+    def forward(self, batch: Any) -> Any:
+        if self._loss_fn is None:
+            return self._state.model(batch)
+        return self._state.model(inputs_of(batch))
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        if self._loss_fn is None:
+            return self._state.model.loss(outputs, batch)  # type: ignore[operator]
+        return self._loss_fn(outputs, targets_of(batch))
+
+
+class TrainStep:
+    """Everything between a batch and changed weights."""
+
+    def __init__(
+        self, state: State, engine: Engine, *, loss_fn: Callable[..., Any] | None, grad_clip_norm: float | None
+    ) -> None:
+        self._state, self._engine, self._clip = state, engine, grad_clip_norm
+        self._model = _Model(state, loss_fn)
+
+    def run(self) -> None:
+        """Train on ``state.batch``: the optimizers step once, however many parts the batch is split into."""
+        state, engine = self._state, self._engine
+        engine.run(Event.BEFORE_TRAIN_BATCH)
+        for optimizer in state.optimizers:
+            optimizer.zero_grad()
+        whole = state.batch
+        total: Any = None
+        for part, share in microbatches(whole, state.grad_accum):
+            state.batch = part
+            loss = self._one(share)
+            total = loss if total is None else total + loss
+        state.batch, state.loss = whole, total
+        self._step()
+        engine.run(Event.AFTER_TRAIN_BATCH)
+
+    def _one(self, share: float) -> Any:
+        """Run forward and backward of one part; returns its share of the loss, detached."""
+        state, engine, scaler = self._state, self._engine, self._state.scaler
+        with autocast(state.precision, state.device):
+            engine.run(Event.BEFORE_FORWARD)
+            state.outputs = self._model.forward(state.batch)
+            engine.run(Event.AFTER_FORWARD)
+            engine.run(Event.BEFORE_LOSS)
+            state.loss = self._model.loss(state.outputs, state.batch)
+            engine.run(Event.AFTER_LOSS)
+        engine.run(Event.BEFORE_BACKWARD)
+        loss = sum(state.loss) if isinstance(state.loss, (list, tuple)) else state.loss
+        loss = loss if share == 1.0 else loss * share
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        engine.run(Event.AFTER_BACKWARD)
+        if state.train_metrics:
+            with torch.no_grad():
+                update_metrics(state, state.train_metrics)
+        return loss.detach()
+
+    def _step(self) -> None:
+        state, scaler = self._state, self._state.scaler
+        if self._clip is not None:
+            if scaler is not None:
+                for optimizer in state.optimizers:
+                    scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(state.model.parameters(), self._clip)
+        for optimizer in state.optimizers:
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
+
+
+class Evaluation:
+    """Goes through the evaluation data. Leaves the generators of the host, and the mode of the model, as they were."""
+
+    def __init__(
+        self, state: State, engine: Engine, logger: Logger, *, loss_fn: Callable[..., Any] | None,
+        should_stop: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._state, self._engine, self._logger, self._should_stop = state, engine, logger, should_stop
+        self._loss_fn = loss_fn
+
+    def run(self) -> bool:
+        """Evaluate on all loaders; False if it was left because training has to stop."""
+        state, engine = self._state, self._engine
+        kept = (state.batch, state.outputs, state.dataloader_label)
+        training = state.model.training
+        state.model.eval()
+        try:
+            with torch.no_grad(), generators_kept():
+                engine.run(Event.EVAL_BEFORE_ALL)
+                try:
+                    done = all(self._one(label, loader) for label, loader in state.eval_dataloaders.items())
+                finally:
+                    engine.run(Event.EVAL_AFTER_ALL)
+        finally:
+            state.model.train(training)
+            state.batch, state.outputs, state.dataloader_label = kept
+        return done
+
+    def _one(self, label: str, loader: Any) -> bool:
+        state, engine = self._state, self._engine
+        metrics = state.eval_metrics.get(label, {})
+        state.dataloader_label = label
+        for metric in metrics.values():
+            metric.reset()
+        engine.run(Event.EVAL_START)
+        for batch in loader:
+            if self._should_stop():
+                return False
+            state.batch = to_device(batch, state.device)
+            engine.run(Event.EVAL_BATCH_START)
+            with autocast(state.precision, state.device):
+                engine.run(Event.EVAL_BEFORE_FORWARD)
+                state.outputs = self._forward(state.batch)
+                engine.run(Event.EVAL_AFTER_FORWARD)
+                self._add_loss(metrics)
+            update_metrics(state, metrics)
+            engine.run(Event.EVAL_BATCH_END)
+        values = computed(metrics)
+        state.eval_metric_values[label] = values
+        self._logger.log_metrics({f"metrics/{label}/{name}": value for name, value in values.items()})
+        engine.run(Event.EVAL_END)
+        return True
+
+    def _forward(self, batch: Any) -> Any:
+        model = self._state.model
+        if callable(getattr(model, "eval_forward", None)):
+            return model.eval_forward(batch)  # type: ignore[operator]
+        return model(batch) if self._loss_fn is None else model(inputs_of(batch))
+
+    def _add_loss(self, metrics: Mapping[str, Any]) -> None:
+        """Average the loss as well, where it is known how it is made."""
+        kept = metrics.get("loss")
+        if self._loss_fn is not None and isinstance(kept, LossOfEvaluation):
+            targets = targets_of(self._state.batch)
+            kept.add(self._loss_fn(self._state.outputs, targets), batch_length(self._state.batch))
+
+
+class LossOfEvaluation(Averaged):
+    """The mean loss of an evaluation; filled by `Evaluation`, not by outputs and targets."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda outputs, targets: 0.0)
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Do nothing: the loss was added already."""
+
+
+def update_metrics(state: State, metrics: Mapping[str, Any]) -> None:
+    """Show the current batch to every metric, the model's own way if it has one."""
+    own = getattr(state.model, "update_metric", None)
+    for metric in metrics.values():
+        if callable(own):
+            own(state.batch, state.outputs, metric)
+        else:
+            metric.update(state.outputs, targets_of(state.batch))
+
+
+def inputs_of(batch: Any) -> Any:
+    """Return what the model takes: the first part of a pair, the whole of anything else."""
+    return batch[0] if isinstance(batch, (list, tuple)) and len(batch) == 2 else batch
+
+
+def targets_of(batch: Any) -> Any:
+    """Return what outputs are compared with: the second part of a pair, "labels" or "targets" of a dictionary."""
+    if isinstance(batch, (list, tuple)) and len(batch) == 2:
+        return batch[1]
+    if isinstance(batch, Mapping):
+        for name in ("labels", "targets", "target", "label"):
+            if name in batch:
+                return batch[name]
+    return batch

@@ -1,0 +1,352 @@
+"""`Trainer`: a training from its parts, with everything it takes to go on after whatever ended it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...checkpointer.signals import StopSignals
+from ...errors import ConfigError, SessionError
+from ...state import rng
+from ...state.seeding import generators_kept, seed_all
+from .callbacks import Callback
+from .engine import Engine
+from .events import Event
+from .intervals import parse_every
+from .loggers import Logger, LoggerDestination
+from .loop import TrainingLoop
+from .metrics import as_metrics, move_metrics
+from .options import (
+    as_list,
+    check_ranks,
+    choose_device,
+    choose_run_name,
+    eval_loaders,
+    eval_metric_sets,
+    parse_duration,
+)
+from .precision import check_precision, make_scaler
+from .progress import ProgressBar
+from .restart import Restart
+from .saver import CheckpointSaver, default_saver
+from .site import Site
+from .state import State
+from .steps import Evaluation, TrainStep
+
+__all__ = ["Trainer"]
+
+_LOG = logging.getLogger("holdfast.trainer")
+EXIT_CODE_FOR_REQUEUE = 85
+
+
+class Trainer:
+    """Trains a model and saves it so that nothing is lost.
+
+    ``load_path`` and ``autoresume`` are applied here, in the constructor.
+
+    Args:
+        model: a module with ``loss(outputs, batch)``, or any module together with ``loss_fn``. It may have
+            ``eval_forward(batch)``, ``update_metric(batch, outputs, metric)`` and ``get_metrics(is_train)``.
+        train_dataloader: batches: (inputs, targets), a dictionary, or whatever the model takes.
+        max_duration: when training ends, counted from its very beginning: "10ep", "1000ba", "1e9tok", "8h".
+        optimizers: one or several; AdamW with a rate of 1e-3 without any.
+        schedulers: one or several; they step after each epoch.
+        step_schedulers_every_batch: they step after each batch.
+        eval_dataloader: data to evaluate on, or several by label.
+        eval_interval: how often.
+        loss_fn: loss of (outputs, targets).
+        train_metrics, eval_metrics: torchmetrics objects or functions of (outputs, targets).
+        algorithms: see `holdfast.core.Algorithm`.
+        callbacks: see `holdfast.callbacks.Callback`; savers (`CheckpointSaver`) among them work beside ``save_*``.
+        loggers: where metrics go, see `holdfast.loggers`.
+        run_name: name of the run; default RUN_NAME of the environment, or a new one.
+        seed: seeds python, NumPy and torch, and decides the order of the data; without, torch's seed decides.
+        device: "cpu", "cuda", ...; default a GPU where there is one.
+        precision: "fp32", "amp_bf16" or "amp_fp16" (with scaled gradients).
+        grad_accum: parts each batch is split into, one after another; the optimizer still steps once a batch.
+        grad_clip_norm: bound of the norm of all gradients.
+        progress_bar: draw one, on a terminal.
+        save_folder: where checkpoints go: a directory or a URI; None saves nothing.
+        save_filename: name of each; without suffix a Holdfast directory, ".pt" one file for ``torch.load``,
+            ".safetensors" the weights alone.
+        save_latest_filename: link to the newest; None for none.
+        save_remote_file_name: name at the destination of a `RemoteUploaderDownloader`.
+        save_overwrite: replace checkpoints of later moments than this run is at, instead of refusing to start.
+        save_interval: how often: epochs, "500ba", "1e6tok", "0.1dur", "30min", or ``fn(state, event)``.
+        save_weights_only: nothing but the weights.
+        save_ignore_keys: globs over "/"-joined paths that are not saved.
+        save_num_checkpoints_to_keep: how many stay in ``save_folder``; -1: all; 0: none after their upload.
+        save_metrics: save what metrics have gathered.
+        load_path: checkpoint to start from.
+        load_object_store: where ``load_path`` lies, if that is no path and no URI.
+        load_weights_only: take its weights alone.
+        load_strict_model_weights: refuse weights that are missing, left over or of another shape.
+        load_ignore_keys: globs over "/"-joined paths that are not loaded, or a function that changes the dictionary.
+        load_progress_bar: show how far loading is, on a terminal.
+        load_strict: another name of ``load_strict_model_weights``.
+        autoresume: go on from the newest good checkpoint of ``save_folder`` if there is one.
+
+    Raises:
+        ConfigError: an argument is wrong.
+        CheckpointError: ``load_path`` or what autoresume found cannot be loaded.
+
+    Example:
+        >>> import tempfile, torch
+        >>> data = torch.utils.data.TensorDataset(torch.randn(8, 2), torch.randn(8, 1))
+        >>> trainer = Trainer(
+        ...     model=torch.nn.Linear(2, 1), loss_fn=torch.nn.functional.mse_loss, max_duration="2ep",
+        ...     train_dataloader=torch.utils.data.DataLoader(data, batch_size=4),
+        ...     save_folder=tempfile.mkdtemp(), save_filename="ep{epoch}",
+        ... )
+        >>> trainer.fit()
+        >>> [path.rsplit("/", 1)[-1] for path in trainer.saved_checkpoints]
+        ['ep1', 'ep2']
+    """
+
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        train_dataloader: Any = None,
+        max_duration: Any = None,
+        optimizers: Any = None,
+        schedulers: Any = None,
+        step_schedulers_every_batch: bool = False,
+        eval_dataloader: Any = None,
+        eval_interval: Any = "1ep",
+        loss_fn: Callable[..., Any] | None = None,
+        train_metrics: Any = None,
+        eval_metrics: Any = None,
+        algorithms: Any = None,
+        callbacks: Callback | Sequence[Callback] | None = None,
+        loggers: LoggerDestination | Sequence[LoggerDestination] | None = None,
+        run_name: str | None = None,
+        seed: int | None = None,
+        device: Any = None,
+        precision: Any = None,
+        grad_accum: int = 1,
+        grad_clip_norm: float | None = None,
+        progress_bar: bool = True,
+        save_folder: str | os.PathLike[str] | None = None,
+        save_filename: str = "ep{epoch}-ba{batch}-rank{rank}",
+        save_latest_filename: str | None = "latest-rank{rank}",
+        save_remote_file_name: str | None = None,
+        save_overwrite: bool = False,
+        save_interval: Any = "1ep",
+        save_weights_only: bool = False,
+        save_ignore_keys: Any = None,
+        save_num_checkpoints_to_keep: int = -1,
+        save_metrics: bool = True,
+        load_path: str | os.PathLike[str] | None = None,
+        load_object_store: Any = None,
+        load_weights_only: bool = False,
+        load_strict_model_weights: bool = True,
+        load_ignore_keys: Any = None,
+        load_progress_bar: bool = True,
+        load_strict: bool | None = None,
+        autoresume: bool = False,
+    ) -> None:
+        ranks = check_ranks()
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"model is a {type(model).__name__}: give a torch.nn.Module")
+        if isinstance(grad_accum, bool) or not isinstance(grad_accum, int) or grad_accum < 1:
+            raise ConfigError(f"grad_accum={grad_accum!r}: give a whole number of at least 1")
+        if grad_clip_norm is not None and not grad_clip_norm > 0:
+            raise ConfigError(f"grad_clip_norm={grad_clip_norm!r}: give a positive number, or None")
+        precision, chosen = check_precision(precision), choose_device(device)
+        named_by_run = save_folder is not None and "{run_name}" in os.fspath(save_folder)
+        name = choose_run_name(run_name, needed=autoresume and named_by_run)
+        if seed is not None:
+            seed_all(seed)
+            torch.manual_seed(seed)
+        model.to(chosen)
+        trains = train_dataloader is not None
+        found = as_list(optimizers) or ([torch.optim.AdamW(model.parameters(), lr=1e-3)] if trains else [])
+        loaders = eval_loaders(eval_dataloader)
+        self.state = state = State(
+            model=model, optimizers=found, schedulers=as_list(schedulers), run_name=name,
+            rank_zero_seed=torch.initial_seed() % (1 << 62) if seed is None else seed, device=chosen,
+            precision=precision, scaler=make_scaler(precision, chosen), max_duration=parse_duration(max_duration),
+            train_dataloader=train_dataloader, eval_dataloaders=loaders, grad_accum=grad_accum,
+            save_metrics=save_metrics,
+        )  # fmt: skip
+        if train_metrics is None and callable(getattr(model, "get_metrics", None)):
+            train_metrics = model.get_metrics(is_train=True)
+        state.train_metrics = as_metrics(train_metrics, "train_metrics")
+        state.eval_metrics = eval_metric_sets(eval_metrics, model, list(loaders), with_loss=loss_fn is not None)
+        for metrics in (state.train_metrics, *state.eval_metrics.values()):
+            move_metrics(metrics, chosen)
+        state.algorithms = as_list(algorithms)
+        given = as_list(callbacks)
+        destinations = as_list(loggers)
+        mine = default_saver(
+            save_folder, filename=save_filename, latest_filename=save_latest_filename,
+            remote_file_name=save_remote_file_name, overwrite=save_overwrite, save_interval=save_interval,
+            weights_only=save_weights_only, ignore_keys=save_ignore_keys,
+            num_checkpoints_to_keep=save_num_checkpoints_to_keep,
+        )  # fmt: skip
+        savers = [*([mine] if mine is not None else []), *(one for one in given if isinstance(one, CheckpointSaver))]
+        others = [one for one in given if not isinstance(one, CheckpointSaver)]
+        state.callbacks = [*others, *savers]
+        self.logger = Logger(state, [*destinations, *([ProgressBar()] if progress_bar else [])])
+        self._savers = tuple(savers)
+        self._signals = StopSignals()
+        self._left_for: str | None = None  # the signal that ended the last `fit`
+        self._site = Site(state, ranks, savers, destinations)
+        self._engine = Engine(state, self.logger)
+        self._engine.listen([*others, *self.logger.destinations, *savers])
+        self._loss_fn, self._grad_clip_norm = loss_fn, grad_clip_norm
+        self._eval_every = parse_every(eval_interval, "eval_interval")
+        self._schedule_by_batch = step_schedulers_every_batch
+        self._generators: Mapping[str, Any] | None = None
+        self._closed = False
+        self._finalizer = weakref.finalize(self, self._site.abandon)
+        strict = load_strict_model_weights if load_strict is None else load_strict
+        restart = Restart(
+            self._site, path=None if load_path is None else os.fspath(load_path), object_store=load_object_store,
+            weights_only=load_weights_only, strict=strict, ignore_keys=load_ignore_keys, autoresume=autoresume,
+            progress_bar=load_progress_bar,
+        )  # fmt: skip
+        try:
+            self._engine.run(Event.INIT)
+            self._engine.run(Event.BEFORE_LOAD)
+            with generators_kept():  # what is loaded before training begins must not move its random numbers
+                self._generators = restart.run()
+            self._engine.run(Event.AFTER_LOAD)
+        except BaseException:
+            self._site.abandon()
+            raise
+
+    # -- training
+
+    def fit(self, duration: Any = None) -> None:
+        """Train until ``max_duration``; everything saved is durable on return.
+
+        Args:
+            duration: train so much longer than now, instead.
+
+        Raises:
+            CheckpointExistsError: checkpoints of later moments are in the way; nothing was trained.
+            SystemExit: a signal came (SIGTERM, SIGUSR1, SIGINT); the state was saved.
+            HoldfastError: a save failed.
+        """
+        state = self.state
+        if self._closed:
+            raise SessionError("this trainer is closed: make another one")
+        if state.train_dataloader is None:
+            raise ConfigError("fit() needs train_dataloader")
+        if duration is not None:
+            more = parse_duration(duration, "duration")
+            assert more is not None
+            state.max_duration = state.timestamp.get(more.unit) + more
+        if state.max_duration is None:
+            raise ConfigError("fit() needs to know when to end: give max_duration to the Trainer, or fit(duration)")
+        if state.is_finished and state.dataset_state.stage == "":
+            _LOG.warning(
+                "training has lasted for %s already, as long as it should: nothing to do. Give a longer max_duration to "
+                "train on", state.max_duration,
+            )  # fmt: skip
+            return
+        self._eval_every.check(state.span)
+        self._site.open()
+        self._signals = StopSignals()
+        self._signals.install()
+        try:
+            self._train()
+        finally:
+            self._signals.remove()
+        if self._left_for is not None:
+            raise SystemExit(EXIT_CODE_FOR_REQUEUE)
+
+    def _train(self) -> None:
+        state, engine = self.state, self._engine
+        step = TrainStep(state, engine, loss_fn=self._loss_fn, grad_clip_norm=self._grad_clip_norm)
+        loop = TrainingLoop(
+            state, engine, self.logger, step, self._evaluation(), eval_every=self._eval_every,
+            schedule_by_batch=self._schedule_by_batch, should_stop=lambda: self._signals.received is not None,
+        )  # fmt: skip
+        try:
+            engine.run(Event.FIT_START)
+            if self._generators is not None:
+                rng.restore(self._generators)
+                self._generators = None
+            complete = loop.run()
+            if not complete:
+                self._left_for = self._signals.received
+                self._site.save_all()
+            else:
+                engine.run(Event.FIT_END)
+            self._site.finish("finished" if complete else "stopped")
+        except BaseException as error:
+            self._site.end_after(error, patient=not self._signals.impatient)
+            raise
+
+    def _evaluation(self) -> Evaluation:
+        return Evaluation(
+            self.state, self._engine, self.logger, loss_fn=self._loss_fn,
+            should_stop=lambda: self._signals.received is not None,
+        )  # fmt: skip
+
+    def eval(self, eval_dataloader: Any = None) -> dict[str, dict[str, Any]]:
+        """Evaluate now; returns the metrics of each loader.
+
+        Args:
+            eval_dataloader: other data than the trainer has.
+        """
+        state = self.state
+        if eval_dataloader is not None:
+            state.eval_dataloaders = eval_loaders(eval_dataloader)
+            new = [label for label in state.eval_dataloaders if label not in state.eval_metrics]
+            with_loss = self._loss_fn is not None
+            state.eval_metrics.update(eval_metric_sets(None, state.model, new, with_loss=with_loss))
+        if not state.eval_dataloaders:
+            raise ConfigError("eval() needs eval_dataloader")
+        self._engine.run(Event.EVAL_STANDALONE_START)
+        self._evaluation().run()
+        self._engine.run(Event.EVAL_STANDALONE_END)
+        return dict(state.eval_metric_values)
+
+    # -- checkpoints
+
+    @property
+    def saved_checkpoints(self) -> list[str]:
+        """Paths of the checkpoints there are, in the order they were saved, as the folder was spelt."""
+        return [path for saver in self._savers for path in saver.saved_checkpoints]
+
+    def save_checkpoint(self, name: str = "ep{epoch}-ba{batch}-rank{rank}", *, weights_only: bool = False) -> str:
+        """Save now, at any path; durable on return. Returns the path."""
+        return self._site.save_at(name, weights_only=weights_only)
+
+    def save_checkpoint_to_save_folder(self) -> None:
+        """Save now with the first saver, once for one batch.
+
+        Raises:
+            ConfigError: there is no saver.
+        """
+        if not self._savers:
+            raise ConfigError("save_checkpoint_to_save_folder() needs save_folder, or a CheckpointSaver in callbacks")
+        self._site.open()
+        self._savers[0].save_now()
+
+    def close(self) -> None:
+        """Finish what is being saved, give everything back; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._site.finish("closed")
+        finally:
+            self._finalizer.detach()
+            self._site.abandon()
+            self._engine.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,86 @@
+"""A lease that a thread keeps alive."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from holdfast.checkpoint.lease import HEARTBEAT_S, Lease
+from holdfast.errors import HoldfastError, StorageError
+
+__all__ = ["Heartbeat"]
+
+_LOG = logging.getLogger("holdfast.writer")
+
+
+class Heartbeat:
+    """Renews a lease until `close`, which gives it back.
+
+    Attributes:
+        lease: the lease.
+        lost: why it is not ours any more; None while it is.
+    """
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.lost: HoldfastError | None = None
+        self._trainer_alive = True
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._beating = threading.Lock()
+        self._thread = threading.Thread(target=self._work, name="holdfast-lease", daemon=True)
+        self._thread.start()
+
+    def trainer_gone(self) -> None:
+        """Let others know that only this writer is left, which will end soon."""
+        self._trainer_alive = False
+        self._wake.set()
+
+    def check(self) -> None:
+        """Raise what took the lease away, as far as it is known."""
+        if self.lost is not None:
+            raise self.lost
+
+    def confirm(self) -> None:
+        """Make sure, by one request, that the lease is still ours.
+
+        Raises:
+            RunBusyError: it is not.
+            StorageError: nobody can say just now.
+        """
+        self.check()
+        self._beat()
+
+    def close(self, *, wait: bool = True) -> None:
+        """End the thread and give the lease back; without ``wait`` a beat that hangs is left alone."""
+        self._stop.set()
+        self._wake.set()
+        if wait or not self._beating.locked():
+            self._thread.join()
+            self.lease.release()
+
+    def _beat(self) -> None:
+        with self._beating:
+            try:
+                self.lease.heartbeat(trainer_alive=self._trainer_alive)
+            except StorageError:
+                raise
+            except HoldfastError as error:
+                self.lost = error
+                raise
+
+    def _work(self) -> None:
+        while True:
+            self._wake.wait(HEARTBEAT_S)
+            self._wake.clear()
+            if self._stop.is_set() or self.lost is not None:
+                return
+            try:
+                self._beat()
+            except StorageError as error:
+                _LOG.warning("the lease could not be renewed, trying again in %g s: %s", HEARTBEAT_S, error)
+            except HoldfastError as error:
+                _LOG.error("%s", error)
+                return
+            except Exception as error:  # noqa: BLE001 - a thread edge: a lease nobody renews is taken by another
+                _LOG.warning("the lease could not be renewed, trying again in %g s: %r", HEARTBEAT_S, error)

@@ -1,0 +1,351 @@
+"""Saves of many ranks, in the writer of one of them: our part, what rank 0 hears of it, and how the whole ends."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from holdfast.errors import HoldfastError, StorageError
+from holdfast.format.names import join
+from holdfast.format.parts import part_name, read_part
+from holdfast.storage.base import Storage
+
+from .board import Board
+from .control_link import Message
+from .control_member import ControlMember
+from .control_saves import named_error
+from .control_server import ControlServer
+from .messages import PartsJob, SaveJob, SaveResult, error_from_json, error_to_json
+from .parts import commit_parts
+from .run import Run
+
+__all__ = ["Joint", "how_it_ended", "is_stopped"]
+
+_LOG = logging.getLogger("holdfast.writer.control")
+_REMEMBERED = 16
+_VISIBLE_S = 3.0  # a network file system may show what another machine has stored a little later
+_MARGIN_S = 45.0
+
+
+class Answers(Protocol):
+    """What the loop does for us."""
+
+    def say_done(self, call: int, value: Any, attachments: tuple[bytes, ...] = ()) -> None:
+        """Answer a call."""
+
+    def say_failed(self, call: int | None, error: BaseException) -> None:
+        """Let a call fail."""
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Do something on the working thread."""
+
+    def run_of(self, job: SaveJob) -> Run | None:
+        """Give the run of a job."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Waiting:
+    """A save whose outcome is not known yet."""
+
+    call: int
+    job: SaveJob
+    storage: Storage
+    again: bool
+    manifest: dict[str, Any] = field(default_factory=dict)
+    result: SaveResult | None = None
+    ended: bool = False  # our part: stored or failed
+    committed: bytes = b""
+    outcome: Message | None = None
+
+
+class Joint:
+    """Ours is one rank of several; see `ControlServer` and `ControlMember` for how they talk.
+
+    Args:
+        answers: the loop.
+    """
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self._server: ControlServer | None = None
+        self._member: ControlMember | None = None
+        self._rank, self._world_size, self._timeout_s, self._trainer = 0, 1, 0.0, 0
+        self._changed = threading.Condition()
+        self._waiting: dict[str, _Waiting] = {}
+        self._asked: dict[int, list[int]] = {}
+        self._wants: dict[str, None] = {}
+        self._failed: dict[str, dict[str, Any]] = {}
+        self._heard: dict[str, Message] = {}
+        self._lost: str | None = None
+
+    # -- from the trainer, on the reading thread
+
+    def join(self, header: dict[str, Any], fds: tuple[int, ...], board: memoryview) -> None:
+        """Join the other ranks; with a listening socket we are rank 0, and the server is here."""
+        self._rank, self._world_size, self._timeout_s = header["rank"], header["world_size"], header["timeout_s"]
+        self._trainer = header["pid"]
+        times = {name: header[name] for name in ("beat_s", "stale_s")}
+        if fds:
+            self._server = ControlServer(
+                socket.socket(fileno=fds[0]),
+                token=header["token"],
+                world_size=self._world_size,
+                timeout_s=self._timeout_s,
+                commit=self._commit_later,
+                **times,
+            )
+        self._member = ControlMember(
+            rank=self._rank,
+            addresses=[(host, port) for host, port in header["addresses"]],
+            token=header["token"],
+            board=Board(board),
+            hear=self._hear,
+            again=self._again,
+            stopped=lambda: is_stopped(self._trainer),
+            **times,
+        )
+
+    def begun(self, call: int, job: SaveJob, storage: Storage, *, again: bool) -> None:
+        """Take a job: from now on its end, good or bad, reaches the other ranks."""
+        with self._changed:
+            one = self._waiting[job.save_id] = _Waiting(call=call, job=job, storage=storage, again=again)
+            if self._lost is not None:
+                one.outcome = self._lost_outcome(self._lost)
+        self._say(_begun(job))
+
+    def part_failed(self, save: str, error: dict[str, Any]) -> None:
+        """The trainer could not make its part of a save, or lost it."""
+        with self._changed:
+            self._failed[save] = error
+            _forget(self._failed)
+        self._say({"do": "failed", "save": save, "error": error})
+
+    def want(self, kind: str) -> None:
+        """The trainer wants all ranks to save, or stop, at a common step."""
+        with self._changed:
+            self._wants[kind] = None
+        self._say({"do": "want", "kind": kind})
+
+    def acted(self, step: int) -> None:
+        """The trainer acts at the agreed step."""
+        with self._changed:
+            self._wants.clear()
+        self._say({"do": "acted", "step": step})
+
+    def ask(self, call: int, step: int) -> None:
+        """The trainer asks whether to save ``step``."""
+        with self._changed:
+            self._asked.setdefault(step, []).append(call)
+            lost = self._lost
+        if lost is not None:
+            self._fail_asked(lost)
+        self._say({"do": "ask", "step": step})
+
+    # -- from the working thread
+
+    def stored(self, job: SaveJob, result: SaveResult, manifest: dict[str, Any]) -> None:
+        """Our part is durable."""
+        with self._changed:
+            one = self._waiting[job.save_id]
+            one.result, one.manifest, one.ended = result, manifest, True
+            known = one.outcome is not None
+        if known:
+            self._settle(one)
+        else:
+            self._say({"do": "stored", "save": job.save_id})
+
+    def failed(self, job: SaveJob, error: BaseException) -> None:
+        """Our part could not be stored; its files are gone."""
+        with self._changed:
+            one = self._waiting[job.save_id]
+            one.ended = True
+            known = one.outcome is not None
+            self._failed[job.save_id] = told = error_to_json(error)
+            _forget(self._failed)
+        if known:
+            self._settle(one)
+        else:
+            self._say({"do": "failed", "save": job.save_id, "error": told})
+
+    def finish(self, why: str, *, dead: bool) -> None:
+        """Begin no more saves; wait for the outcome of those begun, then leave.
+
+        Args:
+            why: of our trainer's end.
+            dead: it did not end in order.
+        """
+        if self._member is None:
+            return
+        if dead:
+            why = f"its trainer process has died{how_it_ended(self._trainer)}"
+        self._say({"do": "left", "why": why, "dead": dead})
+        until = time.monotonic() + self._timeout_s + _MARGIN_S
+        with self._changed:
+            # Bounded by the server's own bounds, so this one is for the case that it is stuck itself.
+            self._changed.wait_for(lambda: not self._waiting, max(0.0, until - time.monotonic()))
+        self._member.close(why)
+        if self._server is not None:
+            self._server.close(f"rank 0: {why}")
+
+    # -- from the control channel, on its threads
+
+    def _hear(self, message: Message) -> None:
+        if message["do"] == "verdict":
+            with self._changed:
+                calls = self._asked.pop(message["step"], [])
+            for call in calls:
+                self._answers.say_done(call, message["go"])
+            return
+        with self._changed:
+            if message["do"] == "lost":
+                self._lost = message["why"]
+                told = {save: self._lost_outcome(self._lost) for save in self._waiting}
+            else:
+                told = {message["save"]: message}
+                self._heard[message["save"]] = {**message, "do": "heard"}
+                _forget(self._heard)
+            ready = []
+            for save, outcome in told.items():
+                one = self._waiting.get(save)
+                if one is not None and one.outcome is None:
+                    one.outcome = outcome
+                    if one.ended:
+                        ready.append(one)
+        for one in ready:
+            self._answers.later(lambda one=one: self._settle(one))  # type: ignore[misc]
+        if self._lost is not None:
+            self._fail_asked(self._lost)
+
+    def _again(self) -> list[Message]:
+        """Say again what a new connection (or a new server) has to know."""
+        with self._changed:
+            told: list[Message] = list(self._heard.values())
+            for save, one in self._waiting.items():
+                told.append(_begun(one.job))
+                if one.result is not None:
+                    told.append({"do": "stored", "save": save})
+            told += [{"do": "failed", "save": save, "error": error} for save, error in self._failed.items()]
+            told += [{"do": "want", "kind": kind} for kind in self._wants]
+            told += [{"do": "ask", "step": step} for step in self._asked]
+        return told
+
+    def _lost_outcome(self, why: str) -> Message:
+        text = f"{why}; whether this save was committed is not known, the checkpoint before it stays"
+        return {"do": "outcome", "error": named_error("HoldfastError", text), "value": None, "discard": False}
+
+    def _fail_asked(self, why: str) -> None:
+        with self._changed:
+            asked, self._asked = self._asked, {}
+        for calls in asked.values():
+            for call in calls:
+                self._answers.say_failed(call, HoldfastError(why))
+
+    def _say(self, message: Message) -> None:
+        if self._member is not None:
+            self._member.say(message)
+
+    # -- the end of a save
+
+    def _settle(self, one: _Waiting) -> None:
+        """Answer the trainer; on the working thread."""
+        outcome = one.outcome
+        assert outcome is not None
+        if outcome["error"] is not None:
+            if outcome["discard"]:
+                self._discard(one)
+            self._answers.say_failed(one.call, error_from_json(outcome["error"]))
+        else:
+            assert one.result is not None
+            value = outcome["value"] or {}
+            deleted = tuple((name, why) for name, why in value.get("deleted", ()))
+            result = replace(one.result, deleted=deleted, warnings=tuple(value.get("warnings", ())))
+            self._answers.say_done(one.call, result.to_json(), (one.committed,))
+        with self._changed:
+            self._waiting.pop(one.job.save_id, None)
+            self._changed.notify_all()
+
+    def _discard(self, one: _Waiting) -> None:
+        """Remove our part, the part file first: what it names must be whole."""
+        job = one.job
+        with suppress(HoldfastError):
+            part = read_part(one.storage, job.directory, job.save_id, job.writer)
+            if part is not None:
+                for path in (part_name(job.writer, job.save_id), *(entry.path for entry in part.files)):
+                    one.storage.delete(join(job.directory, path))
+                one.storage.tidy(job.directory)
+
+    def _commit_later(self, save: str) -> None:
+        self._answers.later(lambda: self._commit(save))
+
+    def _commit(self, save: str) -> None:
+        """Commit what all ranks have stored, record it in the run, tell everybody."""
+        server = self._server
+        assert server is not None
+        with self._changed:
+            one = self._waiting.get(save)
+        try:
+            if one is None:
+                raise HoldfastError(f"rank 0 does not know of save {save}")
+            job = PartsJob(
+                directory=one.job.directory,
+                save_id=save,
+                writers=tuple(range(self._world_size)),
+                manifest=one.manifest,
+                wait_s=_VISIBLE_S,
+                run=one.job.run,
+                overwrite=one.job.overwrite,
+                stored=True,
+            )
+            result = commit_parts(one.storage, job, self._answers.run_of(one.job), again=one.again)
+        except Exception as error:  # noqa: BLE001 - a thread edge: all ranks hear of it
+            told = error_to_json(error)
+            if isinstance(error, StorageError) or not isinstance(error, HoldfastError):
+                told["message"] = f"rank 0: {told['message']}"
+            server.committed(save, error=told)
+        else:
+            one.committed = result.manifest
+            server.committed(save, value={"deleted": result.deleted, "warnings": result.warnings})
+
+
+def _begun(job: SaveJob) -> Message:
+    return {"do": "begun", "save": job.save_id, "directory": job.directory, "step": job.manifest.get("step")}
+
+
+def _forget(known: dict[str, Any]) -> None:
+    while len(known) > _REMEMBERED:
+        del known[next(iter(known))]
+
+
+def _stat(pid: int) -> list[str]:
+    """Read the fields of a process after its name; empty where the system does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def is_stopped(pid: int) -> bool:
+    """Tell whether the system has stopped a process (SIGSTOP, a debugger)."""
+    return _stat(pid)[:1] in (["T"], ["t"])
+
+
+def how_it_ended(pid: int) -> str:
+    """Say how a process that is dead and not yet reaped has ended; "" when that is not known any more."""
+    fields = _stat(pid)
+    if len(fields) < 50 or fields[0] != "Z":
+        return ""
+    status = int(fields[49])
+    if status & 0x7F:
+        import signal  # not above: every writer start would wait for it
+
+        with suppress(ValueError):
+            return f" (killed by {signal.Signals(status & 0x7F).name})"
+        return f" (killed by signal {status & 0x7F})"
+    return f" (exit status {status >> 8})"

@@ -1,0 +1,218 @@
+"""The remote side of a mirrored run: what its uploading thread does there, one step at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.history import REPORTS, highest_attempt
+from holdfast.checkpoint.lease import Lease
+from holdfast.checkpoint.record import Record
+from holdfast.checkpoint.remains import sweep_hidden
+from holdfast.checkpoint.retention import Verdict
+from holdfast.checkpoint.runindex import RunIndex
+from holdfast.checkpoint.sidecar import Sidecar, read_sidecar
+from holdfast.checkpoint.transfer import Copied, copy_checkpoint
+from holdfast.config import Keep
+from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError, StorageError, StorageNotFoundError
+from holdfast.format.commit import read_manifest, sweep
+from holdfast.format.names import MANIFEST_NAME
+from holdfast.storage.base import Storage
+
+from .heartbeat import Heartbeat
+
+__all__ = ["RemoteRun"]
+
+
+class RemoteRun:
+    """Holds the lease of the remote side and keeps it a run of its own, which needs nothing of the local side.
+
+    Attributes:
+        heartbeat: the lease.
+        catalog: its checkpoints.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, storage: Storage, local: Storage, keep: Keep | None) -> None:
+        self.heartbeat, self.catalog = heartbeat, Catalog(storage)
+        self._storage, self._local, self._keep = storage, local, keep
+        self._segments: dict[str, int] = {}  # report segments that the remote has, and how long they are
+        self._own: set[str] = set()  # those that came from here
+        self._sidecars: dict[str, Sidecar] = {}  # as they were when the remote learnt of them
+
+    @classmethod
+    def open(
+        cls,
+        storage: Storage,
+        local: Storage,
+        *,
+        owner: Mapping[str, Any],
+        keep: Keep | None,
+        wait_s: float,
+        pause: Callable[[float], None],
+    ) -> RemoteRun:
+        """Take the lease and look at what is there.
+
+        Raises:
+            RunBusyError: another trainer holds it.
+            StorageError: the remote does not answer or refuses: nobody knows what the newest checkpoint is.
+        """
+        heartbeat = None
+        try:
+            lease = Lease.acquire(storage, {**owner, "pid": os.getpid()}, wait_s=wait_s, sleep=pause)
+            heartbeat = Heartbeat(lease)
+            remote = cls(heartbeat, storage, local, keep)
+            remote._segments = {info.path: info.size for info in storage.list(REPORTS, recursive=False)}
+        except BaseException as error:
+            if heartbeat is not None:
+                with contextlib.suppress(StorageError):
+                    heartbeat.close()
+            if isinstance(error, StorageError):
+                raise type(error)(
+                    f"the remote side of this run, {storage.uri}, cannot be looked at, so nobody knows which "
+                    f"checkpoint is the newest: {error}. Nothing was started. What to do: try again when it answers; "
+                    f"or go on with the local side alone, Checkpointer({local.uri!r}, ...) without local_dir; it is "
+                    "brought to the remote by the next start with both"
+                ) from error
+            raise
+        return remote
+
+    @property
+    def highest_attempt(self) -> int:
+        """The highest attempt that ever was."""
+        index = self.catalog.index
+        seen = [one.attempt for one in index.attempts] + [row[1] for row in index.rows.values()]
+        return max([*seen, highest_attempt(self._storage)], default=0)
+
+    def join(self, local: RunIndex) -> None:
+        """Let the local index know of the lives that the remote knows.
+
+        Raises:
+            ConfigError: the two sides hold different runs.
+        """
+        index = self.catalog.index
+        if local.run_id and index.run_id and local.run_id != index.run_id:
+            raise ConfigError(
+                f"{local.storage.uri} holds another run ({local.run_id}) than {index.storage.uri} ({index.run_id}): "
+                "give each run a local_dir of its own, or empty this one"
+            )
+        local.run_id = local.run_id or index.run_id
+        last = [max((one.attempt for one in side.attempts), default=0) for side in (local, index)]
+        older, newer = (local, index) if last[1] > last[0] else (index, local)
+        known = {one.attempt: one for one in (*older.attempts, *newer.attempts)}
+        local.attempts = [known[number] for number in sorted(known)]
+        local.notes, local.finished = {**older.notes, **newer.notes}, newer.finished
+
+    def register(self, waiting: Sequence[Record]) -> list[str]:
+        """Write the new attempt down before anything is trained, and sweep what dead lives left.
+
+        Half-sent checkpoints that are waiting here are not swept: what is complete of them is not sent again.
+        """
+        self.bring_head()
+        kept = {record.name for record in waiting}
+        self.catalog.incomplete = [name for name in self.catalog.incomplete if name not in kept]
+        current = self.catalog.index.current
+        start_ids = {current.start_id} if current is not None else set()
+        return [*self.catalog.sweep(), *sweep_hidden(self._storage, start_ids)]
+
+    def is_whole(self, name: str) -> bool:
+        """Whether every file of a checkpoint of the remote is there."""
+        try:
+            read_manifest(self._storage, name, check_sizes=True)
+        except CheckpointError:
+            return False
+        return True
+
+    def take(self, name: str, *, stop: Callable[[], bool]) -> tuple[Copied, list[Verdict]]:
+        """Upload one checkpoint and apply the rules of retention.
+
+        Raises:
+            TransferStopped: ``stop`` said so; what is complete stays.
+            HoldfastError: it could not be done now.
+        """
+        self.heartbeat.confirm()
+        before = read_sidecar(self._local, name)
+        previous = next((record.name for record in self.catalog.records() if record.name != name), None)
+        copied = copy_checkpoint(self._local, name, self._storage, name, previous=previous, stop=stop)
+        self._sidecars[name] = before
+        self.catalog.add(name, read_manifest(self._storage, name))
+        return copied, self.retain()
+
+    def retain(self) -> list[Verdict]:
+        """Save the index and apply the rules; give what was deleted."""
+        self.bring_head(save=self._keep is None)
+        return [] if self._keep is None else self.catalog.prune(self._keep)
+
+    def bring_head(self, *, save: bool = True) -> None:
+        """Copy what the local run.json says about the run itself; rows and quarantine are each side's own."""
+        local, index = RunIndex.load(self._local), self.catalog.index
+        fields = ("run_id", "attempts", "notes", "finished")
+        if local.damage is None and any(getattr(local, one) != getattr(index, one) for one in fields):
+            self.heartbeat.confirm()
+            for one in fields:
+                setattr(index, one, getattr(local, one))
+        elif index.damage is None:
+            return
+        if save:
+            index.save()
+
+    def bring_reports(self) -> None:
+        """Copy the report segments that are new or longer, then remove those that were merged into others."""
+        found = {info.path: info.size for info in self._local.list(REPORTS, recursive=False)}
+        fresh = [path for path, size in sorted(found.items()) if self._segments.get(path) != size]
+        gone = sorted(self._own - found.keys())
+        if fresh or gone:
+            self.heartbeat.confirm()
+        for path in fresh:
+            with contextlib.suppress(StorageNotFoundError):  # merged away just now
+                data = self._local.read(path)
+                self._storage.put(path, data)
+                self._segments[path] = len(data)
+                self._own.add(path)
+        for path in gone:
+            self._storage.delete(path)
+            self._own.discard(path)
+
+    def bring_sidecars(self, names: Collection[str]) -> None:
+        """Tell the remote of late metrics and pins of these checkpoints, which lie at both sides."""
+        changed = False
+        for name in names:
+            if not self._local.exists(f"{name}/{MANIFEST_NAME}"):
+                continue
+            now, before = read_sidecar(self._local, name), self._sidecars.get(name)
+            if before is None:  # of an earlier life: nobody knows who said what first
+                before = read_sidecar(self._storage, name)
+                now = now.with_pin(now.pinned or before.pinned)
+                self._sidecars[name] = now
+            if now == before:
+                continue
+            self.heartbeat.confirm()
+            metrics = {key: value for key, value in now.metrics.items() if before.metrics.get(key) != value}
+            self._tell(name, metrics, now.pinned if now.pinned != before.pinned else None)
+            self._sidecars[name] = now
+            changed = True
+        if changed:
+            self.retain()
+
+    def late(self, name: str, metrics: Mapping[str, Any], pinned: bool | None) -> None:
+        """Take metrics or a pin of a checkpoint that the local side has no more."""
+        self.heartbeat.confirm()
+        self._tell(name, metrics, pinned)
+        self.retain()
+
+    def _tell(self, name: str, metrics: Mapping[str, Any], pinned: bool | None) -> None:
+        try:
+            self.catalog.record(name)
+        except CheckpointNotFoundError:
+            return  # deleted by retention
+        if metrics:
+            self.catalog.set_metrics(name, metrics)
+        if pinned is not None:
+            self.catalog.pin(name, on=pinned)
+
+    def drop(self, name: str) -> None:
+        """Remove what was sent of a checkpoint that was given up."""
+        self.heartbeat.confirm()
+        sweep(self._storage, name)

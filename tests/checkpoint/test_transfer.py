@@ -1,0 +1,280 @@
+"""Copies of checkpoints between storages: whole, resumed, checked, bounded."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from build import MODEL, Shape, build, small
+
+from holdfast.checkpoint import _sending
+from holdfast.checkpoint._sending import NUM_WINDOWS, WINDOW
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.sidecar import Sidecar, read_sidecar, write_sidecar
+from holdfast.checkpoint.transfer import Copied, TransferStopped, copy_checkpoint
+from holdfast.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    StorageError,
+)
+from holdfast.storage.local import LocalStorage
+from holdfast.storage.memory import MemoryStorage
+
+# Three files of 10 MB and more: more than one window each.
+BIG = tuple(Shape(f"{item}/w", (3, 1_000_000)) for item in ("model", "ema", "optimizer"))
+
+
+@pytest.fixture(params=["local", "memory"])
+def target(request, tmp_path):
+    return LocalStorage(tmp_path / "target") if request.param == "local" else MemoryStorage(f"t-{tmp_path.name}")
+
+
+@pytest.fixture
+def source(tmp_path):
+    return MemoryStorage(f"s-{tmp_path.name}")
+
+
+def content(storage, name: str) -> dict[str, bytes]:
+    return {info.path[len(name) + 1 :]: storage.read(info.path) for info in storage.list(name)}
+
+
+class Recorded:
+    """Replaces methods of a storage by ones that note their paths, and fail or act on demand."""
+
+    def __init__(self, monkeypatch, storage, *names: str) -> None:
+        self.paths: list[str] = []
+        self.before = lambda path: None
+        for name in names:
+            monkeypatch.setattr(storage, name, self._noting(getattr(storage, name)))
+
+    def _noting(self, real):
+        def noted(path, *args, **options):
+            self.before(path)
+            self.paths.append(path)
+            return real(path, *args, **options)
+
+        return noted
+
+
+def test_a_copy_is_the_source_byte_for_byte(source, target) -> None:
+    """All files arrive, what was put there by hand too, remains of other saves not; progress adds up to all bytes."""
+    made = build(source, "c", tensors=(*MODEL, *BIG), user={"sub/x.bin": b"123", "empty": b""}, step=3)
+    source.put("c/notes.txt", b"by hand")
+    source.put("c/model-00000-deadbeef-0.safetensors", b"of a save that died")
+    write_sidecar(source, "c", Sidecar(metrics={"loss": float("nan")}, pinned=True))
+    seen: list[int] = []
+    found = copy_checkpoint(source, "c", target, "runs/x", progress=seen.append)
+    expected = content(source, "c")
+    del expected["model-00000-deadbeef-0.safetensors"]
+    assert content(target, "runs/x") == expected
+    assert Checkpoint.at(target, "runs/x").verify().ok
+    total = made.total_bytes + len(b"by hand")
+    assert found == Copied(bytes_sent=total, files=len(made.files) + 1)
+    assert sum(seen) == total
+
+
+def test_a_copy_that_was_stopped_goes_on_where_it_was(source, target) -> None:
+    """What was complete is not sent again, and until the end there is no checkpoint."""
+    made = build(source, "c", tensors=BIG)
+    windows = 0
+
+    def stop() -> bool:
+        nonlocal windows
+        windows += 1
+        return windows > 5
+
+    with pytest.raises(TransferStopped):
+        copy_checkpoint(source, "c", target, "c", stop=stop, num_threads=1)
+    assert not target.exists("c/manifest.json")
+    there = {path for path, data in content(target, "c").items() if len(data) == made.file(path).size}
+    assert there
+    again = copy_checkpoint(source, "c", target, "c")
+    assert again.bytes_there == sum(made.file(path).size for path in there)
+    assert again.bytes_sent == made.total_bytes - again.bytes_there > 0
+    assert copy_checkpoint(source, "c", target, "c") == Copied(bytes_there=made.total_bytes, files=len(made.files))
+    assert Checkpoint.at(target, "c").verify().ok
+
+
+def test_a_file_that_only_looks_complete_is_sent_again(source, tmp_path) -> None:
+    """A disk that lost power keeps the size and not the bytes: on a local target the digest is asked, not the size."""
+    made = build(source, "c", tensors=BIG)
+    target = LocalStorage(tmp_path)
+    for entry in made.files:
+        target.put(f"c/{entry.path}", bytes(entry.size - 1) + b"?")
+    assert copy_checkpoint(source, "c", target, "c").bytes_sent == made.total_bytes
+    assert Checkpoint.at(target, "c").verify().ok
+
+
+def test_files_that_are_gone_from_a_committed_copy_are_sent_again(source, target) -> None:
+    """Copying anew heals a copy from which somebody deleted a file."""
+    made = build(source, "c", tensors=BIG)
+    copy_checkpoint(source, "c", target, "c")
+    target.delete(f"c/{made.files[0].path}")
+    assert copy_checkpoint(source, "c", target, "c").bytes_sent == made.files[0].size
+    assert Checkpoint.at(target, "c").verify().ok
+
+
+def test_a_source_that_rotted_gives_no_checkpoint(source, target) -> None:
+    """A flipped byte, a short file and a missing one are found while they are read, and the file is named."""
+    made = build(source, "c", tensors=BIG)
+    victim = made.files[1].path
+    whole = source.read(f"c/{victim}")
+    for bad in (whole[:-1] + b"?", whole[:-1], None):
+        source.put(f"c/{victim}", bad) if bad is not None else source.delete(f"c/{victim}")
+        with pytest.raises(CorruptCheckpointError, match=victim) as caught:
+            copy_checkpoint(source, "c", target, "c")
+        assert caught.value.file == victim
+        assert not target.exists("c/manifest.json")
+        assert not target.exists(f"c/{victim}")
+    source.put("c/manifest.json", source.read("c/manifest.json")[:-40])
+    with pytest.raises(CorruptCheckpointError, match="manifest"):
+        copy_checkpoint(source, "c", target, "c")
+
+
+def test_a_source_that_is_deleted_meanwhile_is_not_found(source, target) -> None:
+    """Retention of a living run may be faster than a copy: that is no damage."""
+    build(source, "c", tensors=BIG)
+    with pytest.raises(CheckpointNotFoundError, match="was deleted while"):
+        copy_checkpoint(source, "c", target, "c", progress=lambda _: source.delete_tree("c"), num_threads=1)
+    assert not target.exists("c/manifest.json")
+
+
+def test_what_is_no_checkpoint_is_refused(source, target) -> None:
+    """Nothing, and the remains of a save, cannot be copied."""
+    with pytest.raises(CheckpointNotFoundError):
+        copy_checkpoint(source, "none", target, "c")
+    build(source, "c", finish=False)
+    with pytest.raises(IncompleteCheckpointError):
+        copy_checkpoint(source, "c", target, "c")
+    assert not list(target.list())
+
+
+def test_another_checkpoint_is_replaced_only_on_demand(source, target) -> None:
+    """Then the old one stays whole until the new one commits, and its files and sidecars go afterwards."""
+    build(source, "old", step=1)
+    build(source, "new", step=2)
+    write_sidecar(source, "old", Sidecar(pinned=True))
+    copy_checkpoint(source, "old", target, "c")
+    with pytest.raises(CheckpointExistsError):
+        copy_checkpoint(source, "new", target, "c")
+    states = []
+    copy_checkpoint(
+        source, "new", target, "c", overwrite=True, progress=lambda _: states.append(Checkpoint.at(target, "c").step)
+    )
+    assert set(states) == {1}
+    assert content(target, "c") == content(source, "new")
+
+
+def test_a_checkpoint_whose_files_would_change_goes_first(source, target, monkeypatch) -> None:
+    """A user's files keep their names: the old manifest must not vouch for new bytes, so it is removed before."""
+    small(source, "old", user={"weights.bin": b"1"})
+    small(source, "new", user={"weights.bin": b"2"})
+    copy_checkpoint(source, "old", target, "c")
+    created = Recorded(monkeypatch, target, "create")
+    manifests = []
+    created.before = lambda path: manifests.append(target.exists("c/manifest.json"))
+    copy_checkpoint(source, "new", target, "c", overwrite=True)
+    assert not any(manifests)
+    assert content(target, "c") == content(source, "new")
+
+
+def test_unchanged_files_are_repeated_at_the_target(source, target) -> None:
+    """With a previous checkpoint there, big files of the same digest are copied on that side; a user's never are.
+
+    On a disk, where they would share their bytes from then on, only if they do at the source.
+    """
+    frozen = b"7" * 4_000_000
+    one = build(source, "a", tensors=(Shape("model/w", (1_000_000,), frozen),), user={"u.bin": b"x" * 2_000_000})
+    same = (Shape("model/w", (1_000_000,), frozen),)
+    build(source, "b", tensors=same, user={"u.bin": b"x" * 2_000_000}, reused=True)
+    build(source, "d", tensors=same)
+    copy_checkpoint(source, "a", target, "a")
+    assert (copy_checkpoint(source, "d", target, "d", previous="a").bytes_copied == 0) == (
+        target.local_root is not None
+    )
+    found = copy_checkpoint(source, "b", target, "b", previous="a")
+    assert found.bytes_copied == sum(entry.size for entry in one.files if entry.role == "tensors")
+    assert found.total_bytes == one.total_bytes
+    assert content(target, "b") == content(source, "b")
+    if target.local_root is not None:
+        user = [(target.local_root / name / "u.bin").stat().st_nlink for name in "ab"]
+        assert user == [1, 1]
+    target.delete_tree("b")
+    assert copy_checkpoint(source, "b", target, "b", previous="gone").bytes_copied == 0
+
+
+def test_a_previous_one_that_goes_away_costs_only_time(source, target, monkeypatch) -> None:
+    """Retention at the target may remove it in the middle of the copy."""
+    build(source, "a", tensors=BIG)
+    build(source, "b", tensors=BIG)
+    copy_checkpoint(source, "a", target, "a")
+    if target.local_root is not None:
+        pytest.skip("nothing is shared on a disk that was not at the source")
+    copies = Recorded(monkeypatch, target, "copy")
+    copies.before = lambda path: target.delete_tree("a")
+    assert copy_checkpoint(source, "b", target, "b", previous="a").bytes_copied == 0
+    assert Checkpoint.at(target, "b").verify().ok
+
+
+def test_late_metrics_and_pins_of_both_sides_are_kept(source, target) -> None:
+    """Copying again brings what was said since; what was said at the target stays."""
+    small(source, "c", step=1)
+    copy_checkpoint(source, "c", target, "c")
+    write_sidecar(target, "c", Sidecar(metrics={"theirs": 1, "both": 1}, pinned=True))
+    write_sidecar(source, "c", Sidecar(metrics={"ours": 2, "both": 2}))
+    Checkpoint.at(source, "c").set_metadata({"note": "late"})
+    copy_checkpoint(source, "c", target, "c")
+    assert read_sidecar(target, "c") == Sidecar(metrics={"theirs": 1, "both": 2, "ours": 2}, pinned=True)
+    assert Checkpoint.at(target, "c").get_metadata() == {"note": "late"}
+    assert Checkpoint.at(target, "c").verify().ok
+
+
+def test_a_foreign_directory_is_copied_as_it_is(source, target) -> None:
+    """No manifest, no digests: all files, subdirectories included, each time."""
+    source.put("c/a/b.bin", b"1")
+    source.put("c/d.bin", b"")
+    assert copy_checkpoint(source, "c", target, "c") == Copied(bytes_sent=1, files=2, is_foreign=True)
+    assert content(target, "c") == {"a/b.bin": b"1", "d.bin": b""}
+    small(source, "ours")
+    copy_checkpoint(source, "ours", target, "x")
+    with pytest.raises(CheckpointExistsError):
+        copy_checkpoint(source, "c", target, "x")
+    copy_checkpoint(source, "c", target, "x", overwrite=True)
+    assert Checkpoint.at(target, "x").verify().state == "foreign"
+
+
+def test_an_error_of_the_target_ends_all_threads_and_is_the_one_raised(source, target, monkeypatch) -> None:
+    """One file that cannot be written stops the others, and its error comes out, not theirs."""
+    build(source, "c", tensors=BIG)
+    created = Recorded(monkeypatch, target, "create")
+
+    def fail(path: str) -> None:
+        if "ema" in path:
+            raise StorageError("no more")
+
+    created.before = fail
+    with pytest.raises(StorageError, match="no more"):
+        copy_checkpoint(source, "c", target, "c")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast-")]
+
+
+def test_buffers_are_bounded(source, target, monkeypatch) -> None:
+    """However many threads are asked for, all windows of a copy together are 64 MiB."""
+    build(source, "c", tensors=tuple(Shape(f"m{number}/w", (2_200_000,)) for number in range(10)))
+    made = []
+    real = _sending.mmap.mmap
+    monkeypatch.setattr(_sending.mmap, "mmap", lambda *args: made.append(args[1]) or real(*args))
+    copy_checkpoint(source, "c", target, "c", num_threads=100)
+    assert 0 < sum(made) <= NUM_WINDOWS * WINDOW == 64 << 20
+
+
+def test_links_out_of_the_checkpoint_are_not_followed(tmp_path, target) -> None:
+    """A hostile checkpoint cannot make a copy send other files of this machine."""
+    source = LocalStorage(tmp_path / "s")
+    small(source, "c")
+    (tmp_path / "secret").write_text("key")
+    (tmp_path / "s" / "c" / ".metadata.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(CorruptCheckpointError, match="symlink"):
+        copy_checkpoint(source, "c", target, "c")

@@ -1,0 +1,217 @@
+"""`push`, `pull` and `cp`: what lands where, what a second time does, what is refused, what is printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from build import Shape, build, small
+from test_cli import as_json, flip, invoke, run  # noqa: F401 - a fixture
+
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.lease import Lease, make_owner
+from holdfast.checkpoint.runindex import RunIndex
+from holdfast.storage.local import LocalStorage
+from holdfast.storage.resolve import resolve
+
+pytestmark = pytest.mark.usefixtures("_arguments")
+
+
+@pytest.fixture(name="_arguments")
+def _argv(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["holdfast"])
+
+
+@pytest.fixture
+def remote(request) -> str:
+    return f"memory://{request.node.name}/runs"
+
+
+def rows(document: dict) -> dict[str, dict]:
+    return {row["name"]: row for row in document["checkpoints"]}
+
+
+def names(storage) -> set[str]:
+    return {info.path.split("/")[0] for info in storage.list()}
+
+
+def test_a_run_is_pushed_and_pulled_back_whole(run, remote, tmp_path) -> None:  # noqa: F811
+    """Newest first, each named with its bytes; what never committed or is set aside is left out, and that is said."""
+    found = as_json("push", run, remote)
+    assert (found["kind"], found["ok"], found["target"]) == ("run", True, f"{remote}/run")
+    assert list(rows(found)) == ["step_20", "step_10", "notes"]
+    assert [row["state"] for row in found["checkpoints"]] == ["ok", "ok", "foreign"]
+    assert {left["name"] for left in found["left_out"]} == {"step_30", "step_40"}
+    assert found["bytes_sent"] == sum(row["bytes_sent"] for row in found["checkpoints"])
+    assert found["bytes_copied"] == sum(row["bytes_copied"] for row in found["checkpoints"])
+    there = resolve(f"{remote}/run")
+    assert names(there) == {"step_10", "step_20", "notes", "reports", "run.json"}
+    old, new = Catalog(LocalStorage(run)), Catalog(there)
+    assert [record.name for record in new.records()] == [record.name for record in old.records()]
+    assert (new.index.run_id, new.index.attempts, new.record("step_20").pinned) == (
+        old.index.run_id, old.index.attempts, True,
+    )  # fmt: skip
+    back = as_json("pull", f"{remote}/run", tmp_path / "back", "--verify")
+    assert (back["ok"], back["verified"]) == (True, True)
+    assert Checkpoint(tmp_path / "back" / "run" / "step_10").verify().ok
+    assert RunIndex.load(LocalStorage(tmp_path / "back" / "run")).run_id == old.index.run_id
+
+
+def test_the_same_command_again_sends_only_what_is_new(run, remote) -> None:  # noqa: F811
+    """What is complete stays; late metrics and a new checkpoint come along."""
+    as_json("push", run, remote)
+    storage = LocalStorage(run)
+    catalog = Catalog(storage)
+    small(storage, "step_50", run_id=catalog.index.run_id, attempt=1, step=50)
+    catalog.set_metrics("step_10", {"late": 1})
+    again = rows(as_json("push", run, remote))
+    assert again["step_50"]["bytes_sent"] > 0
+    assert again["step_10"]["bytes_sent"] == again["step_20"]["bytes_sent"] == 0
+    assert again["step_10"]["bytes_there"] == Checkpoint(run / "step_10").size_bytes
+    assert Catalog(resolve(f"{remote}/run")).record("step_10").metrics["late"] == 1
+
+
+def test_where_things_land_does_not_depend_on_what_is_there(tmp_path, remote) -> None:
+    """`cp A B` makes B, `cp A B/` makes B/A, before and after; push and pull always make a directory of the name."""
+    small(LocalStorage(tmp_path), "c", step=1)
+    for _ in range(2):
+        invoke("cp", tmp_path / "c", f"{remote}/plain")
+        invoke("cp", tmp_path / "c", f"{remote}/into/")
+        invoke("push", tmp_path / "c", f"{remote}/push")
+        invoke("pull", f"{remote}/plain", f"{tmp_path}/pulled/")
+    manifests = {info.path for info in resolve(remote).list() if info.path.endswith("manifest.json")}
+    assert manifests == {"plain/manifest.json", "into/c/manifest.json", "push/c/manifest.json"}
+    assert Checkpoint(tmp_path / "pulled" / "plain").step == 1
+    assert os.listdir(tmp_path / "pulled") == ["plain"]
+
+
+def test_pull_goes_to_the_current_directory(tmp_path, remote, monkeypatch) -> None:
+    """Without a second argument."""
+    small(resolve(remote), "c", step=1)
+    monkeypatch.chdir(tmp_path)
+    document = as_json("pull", f"{remote}/c")
+    assert (document["kind"], document["target"]) == ("checkpoint", str(tmp_path / "c"))
+    assert Checkpoint("c").verify().ok
+
+
+def test_wrong_usage_is_said_with_status_two(run, tmp_path, remote) -> None:  # noqa: F811
+    """Directions that make no sense, nothing there, and a copy into itself."""
+    assert "cp" in invoke("push", run, tmp_path / "x", code=2).output
+    assert "cp" in invoke("pull", run, tmp_path / "x", code=2).output
+    assert "nothing at" in invoke("cp", tmp_path / "none", tmp_path / "x", code=2).output
+    assert "lies in the other" in invoke("cp", run, run / "backup", code=2).output
+    assert "lies in the other" in invoke("cp", run / "step_10", run / "step_10", code=2).output
+
+
+def test_a_living_run_at_the_destination_is_left_alone(run, tmp_path) -> None:  # noqa: F811
+    """Its trainer would not expect new checkpoints; the lease of the source does not matter, and ours is given back."""
+    target = LocalStorage(tmp_path / "target")
+    with_lease = Lease.acquire(target, make_owner("beefbeef"))
+    try:
+        found = as_json("cp", run, tmp_path / "target", code=1)
+        assert found["error"] == "RunBusyError"
+        assert names(target) == {"lease.json", ".lease.lock"}
+    finally:
+        with_lease.release()
+    busy = Lease.acquire(LocalStorage(run), make_owner("beefbeef"))
+    assert as_json("cp", run, tmp_path / "target")["ok"]
+    busy.release()
+    assert "lease.json" not in names(target)
+
+
+def test_another_run_and_a_run_that_went_on_are_not_mixed(run, tmp_path) -> None:  # noqa: F811
+    """Two runs in one directory, or attempts that would be forgotten, are refused."""
+    other = LocalStorage(tmp_path / "other")
+    RunIndex.load(other).register_attempt("bbbbbbbb", host="h", pid=1)
+    assert "another run" in as_json("cp", run, tmp_path / "other", code=1)["message"]
+    as_json("cp", run, tmp_path / "copy")
+    RunIndex.load(LocalStorage(tmp_path / "copy")).register_attempt("cccccccc", host="h", pid=1)
+    assert "by itself" in as_json("cp", run, tmp_path / "copy", code=1)["message"]
+    assert as_json("cp", run, tmp_path / "copy", "--overwrite")["ok"]
+
+
+def test_damage_is_found_and_the_others_are_copied(run, tmp_path) -> None:  # noqa: F811
+    """A checkpoint whose bytes differ fails by name, with status 1; `--overwrite` decides about one in the way."""
+    flip(run, "step_20")
+    found = as_json("cp", run, tmp_path / "copy", code=1)
+    states = {name: row["state"] for name, row in rows(found).items()}
+    assert states == {"step_20": "failed", "step_10": "ok", "notes": "foreign"}
+    assert "digest differs" in rows(found)["step_20"]["problems"][0]
+    small(LocalStorage(tmp_path), "single", step=1)
+    assert as_json("cp", tmp_path / "single", tmp_path / "copy" / "step_10", code=1)["error"] == "CheckpointExistsError"
+    assert as_json("cp", tmp_path / "single", tmp_path / "copy" / "step_10", "--overwrite")["ok"]
+    assert Checkpoint(tmp_path / "copy" / "step_10").step == 1
+
+
+def test_verify_reads_the_destination_again(run, tmp_path, monkeypatch) -> None:  # noqa: F811
+    """A destination that does not keep what it was given is found out."""
+    as_json("cp", run, tmp_path / "copy")
+    flip(tmp_path / "copy", "step_10")
+    assert as_json("cp", run, tmp_path / "copy")["ok"]
+    found = as_json("cp", run, tmp_path / "copy", "--verify", code=1)
+    assert "not what was written" in rows(found)["step_10"]["problems"][0]
+
+
+def test_files_and_foreign_directories(tmp_path, remote) -> None:
+    """They are copied as they are, and it is said that there was nothing to check."""
+    (tmp_path / "d" / "sub").mkdir(parents=True)
+    (tmp_path / "d" / "a.bin").write_bytes(b"1")
+    (tmp_path / "d" / "sub" / "b.bin").write_bytes(b"22")
+    (tmp_path / "model.pt").write_bytes(b"weights")
+    assert "nothing to check against" in invoke("push", tmp_path / "d", remote).stdout
+    invoke("push", tmp_path / "model.pt", remote)
+    assert resolve(remote).read("model.pt") == b"weights"
+    assert as_json("pull", f"{remote}/d", tmp_path / "back")["checkpoints"][0]["state"] == "foreign"
+    assert (tmp_path / "back" / "d" / "sub" / "b.bin").read_bytes() == b"22"
+
+
+def test_a_directory_of_runs_is_not_taken_for_a_run(run, tmp_path) -> None:  # noqa: F811
+    """One level too high: nothing is copied, and it says what to do."""
+    found = as_json("cp", run.parent, tmp_path.parent / f"{tmp_path.name}-copy", code=1)
+    assert found["left_out"] == [{"name": "run", "why": "a run of its own: copy it by itself"}]
+
+
+def test_what_people_read(run, tmp_path) -> None:  # noqa: F811
+    """A line for each checkpoint, the reasons of what was left out, the sum."""
+    lines = invoke("cp", run, tmp_path / "copy").stdout.splitlines()
+    assert lines[0].startswith("step_20  ok")
+    assert any(line.startswith("step_40") and "never committed" in line for line in lines)
+    assert "digests checked" in lines[-1]
+
+
+def test_ctrl_c_leaves_what_the_same_command_finishes(tmp_path) -> None:
+    """An interrupt in the middle says what is missing, ends with 1, and the second time sends only the rest."""
+    big = tuple(Shape(f"{item}/w", (4, 1_000_000)) for item in ("model", "ema", "optimizer"))
+    source = LocalStorage(tmp_path / "source")
+    made = build(source, "c", tensors=big)
+    script = (
+        "import sys, time\n"
+        "from holdfast.checkpoint import _sending\n"
+        "from holdfast.cli.main import main\n"
+        "settled = _sending.Sender.settled\n"
+        "def slow(self, nbytes):\n"
+        "    settled(self, nbytes); print('window', file=sys.stderr, flush=True); time.sleep(0.1)\n"
+        "_sending.Sender.settled = slow\n"
+        "main()\n"
+    )
+    arguments = ["cp", str(tmp_path / "source" / "c"), str(tmp_path / "copy"), "--json"]
+    command = [sys.executable, "-c", script, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for _ in range(5):
+        assert process.stderr.readline() == "window\n"
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, errors
+    assert "Traceback" not in errors
+    document = json.loads(output)
+    assert (document["interrupted"], document["ok"], document["not_reached"]) == (True, False, ["copy"])
+    assert not (tmp_path / "copy" / "manifest.json").exists()
+    again = as_json("cp", tmp_path / "source" / "c", tmp_path / "copy")
+    assert again["bytes_there"] > 0
+    assert again["bytes_sent"] + again["bytes_there"] == made.total_bytes
+    assert Checkpoint(tmp_path / "copy").verify().ok
