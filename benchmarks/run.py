@@ -25,6 +25,7 @@ BENCHMARKS = {
     "lost": ("lost", "run"),
     "load": ("load", "run"),
     "small": ("small", "run"),
+    "plan": ("plan", "run"),
     "memory": ("memory", "run"),
     "step": ("step", "run"),
     "catalog": ("catalog", "run"),
@@ -32,6 +33,7 @@ BENCHMARKS = {
     "startup": ("startup", "run"),
     "startup_trainer": ("startup_trainer", "run"),
     "trainer": ("trainer", "run"),
+    "remote": ("remote", "run"),
 }
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from .errors import *  # noqa: F403
     from .interop.export import Exported as Exported
     from .interop.export import export as export
+    from .interop.import_ import Imported as Imported
+    from .interop.import_ import import_checkpoint as import_checkpoint
     from .runtime.result import Result as Result
     from .runtime.session import get_all_reported_checkpoints as get_all_reported_checkpoints
     from .runtime.session import get_checkpoint as get_checkpoint
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from .runtime.types import CheckpointUploadMode as CheckpointUploadMode
     from .runtime.types import ReportedCheckpoint as ReportedCheckpoint
     from .runtime.types import ReportedCheckpointStatus as ReportedCheckpointStatus
+    from .trainers.loop.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
@@ -62,6 +65,8 @@ _HOME = {
     "ScalingConfig": "config",
     "Exported": "interop.export",
     "export": "interop.export",
+    "Imported": "interop.import_",
+    "import_checkpoint": "interop.import_",
     "Result": "runtime.result",
     "get_all_reported_checkpoints": "runtime.session",
     "get_checkpoint": "runtime.session",
@@ -72,6 +77,7 @@ _HOME = {
     "CheckpointUploadMode": "runtime.types",
     "ReportedCheckpoint": "runtime.types",
     "ReportedCheckpointStatus": "runtime.types",
+    "Trainer": "trainers.loop.trainer",
     **dict.fromkeys(_errors.__all__, "errors"),
 }
 __all__ = sorted(_HOME)  # noqa: PLE0605

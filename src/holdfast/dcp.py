@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint and Holdfast: convert directories, or let DCP itself save and load our checkpoints.
 
-Code that calls ``dcp.save(state, storage_writer=HoldfastWriter(path))`` gets a committed, digest-checked checkpoint that
-`holdfast.load` reads; ``dcp.load(state, storage_reader=HoldfastReader(path))`` reads any checkpoint of Holdfast into any
-layout. `export` and `import_` convert whole directories without a model.
+Code that calls ``dcp.save(state, storage_writer=HoldfastWriter(path))`` gets a committed, digest-checked checkpoint
+that `holdfast.load` reads; ``dcp.load(state, storage_reader=HoldfastReader(path))`` reads any checkpoint of Holdfast
+into any layout. `export` and `import_` convert whole directories without a model.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from .interop.dcp_reader import HoldfastReader
 from .interop.dcp_writer import HoldfastWriter
 from .interop.export import Exported
 from .interop.export import export as _export
+from .interop.import_ import Imported, import_checkpoint
 
-__all__ = ["HoldfastReader", "HoldfastWriter", "export"]
+__all__ = ["HoldfastReader", "HoldfastWriter", "export", "import_"]
 
 
 def export(
@@ -35,3 +36,16 @@ def export(
         overwrite: replace a directory of DCP that is there.
     """
     return _export(checkpoint, path, to="dcp", only=only, overwrite=overwrite)
+
+
+def import_(path: str | os.PathLike[str], destination: str | os.PathLike[str], *, overwrite: bool = False) -> Imported:
+    """Make a checkpoint of a directory of ``torch.distributed.checkpoint``; see `holdfast.import_checkpoint`.
+
+    ``.metadata`` is read by an allow-list: a hostile one is refused, and nothing in it is run.
+
+    Args:
+        path: the directory.
+        destination: path or URI of the new checkpoint.
+        overwrite: replace a committed checkpoint there.
+    """
+    return import_checkpoint(path, destination, format="dcp", overwrite=overwrite)

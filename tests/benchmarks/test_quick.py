@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
     "save", "loaded", "lost", "load", "small", "memory", "step", "catalog", "frozen", "startup", "startup_trainer",
-    "trainer",
+    "trainer", "remote",
 )  # fmt: skip
 METHODS = {
     "save": {"save_async", "Checkpointer", "save", "torch.save", "safetensors", "DCP save", "DCP async_save"},
@@ -29,6 +29,7 @@ METHODS = {
     "startup": {"interpreter", "import holdfast", "writer process alone"},
     "startup_trainer": {"2 interpreters import torch", "2 workers, to the first line"},
     "trainer": {"holdfast rate-1", "holdfast rate-4", "holdfast directory", "holdfast kill", "holdfast same"},
+    "remote": {"limit", "save_async", "save_async to disk", "push", "pull", "load", "push process", "pull process"},
 }
 # Not a time, so it holds on a busy machine too; the state of a quick run is too small for the others.
 REACHED = {"extra memory of a load", "third save: bytes written / changed"}

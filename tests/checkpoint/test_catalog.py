@@ -395,3 +395,22 @@ def test_no_permission_is_not_taken_for_damage(storage, monkeypatch) -> None:
     monkeypatch.setattr(storage, "open", refuse)
     with pytest.raises(StoragePermissionError):
         RunIndex.load(storage)
+
+
+def test_a_commit_is_known_whatever_its_sidecar(storage, monkeypatch, caplog) -> None:
+    """A committed checkpoint is entered even if what lies beside its manifest cannot be read just then."""
+    catalog = begin(storage)
+    save(catalog, 1)
+    read = type(storage).open
+
+    def fail(self, path: str):
+        if path == "step_0002/.metrics.json":
+            raise StorageError(f"cannot read {path}: out of reach")
+        return read(self, path)
+
+    monkeypatch.setattr(type(storage), "open", fail)
+    save(catalog, 2, metrics={"loss": 1.0})
+    monkeypatch.undo()
+    assert "out of reach" in caplog.text
+    assert [record.step for record in catalog.records()] == [2, 1]
+    assert catalog.set_metrics("step_0002", {"late": 2.0}).metrics == {"loss": 1.0, "late": 2.0}

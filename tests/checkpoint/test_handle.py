@@ -250,7 +250,7 @@ def test_one_download_is_shared_and_removed_after_the_last(tmp_path, monkeypatch
     checkpoint = Checkpoint.at(storage, "c")
     copies = []
     real = node.copy_checkpoint
-    monkeypatch.setattr(node, "copy_checkpoint", lambda *args: copies.append(args) or real(*args))
+    monkeypatch.setattr(node, "copy_checkpoint", lambda *args, **more: copies.append(args) or real(*args, **more))
     seen, barrier = [], threading.Barrier(8)
 
     def use() -> None:
@@ -286,7 +286,7 @@ def test_a_failed_download_leaves_nothing(tmp_path, monkeypatch) -> None:
     storage = MemoryStorage(f"node-{tmp_path.name}")
     small(storage, "c", step=1)
     with monkeypatch.context() as patch:
-        patch.setattr(node, "copy_checkpoint", lambda *args: (_ for _ in ()).throw(OSError("lost")))
+        patch.setattr(node, "copy_checkpoint", lambda *_, **__: (_ for _ in ()).throw(OSError("lost")))
         with pytest.raises(OSError, match="lost"), Checkpoint.at(storage, "c").as_directory():
             pass
     assert downloads() == []

@@ -24,13 +24,13 @@ def test_a_child_forked_during_a_download_does_not_keep_its_lock(tmp_path, monke
     children = []
     real = node.copy_checkpoint
 
-    def meanwhile(*arguments) -> None:
+    def meanwhile(*arguments, **options) -> None:
         child = os.fork()
         if child == 0:
             while True:
                 signal.pause()
         children.append(child)
-        real(*arguments)
+        real(*arguments, **options)
 
     monkeypatch.setattr(node, "copy_checkpoint", meanwhile)
     seen = []

@@ -107,7 +107,7 @@ def test_requests_that_fail_change_nothing(run, root, proxy, tmp_path) -> None:
 
 
 def test_a_killed_push_goes_on_and_complete_objects_are_not_sent_again(root, proxy, tmp_path) -> None:
-    """kill -9 in the middle: no checkpoint there, and the second push finds what was complete."""
+    """Kill -9 in the middle: no checkpoint there, and the second push finds what was complete."""
     made = build(LocalStorage(tmp_path), "c", tensors=BIG)
     reached = threading.Event()
 
@@ -137,16 +137,23 @@ def test_a_killed_push_goes_on_and_complete_objects_are_not_sent_again(root, pro
     assert Checkpoint(f"{root}/c").verify().ok
 
 
-def test_ls_and_show_read_only_small_files(root, proxy) -> None:
-    """However large the tensors are: manifests and indexes, in a few requests."""
-    storage = resolve(root)
+def test_ls_and_show_read_only_small_files(run, root, proxy) -> None:
+    """However large the tensors are: manifests and indexes, in a few requests; of a run, its index alone."""
+    as_json("push", run.uri, f"{root}/runs")
+    storage = resolve(f"{root}/own")
     for number in range(3):
         build(storage, f"c{number}", tensors=(*MODEL, *BIG), step=number)
-    for command, most in ((("ls", root), 12), (("show", f"{root}/c1"), 10), (("show", f"{root}/c1", "--tensors"), 10)):
+    # Without an index: manifest and late metrics of each checkpoint, and five requests more.
+    for most, *command in (
+        (3, "ls", f"{root}/runs/gpt"),
+        (5 + 2 * 3, "ls", f"{root}/own"),
+        (8, "show", f"{root}/own/c1"),
+        (8, "show", f"{root}/own/c1", "--tensors"),
+    ):
         proxy.forget()
         as_json(*command)
         asked = proxy.exchanges
-        assert len(asked) <= most, [(one.method, one.path, one.query, one.range) for one in asked]
+        assert len(asked) <= most, "\n".join(f"{one.method} {one.path} {one.query} {one.range}" for one in asked)
         assert sum(one.received_bytes for one in asked) < 100_000
         assert not any(".safetensors" in one.path for one in asked)
         assert {one.method for one in asked} <= {"GET", "HEAD"}
@@ -229,7 +236,8 @@ def test_what_a_killed_writer_of_ours_leaves_is_found(root, proxy) -> None:
     process.wait()
     proxy.inject()
     (path,) = uploads(root)
-    assert path.startswith("c/w")
+    assert path.startswith("c/")
+    assert path.endswith(".safetensors")
     invoke("sweep", root)
     assert uploads(root) == []
 

@@ -215,3 +215,33 @@ def test_ctrl_c_leaves_what_the_same_command_finishes(tmp_path) -> None:
     assert again["bytes_there"] > 0
     assert again["bytes_sent"] + again["bytes_there"] == made.total_bytes
     assert Checkpoint(tmp_path / "copy").verify().ok
+
+
+def test_the_bar_is_on_stderr_and_json_on_stdout(tmp_path) -> None:
+    """Under a terminal a bar is drawn; what is on stdout stays one document."""
+    build(LocalStorage(tmp_path), "c", tensors=(Shape("model/w", (3, 1_000_000)),))
+    controller, terminal = os.openpty()
+    code = "from holdfast.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "cp", str(tmp_path / "c"), str(tmp_path / "copy"), "--json"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        text=True,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "99"},
+    )
+    os.close(terminal)
+    drawn = b""
+    with os.fdopen(controller, "rb", buffering=0) as screen:
+        while True:
+            try:
+                piece = screen.read(4096)
+            except OSError:  # the other end is closed
+                break
+            if not piece:
+                break
+            drawn += piece
+    output, _ = process.communicate(timeout=60)
+    assert json.loads(output)["ok"]
+    assert b"copy c" in drawn
+    assert b"/s" in drawn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from holdfast.state import rng
+from holdfast.state.derive import restore_derived
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +123,7 @@ class FakeDevices:
     """Stands in for `torch.cuda` with any number of devices."""
 
     def __init__(self, states: list[torch.Tensor]) -> None:
-        self.states = states
+        self.states, self.current = states, 0
 
     def is_available(self) -> bool:
         return True
@@ -137,8 +139,15 @@ class FakeDevices:
     def get_rng_state_all(self) -> list[torch.Tensor]:
         return [state.clone() for state in self.states]
 
-    def set_rng_state(self, state: torch.Tensor, device: int = 0) -> None:
-        self.states[device] = state.clone()
+    def set_rng_state(self, state: torch.Tensor, device: int | None = None) -> None:
+        self.states[self.current if device is None else device] = state.clone()
+
+    def device(self, number: int):
+        self.current = number
+        return contextlib.nullcontext()
+
+    def manual_seed(self, seed: int) -> None:
+        self.states[self.current] = torch.tensor(list(seed.to_bytes(16, "little")), dtype=torch.uint8)
 
     def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
         self.states = list(states)
@@ -173,3 +182,41 @@ def test_a_device_in_use_without_an_entry_is_said(monkeypatch):
     state = rng.capture()
     monkeypatch.setattr(torch, "cuda", FakeDevices([torch.zeros(16, dtype=torch.uint8)]))
     assert rng.restore(state) == ["cuda generators: the checkpoint has no entry for them"]
+
+
+def captured_on(monkeypatch, states: list[int]) -> dict:
+    monkeypatch.setattr(torch, "cuda", FakeDevices([torch.full((16,), one, dtype=torch.uint8) for one in states]))
+    return rng.capture()
+
+
+def test_devices_of_another_number_of_ranks_get_states_of_their_own(monkeypatch):
+    """Every device of every rank is seeded apart from all others."""
+    first, second = captured_on(monkeypatch, [1, 0]), captured_on(monkeypatch, [0, 2])
+    seen = set()
+    for rank in range(3):
+        fake = FakeDevices([torch.zeros(16, dtype=torch.uint8)] * 2)
+        monkeypatch.setattr(torch, "cuda", fake)
+        in_step, problems = restore_derived(first, second, step=4, rank=rank, world_size=3)
+        assert problems == []
+        assert "cuda" not in in_step
+        seen |= {bytes(state.tolist()) for state in fake.states}
+    assert len(seen) == 6
+
+
+def test_devices_that_were_in_step_stay_in_step(monkeypatch):
+    """Rank 0 has drawn on its first device what rank 1 has on its second: all ranks go on from there."""
+    first, second = captured_on(monkeypatch, [5, 0]), captured_on(monkeypatch, [0, 5])
+    fake = FakeDevices([torch.zeros(16, dtype=torch.uint8)])
+    monkeypatch.setattr(torch, "cuda", fake)
+    in_step, problems = restore_derived(first, second, step=4, rank=2, world_size=3)
+    assert in_step == ["python", "numpy", "torch", "cuda"]
+    assert problems == []
+    assert fake.states[0].tolist() == [5] * 16
+
+
+def test_devices_that_are_not_here_are_named_when_derived():
+    """As with any restore."""
+    state = {**rng.capture(), "devices": {"nonesuch": [torch.zeros(16, dtype=torch.uint8)]}}
+    assert restore_derived(state, None, step=1, rank=0, world_size=2)[1] == [
+        "nonesuch generators: this machine has no nonesuch device"
+    ]

@@ -132,6 +132,14 @@ def test_given_by_hand(endpoint, tmp_path, capfd, caplog, kind):
         seen += [answer["Body"].read().decode("latin-1"), json.dumps(answer["Metadata"]), found["Key"]]
     seen += [path.read_bytes().decode("latin-1") for path in tmp_path.rglob("*") if path.is_file()]
     assert not [text[:300] for text in seen if SECRET in text or KEY in text]
+    # What the workers have printed is in the bucket too, and nowhere else.
+    logs = {found["Key"]: found for found in objects if "/logs/" in found["Key"]}
+    names = [f"attempt-{attempt:05d}/rank-{rank}.log" for attempt in (1, 2) for rank in (0, 1)]
+    assert {f"{prefix}/run/logs/{name}" for name in names} <= set(logs)
+    body = s3.get_object(Bucket=BUCKET, Key=f"{prefix}/run/logs/{names[0]}")["Body"].read().decode()
+    assert "step 2 is" in body
+    assert "failed after" in body
+    assert not list((tmp_path / "tmp").glob("holdfast-logs-*"))
 
 
 def test_starting_from_elsewhere(endpoint, tmp_path):
@@ -143,6 +151,7 @@ def test_starting_from_elsewhere(endpoint, tmp_path):
         train_loop_config={"first": 8, "parts": []},
         run_config=hf.RunConfig(name="run", storage_path=tmp_path),
         resume_from_checkpoint=saved,
+        validation=validate,
     ).fit()
     assert list(result.metrics_dataframe["step"]) == [11]
 
@@ -164,6 +173,7 @@ def test_packed_secrets(endpoint):
     task = pickle.dumps((TravellingSecrets(packed), hf.Checkpoint.at(storage, "one")))
     script = """
 import pickle, sys
+from holdfast.storage import from_description
 description, task = pickle.load(sys.stdin.buffer)
 assert from_description(description).secrets() is None
 _, checkpoint = pickle.loads(task)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import holdfast as hf
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,3 +29,17 @@ def test_digits(tmp_path: Path) -> None:
     assert len(result.best_checkpoints) == 2
     assert result.metrics["accuracy"] > 0.9
     assert (tmp_path / "digits" / "digits.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_digits_on_four_workers_and_then_on_two(tmp_path: Path) -> None:
+    """The same run, asked for more epochs with another number of workers, goes on where it was."""
+    for workers, epochs in ((4, 3), (2, 5)):
+        command = [sys.executable, str(ROOT / "examples" / "digits.py"), "--storage", str(tmp_path), "--no-kill"]
+        command += ["--workers", str(workers), "--epochs", str(epochs)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr
+    result = hf.Result.from_path(tmp_path / "digits")
+    assert [attempt.resumed_from for attempt in result.attempts] == [None, "checkpoint_000002"]
+    assert list(result.metrics_dataframe["epoch"]) == [0, 1, 2, 3, 4]

@@ -195,7 +195,13 @@ class Catalog:
 
     def add(self, name: str, manifest: Manifest) -> Record:
         """Enter a checkpoint that was committed just now. The caller saves the index (`prune` does it)."""
-        self.index.rows[name] = pack(self._record(name, manifest))
+        try:
+            record = self._record(name, manifest)
+        except StorageError as error:
+            # It is committed, so it must be known. What else is beside it is read again before anything is deleted.
+            _log.warning("%s was entered by its manifest alone: %s", name, error)
+            record = record_from_manifest(name, manifest, metrics={}, pinned=False)
+        self.index.rows[name] = pack(record)
         self.index.quarantined.pop(name, None)
         self.corrupt.pop(name, None)
         if name in self.incomplete:

@@ -190,8 +190,12 @@ class Lease:
                 if found is not None:
                     _log.info("taking the lease of %s over from %s", self._storage.uri, _name(found))
                 self._etag = self._storage.put(LEASE_FILE, body, if_match=etag)
-        except (StorageExistsError, StorageConflictError, StorageNotFoundError):
+        except (StorageExistsError, StorageConflictError):
             return False  # somebody else was faster: look again
+        except StorageNotFoundError:
+            if not exists:
+                raise  # it was to be created: the bucket itself is not there
+            return False
         # A store without conditional writes lets two pass; the last one written wins, so look once more.
         return self._is_mine(_read(self._storage)[1])
 

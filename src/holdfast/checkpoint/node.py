@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from holdfast._progress import progress_bar
 from holdfast.errors import CheckpointNotFoundError, StoragePermissionError
 from holdfast.storage.base import Storage
 from holdfast.storage.local import LocalStorage
@@ -31,27 +32,31 @@ from .transfer import copy_checkpoint
 
 __all__ = ["shared_download"]
 
+_BAR_AFTER_S = 2.0
+
 
 @contextlib.contextmanager
 def shared_download(storage: Storage, name: str) -> Iterator[Path]:
     """Yield a local directory with the files of ``name``; treat it as read-only, others read it too."""
     base = _base()
-    place = base / _key(storage, name)
+    key, total = _key(storage, name)
+    place = base / key
     _sweep(base, place)
-    use = _enter(storage, name, place)
+    use = _enter(storage, name, place, total)
     try:
         yield place / "data"
     finally:
         _leave(place, use)
 
 
-def _enter(storage: Storage, name: str, place: Path) -> int:
+def _enter(storage: Storage, name: str, place: Path, total: int) -> int:
     """Join the users of ``place``, downloading first if nobody has; returns the descriptor that says so."""
     lock = _lock(place)
     try:
         if not (place / "done").exists():
             shutil.rmtree(place / "data", ignore_errors=True)
-            copy_checkpoint(storage, name, LocalStorage(place / "data"), "")
+            with progress_bar(f"download {name.rpartition('/')[2]}", total, after_s=_BAR_AFTER_S) as progress:
+                copy_checkpoint(storage, name, LocalStorage(place / "data"), "", progress=progress)
             (place / "done").touch()
         use = os.open(place / "use", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(use, fcntl.LOCK_SH)
@@ -147,13 +152,14 @@ def _base() -> Path:
     return base
 
 
-def _key(storage: Storage, name: str) -> str:
-    """Name one version of one checkpoint: what is read must be what the manifest of now describes."""
-    parts = [f"{info.path} {info.size} {info.etag}" for info in storage.list(name)]
-    if not parts:
+def _key(storage: Storage, name: str) -> tuple[str, int]:
+    """Name one version of one checkpoint (what is read must be what the manifest of now describes); and its bytes."""
+    infos = list(storage.list(name))
+    if not infos:
         raise CheckpointNotFoundError(f"there is nothing at {storage.uri}/{name}")
+    parts = [f"{info.path} {info.size} {info.etag}" for info in infos]
     if storage.describe() is None:
         # Another process means other contents by the same URI.
         parts.append(f"{os.getpid()} {birth(os.getpid())}")
     text = "\n".join([storage.uri, name, *sorted(parts)])
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return hashlib.sha256(text.encode()).hexdigest()[:32], sum(info.size for info in infos)

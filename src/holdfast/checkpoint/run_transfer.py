@@ -7,9 +7,7 @@ loses nothing but older ones. The index goes last, since it is rebuilt from the 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -18,23 +16,21 @@ from holdfast.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigError,
-    HoldfastError,
-    RunBusyError,
     StorageNotFoundError,
 )
 from holdfast.storage.base import Storage
 
 from ._sending import Progress, Stop
 from .catalog import Catalog
+from .heartbeat import Heartbeat
 from .history import LOGS, REPORTS
-from .lease import HEARTBEAT_S, LEASE_FILE, LOCK_FILE, Lease, make_owner
+from .lease import LEASE_FILE, LOCK_FILE, Lease, make_owner
 from .runindex import RUN_FILE, RunIndex
 from .transfer import Copied, copy_checkpoint
 
 __all__ = ["Outcome", "RunPlan", "check_apart", "copy_run", "plan_run"]
 
 _TRIES = 3
-_log = logging.getLogger("holdfast.transfer")
 _NOT_COPIED = frozenset({LEASE_FILE, LOCK_FILE, RUN_FILE})
 
 
@@ -121,11 +117,10 @@ def copy_run(
         TransferStopped: ``stop()`` returned true.
     """
     check_apart(source, target)
-    with _held(target) as lost:
+    with contextlib.closing(Heartbeat(Lease.acquire(target, make_owner(os.urandom(8).hex())))) as heartbeat:
 
         def ended() -> bool:
-            if lost.is_set():
-                raise RunBusyError(f"the run {target.uri} was taken over by another process while it was copied there")
+            heartbeat.check()  # raises if another process took the run over meanwhile
             return stop is not None and stop()
 
         _check_target(RunIndex.load(source), RunIndex.load(target), target, overwrite=overwrite)
@@ -198,29 +193,3 @@ def _copy_rest(source: Storage, target: Storage) -> None:
             break
     with contextlib.suppress(StorageNotFoundError):
         target.put(RUN_FILE, source.read(RUN_FILE))
-
-
-@contextlib.contextmanager
-def _held(target: Storage) -> Iterator[threading.Event]:
-    """Hold the lease of the run at ``target``; the event is set when somebody else took it."""
-    lease = Lease.acquire(target, make_owner(os.urandom(8).hex()))
-    lost, ended = threading.Event(), threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(HEARTBEAT_S):
-            try:
-                lease.heartbeat()
-            except RunBusyError:
-                lost.set()
-                return
-            except HoldfastError as error:
-                _log.warning("the lease of %s could not be renewed, trying again: %s", target.uri, error)
-
-    beating = threading.Thread(target=beat, name="holdfast-lease", daemon=True)
-    beating.start()
-    try:
-        yield lost
-    finally:
-        ended.set()
-        beating.join()
-        lease.release()

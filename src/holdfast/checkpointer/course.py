@@ -60,8 +60,10 @@ class Course:
         call = self.pace.call(now, step_s=step_s, save_s=saver.save_s)
         if call == "stop":
             self.stop()
-        if saver.unsettled:
-            saver.settle()
+        if call == "settle":
+            saver.settle(wait_for_it=True)
+        elif saver.unsettled:
+            saver.glance()
         if saver.wants_retry:
             self._save_when_space()
         elif call == "save":
@@ -131,6 +133,7 @@ class Course:
         """``on_full="wait"``: hold training and try again until there is space or the time is up."""
         saver = self._saver
         until = time.monotonic() + self._options.timeout_s
+        tries = int(self._options.timeout_s / _FULL_RETRY_S)  # counted, where all ranks have to try equally often
         while saver.wants_retry:
             self.save(force=True)
             saver.settle(wait_for_it=True)
@@ -138,7 +141,8 @@ class Course:
                 return
             if self.pace.stop_asked:
                 self.stop()
-            if time.monotonic() + _FULL_RETRY_S > until:
+            tries -= 1
+            if tries < 1 or (saver.team is None and time.monotonic() + _FULL_RETRY_S > until):
                 saver.on_full = "raise"
             time.sleep(_FULL_RETRY_S)
 
@@ -160,6 +164,8 @@ class Course:
         if saver.remote is not None:
             saver.remote.finish(self._options.timeout_s)
         stopped = self.pace.stop_asked
+        if not saver.leads:
+            return
         if not stopped:
             saver.on_the_side(client.run_op("finished", info={"step": step, "epoch": self._progress.epoch}))
         saver.on_the_side(client.run_op("close_run", reason="stopped" if stopped else "finished"))
@@ -170,6 +176,8 @@ class Course:
         saver = self._saver
 
         def close() -> None:
+            if not saver.leads:
+                return
             saver.on_the_side(client.run_op("close_run", reason="stopped" if self.pace.stopping else reason))
 
         def flush() -> None:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import threading
-import uuid
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .._ranks import current_ranks
 from ..checkpoint.handle import Checkpoint
-from ..errors import CheckpointExistsError, ConfigError, SessionError
-from ..format.names import MANIFEST_NAME
+from ..errors import SessionError
 from ..state.restore import load_state
 from ..state.snapshot import Snapshotter, Submitted
-from ..storage.base import Storage
-from ..writer.client import WriterClient
-from .identity import manifest_fields, new_start_id
+from .place import open_place
 
 if TYPE_CHECKING:
     import torch
@@ -28,15 +23,11 @@ __all__ = ["SaveHandle", "load", "save", "save_async"]
 _LOG = logging.getLogger("holdfast.state")
 _SYNC_STAGING = 64 << 20  # `save` streams through two windows of half this size
 
-# Both may be asked for again by a signal handler of the user in the middle of what they guard.
+# May be asked for again by a signal handler of the user in the middle of what it guards.
 _lock = threading.RLock()  # one `save_async` at a time: they share an arena
-_start_lock = threading.RLock()  # guards the writers and the start id
-_clients: dict[str, WriterClient] = {}
 _async: dict[str, Snapshotter] = {}
 _pending: dict[str, Submitted] = {}
 _copying = False  # `save_async` is between its first and its last use of the arena
-_start_id = ""
-_numbers = itertools.count(1)
 
 
 class SaveHandle:
@@ -89,13 +80,15 @@ def save(
         step: training step to record.
         metrics: numbers to record.
         overwrite: replace a committed checkpoint there; the old one is readable until the new one commits.
-        ranks: "all" (every rank calls) or "this" (the ``if rank == 0:`` habit).
+        ranks: "all" (every rank calls, as often and with the same paths; the first call sets up a channel between
+            their writers) or "this" (only this one saves: the ``if rank == 0:`` habit).
         unsupported: "raise", or "drop" to leave out what cannot be saved; a warning in the log lists it.
 
     Raises:
         UnsupportedStateError: a value cannot be saved; nothing was written.
         CheckpointExistsError: there is a committed checkpoint and ``overwrite`` is False.
         StorageError: the storage failed; an older checkpoint there is untouched.
+        HoldfastError: a rank failed, died or did not come within ten minutes; the same error on all ranks names it.
 
     Example:
         >>> import tempfile, torch
@@ -103,14 +96,14 @@ def save(
         >>> save(f"{folder}/first", {"weights": torch.ones(3)}).keys()
         ['weights']
     """
-    target, key = _prepare(path, overwrite=overwrite, ranks=ranks, unsupported=unsupported)
-    snapshotter = Snapshotter(max_staging_bytes=_SYNC_STAGING, max_file_bytes=target.storage.max_file_bytes)
+    place = open_place(path, ranks=ranks, unsupported=unsupported)
+    snapshotter = place.snapshotter(max_staging_bytes=_SYNC_STAGING)
     try:
-        submitted = _submit(snapshotter, key, target, state, step, metrics, overwrite, unsupported)
-        submitted.future.result()
+        submitted = place.submit(snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported)
+        place.wait(submitted)
     finally:
         snapshotter.close()
-    return target
+    return place.target
 
 
 def save_async(
@@ -133,7 +126,7 @@ def save_async(
             made. Let the handler set a flag, or call `save`.
     """
     global _copying
-    target, key = _prepare(path, overwrite=overwrite, ranks=ranks, unsupported=unsupported)
+    place = open_place(path, ranks=ranks, unsupported=unsupported)
     with _lock:
         if _copying:
             raise SessionError(
@@ -142,16 +135,15 @@ def save_async(
             )
         _copying = True
         try:
-            max_file_bytes = target.storage.max_file_bytes
-            arena = f"{key} {max_file_bytes}"  # the layout of an arena is that of the files
-            snapshotter = _async.setdefault(arena, Snapshotter(max_file_bytes=max_file_bytes))
+            arena = place.layout  # the layout of an arena is that of the files
+            snapshotter = _async.setdefault(arena, place.snapshotter())
             before = _pending.get(arena)
             if before is not None:
                 # The arena is in use until then. Its own handle reports how that save ended.
                 before.future.exception()
             try:
-                _pending[arena] = submitted = _submit(
-                    snapshotter, key, target, state, step, metrics, overwrite, unsupported
+                _pending[arena] = submitted = place.submit(
+                    snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported
                 )
             except BaseException:
                 # Interrupted after the hand-over, the job may be complete and still read the arena: never reuse it.
@@ -159,7 +151,7 @@ def save_async(
                 raise
         finally:
             _copying = False
-    return SaveHandle(submitted, target)
+    return SaveHandle(submitted, place.target)
 
 
 def load(
@@ -219,102 +211,17 @@ def load(
     return loaded.state
 
 
-def check_ranks(ranks: str) -> None:
-    """Refuse what this version cannot do with several ranks.
-
-    Raises:
-        ConfigError: several ranks would have to save one checkpoint together.
-    """
-    if ranks not in ("all", "this"):
-        raise ConfigError(f"ranks={ranks!r}: use 'all' (every rank calls save) or 'this' (only the calling rank saves)")
-    info = current_ranks()
-    if ranks == "all" and info.world_size > 1:
-        raise ConfigError(
-            f"this is rank {info.rank} of {info.world_size}: saving one checkpoint from several ranks comes with a "
-            "later version; if the state is the same on all of them, save on rank 0 alone with ranks='this'"
-        )
-
-
-def _prepare(
-    path: str | os.PathLike[str] | Checkpoint, *, overwrite: bool, ranks: str, unsupported: str
-) -> tuple[Checkpoint, str]:
-    check_ranks(ranks)
-    if unsupported not in ("raise", "drop"):
-        raise ConfigError(f"unsupported={unsupported!r}: use 'raise' or 'drop'")
-    target = _checkpoint(path)
-    if not overwrite and target.storage.exists(f"{target.directory}/{MANIFEST_NAME}"):
-        raise CheckpointExistsError(
-            f"{target.uri} is a committed checkpoint already: pass overwrite=True to replace it, or use another name"
-        )
-    return target, _kind(target.storage)
-
-
 def _checkpoint(path: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
     return path if isinstance(path, Checkpoint) else Checkpoint(path)
 
 
-def _kind(storage: Storage) -> str:
-    return "thread" if storage.describe() is None else "process"
-
-
-def _submit(
-    snapshotter: Snapshotter,
-    key: str,
-    target: Checkpoint,
-    state: Mapping[Any, Any],
-    step: int | None,
-    metrics: Mapping[str, Any] | None,
-    overwrite: bool,
-    unsupported: str,
-) -> Submitted:
-    save_id = _next_save_id()
-    fields = manifest_fields(
-        run_id=None,
-        checkpoint_id=uuid.uuid4().hex,
-        parent=None,
-        attempt=1,
-        step=step,
-        epoch=None,
-        metrics=metrics or {},
-    )
-    return snapshotter.submit(
-        state,
-        _client(key, target.storage),
-        target.storage,
-        directory=target.directory,
-        save_id=save_id,
-        manifest=fields,
-        overwrite=overwrite,
-        unsupported=unsupported,
-    )
-
-
-def _client(key: str, storage: Storage) -> WriterClient:
-    """Return this process's writer for one-off saves, started on first use."""
-    with _start_lock:
-        client = _clients.get(key)
-        if client is None or client.closed:
-            client = _clients[key] = WriterClient.start(storage)
-        return client
-
-
-def _next_save_id() -> str:
-    global _start_id
-    with _start_lock:
-        if not _start_id:
-            _start_id = new_start_id()
-        return f"{_start_id}-{next(_numbers):x}"
-
-
 def _after_fork_in_child() -> None:
-    """Forget everything that belongs to the parent: its writers, its arenas, its save ids."""
-    global _start_id, _copying, _lock, _start_lock
-    _lock, _start_lock = threading.RLock(), threading.RLock()  # another thread may have held them
+    """Forget the parent's arenas."""
+    global _copying, _lock
+    _lock = threading.RLock()  # another thread may have held it
     _copying = False
-    _clients.clear()
     _async.clear()
     _pending.clear()
-    _start_id = ""
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

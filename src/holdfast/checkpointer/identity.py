@@ -12,12 +12,19 @@ import torch
 
 from ..errors import ConfigError
 
-__all__ = ["manifest_fields", "new_start_id", "plain_metrics"]
+__all__ = ["manifest_fields", "new_start_id", "plain_metrics", "version"]
 
 
 def new_start_id() -> str:
     """Return an id for one life of a process; part of file names, so two lives never share a file."""
     return secrets.token_hex(4)
+
+
+def version() -> str:
+    """Return the version of Holdfast."""
+    from .. import __version__
+
+    return __version__
 
 
 def manifest_fields(
@@ -29,10 +36,9 @@ def manifest_fields(
     step: int | None,
     epoch: int | None,
     metrics: Mapping[str, Any],
+    world_size: int = 1,
 ) -> dict[str, Any]:
     """Return the fields of a manifest that the trainer knows."""
-    from .. import __version__
-
     return {
         "run_id": run_id,
         "checkpoint_id": checkpoint_id,
@@ -42,8 +48,8 @@ def manifest_fields(
         "epoch": epoch,
         "created": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         "metrics": plain_metrics(metrics),
-        "world_size": 1,
-        "versions": {"holdfast": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "world_size": world_size,
+        "versions": {"holdfast": version(), "torch": torch.__version__, "python": platform.python_version()},
     }
 
 

@@ -10,6 +10,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any
 
+from .._ranks import current_ranks
 from .._units import IntervalLike
 from ..checkpoint.handle import Checkpoint
 from ..config import Keep, Mirror
@@ -19,19 +20,21 @@ from ..state.snapshot import Snapshotter
 from ..storage.resolve import resolve
 from ..writer.client import WriterClient
 from .course import Course
-from .functions import check_ranks
 from .identity import new_start_id
+from .joint import JointPace, NoLog
 from .listing import Listing
 from .metrics import MetricLog
 from .options import RESERVED, Options, check_root, check_state, sides
 from .pace import Pace
 from .progress import Progress
 from .remote import RemoteWatch
+from .rendezvous import Rendezvous, meet
 from .saver import Saver
 from .schedule import Schedule
 from .signals import StopSignals
 from .start import Started, start_run
 from .stats import Stats
+from .team import Team
 
 __all__ = ["Checkpointer"]
 
@@ -102,6 +105,7 @@ class Checkpointer(Listing):
         self._left = self._step_s = 0.0  # when `step` was left, and how long the step before it took
         self._open = self._ended = False
         self._client: WriterClient | None = None
+        self._team: Team | None = None
         self._saver: Saver | None = None
         self._course: Course | None = None
 
@@ -110,24 +114,32 @@ class Checkpointer(Listing):
     def __enter__(self) -> Checkpointer:
         if self._open or self._ended:
             raise SessionError("a Checkpointer is entered once; make another one for another run")
-        check_ranks("all")
         check_root(self.storage)
-        self._progress = Progress(seed_samples=(options := self.options).seed_samples)
-        snapshotter = Snapshotter(max_staging_bytes=options.max_staging_bytes, timeout_s=options.timeout_s)
-        snapshotter.max_file_bytes = min(one.max_file_bytes for one in self._sides)
-        self._client = WriterClient.start(self.storage, remote=self.remote)
+        options, info = self.options, current_ranks()
+        meeting = meet(info, name="run", timeout_s=options.timeout_s, otherwise="call holdfast.save on one rank alone")
+        rank, world_size = info.rank, info.world_size
+        self._progress = Progress(seed_samples=options.seed_samples, rank=rank, world_size=world_size)
+        snapshotter = Snapshotter(
+            rank=rank, world_size=world_size, max_staging_bytes=options.max_staging_bytes, timeout_s=options.timeout_s,
+            max_file_bytes=min(one.max_file_bytes for one in self._sides),
+        )  # fmt: skip
+        client = self._client = WriterClient.start(self.storage, remote=self.remote)
         try:
+            team = None
+            if isinstance(meeting, Rendezvous):
+                team = self._team = Team(meeting, client, timeout_s=options.timeout_s)
             started = start_run(
-                self.storage, self._client, snapshotter, self._full_state, self._progress,
-                options=options, start_id=new_start_id(), remote=self.remote,
+                self.storage, client, snapshotter, self._full_state, self._progress, options=options,
+                start_id=new_start_id() if team is None else team.start_id, remote=self.remote, meeting=meeting,
             )  # fmt: skip
-            self._begin(self._client, snapshotter, started)
+            self._begin(client, snapshotter, started)
         except BaseException as error:
             self._signals.remove()
             snapshotter.close()
+            why = f"did not start: {type(error).__name__}"
             with contextlib.suppress(HoldfastError):
-                self._client.run_op("close_run", reason=f"did not start: {type(error).__name__}")
-            self._client.close(options.timeout_s)
+                client.run_op("close_run", reason=why)
+            self._close(client, options.timeout_s, why)
             raise
         return self
 
@@ -152,7 +164,8 @@ class Checkpointer(Listing):
             self._signals.remove()
             saver.snapshotter.close()
             # What is sealed is committed in any case; somebody who pressed Ctrl-C twice does not wait for it.
-            client.close(0.0 if self._signals.impatient else self.options.timeout_s)
+            limit_s = 0.0 if self._signals.impatient else self.options.timeout_s
+            self._close(client, limit_s, "it has left the run" + (f" ({kind.__name__}: {error})" if kind else ""))
         if kind is None and course.pace.stop_asked:
             raise SystemExit(self.options.exit_code)
 
@@ -184,7 +197,7 @@ class Checkpointer(Listing):
         if course.pace.stepped(now, step_s=step_s, save_s=saver.save_s) or course.wants_attention:
             course.attend(now, step_s)
         elif saver.unsettled:
-            saver.settle()
+            saver.glance()
         course.held_s = 0.0
         self._left = time.perf_counter()
 
@@ -196,14 +209,17 @@ class Checkpointer(Listing):
             self._progress.skip_to(self._finished_epochs)
         return self._progress.epochs(count, at_end=self._live_course().epoch_done)
 
-    def batches(self, loader: Any, *, name: str = "train") -> Iterator[Any]:
+    def batches(self, loader: Any, *, name: str = "train", split: bool | tuple[int, int] = True) -> Iterator[Any]:
         """Yield the batches of the current epoch from the position of the last trained step.
 
         Args:
             loader: a map-style ``DataLoader``, a loader with ``state_dict``, or any iterable (replayed by count).
             name: tells several training loaders of one run apart.
+            split: with several ranks each gets its part of a map-style loader, whose ``batch_size`` is that of one
+                rank. A sampler that knows its rank (`DistributedSampler`) is left to do it. ``(rank, num_ranks)``
+                says it for ranks of a mesh, where tensor-parallel ranks need the same samples; False: all get all.
         """
-        return self._progress.batches(loader, name, at_end=self._live_course().epoch_done)
+        return self._progress.batches(loader, name, at_end=self._live_course().epoch_done, split=split)
 
     def report(self, **metrics: Any) -> None:
         """Record metrics of the current step and bind them to its checkpoint.
@@ -272,24 +288,34 @@ class Checkpointer(Listing):
         self._finished_epochs = started.finished_epochs
         self._saver = saver = Saver(
             self.storage, client, started.opened, snapshotter, self._full_state, names=started.names,
-            when_busy=options.when_busy, on_full=options.on_full, timeout_s=options.timeout_s,
+            when_busy=options.when_busy, on_full=options.on_full, timeout_s=options.timeout_s, team=self._team,
         )  # fmt: skip
         saver.parent = started.parent
-        if options.mirror is not None and self.remote is not None:
+        if options.mirror is not None and self.remote is not None and saver.leads:
             saver.remote = RemoteWatch(client, options.mirror, self.remote.uri)
         if self.resumed_from is not None and started.in_this_run:
             # The step resumed from is safe already; saving it again would only make a copy.
             saver.last_step, saver.last_name = progress.step, self.resumed_from.name
             saver.stats.last_durable_step = progress.step
-        log = MetricLog(client, attempt=started.opened.attempt, follow=saver.on_the_side)
+        log: MetricLog = NoLog()
+        if saver.leads:
+            log = MetricLog(client, attempt=started.opened.attempt, follow=saver.on_the_side)
         schedule = Schedule(options.intervals, now=time.monotonic())
         schedule.start(step=progress.step, samples=progress.samples)
         pace = Pace(schedule, self._signals, options.deadline, progress)
+        if self._team is not None:
+            self._team.board.calls(progress.step)
+            pace = JointPace(schedule, self._signals, options.deadline, progress, self._team)
         self._course = Course(saver, log, pace, progress, options, self._full_state)
         self._owner = os.getpid()
         self._signals.install()
         self._open = True
         self._left = time.perf_counter()
+
+    def _close(self, client: WriterClient, timeout_s: float, why: str) -> None:
+        client.close(timeout_s, why=why)
+        if self._team is not None:
+            self._team.close()
 
     def _live_course(self) -> Course:
         if self._course is None or not self._open:

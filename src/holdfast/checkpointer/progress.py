@@ -24,11 +24,14 @@ class Progress:
     Attributes:
         step: optimizer steps done.
         epoch: number of the current epoch, counted from 0.
+        first_seed: what decides the order of the data in a run that begins; all ranks need the same. None: one process
+            follows `torch.manual_seed`, several ranks (which may well be seeded differently) take 0.
     """
 
     def __init__(self, *, seed_samples: bool, rank: int = 0, world_size: int = 1) -> None:
         self.step = 0
         self.epoch = 0
+        self.first_seed: int | None = None
         self._seed: int | None = None
         self._seed_samples, self._rank, self._world_size = seed_samples, rank, world_size
         self._samples_before = 0  # of the epochs that are over
@@ -126,8 +129,8 @@ class Progress:
             before = None
         position = before.state_dict() if before is not None else self._positions.get(name)
         if self._seed is None:
-            # Follows torch.manual_seed, and is kept with the run from now on.
-            self._seed = torch.initial_seed() % (1 << 62)
+            # Kept with the run from now on.
+            self._seed = self.own_seed() if self.first_seed is None and self._world_size == 1 else self.first_seed or 0
         batches = ResumableBatches(
             loader,
             position,
@@ -145,6 +148,11 @@ class Progress:
         for batch in batches:
             self._drawn[name] += 1
             yield batch
+
+    @staticmethod
+    def own_seed() -> int:
+        """Return the data seed that follows from torch's; rank 0's is a good `first_seed` for all."""
+        return torch.initial_seed() % (1 << 62)
 
     def _position(self, name: str) -> dict[str, Any]:
         """Return the position after the last trained step."""

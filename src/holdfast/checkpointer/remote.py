@@ -44,6 +44,11 @@ class RemoteWatch:
         created = state["created"]
         stats.seconds_since_remote = None if created is None else max(0.0, time.time() - created)
 
+    @property
+    def upload_s(self) -> float:
+        """Seconds that the last upload took; 0.0 before the first."""
+        return float(self._state.get("upload_s", 0.0))
+
     def make_room(self, timeout_s: float) -> None:
         """Hold the next save, or refuse it, while too many wait for their upload.
 

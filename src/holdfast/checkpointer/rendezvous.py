@@ -16,11 +16,23 @@ from ..errors import ConfigError, HoldfastError
 from ..writer.control_saves import rank_list
 from ..writer.messages import error_from_json, error_to_json
 
-__all__ = ["Rendezvous"]
+__all__ = ["Alone", "Meeting", "Rendezvous", "meet", "same_for_all"]
 
 _PAUSE_S = (0.002, 0.2)
 _CONNECT = timedelta(seconds=60)
 _met: dict[str, int] = {}  # meetings of each name in this process: all ranks count alike
+
+
+class Alone:
+    """A meeting of one rank."""
+
+    rank, world_size = 0, 1
+
+    def agree(
+        self, topic: str, give: Callable[[], Any], decide: Callable[[list[Any]], Any] = lambda values: values[0]
+    ) -> Any:
+        """Decide on our own value; see `Rendezvous.agree`."""
+        return decide([give()])
 
 
 class Rendezvous:
@@ -37,21 +49,6 @@ class Rendezvous:
         self._store, self.rank, self.world_size, self._timeout_s = store, info.rank, info.world_size, timeout_s
         number = _met[name] = _met.get(name, 0) + 1
         self._prefix = f"holdfast/{name}/{number}"
-
-    @classmethod
-    def of_group(cls, info: RankInfo, *, name: str, timeout_s: float, otherwise: str) -> Rendezvous:
-        """Meet through the process group's store, else through that of torchrun.
-
-        Args:
-            info: who we are.
-            name: of the meeting.
-            timeout_s: bound of every wait.
-            otherwise: what else the user may do, for the error.
-
-        Raises:
-            ConfigError: there is neither.
-        """
-        return cls(_find_store(info, otherwise), info, name=name, timeout_s=timeout_s)
 
     def agree(
         self, topic: str, give: Callable[[], Any], decide: Callable[[list[Any]], Any] = lambda values: values[0]
@@ -128,6 +125,26 @@ class Rendezvous:
         return json.loads(self._store.get(self._key(key)))
 
 
+Meeting = Alone | Rendezvous
+
+
+def meet(info: RankInfo, *, name: str, timeout_s: float, otherwise: str) -> Meeting:
+    """Meet the other ranks through the process group's store, else through that of torchrun; alone if there are none.
+
+    Args:
+        info: who we are.
+        name: of the meeting.
+        timeout_s: bound of every wait.
+        otherwise: what else the user may do, for the error.
+
+    Raises:
+        ConfigError: there are other ranks, and no store to meet them through.
+    """
+    if info.world_size == 1:
+        return Alone()
+    return Rendezvous(_find_store(info, otherwise), info, name=name, timeout_s=timeout_s)
+
+
 def _joined(failed: dict[int, dict[str, Any]], world_size: int) -> dict[str, Any]:
     """Make one error of those of some ranks: the first, with who else has met it."""
     first = failed[min(failed)]
@@ -145,7 +162,7 @@ def _find_store(info: RankInfo, otherwise: str) -> Any:
         # torchrun's own store, which outlives a restart of the ranks: what an earlier life left must not be read.
         store = dist.TCPStore(host, int(port), is_master=False, timeout=_CONNECT)  # type: ignore[attr-defined]
         life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return dist.PrefixStore(f"holdfast/life_{life}", store)
+        return dist.PrefixStore(f"holdfast/life_{life}", store)  # type: ignore[attr-defined]
     raise ConfigError(
         f"this is rank {info.rank} of {info.world_size}, and there is no process group through which the ranks could "
         f"meet: call torch.distributed.init_process_group first, start with torchrun, or {otherwise}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..checkpoint.handle import Checkpoint
@@ -16,7 +17,9 @@ from ..errors import (
 )
 from ..state.restore import Loaded, load_state
 from ..storage.base import Storage
+from .load_bar import load_bar
 from .options import RESERVED
+from .rendezvous import Alone, Meeting
 
 __all__ = ["Resumed", "resume_run"]
 
@@ -48,8 +51,7 @@ def resume_run(
     candidates: Sequence[str],
     quarantined: Mapping[str, str],
     quarantine: Quarantine,
-    rank: int = 0,
-    world_size: int = 1,
+    meeting: Meeting | None = None,
     sides: Callable[[str], Sequence[Storage]] | None = None,
 ) -> Resumed:
     """Load what ``mode`` asks for into ``state``.
@@ -61,8 +63,7 @@ def resume_run(
         candidates: names of committed checkpoints, newest first.
         quarantined: names set aside by earlier starts, with reasons.
         quarantine: records a bad checkpoint.
-        rank: this rank.
-        world_size: number of ranks.
+        meeting: of the ranks, which all load the same; a candidate that is bad for one is bad for all.
         sides: the storages in which a candidate is complete, in the order to try them; default: ``storage`` alone.
 
     Raises:
@@ -70,8 +71,9 @@ def resume_run(
         CorruptCheckpointError: there are checkpoints and none of them is good.
         StateMismatchError: the checkpoint does not fit the state.
     """
+    meeting = meeting or Alone()
     if isinstance(mode, Checkpoint) or mode not in ("auto", "must", "never"):
-        return _explicit(mode, state, rank, world_size)
+        return _explicit(mode, state, meeting)
     if mode == "never":
         return Resumed()
     outcome = Resumed()
@@ -79,12 +81,12 @@ def resume_run(
         if name in quarantined:
             continue
         for side in [storage] if sides is None else sides(name):
-            try:
-                outcome.loaded = load_state(side.child(name), state, rank=rank, world_size=world_size)
-            except (CorruptCheckpointError, IncompleteCheckpointError, CheckpointNotFoundError) as error:
-                reason = str(error)
+            home = side.child(name)
+            reason = meeting.agree(f"load {home.uri}", partial(_try, home, state, meeting, outcome), _first_bad)
+            if reason is not None:
                 # One side of a mirrored run may be damaged and the other one good.
-                quarantine(name, reason, **({} if sides is None else {"side": side.uri}))
+                if meeting.rank == 0:
+                    quarantine(name, reason, **({} if sides is None else {"side": side.uri}))
                 outcome.skipped.append((name, reason))
                 continue
             outcome.checkpoint = Checkpoint.at(side, name)
@@ -103,9 +105,36 @@ def resume_run(
     return outcome
 
 
-def _explicit(
-    mode: str | os.PathLike[str] | Checkpoint, state: Mapping[Any, Any], rank: int, world_size: int
-) -> Resumed:
+def _try(home: Storage, state: Mapping[Any, Any], meeting: Meeting, outcome: Resumed) -> str | None:
+    """Load a candidate; give the reason if it is bad."""
+    try:
+        outcome.loaded = _load(home, state, meeting)
+    except (CorruptCheckpointError, IncompleteCheckpointError, CheckpointNotFoundError) as error:
+        return str(error)
+    return None
+
+
+def _first_bad(reasons: list[str | None]) -> str | None:
+    """Choose the reason that is given for all."""
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            return reason if all(one == reason for one in reasons) else f"rank {rank}: {reason}"
+    return None
+
+
+def _load(home: Storage, state: Mapping[Any, Any], meeting: Meeting, *, allow_missing: Sequence[str] = ()) -> Loaded:
+    with load_bar(home, show=None if meeting.rank == 0 else False) as progress:
+        return load_state(
+            home,
+            state,
+            allow_missing=allow_missing,
+            rank=meeting.rank,
+            world_size=meeting.world_size,
+            progress=progress,
+        )
+
+
+def _explicit(mode: str | os.PathLike[str] | Checkpoint, state: Mapping[Any, Any], meeting: Meeting) -> Resumed:
     checkpoint = mode if isinstance(mode, Checkpoint) else Checkpoint(mode)
     root = checkpoint.storage.local_root
     if root is not None and (root / checkpoint.directory).is_file():
@@ -113,8 +142,15 @@ def _explicit(
     # One made by `holdfast.save` has none of the run's own entries: it is a start, and what it lacks is said.
     own = (RESERVED, f"{RESERVED}/*")
     home = checkpoint.storage.child(checkpoint.directory)
-    loaded = load_state(home, state, allow_missing=own, rank=rank, world_size=world_size)
-    return Resumed(checkpoint, loaded, lacks_progress=RESERVED in dict(loaded.not_restored))
+    outcome = Resumed(checkpoint)
+
+    def load() -> None:
+        outcome.loaded = _load(home, state, meeting, allow_missing=own)
+
+    meeting.agree(f"load {home.uri}", load)
+    assert outcome.loaded is not None
+    outcome.lacks_progress = RESERVED in dict(outcome.loaded.not_restored)
+    return outcome
 
 
 def is_within(checkpoint: Checkpoint, storage: Storage) -> bool:

@@ -22,6 +22,7 @@ from ..writer.messages import RunOpened, SaveResult
 from .identity import manifest_fields
 from .remote import RemoteWatch
 from .stats import Stats, StepClock
+from .team import ANSWER_MARGIN_S, Team
 
 __all__ = ["Saver"]
 
@@ -53,6 +54,7 @@ class Saver:
         when_busy: "wait" for the save before, or "skip" this one.
         on_full: "skip", "wait" or "raise" when the storage is full.
         timeout_s: bound of every wait.
+        team: the ranks that save together, None for this process alone.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Saver:
         when_busy: str,
         on_full: str,
         timeout_s: float,
+        team: Team | None = None,
     ) -> None:
         self.storage, self.client, self.opened, self.snapshotter, self.state = (
             storage,
@@ -76,6 +79,8 @@ class Saver:
             state,
         )
         self.names, self.when_busy, self.on_full, self.timeout_s = names, when_busy, on_full, timeout_s
+        self.team = team
+        self.leads = team is None or team.rank == 0  # the run is open in our writer
         self.stats = Stats()
         self.clock = StepClock()
         self.remote: RemoteWatch | None = None  # of a mirrored run
@@ -103,9 +108,10 @@ class Saver:
 
     @property
     def save_s(self) -> float:
-        """Seconds the last save took until it was durable; a careful guess before the first one."""
+        """Seconds the last save took until it was durable, at the remote too; a careful guess before the first one."""
         if self.stats.seconds_to_durable:
-            return self.stats.seconds_to_durable[-1]
+            upload_s = 0.0 if self.remote is None else self.remote.upload_s
+            return self.stats.seconds_to_durable[-1] + upload_s
         layout = self.snapshotter.layout
         return 0.0 if layout is None else layout.tensor_bytes / _SLOW_DISK
 
@@ -130,38 +136,42 @@ class Saver:
         Raises:
             HoldfastError: the save before this one failed.
         """
-        if self.busy and self.when_busy == "skip" and not force:
+        if self.when_busy == "skip" and not force and self._is_busy(step):
             self.stats.skipped += 1
             _LOG.info("step %d: the save of step %d is still being written; this one is skipped", step, self.last_step)
             return False
         self.settle(wait_for_it=True)
         begun = time.perf_counter()
-        if self.remote is not None:
-            self.remote.make_room(self.timeout_s)
-        name = self._name(step)
+        name, checkpoint_id, team = self._name(step), uuid.uuid4().hex, self.team
         self._number += 1
-        # Metrics first: a trainer killed right after the hand-over has its save committed all the same.
-        announce(name)
-        checkpoint_id = uuid.uuid4().hex
-        submitted = self.snapshotter.submit(
-            self.state(),
-            self.client,
-            self.storage,
-            directory=name,
-            save_id=f"{self.opened.start_id}-{self._number:x}",
-            manifest=manifest_fields(
-                run_id=self.opened.run_id,
-                checkpoint_id=checkpoint_id,
-                parent=self.parent,
-                attempt=self.opened.attempt,
-                step=step,
-                epoch=epoch,
-                metrics=metrics,
-            ),
-            reuse=True,
-            run=True,
-            lazy=True,
-        )
+        save_id = f"{self.opened.start_id}-{self._number:x}"
+        with contextlib.nullcontext() if team is None else team.told(save_id):
+            if self.remote is not None:
+                self.remote.make_room(self.timeout_s)
+            # Metrics first: a trainer killed right after the hand-over has its save committed all the same.
+            announce(name)
+            submitted = self.snapshotter.submit(
+                self.state(),
+                self.client,
+                self.storage,
+                directory=name,
+                save_id=save_id,
+                manifest=manifest_fields(
+                    run_id=self.opened.run_id,
+                    checkpoint_id=checkpoint_id,
+                    parent=self.parent,
+                    attempt=self.opened.attempt,
+                    step=step,
+                    epoch=epoch,
+                    metrics=metrics,
+                    world_size=1 if team is None else team.world_size,
+                ),
+                reuse=True,
+                run=self.leads,
+                part=team is not None,
+                joint=team is not None,
+                lazy=True,
+            )
         self.names.add(name)
         pending = _Pending(submitted, step, begun, (self.last_step, self.last_name, self.parent))
 
@@ -174,6 +184,20 @@ class Saver:
         self.last_step, self.last_name, self.parent = step, name, checkpoint_id
         self._held(begun)
         return True
+
+    def glance(self) -> None:
+        """Take in, between saves, what has ended.
+
+        Of a save of many ranks only the good end: a failure changes what is done next, so all ranks take it in at the
+        same step, which is the next save or one they agree on.
+        """
+        if self.team is None:
+            self.settle()
+            return
+        self._ended.clear()
+        future = None if self._pending is None else self._pending.submitted.future
+        if future is not None and future.done() and future.exception() is None:
+            self._settle_save(wait_for_it=False)
 
     def settle(self, *, wait_for_it: bool = False) -> None:
         """Take in a save that has ended; with ``wait_for_it`` wait for it first.
@@ -195,11 +219,13 @@ class Saver:
             if not wait_for_it:
                 return
             begun = time.perf_counter()
-            wait([future], timeout=self.timeout_s)
+            limit_s = self.timeout_s + (0.0 if self.team is None else ANSWER_MARGIN_S)
+            wait([future], timeout=limit_s)
             self._held(begun)
             if not future.done():
+                whose = "" if self.team is None else f"rank {self.team.rank}: "
                 raise HoldfastError(
-                    f"the save of step {pending.step} is not durable after {self.timeout_s:.0f} s (timeout_s): "
+                    f"{whose}the save of step {pending.step} is not durable after {limit_s:.0f} s (timeout_s): "
                     f"{self.storage.uri} is stuck or very slow; training cannot count on it"
                 )
         self._pending = None
@@ -302,9 +328,17 @@ class Saver:
 
     def _free_name(self, name: str | None) -> None:
         """Let the next try use the name of a save that failed, unless it committed after all."""
+        if self.team is not None and name is not None:
+            # Not looked at: all ranks have to choose the same name next, and may see different things.
+            self.names.discard(name)
+            return
         with contextlib.suppress(StorageError):
             if name is not None and not self.storage.exists(f"{name}/{MANIFEST_NAME}"):
                 self.names.discard(name)
+
+    def _is_busy(self, step: int) -> bool:
+        """Tell whether the save before is still being written; the same answer on all ranks."""
+        return self.busy if self.team is None else not self.team.may_save(step)
 
     def _name(self, step: int) -> str:
         """Return a directory name; one that is taken (a branch, a quarantined one) gets the attempt added."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -12,20 +13,24 @@ import torch
 from .._units import format_bytes
 from ..checkpoint.handle import Checkpoint
 from ..checkpoint.record import record_from_row
-from ..errors import HoldfastError, StorageFullError
+from ..errors import ConfigError, HoldfastError, StorageFullError
 from ..state.snapshot import Snapshotter
 from ..storage.base import Storage
 from ..writer.client import WriterClient
+from ..writer.control_saves import rank_list
 from ..writer.messages import RunOpened
 from .block import start_block
 from .options import Options
 from .progress import Progress
+from .rendezvous import Alone, Meeting, same_for_all
 from .resume import is_within, resume_run
 
 __all__ = ["Started", "start_run"]
 
 _LEASE_S = 60.0
 _MARGIN = 16 << 20
+_VISIBLE_S = 5.0
+_ALIKE = ("intervals", "keep", "when_busy", "on_full", "timeout_s", "exit_code", "resume")  # the same on all ranks
 # State tensors of parameter size that an optimizer will create with its first step; others are taken for one.
 _SLOTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "SparseAdam": 2, "Adadelta": 2, "SGD": 1}
 
@@ -61,25 +66,22 @@ def start_run(
     options: Options,
     start_id: str,
     remote: Storage | None = None,
+    meeting: Meeting | None = None,
 ) -> Started:
     """Take the lease, resume, check that a save can work, print the block.
 
-    With ``remote`` the run is mirrored, and ``storage`` is its local side.
+    With ``remote`` the run is mirrored, and ``storage`` is its local side. With several ranks, rank 0 alone talks to
+    the run; what it finds, and whether each rank could follow, is agreed in ``meeting``.
 
     Raises:
         RunBusyError: another live process holds the run.
         StorageError, UnsupportedStateError, StateMismatchError, CheckpointError: saving or resuming cannot work; the
             error comes before the first step.
     """
-    keep, timeout_s = options.keep, options.timeout_s
-    lease_s = min(_LEASE_S, timeout_s)
-    opened: RunOpened = _answer(
-        client.open_run(
-            storage, owner={"start_id": start_id}, keep=None if keep is None else keep.to_json(), wait_s=lease_s,
-            mirror=options.mirror, remote=remote,
-        ),
-        remote or storage, lease_s + timeout_s,
-    )  # fmt: skip
+    timeout_s = options.timeout_s
+    meeting = meeting or Alone()
+    leads = meeting.rank == 0
+    opened = _open(storage, client, options, start_id, remote, meeting)
     live = state()
     committed = [record_from_row(row).name for row in opened.records]
     outcome = resume_run(
@@ -91,6 +93,7 @@ def start_run(
         quarantine=lambda name, reason, **more: _answer(
             client.run_op("quarantine", name=name, reason=reason, **more), storage, timeout_s
         ),
+        meeting=meeting,
         sides=lambda name: _sides(name, opened, storage, remote),
     )
     parent, mine = None, False
@@ -101,18 +104,80 @@ def start_run(
             progress.step = manifest.step
         mine = any(is_within(outcome.checkpoint, side) for side in (storage, remote) if side is not None)
         name = outcome.checkpoint.name if mine else outcome.checkpoint.uri
-        _answer(client.run_op("resumed", name=name, step=progress.step), storage, timeout_s)
-    room = _preflight(storage, client, snapshotter, live, start_id, timeout_s)
-    if remote is not None:
-        _answer(client.probe(remote, directory=f".probe-{start_id}"), remote, timeout_s)
+        if leads:
+            _answer(client.run_op("resumed", name=name, step=progress.step), storage, timeout_s)
+
+    def check(tensor_bytes: Sequence[int]) -> dict[str, Any]:
+        room = _check_room(storage, client, sum(tensor_bytes), live, start_id, timeout_s)
+        if remote is not None:
+            _answer(client.probe(remote, directory=f".probe-{start_id}"), remote, timeout_s)
+        return {"room": room, "taken": sorted(_taken(storage, committed, opened)), "seed": progress.own_seed()}
+
+    ready = meeting.agree("ready", lambda: snapshotter.plan(live).tensor_bytes, check)
+    if meeting.world_size > 1:
+        progress.first_seed = ready["seed"]
     finished = None
     if mine and opened.finished and opened.finished.get("step") == progress.step:
         finished = int(opened.finished.get("epoch", 0))
-    start_block(
-        storage, opened, outcome, progress, finished=finished, room=room, options=options, remote=remote
-    ).show()
-    names = _taken(storage, committed, opened)
-    return Started(opened, outcome.checkpoint, mine, parent, names, finished)
+    if leads:
+        start_block(
+            storage, opened, outcome, progress, finished=finished, room=ready["room"], options=options, remote=remote
+        ).show()
+    return Started(opened, outcome.checkpoint, mine, parent, set(ready["taken"]), finished)
+
+
+def _open(
+    storage: Storage, client: WriterClient, options: Options, start_id: str, remote: Storage | None, meeting: Meeting
+) -> RunOpened:
+    """Open the run on rank 0, and see that all ranks have it before their eyes."""
+    keep, timeout_s = options.keep, options.timeout_s
+    lease_s = min(_LEASE_S, timeout_s)
+    mark = f".probe-{start_id}/ranks"
+
+    def open_run() -> dict[str, Any] | None:
+        if meeting.rank > 0:
+            return None
+        opened: RunOpened = _answer(
+            client.open_run(
+                storage, owner={"start_id": start_id}, keep=None if keep is None else keep.to_json(), wait_s=lease_s,
+                mirror=options.mirror, remote=remote,
+            ),
+            remote or storage, lease_s + timeout_s,
+        )  # fmt: skip
+        if meeting.world_size > 1:
+            storage.put(mark, b"all ranks see this file")
+        return opened.to_json()
+
+    if meeting.world_size > 1:
+        told = {name: repr(getattr(options, name)) for name in _ALIKE}
+        meeting.agree("options", lambda: told, lambda all_: same_for_all(all_, "the arguments of Checkpointer"))
+    opened = RunOpened.from_json(meeting.agree("open", open_run))
+    if meeting.world_size > 1:
+        meeting.agree("place", lambda: _sees(storage, mark), lambda seen: _check_shared(seen, storage))
+        if meeting.rank == 0:
+            storage.delete(mark)
+            storage.tidy(mark.partition("/")[0])
+    return opened
+
+
+def _sees(storage: Storage, mark: str) -> bool:
+    """Look for a file that rank 0 has made; a network file system may show it a little later."""
+    until = time.monotonic() + _VISIBLE_S
+    while not storage.exists(mark):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _check_shared(seen: Sequence[bool], storage: Storage) -> None:
+    blind = [rank for rank, one in enumerate(seen) if not one]
+    if blind:
+        raise ConfigError(
+            f"{rank_list(blind)} cannot see what rank 0 writes to {storage.uri}: all ranks save parts of the same "
+            "checkpoints, so the run needs a place that all machines share: a network file system, or remote storage "
+            "such as s3://bucket/run"
+        )
 
 
 def _answer(future: Future[Any], storage: Storage, timeout_s: float) -> Any:
@@ -140,22 +205,21 @@ def _sides(name: str, opened: RunOpened, storage: Storage, remote: Storage | Non
     return {"local": [storage], "remote": [remote]}.get(opened.remote["places"][name], [storage, remote])
 
 
-def _preflight(
+def _check_room(
     storage: Storage,
     client: WriterClient,
-    snapshotter: Snapshotter,
+    tensor_bytes: int,
     state: Mapping[Any, Any],
     start_id: str,
     timeout_s: float,
 ) -> str:
-    """Plan and encode everything, send a small probe through the whole commit, compare free space with the size.
+    """Send a small probe through the whole commit, compare free space with the size of a checkpoint.
 
     Returns:
         A line about size and space.
     """
-    layout = snapshotter.plan(state)
     found = _answer(client.probe(storage, directory=f".probe-{start_id}"), storage, timeout_s)
-    expected = layout.tensor_bytes + _future_optimizer_bytes(state.values())
+    expected = tensor_bytes + _future_optimizer_bytes(state.values())
     free = found["free_bytes"]
     if free is not None and free < expected + _MARGIN:
         raise StorageFullError(

@@ -6,18 +6,19 @@ import contextlib
 import os
 import secrets
 import socket
+from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
 from .._ranks import current_ranks
 from ..errors import HoldfastError
 from ..writer.arena import Arena
 from ..writer.board import BOARD_BYTES, Board
 from ..writer.client import WriterClient
 from ..writer.messages import error_from_json, error_to_json
-from .rendezvous import Rendezvous, same_for_all
+from .identity import version
+from .rendezvous import Meeting, same_for_all
 
 __all__ = ["ANSWER_MARGIN_S", "Team"]
 
@@ -42,7 +43,7 @@ class Team:
         board: words shared with our writer.
     """
 
-    def __init__(self, meeting: Rendezvous, client: WriterClient, *, timeout_s: float) -> None:
+    def __init__(self, meeting: Meeting, client: WriterClient, *, timeout_s: float) -> None:
         self.rank, self.world_size = meeting.rank, meeting.world_size
         self.client, self.timeout_s = client, timeout_s
         self._listener: socket.socket | None = None
@@ -67,15 +68,16 @@ class Team:
             self.close()
             raise
 
-    def named(self, error: Exception) -> HoldfastError:
-        """Return an error of this rank as all other ranks raise it."""
-        told = error_to_json(error)
-        return error_from_json({**told, "message": f"rank {self.rank}: {told['message']}"})
-
-    def tell_failed(self, save: str, error: Exception) -> None:
-        """Tell the other ranks that we have no part of a save."""
-        with contextlib.suppress(HoldfastError):
-            self.client.tell_ranks("part_failed", save=save, error=error_to_json(error))
+    @contextlib.contextmanager
+    def told(self, save: str) -> Iterator[None]:
+        """Let the other ranks, which wait for our part of a save, hear of an error; all raise the same one."""
+        try:
+            yield
+        except Exception as error:
+            told = error_to_json(error)
+            with contextlib.suppress(HoldfastError):
+                self.client.tell_ranks("part_failed", save=save, error=told)
+            raise error_from_json({**told, "message": f"rank {self.rank}: {told['message']}"}) from error
 
     def may_save(self, step: int) -> bool:
         """Ask whether ``step`` is saved while the save before may still be under way; the same on all ranks."""
@@ -104,7 +106,7 @@ class Team:
 
 
 def _facts() -> dict[str, Any]:
-    return {"machine": _machine(), "holdfast": __version__, "world_size": current_ranks().world_size}
+    return {"machine": _machine(), "holdfast": version(), "world_size": current_ranks().world_size}
 
 
 def _machine() -> str:
@@ -141,5 +143,3 @@ def _own_addresses() -> list[str]:
         found += [str(row[4][0]) for row in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
     unreachable = ("127.", "::1", "0.")
     return [one for one in dict.fromkeys(found) if not one.startswith(unreachable)] or found
-
-

@@ -11,6 +11,7 @@ import holdfast
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError
 
 from .export import export
+from .import_ import import_
 from .ls import ls
 from .show import show
 from .sweep import sweep
@@ -47,6 +48,7 @@ def cli() -> None:
 
 cli.add_command(cp)
 cli.add_command(export)
+cli.add_command(import_)
 cli.add_command(ls)
 cli.add_command(pull)
 cli.add_command(push)

@@ -11,6 +11,7 @@ from holdfast.checkpoint import summary
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.record import timestamp, unpack
 from holdfast.checkpoint.runindex import RunIndex
+from holdfast.checkpoint.sidecar import read_sidecar
 from holdfast.errors import CheckpointError, CheckpointNotFoundError
 from holdfast.format.manifest import Manifest
 
@@ -61,6 +62,7 @@ def _document(checkpoint: Checkpoint, *, tensors: bool) -> dict[str, Any]:
     except CheckpointError as error:
         state = "incomplete" if type(error).__name__ == "IncompleteCheckpointError" else "corrupt"
         return {**head, "state": state, "reason": str(error)}
+    late = read_sidecar(checkpoint.storage, checkpoint.directory)  # once: on a remote each look is a request
     document: dict[str, Any] = {
         **head,
         "state": "ok",
@@ -71,8 +73,8 @@ def _document(checkpoint: Checkpoint, *, tensors: bool) -> dict[str, Any]:
         "step": manifest.step,
         "epoch": manifest.epoch,
         "created": manifest.created,
-        "metrics": checkpoint.metrics,
-        "pinned": checkpoint.is_pinned,
+        "metrics": {**manifest.metrics, **late.metrics},
+        "pinned": late.pinned,
         "world_size": manifest.world_size,
         "writers": manifest.writers,
         "versions": manifest.versions,

@@ -205,7 +205,10 @@ def _row(name: str, tensor: Any, item: WriteItem | None = None) -> Row:
 
 def _plain_value(planner: SavePlanner, item: WriteItem) -> Any:
     """Return a value that is no tensor. DCP would store it as a pickle; the object itself is what we want."""
-    if isinstance(planner, DefaultSavePlanner) and type(planner).transform_object is DefaultSavePlanner.transform_object:
+    if (
+        isinstance(planner, DefaultSavePlanner)
+        and type(planner).transform_object is DefaultSavePlanner.transform_object
+    ):
         return planner.lookup_object(item.index)
     data = planner.resolve_data(item)
     if not isinstance(data, io.BytesIO):

@@ -16,14 +16,16 @@ def tensor_name(path: Sequence[str | int]) -> str:
     return "/".join(map(str, path))
 
 
-def node_of(value: Any, name: str) -> tuple[Any, Flat]:
+def node_of(value: Any, name: str, *, unsupported: str = "raise") -> tuple[Any, Flat]:
     """Encode one value of a state; the tensors in it have names below ``name``.
 
     Raises:
         UnsupportedStateError: it cannot be saved.
     """
-    flat = flatten({name: value})
+    flat = flatten({name: value}, unsupported=unsupported)
     tree = flat.tree
+    if flat.dropped and not (tree.get("v") if "$" in tree else tree):
+        return None, flat
     return (tree["v"][0][1] if "$" in tree else tree[name]), flat
 
 

@@ -72,6 +72,7 @@ class Driver:
     def close(self) -> None:
         """End all workers, note the end of the run, give the lease back. Idempotent, bounded."""
         self._engine.close()
+        self._executor.close()
         if not self._client.closed and self._executor.opened is not None:
             end = self._end or End(state=RunState.ERRORED, reason="the driver failed")
             try:

@@ -52,6 +52,7 @@ from .engine import Engine, GroupSpec, TaskEnded
 from .failure import error_to_wire
 from .finder import Found, find_start
 from .location import checkpoint_at
+from .log_copies import LogCopies
 from .plan import Plan
 from .validation import TaskRunner, pack_validation
 from .words import say
@@ -123,6 +124,7 @@ class Executor:
         self.found: Found | None = None
         self._quarantined: dict[str, str] = {}
         self._tasks: dict[int, Validate] = {}
+        self._copies: LogCopies | None = None
         self._does: dict[type[Any], Callable[[Any], None]] = {
             OpenRun: self._open_run,
             NextAttempt: lambda do: self._op(do, "next_attempt", reason=do.reason, details=dict(do.details)),
@@ -153,6 +155,12 @@ class Executor:
             self._does[type(action)](action)
         except HoldfastError as error:
             self._post(Outcome(action=action, error=error))
+
+    def close(self) -> None:
+        """Store what the workers have printed last; to be called when they are gone. Idempotent, bounded."""
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            copies.close()
 
     def task_ended(self, event: TaskEnded) -> None:
         """Take the end of a validation."""
@@ -238,20 +246,24 @@ class Executor:
 
     def _start_group(self, action: StartGroup) -> None:
         environment = dict(self._options.environment)
-        logs = self._logs()
         self._engine.start(
             GroupSpec(
                 num_workers=self._plan.num_workers,
                 attempt=action.attempt,
                 environment=dict.fromkeys(range(self._plan.num_workers), environment),
-                log_directory=None if logs is None else logs / f"attempt-{action.attempt:05d}",
+                log_directory=self._logs() / f"attempt-{action.attempt:05d}",
                 use_gpu=self._options.use_gpu,
             )
         )
 
-    def _logs(self) -> Path | None:
+    def _logs(self) -> Path:
+        """Give the folder of the logs: in the run itself, or one that is copied there."""
         root = self._storage.local_root
-        return None if root is None else root / "logs"
+        if root is not None:
+            return root / "logs"
+        if self._copies is None:
+            self._copies = LogCopies(self._storage)
+        return self._copies.folder
 
     def _begin(self, action: Begin) -> None:
         attachments = [self._options.blob, action.memory or b"", self._options.secrets]
@@ -279,7 +291,6 @@ class Executor:
     def _validate(self, action: Validate) -> None:
         if self._options.validation is None:
             raise HoldfastError("there is no function that validates")
-        logs = self._logs()
         blob = pack_validation(
             self._options.validation,
             Checkpoint.at(self._storage, action.name),
@@ -289,7 +300,7 @@ class Executor:
         task = self._engine.run_task(
             blob,
             name=f"validation of {action.name}",
-            log_file=None if logs is None else logs / f"validation-{action.name}.log",
+            log_file=self._logs() / f"validation-{action.name}.log",
         )
         self._tasks[task] = action
 

@@ -53,8 +53,7 @@ def restore_derived(
         theirs = ((second or {}).get("devices") or {}).get(kind)
         # Each process lists all devices it sees and uses one of them, not the same one: the order says nothing.
         alike = theirs is not None and set(map(_bytes, states)) == set(map(_bytes, theirs))
-        seeds = None if alike else mix(_hash(states[0]), place)
-        problems += rng.set_devices(str(kind), states[0] if alike else seeds)
+        problems += rng.set_devices(str(kind), states[0] if alike else mix(_hash(states[0]), place))
         if alike:
             in_step.append(str(kind))
     return in_step, problems

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from . import arrays, metrics, rng
+from .alike import place_alike
 from .match_rank import match_per_rank, match_rng
 from .names import parameter_names
 from .optim import is_plain
@@ -36,6 +37,13 @@ class Problems:
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.wrong)
+
+    def without(self, patterns: tuple[str, ...]) -> Problems:
+        """Return those whose path no name or glob covers."""
+        if not patterns:
+            return self
+        kinds = (self.missing, self.unexpected, self.wrong)
+        return Problems(*([one for one in kind if not covers(patterns, one.split(": ", 1)[0])] for kind in kinds))
 
 
 class Matcher:
@@ -273,7 +281,10 @@ class Matcher:
             )
             return live
         # A dict is what the object's own state_dict() gave, saved in its place.
-        state = self.fresh(saved.state if isinstance(saved, ObjectNode) else saved, path)
+        content = saved.state if isinstance(saved, ObjectNode) else saved
+        if not metric:
+            place_alike(self, content, live)
+        state = self.fresh(content, path)
         if metric:
             self.actions.append(lambda: self._note(path, metrics.restore_metric(live, self.filled(state))))
         else:

@@ -46,10 +46,11 @@ def match_module(matcher: Matcher, live: nn.Module, saved: Any, path: str) -> nn
     memory = Memory(matcher, module)
     copies: dict[str, Any] = {}  # what has to go through load_state_dict
     direct: dict[str, Any] = {}
+    absent: list[tuple[Any, str]] = []
     for (key, value), name in zip(raw.items(), canonical_keys(module, list(raw)), strict=True):
         where = prefix + name
         if name not in have:
-            matcher.lacks(value, where)
+            absent.append((value, where))
             continue
         ref = have.pop(name)
         if not matcher.takes(where):
@@ -67,6 +68,11 @@ def match_module(matcher: Matcher, live: nn.Module, saved: Any, path: str) -> nn
             target = torch.empty_like(value, device=home_of(value, matcher.device))
             if matcher.read(ref, target, where):
                 copies[key] = target
+    given = {(local_tensor(value).data_ptr(), value.shape) for value in direct.values()}
+    for value, where in absent:
+        # Others (transformers) store a tied tensor under one of its names only.
+        if not (isinstance(value, torch.Tensor) and (local_tensor(value).data_ptr(), value.shape) in given):
+            matcher.lacks(value, where)
     for name in have:
         if matcher.takes(prefix + name):
             matcher.problems.unexpected.append(prefix + name)

@@ -81,21 +81,34 @@ def _wanted(matcher: Matcher, rows: list[list[str]], path: str) -> bool:
 
 
 def _from_positions(saved: Mapping[Any, Any], rows: list[list[str]], kind: str) -> Any:
-    """Turn the dict of torch's own ``state_dict`` into ours; return it as it is if the parameters are not as many."""
-    groups, states = saved.get("param_groups"), saved.get("state")
+    """Turn the dict of torch's own ``state_dict`` into ours; return it as it is if the parameters are not as many.
+
+    Also that of ``torch.distributed.checkpoint``: keyed by the names parameters have in their module, or by positions
+    that have become text.
+    """
+    groups, states = saved.get("param_groups"), saved.get("state", {})
     if not isinstance(groups, list) or not isinstance(states, Mapping):
         return saved
-    positions = [number for group in groups for number in group["params"]]
+    keys = [key for group in groups for key in group["params"]]
     names = [name for row in rows for name in row]
-    if len(positions) != len(names) or not all(type(number) is int for number in positions):
+    name_of: dict[Any, str]
+    if all(type(key) is int for key in keys) and len(keys) == len(names):
+        name_of = dict(zip(keys, names, strict=True))
+        name_of.update({str(key): name for key, name in name_of.items()})
+    elif all(type(key) is str for key in keys):
+        short = {name.rpartition("/")[2]: name for name in names}
+        unique, known = len(short) == len(names), frozenset(names)
+        name_of = {key: short.get(key, key) if unique and key not in known else key for key in keys}
+    else:
         return saved
-    name_of = dict(zip(positions, names, strict=True))
+    if not name_of.keys() >= states.keys():
+        return saved
     return ObjectNode(
         kind,
         "optimizer",
         {
-            "state": {name_of[number]: state for number, state in states.items()},
-            "param_groups": [{**group, "params": [name_of[one] for one in group["params"]]} for group in groups],
+            "state": {name_of[key]: state for key, state in states.items()},
+            "param_groups": [{**group, "params": [name_of[key] for key in group["params"]]} for group in groups],
         },
     )
 
@@ -120,9 +133,9 @@ def _one(
             if is_spread(param) and param.shape == tuple(entry.shape):
                 there = torch.empty_like(param, dtype=dtype, device=home_of(param, matcher.device))
             else:
-                where_to = state_device(key, group, param)
+                device = state_device(key, group, param)
                 there = torch.empty(
-                    entry.shape, dtype=dtype, device=home_of(param, matcher.device) if where_to.type == "meta" else where_to
+                    entry.shape, dtype=dtype, device=home_of(param, matcher.device) if device.type == "meta" else device
                 )
         if matcher.read(item, there, where):
             values[key] = there

@@ -52,6 +52,7 @@ def load_state(
     only: str | Iterable[str] | None = None,
     skip: str | Iterable[str] | None = None,
     strict: bool = True,
+    lenient: Iterable[str] = (),
     allow_missing: Iterable[str] = (),
     rename: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
@@ -63,7 +64,8 @@ def load_state(
 ) -> Loaded:
     """Load the checkpoint at the root of ``storage``. See `holdfast.load` for the arguments.
 
-    With ``world_size``, the number of ranks that load, generators and values of single ranks follow the rules for
+    ``lenient`` names (or globs) what need not fit: the rest is checked as ever, and what does not fit is listed as not
+    restored. With ``world_size``, the number of ranks that load, generators and values of single ranks follow the rules for
     another number of ranks than have saved.
 
     Raises:
@@ -79,8 +81,8 @@ def load_state(
     device = None if map_location is None else torch.device(map_location)
     matcher = Matcher(stored, selection, allow_missing=allowed, cast=dtype, rank=rank, device=device)
     state = matcher.run(into)
-    if matcher.problems and strict:
-        raise _mismatch(matcher.problems, storage.uri)
+    if strict and (refused := matcher.problems.without(tuple(lenient))):
+        raise _mismatch(refused, storage.uri)
     with torch.no_grad():
         read = read_tensors(storage, matcher.targets.requests, stored.digests if verify else None, progress=progress)
         for action in matcher.actions:

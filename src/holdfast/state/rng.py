@@ -6,6 +6,7 @@ other state. Capturing advances no generator and starts no accelerator that the 
 
 from __future__ import annotations
 
+import contextlib
 import random
 import struct
 import sys
@@ -89,12 +90,12 @@ def set_devices(kind: str, state: torch.Tensor | int) -> list[str]:
         return [f"{kind} generators: this machine has no {kind} device"]
     try:
         for number in range(module.device_count()):
-            generator = torch.Generator(device=f"{kind}:{number}")
-            if isinstance(state, int):
-                generator.manual_seed((state + number) & _MASK)
-            else:
-                generator.set_state(state.cpu())
-            _ = module.set_rng_state(generator.get_state(), number)
+            # mps has one device, and takes no number of it.
+            with module.device(number) if hasattr(module, "device") else contextlib.nullcontext():
+                if isinstance(state, int):
+                    _ = module.manual_seed((state + number) & _MASK)
+                else:
+                    _ = module.set_rng_state(state.cpu())
     except _REFUSALS as error:
         return [f"{kind} generators: {type(error).__name__}: {error}"]
     return []

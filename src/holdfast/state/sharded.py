@@ -137,10 +137,12 @@ class Regions:
         if known is None:
             known = self._known[key] = self._look(value)
         expected, regions, held_parts = known
+        if 0 in value.shape:
+            return [(regions[0], local.new_empty(value.shape))]
         if local.shape != expected:
             _refuse_shape(value, local, expected)
         if len(regions) == 1:
-            return [(regions[0], local if regions[0].box.shape else local.reshape(()))]
+            return [(regions[0], local)]
         rows = zip(regions, held_parts, strict=True)
         return [(region, _part(local, box, at)) for region, (box, at) in rows]
 
@@ -152,7 +154,8 @@ class Regions:
         if spread is None:
             spread = self._spreads[id(mesh), placements] = _spread(mesh, placements)
         regions = [Region(shape, box, spread) for box, _ in parts]
-        return expected, regions or [Region(shape, Box((0,) * len(shape), expected), spread)], parts
+        empty = shape if 0 in shape else expected
+        return expected, regions or [Region(shape, Box((0,) * len(shape), empty), spread)], parts
 
 
 def _of_shards(value: Any) -> Parts:

@@ -118,6 +118,7 @@ class Snapshotter:
         reuse: bool = False,
         run: bool = False,
         part: bool = False,
+        joint: bool = False,
         unsupported: str = "raise",
         lazy: bool = False,
     ) -> Submitted:
@@ -137,6 +138,7 @@ class Snapshotter:
             reuse: unchanged files may be linked from the previous checkpoint.
             run: the save belongs to the writer's open run.
             part: write this rank's part only; whoever has the parts of all ranks commits them.
+            joint: the writer has joined those of the other ranks: the future is that of the whole checkpoint.
             unsupported: "raise" or "drop".
             lazy: CUDA tensors owned by an optimizer may still be copying when this returns (`cuda.fence` guards).
 
@@ -169,6 +171,7 @@ class Snapshotter:
             windowed=windowed,
             run=run,
             part=part,
+            joint=joint,
             division=self._division(flat, layout, wait=not lazy or layout is not before),
             want_unchanged=reuse and not windowed and not self._observed,
         )

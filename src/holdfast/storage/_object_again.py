@@ -33,20 +33,20 @@ def again_if_broken(action: Callable[[], _T], *, after: Callable[[Exception, boo
 
     Args:
         action: the request; it must be safe to repeat.
-        after: asked after each failure whether the work was done in spite of it: its result, or None. Gets the error,
-            and whether there were earlier ones.
+        after: asked after the last failure whether the work was done in spite of it: its result, or None. Gets the
+            error, and whether there were earlier ones.
     """
     begin = time.monotonic()
     for attempt in range(_TRIES):
         try:
             return action()
         except Exception as error:
-            found = None if after is None else after(error, attempt > 0)
-            if found is not None:
-                return found
             # One that took the client its whole deadline is not begun anew.
             if not is_broken(error) or attempt == _TRIES - 1 or time.monotonic() - begin > _AGAIN_S:
-                raise
+                found = None if after is None else after(error, attempt > 0)
+                if found is None:
+                    raise
+                return found
         time.sleep(random.uniform(0, min(_LONGEST_S, _PAUSE_S * 2**attempt)))
     raise AssertionError("not reached")
 
@@ -55,4 +55,7 @@ def is_broken(error: Exception) -> bool:
     """Tell whether a connection broke before the whole answer was there, and the client left it at that."""
     if isinstance(error, ShortAnswerError):
         return True
-    return type(error).__name__ == "GenericError" and status_of(error) is None and not was_retried(error)
+    if type(error).__name__ != "GenericError" or status_of(error) is not None:
+        return False
+    # The client never repeats for a body that breaks off; what it did repeat for, it has given up.
+    return "response body error" in str(error) or not was_retried(error)

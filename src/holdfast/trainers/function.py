@@ -229,7 +229,7 @@ def _first_checkpoint(given: Any) -> tuple[dict[str, Any] | None, bytes | None, 
         return None, None, ()
     if isinstance(given, Mapping):
         given = Checkpoint.from_dict(given)
-    elif isinstance(given, (str, os.PathLike)):
+    elif isinstance(given, (str, os.PathLike)) and not isinstance(given, Checkpoint):  # a handle is a PathLike too
         given = Checkpoint(given)
     if not isinstance(given, Checkpoint):
         raise ConfigError(

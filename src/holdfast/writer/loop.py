@@ -229,7 +229,7 @@ class WriterLoop:
         if header["op"] == "report" and run is not None:
             run.report(header["call"], header["args"]["rows"], self._answer_many)
         elif header["op"] == "follow" and run is not None:
-            run.follow(header["args"]["since"], lambda state: self._answer(header["call"], state))
+            run.follow(header["args"]["since"], lambda state: self.say_done(header["call"], state))
         else:
             self._later(message, lambda: self._op(header))
 
@@ -243,7 +243,7 @@ class WriterLoop:
                 self.say_failed(message.header["call"], error)
             else:
                 if value is not _ANSWERED:
-                    self._answer(message.header["call"], value)
+                    self.say_done(message.header["call"], value)
 
         self._work.put(work)
 
@@ -355,7 +355,7 @@ class WriterLoop:
             self._run.report(header["call"], args["rows"], self._answer_many)
             return _ANSWERED
         if op == "follow":
-            self._run.follow(args["since"], lambda state: self._answer(header["call"], state))
+            self._run.follow(args["since"], lambda state: self.say_done(header["call"], state))
             return _ANSWERED
         if op == "close_run":
             run, self._run = self._run, None
@@ -364,9 +364,6 @@ class WriterLoop:
         return self._run.op(op, args)
 
     # ---- answers, from any thread
-
-    def _answer(self, call: int, value: Any) -> None:
-        self._say({"on": "done", "calls": [call], "value": value})
 
     def _answer_many(self, calls: list[int], error: BaseException | None) -> None:
         if error is None:

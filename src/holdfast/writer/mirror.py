@@ -70,6 +70,7 @@ class Mirroring:
         self._late: list[tuple[str, dict[str, Any], bool | None]] = []
         self._num_given_up = self._num_lately = self._failures = 0
         self._error: str | None = None
+        self._upload_s = 0.0
         self._going = self._said_all = False
         self._deadline: float | None = None  # of the end
         self._next_try = self._next_sync = 0.0
@@ -184,6 +185,7 @@ class Mirroring:
             "created": None if newest is None else newest.created,
             "waiting": [one.name for one in self._waiting],
             "given_up": self._num_given_up,
+            "upload_s": self._upload_s,
             "error": self._error,
             "lost": None if (lost := self.remote.heartbeat.lost) is None else str(lost),
         }
@@ -300,6 +302,7 @@ class Mirroring:
             self._tried.add(name)
         problem: HoldfastError | None = None
         newest: Record | None = None
+        begun = time.monotonic()
         try:
             self.remote.take(name, stop=self._is_to_stop)
             newest = next(iter(self.remote.catalog.records()), None)
@@ -314,7 +317,7 @@ class Mirroring:
                 self._uploaded.add(name)
                 self._newest = newest
                 self._arrival = self._warned = time.monotonic()
-                self._num_lately = 0
+                self._upload_s, self._num_lately = self._arrival - begun, 0
             else:
                 self._leave_out(name)
                 _LOG.error("%s is not uploaded to %s: %s", name, self.uri, problem)
@@ -325,7 +328,6 @@ class Mirroring:
         with self._lock:
             late, self._late = self._late, []
             litter, self._litter = self._litter, []
-            both = sorted(self._uploaded)
         try:
             while litter:
                 self.remote.drop(litter[0])
@@ -333,7 +335,8 @@ class Mirroring:
             while late:
                 self.remote.late(*late[0])
                 late.pop(0)
-            self.remote.bring_sidecars(both)
+            if self.remote.bring_sidecars():
+                self.remote.retain()
             self.remote.bring_head()
             self.remote.bring_reports()
         finally:

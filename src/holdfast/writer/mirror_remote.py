@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.heartbeat import Heartbeat
 from holdfast.checkpoint.history import REPORTS, highest_attempt
 from holdfast.checkpoint.lease import Lease
 from holdfast.checkpoint.record import Record
@@ -22,8 +23,6 @@ from holdfast.format.commit import read_manifest, sweep
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.storage.base import Storage
 
-from .heartbeat import Heartbeat
-
 __all__ = ["RemoteRun"]
 
 
@@ -33,6 +32,7 @@ class RemoteRun:
     Attributes:
         heartbeat: the lease.
         catalog: its checkpoints.
+        both: names of checkpoints that lie at both sides, as far as the local side has not let them go.
     """
 
     def __init__(self, heartbeat: Heartbeat, storage: Storage, local: Storage, keep: Keep | None) -> None:
@@ -40,6 +40,7 @@ class RemoteRun:
         self._storage, self._local, self._keep = storage, local, keep
         self._segments: dict[str, int] = {}  # report segments that the remote has, and how long they are
         self._own: set[str] = set()  # those that came from here
+        self.both: set[str] = set()
         self._sidecars: dict[str, Sidecar] = {}  # as they were when the remote learnt of them
 
     @classmethod
@@ -137,11 +138,13 @@ class RemoteRun:
         previous = next((record.name for record in self.catalog.records() if record.name != name), None)
         copied = copy_checkpoint(self._local, name, self._storage, name, previous=previous, stop=stop)
         self._sidecars[name] = before
+        self.both.add(name)
         self.catalog.add(name, read_manifest(self._storage, name))
         return copied, self.retain()
 
     def retain(self) -> list[Verdict]:
         """Save the index and apply the rules; give what was deleted."""
+        self.bring_sidecars()
         self.bring_head(save=self._keep is None)
         return [] if self._keep is None else self.catalog.prune(self._keep)
 
@@ -175,26 +178,24 @@ class RemoteRun:
             self._storage.delete(path)
             self._own.discard(path)
 
-    def bring_sidecars(self, names: Collection[str]) -> None:
-        """Tell the remote of late metrics and pins of these checkpoints, which lie at both sides."""
-        changed = False
-        for name in names:
+    def bring_sidecars(self) -> bool:
+        """Tell the remote of late metrics and pins of checkpoints that lie at both sides; whether there were any."""
+        told = False
+        for name in sorted(self.both):
             if not self._local.exists(f"{name}/{MANIFEST_NAME}"):
+                self.both.discard(name)
                 continue
             now, before = read_sidecar(self._local, name), self._sidecars.get(name)
             if before is None:  # of an earlier life: nobody knows who said what first
                 before = read_sidecar(self._storage, name)
                 now = now.with_pin(now.pinned or before.pinned)
-                self._sidecars[name] = now
-            if now == before:
-                continue
-            self.heartbeat.confirm()
-            metrics = {key: value for key, value in now.metrics.items() if before.metrics.get(key) != value}
-            self._tell(name, metrics, now.pinned if now.pinned != before.pinned else None)
+            if now != before:
+                self.heartbeat.confirm()
+                metrics = {key: value for key, value in now.metrics.items() if before.metrics.get(key) != value}
+                self._tell(name, metrics, now.pinned if now.pinned != before.pinned else None)
+                told = True
             self._sidecars[name] = now
-            changed = True
-        if changed:
-            self.retain()
+        return told
 
     def late(self, name: str, metrics: Mapping[str, Any], pinned: bool | None) -> None:
         """Take metrics or a pin of a checkpoint that the local side has no more."""

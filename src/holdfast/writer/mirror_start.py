@@ -69,6 +69,7 @@ def start_mirror(
     both = [name for name, place in sides.places.items() if place == "both"]
     if limits.delete_after_upload:
         both = [name for name in both if remote.is_whole(name)]  # soon it will be the only one
+    remote.both.update(both)
     mirror = Mirroring(remote, limits, waiting=waiting, uploaded=both, changed=changed)
     bad = {**remote.catalog.index.quarantined, **catalog.index.quarantined}
     told = {

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.heartbeat import Heartbeat
 from holdfast.checkpoint.lease import Lease
 from holdfast.checkpoint.remains import INCOMING, sweep_hidden
 from holdfast.checkpoint.retention import Verdict
@@ -21,7 +22,6 @@ from holdfast.format.commit import read_manifest
 from holdfast.format.manifest import Manifest
 from holdfast.storage.base import Storage
 
-from .heartbeat import Heartbeat
 from .messages import RunOpened
 from .reports import Answer, ReportBuffer, check_rows
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 
-from holdfast.checkpoint.lease import HEARTBEAT_S, Lease
 from holdfast.errors import HoldfastError, StorageError
+
+from .lease import HEARTBEAT_S, Lease
 
 __all__ = ["Heartbeat"]
 

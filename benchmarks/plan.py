@@ -1,0 +1,148 @@
+"""Saving from many ranks: what each of them plans, what rank 0 merges, what a reader unites. All of it should be linear.
+
+No rank asks another, so one process can play them all: the shards are fakes with the shapes, boxes and holders that a
+mesh of so many ranks gives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from holdfast.checkpointer.identity import manifest_fields
+from holdfast.format.boxes import Box, flaw
+from holdfast.format.commit import PartSummary
+from holdfast.format.index import Index
+from holdfast.format.manifest import FileEntry, Manifest
+from holdfast.format.names import join
+from holdfast.format.parts import put_part
+from holdfast.format.strict_json import paused_gc
+from holdfast.state.plan import Layout, Signature, plan
+from holdfast.state.sharded import Region, Spread
+from holdfast.state.stored import Stored, unite
+from holdfast.storage.memory import MemoryStorage
+from holdfast.writer.messages import PartsJob
+from holdfast.writer.parts import commit_parts
+
+from .bench import Context, Goal, Outcome, timed
+
+__all__ = ["run"]
+
+_WIDTH = 4
+_REPLICAS = 2
+_ID = "abcd0000-1"
+_FIELDS = manifest_fields(run_id=None, checkpoint_id=_ID, parent=None, attempt=1, step=1, epoch=None, metrics={})
+
+
+def run(context: Context) -> Outcome:
+    """Measure worlds of growing size that hold the same number of pieces in all."""
+    outcome = Outcome()
+    pieces = 4_000 if context.quick else 1_000_000
+    worlds = (4, 16, 40) if context.quick else (16, 100, 1_000, 10_000)
+    for world in worlds:
+        method = f"{world} ranks"
+        held = pieces * _REPLICAS // world  # each is written by one of those that hold it
+        layouts: list[Layout] = []
+        for rank in sorted({0, 1, world // 2, world - 1}):
+            sig = _signature(rank, world, held)
+            outcome.add(method, plan_s=timed(_plan, sig, rank, world, layouts))
+        for turn in range(2):
+            storage = MemoryStorage(f"plan-{world}-{turn}")
+            job = _parts(storage, world, layouts[0])
+            outcome.add(method, merge_s=timed(partial(commit_parts, storage, job, None, again=False)))
+        # A reader's share takes longest to set up: a tenth of the pieces shows the slope as well.
+        indexes = [_index(rank, world, max(1, held // 10)) for rank in range(world)]
+        outcome.add(method, unite_s=timed(_unite, indexes, world))
+        slowest = max(outcome.samples[method]["plan_s"])
+        context.say(f"{method}, {held} pieces each: plan {slowest:.3f} s")
+        merge = outcome.median(method, "merge_s")
+        outcome.goals += [
+            Goal(what=f"slowest of {world} ranks plans {held} boxes", value=slowest, unit="s", at_most=1.0),
+            Goal(what=f"rank 0 merges {world} parts", value=merge, unit="s", at_most=1.0),
+        ]
+    held_by_rank = [pieces * _REPLICAS / world for world in worlds]
+    planned = [outcome.median(f"{world} ranks", "plan_s") for world in worlds]
+    merged = [outcome.median(f"{world} ranks", "merge_s") for world in worlds]
+    united = [outcome.median(f"{world} ranks", "unite_s") for world in worlds]
+    outcome.goals += [
+        Goal(what="plan: slope over pieces of a rank (log-log)", value=_slope(held_by_rank, planned), at_most=1.15),
+        Goal(what="merge: slope over ranks (log-log)", value=_slope(worlds, merged), at_most=1.15),
+        Goal(what=f"a reader unites and checks {pieces // 10} pieces", value=max(united), unit="s"),
+        Goal(what="reader: slope over ranks, pieces the same (log-log)", value=_slope(worlds, united), at_most=0.3),
+    ]
+    return outcome
+
+
+@paused_gc()
+def _plan(sig: Signature, rank: int, world: int, layouts: list[Layout]) -> None:
+    layouts.append(plan(sig, rank=rank, num_ranks=world))
+
+
+def _slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:
+    """Return the exponent that fits best: 1 is linear."""
+    x, y = [math.log(size) for size in sizes], [math.log(one) for one in seconds]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
+
+
+def _region(rank: int, world: int) -> Region:
+    shards = world // _REPLICAS
+    place = rank % shards
+    spread = Spread(text="fake", num_ranks=world, rank=rank, holders=tuple(range(place, world, shards)))
+    return Region((shards * 8, _WIDTH), Box((place * 8, 0), (8, _WIDTH)), spread)
+
+
+def _signature(rank: int, world: int, held: int) -> Signature:
+    """Describe a rank that holds so many shards; half of them are written by the replica of its box."""
+    return Signature(
+        names=[f"model/layers.{number}.weight" for number in range(held)],
+        dtypes=[torch.float32] * held,
+        shapes=[torch.Size((8, _WIDTH))] * held,
+        files=["model"] * held,
+        frozen=set(),
+        aliases={},
+        own=[],
+        replicated=[],
+        regions=dict.fromkeys(range(held), _region(rank, world)),
+    )
+
+
+def _parts(storage: MemoryStorage, world: int, layout: Layout) -> PartsJob:
+    """Put the part files of all ranks into a storage, as their writers do, for files that hold nothing."""
+    division = layout.division
+    for rank in range(world):
+        paths = [f"{stem}-{rank:05d}-{_ID}.{kind}" for stem, kind in (("model", "safetensors"), ("index", "json"), ("digests", "bin"))]
+        for path in paths:
+            storage.put(join("one", path), b"")
+        roles = ("tensors", "index", "digests")
+        entries = [
+            FileEntry(path=path, size=0, digest=f"xxh3:{rank:032x}", role=role, writer=rank)
+            for path, role in zip(paths, roles, strict=True)
+        ]
+        put_part(storage, "one", _ID, PartSummary(writer=rank, files=tuple(entries), division=division))
+    return PartsJob(directory="one", save_id=_ID, writers=tuple(range(world)), manifest={**_FIELDS, "world_size": world}, run=False)
+
+
+def _index(rank: int, world: int, held: int) -> bytes:
+    """Return the index of a rank, as it is stored."""
+    layout = plan(_signature(rank, world, held), rank=rank, num_ranks=world)
+    file = layout.files[-1]
+    return next(source for source, _, _ in file.segments if isinstance(source, bytes))
+
+
+@paused_gc()
+def _unite(indexes: list[bytes], world: int) -> None:
+    """Do what a reader does with the indexes of all ranks; each tensor must be made up by its boxes."""
+    stored = Stored(MemoryStorage("plan"), Manifest(**{**_fields(), "world_size": world}))
+    unite(stored, [Index.from_bytes(data, save_id=_ID) for data in indexes])
+    for entry in stored.entries.values():
+        boxes = [Box(one.box_start or (), one.box_shape or ()) for one in entry.pieces]
+        if problem := flaw(entry.shape, boxes):
+            raise AssertionError(f"{entry.name}: {problem}")
+
+
+def _fields() -> dict[str, object]:
+    return {"created": "2026-01-01T00:00:00Z", "files": (), "checkpoint_id": _ID}

@@ -1,0 +1,8 @@
+"""Callbacks of the loop trainer."""
+
+from __future__ import annotations
+
+from .trainers.loop.callbacks import Callback, EarlyStopping, LoadCheckpoint
+from .trainers.loop.saver import CheckpointSaver
+
+__all__ = ["Callback", "CheckpointSaver", "EarlyStopping", "LoadCheckpoint"]

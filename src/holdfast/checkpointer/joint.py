@@ -1,0 +1,121 @@
+"""What a step calls for where many ranks train: what depends on time or signals happens at a step all agree on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ..errors import HoldfastError
+from .metrics import MetricLog
+from .pace import Call, Pace
+from .progress import Progress
+from .schedule import Deadline, Schedule
+from .signals import StopSignals
+from .team import Team
+
+__all__ = ["JointPace", "NoLog"]
+
+_LOOK_S = 0.0005
+
+
+class JointPace(Pace):
+    """Decides as `Pace` does from counters, which are the same on all ranks, and asks the others for the rest.
+
+    Intervals of time and the deadline are rank 0's affair; a signal may come to any rank.
+
+    Args:
+        schedule: when saves are due.
+        signals: those that ask the run to stop.
+        deadline: when the processes will be taken away.
+        progress: the counters.
+        team: the ranks.
+    """
+
+    def __init__(
+        self, schedule: Schedule, signals: StopSignals, deadline: Deadline, progress: Progress, team: Team
+    ) -> None:
+        super().__init__(schedule, signals, deadline, progress)
+        self._team = team
+        self._wants_save = self._wants_stop = False  # told to the others, and not yet done
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether all ranks stop: a signal alone, on one of them, does not count before they have agreed."""
+        return self.stopping
+
+    def stepped(self, now: float, *, step_s: float, save_s: float) -> bool:
+        """Publish the step; tell whether it may call for anything."""
+        team = self._team
+        called = team.board.calls(self._progress.step)
+        if not self._wants_stop and self._must_stop(now, step_s, save_s):
+            self._wants_stop = True
+            team.client.tell_ranks("want", kind="stop")
+        elif team.rank == 0 and not self._wants_save and now >= self._schedule.next_time:
+            self._wants_save = True
+            team.client.tell_ranks("want", kind="save")
+        return called or self._due(float("-inf")) or (self._wants_stop and team.board.broken)
+
+    def call(self, now: float, *, step_s: float, save_s: float) -> Call:
+        """Tell what the step calls for, the same on all ranks; where they are about to agree on it, wait."""
+        agreed = self._agreed()
+        if agreed is not None and agreed != "settle":
+            return agreed
+        if self._wants_stop and self._team.board.broken:
+            return "stop"  # a rank is gone: the save will say which
+        return "save" if self._due(float("-inf")) else agreed
+
+    def poll(self, *, step_s: float, save_s: float) -> bool:
+        """Tell whether the run is to stop: never between steps, where ranks would leave at different places."""
+        return self.stopping
+
+    def saved(self) -> None:
+        """Count a save."""
+        super().saved()
+        self._wants_save = False
+
+    def _must_stop(self, now: float, step_s: float, save_s: float) -> bool:
+        if self._signals.received is not None:
+            return True
+        # Ranks stop two steps after one of them asks, or three.
+        return self._team.rank == 0 and self._deadline.near(now=now, step_s=3 * step_s, save_s=save_s)
+
+    def _agreed(self) -> Call:
+        """Return what all ranks do at this step, if it is one they agreed on."""
+        board, step, timeout_s = self._team.board, self._progress.step, self._team.timeout_s
+        until = time.monotonic() + timeout_s
+        while board.calls(step):
+            target = board.target
+            if board.armed and board.target == target:
+                kind: Any = board.kind
+                board.act(target)
+                self._team.client.tell_ranks("acted", step=target)
+                return kind  # type: ignore[no-any-return]
+            if board.broken:
+                return None
+            if time.monotonic() > until:
+                raise HoldfastError(
+                    f"rank {self._team.rank} waits at step {step} for the word of rank 0's writer, which has not come "
+                    f"within {timeout_s:g} s (timeout_s)"
+                )
+            time.sleep(_LOOK_S)
+        return None
+
+
+class NoLog(MetricLog):
+    """The metrics of a rank other than 0: not recorded, and costing nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def add(self, *_: Any) -> None:
+        """Forget them."""
+
+    def of_step(self, step: int) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def bind(self, *_: Any) -> None:
+        """Bind nothing."""
+
+    def flush(self, *_: Any, **__: Any) -> None:
+        """Send nothing."""

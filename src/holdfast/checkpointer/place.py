@@ -1,0 +1,196 @@
+"""Where a save without a run goes, who makes it, and through which writer."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import wait
+from dataclasses import dataclass
+from typing import Any
+
+from .._ranks import RankInfo, current_ranks
+from ..checkpoint.handle import Checkpoint
+from ..errors import CheckpointExistsError, ConfigError, HoldfastError
+from ..format.names import MANIFEST_NAME
+from ..state.snapshot import Snapshotter, Submitted
+from ..storage.base import Storage
+from ..writer.client import WriterClient
+from .identity import manifest_fields, new_start_id
+from .rendezvous import meet
+from .team import ANSWER_MARGIN_S, Team
+
+__all__ = ["Place", "open_place"]
+
+_TIMEOUT_S = 600.0  # of a save of several ranks, from the first of them to the last
+
+_lock = threading.RLock()  # a signal handler of the user may save in the middle of what it guards
+_clients: dict[str, WriterClient] = {}
+_teams: dict[tuple[str, int, int], tuple[Team, itertools.count[int]]] = {}
+_start_id = ""
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One save to be.
+
+    Attributes:
+        target: the checkpoint.
+        client: the writer.
+        save_id: of this save; the same on all ranks that make it.
+        team: the ranks that make it, None for this process alone.
+    """
+
+    target: Checkpoint
+    client: WriterClient
+    save_id: str
+    team: Team | None = None
+
+    @property
+    def layout(self) -> str:
+        """Tell places apart whose arenas differ."""
+        ranks = "" if self.team is None else f" {self.team.rank} of {self.team.world_size}"
+        return f"{_kind(self.target.storage)} {self.target.storage.max_file_bytes}{ranks}"
+
+    def snapshotter(self, *, max_staging_bytes: int | None = None) -> Snapshotter:
+        """Make one that lays files out as this place needs."""
+        rank, world_size = (0, 1) if self.team is None else (self.team.rank, self.team.world_size)
+        return Snapshotter(
+            rank=rank,
+            world_size=world_size,
+            max_file_bytes=self.target.storage.max_file_bytes,
+            max_staging_bytes=max_staging_bytes,
+        )
+
+    def submit(
+        self,
+        snapshotter: Snapshotter,
+        state: Mapping[Any, Any],
+        step: int | None,
+        metrics: Mapping[str, Any] | None,
+        *,
+        overwrite: bool,
+        unsupported: str,
+    ) -> Submitted:
+        """Copy the state and hand it to the writer.
+
+        Raises:
+            CheckpointExistsError: there is a committed checkpoint and ``overwrite`` is False.
+        """
+        joint = self.team is not None
+        with contextlib.nullcontext() if self.team is None else self.team.told(self.save_id):
+            self._check_free(overwrite=overwrite)
+            fields = manifest_fields(
+                run_id=None,
+                checkpoint_id=uuid.uuid4().hex,
+                parent=None,
+                attempt=1,
+                step=step,
+                epoch=None,
+                metrics=metrics or {},
+                world_size=1 if self.team is None else self.team.world_size,
+            )
+            return snapshotter.submit(
+                state,
+                self.client,
+                self.target.storage,
+                directory=self.target.directory,
+                save_id=self.save_id,
+                manifest=fields,
+                overwrite=overwrite,
+                part=joint,
+                joint=joint,
+                unsupported=unsupported,
+            )
+
+    def wait(self, submitted: Submitted) -> None:
+        """Wait until the checkpoint is durable."""
+        if self.team is not None:
+            limit_s = self.team.timeout_s + ANSWER_MARGIN_S
+            wait([submitted.future], timeout=limit_s)
+            if not submitted.future.done():
+                raise HoldfastError(f"rank {self.team.rank}: {self.target.uri} is not durable after {limit_s:.0f} s")
+        submitted.future.result()
+
+    def _check_free(self, *, overwrite: bool) -> None:
+        target = self.target
+        if not overwrite and target.storage.exists(f"{target.directory}/{MANIFEST_NAME}"):
+            raise CheckpointExistsError(
+                f"{target.uri} is a committed checkpoint already: pass overwrite=True to replace it, or use another "
+                "name"
+            )
+
+
+def open_place(path: str | os.PathLike[str] | Checkpoint, *, ranks: str, unsupported: str) -> Place:
+    """Find the writer for ``path``; with several ranks the first call brings them together.
+
+    Raises:
+        ConfigError: an argument is wrong, or the ranks have no process group to meet through.
+        HoldfastError: another rank did not come.
+    """
+    if ranks not in ("all", "this"):
+        raise ConfigError(f"ranks={ranks!r}: use 'all' (every rank calls save) or 'this' (only the calling rank saves)")
+    if unsupported not in ("raise", "drop"):
+        raise ConfigError(f"unsupported={unsupported!r}: use 'raise' or 'drop'")
+    target = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    info = current_ranks()
+    if ranks == "this" or info.world_size == 1:
+        return Place(target=target, client=_client(target.storage), save_id=_next_save_id())
+    with _lock:
+        team, numbers = _team(info, target.storage)
+        return Place(target=target, client=team.client, save_id=f"{team.start_id}-{next(numbers):x}", team=team)
+
+
+def _team(info: RankInfo, storage: Storage) -> tuple[Team, itertools.count[int]]:
+    kind = _kind(storage)
+    key = (kind, info.rank, info.world_size)
+    known = _teams.get(key)
+    if known is None or known[0].client.closed:
+        otherwise = "save on one rank alone with ranks='this'"
+        meeting = meet(info, name=f"save-{kind}", timeout_s=_TIMEOUT_S, otherwise=otherwise)
+        client = WriterClient.start(storage)
+        try:
+            team = Team(meeting, client, timeout_s=_TIMEOUT_S)
+        except BaseException:
+            client.close(0.0)
+            raise
+        known = _teams[key] = (team, itertools.count(1))
+    return known
+
+
+def _kind(storage: Storage) -> str:
+    return "thread" if storage.describe() is None else "process"
+
+
+def _client(storage: Storage) -> WriterClient:
+    """Return this process's writer for one-off saves, started on first use."""
+    with _lock:
+        kind = _kind(storage)
+        client = _clients.get(kind)
+        if client is None or client.closed:
+            client = _clients[kind] = WriterClient.start(storage)
+        return client
+
+
+def _next_save_id() -> str:
+    global _start_id
+    with _lock:
+        if not _start_id:
+            _start_id = new_start_id()
+        return f"{_start_id}-{next(_numbers):x}"
+
+
+def _after_fork_in_child() -> None:
+    """Forget everything that belongs to the parent: its writers, its save ids."""
+    global _start_id, _lock
+    _lock = threading.RLock()  # another thread may have held it
+    _clients.clear()
+    _teams.clear()
+    _start_id = ""
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,128 @@
+"""Import files of ``torch.save``: plain ones, and checkpoints of PyTorch Lightning."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedStateError
+from ..state.torch_plain import from_plain
+from .gathered import Gathered, mapped_ranges
+from .optim_names import is_optimizer, named
+from .unpickle import Opaque, read_torch
+
+__all__ = ["from_lightning", "from_torch", "is_lightning", "take_optimizers"]
+
+_WRAPPERS = ("module.", "_orig_mod.")
+_LIGHTNING = (("optimizer_states", "optimizer", "optimizers"), ("lr_schedulers", "scheduler", "schedulers"))
+
+
+def from_torch(path: str, *, trusted: bool = False) -> Gathered:
+    """Read one file; a Lightning checkpoint is recognised."""
+    found = read_torch(path, trusted=trusted)
+    if is_lightning(found):
+        return _lightning(found, path)
+    return _plain(found, path)
+
+
+def from_lightning(path: str, *, trusted: bool = False) -> Gathered:
+    """Read a checkpoint of Lightning."""
+    found = read_torch(path, trusted=trusted)
+    if not isinstance(found, Mapping) or "state_dict" not in found:
+        raise UnsupportedStateError(f"{path} is no checkpoint of Lightning: it has no 'state_dict'")
+    return _lightning(found, path)
+
+
+def is_lightning(value: Any) -> bool:
+    """Tell whether this is what Lightning saves."""
+    return isinstance(value, Mapping) and "state_dict" in value and "pytorch-lightning_version" in value
+
+
+def _plain(found: Any, path: str) -> Gathered:
+    gathered = Gathered()
+    if isinstance(found, torch.nn.Module):
+        found = {"model": found}
+    if isinstance(found, Opaque):
+        raise UnsupportedStateError(
+            f"{path} holds one object of {found.name}, which is not made here: if you trust who wrote it, import it "
+            "with trusted=True (--trusted)"
+        )
+    if not isinstance(found, Mapping):
+        found = {os.path.basename(path).partition(".")[0] or "value": found}
+    if not all(isinstance(key, str) for key in found):
+        found = {"value": found}
+    elif found and all(isinstance(value, torch.Tensor) for value in found.values()):
+        found = {"model": found}  # the state_dict of a model
+    state = {key: _without_wrappers(value, key, gathered) for key, value in from_plain(found, where=path).items()}
+    state, what = take_optimizers(state, gathered)
+    gathered.values(state, what=what, mapped=mapped_ranges(path))
+    step, epoch = state.get("step", state.get("global_step")), state.get("epoch")
+    gathered.step = step if type(step) is int and step >= 0 else None
+    gathered.epoch = epoch if type(epoch) is int and epoch >= 0 else None
+    return gathered
+
+
+def _lightning(found: Mapping[str, Any], path: str) -> Gathered:
+    gathered = Gathered()
+    state: dict[str, Any] = {"model": _without_wrappers(found["state_dict"], "model", gathered)}
+    for key, one, many in _LIGHTNING:
+        values = found.get(key) or []
+        if len(values) == 1:
+            state[one] = values[0]
+        elif values:
+            state[many] = list(values)
+    renamed = {"state_dict", *(key for key, _, _ in _LIGHTNING)}
+    state.update((key, value) for key, value in found.items() if key not in renamed and value is not None)
+    state, what = take_optimizers(state, gathered)
+    gathered.values(state, what=what, mapped=mapped_ranges(path))
+    step, epoch = found.get("global_step"), found.get("epoch")
+    gathered.step = step if type(step) is int else None
+    gathered.epoch = epoch if type(epoch) is int else None
+    return gathered
+
+
+def take_optimizers(state: dict[str, Any], gathered: Gathered) -> tuple[dict[str, Any], dict[str, str]]:
+    """Key the state of optimizers by parameter names, where these can be known; returns it, and what to say of it."""
+    what: dict[str, str] = {}
+    models = {key: value for key, value in state.items() if _is_weights(value)}
+
+    def one(value: Any) -> Any:
+        fitting = [found for key, model in models.items() if (found := named(value, model, f"{key}/")) is not None]
+        return fitting[0] if len(fitting) == 1 else None
+
+    for key, value in list(state.items()):
+        values = value if isinstance(value, list) else [value]
+        if not values or not all(map(is_optimizer, values)):
+            continue
+        found = [one(item) for item in values]
+        if all(item is not None for item in found):
+            state[key] = found if isinstance(value, list) else found[0]
+            what[key] = "optimizer state, by parameter name"
+        else:
+            what[key] = "optimizer state, by position: fits an optimizer made with its parameters in the same order"
+    return state, what
+
+
+def _is_weights(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(isinstance(key, str) and isinstance(item, torch.Tensor) for key, item in value.items())
+    )
+
+
+def _without_wrappers(value: Any, key: str, gathered: Gathered) -> Any:
+    """Strip prefixes of DDP and torch.compile that all names of a state dict have."""
+    if not _is_weights(value):
+        return value
+    names, stripped = list(value), ""
+    while prefix := next((one for one in _WRAPPERS if all(name.startswith(one) for name in names)), ""):
+        names, stripped = [name[len(prefix) :] for name in names], stripped + prefix
+    if not stripped:
+        return value
+    gathered.not_taken.append((key, f"the prefix {stripped!r} of all its names: wrappers are not part of stored names"))
+    return OrderedDict(zip(names, value.values(), strict=True))

@@ -1,0 +1,158 @@
+"""What an importer has found: a state in terms of our format, the bytes of its tensors, and an account of it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from xxhash import xxh3_128, xxh3_128_digest
+
+from ..state.arrays import dtype_name
+from ..state.flatten import Flat, flatten
+from ..state.plan import signature
+from ..state.torch_file import tensor_bytes
+from .blobs import Blob
+from .boxes import WINDOW
+from .part import Row
+
+__all__ = ["Gathered", "mapped_ranges"]
+
+_MADV_DONTNEED = 4
+_SAMPLE = 64 << 10
+
+
+@dataclass(slots=True)
+class Gathered:
+    """A state under construction.
+
+    Attributes:
+        tree: top-level name -> typed JSON.
+        rows: tensors.
+        aliases: name of a tied tensor -> name of the one it is stored as.
+        taken: (name, what it is).
+        not_taken: (path, why).
+        step: training step, if the source says.
+        epoch: epoch, if the source says.
+    """
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    taken: list[tuple[str, str]] = field(default_factory=list)
+    not_taken: list[tuple[str, str]] = field(default_factory=list)
+    step: int | None = None
+    epoch: int | None = None
+
+    def weights(self, item: str, blobs: Mapping[str, Blob]) -> None:
+        """Take a flat set of tensors."""
+        self.tree[item] = {"$": "tensors", "at": f"{item}/", "k": list(blobs), "o": 1}
+        self.rows += [Row(f"{item}/{name}", blob, blob.shape) for name, blob in blobs.items()]
+        total = sum(blob.nbytes for blob in blobs.values())
+        self.taken.append((item, f"{len(blobs)} tensors, {total} bytes"))
+
+    def values(
+        self,
+        state: Mapping[str, Any],
+        *,
+        what: Mapping[str, str] | None = None,
+        mapped: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Take nested plain data with tensors in it; what cannot be saved is left out and said.
+
+        Args:
+            state: the data.
+            what: name -> what to call it in the account.
+            mapped: memory that is mapped from files (`mapped_ranges`).
+        """
+        flat = flatten(state, unsupported="drop")
+        self.tree.update(_items(flat.tree))
+        self.add(flat, mapped)
+        why = "no plain data, and its class is nothing that is looked up"
+        self.not_taken += [(path.removeprefix("state"), why) for path in flat.dropped]
+        for key in state:
+            count = sum(name == key or name.startswith(f"{key}/") for name in flat.names)
+            self.taken.append((key, (what or {}).get(key) or (f"{count} tensors" if count else "plain data")))
+
+    def add(self, flat: Flat, mapped: Sequence[tuple[int, int]] = ()) -> None:
+        """Take the tensors of something that was taken apart."""
+        tied = signature(flat).aliases
+        for number, (name, tensor) in enumerate(zip(flat.names, flat.tensors, strict=True)):
+            if number in tied:
+                self.aliases[name] = flat.names[tied[number]]
+                continue
+            shape = tuple(tensor.shape)
+            blob = Blob(name, dtype_name(tensor.dtype), shape, partial(_streamed, tensor, mapped), tensor.itemsize)
+            self.rows.append(Row(name, blob, shape))
+
+    def tie_equal(self) -> None:
+        """Store weights with equal bytes once: formats without ties write a tied tensor under each of its names.
+
+        A live model in which they are tied takes nothing else; one in which they are not reads the same bytes twice.
+        Vectors are left alone, and so are tensors of zeros, which are equal by chance.
+        """
+        alike: dict[tuple[str, tuple[int, ...]], list[Row]] = {}
+        for row in self.rows:
+            if len(row.shape) > 1 and row.box is None and row.blob.nbytes:
+                alike.setdefault((row.blob.dtype, row.shape), []).append(row)
+        for rows in alike.values():
+            first: dict[bytes, list[Row]] = {}
+            for row in rows if len(rows) > 1 else ():
+                view = next(row.blob.parts())[:_SAMPLE]
+                if any(view):
+                    first.setdefault(xxh3_128_digest(view), []).append(row)
+            for same in first.values():
+                self._tie(same)
+
+    def _tie(self, rows: list[Row]) -> None:
+        originals: dict[bytes, str] = {}
+        for row in rows if len(rows) > 1 else ():
+            hasher = xxh3_128()
+            for part in row.blob.parts():
+                hasher.update(part)
+            original = originals.setdefault(hasher.digest(), row.name)
+            if original != row.name:
+                self.aliases[row.name] = original
+                self.rows.remove(row)
+
+
+def _items(tree: Any) -> dict[str, Any]:
+    return dict(tree["v"]) if "$" in tree else tree
+
+
+def mapped_ranges(path: str) -> list[tuple[int, int]]:
+    """Return where this process has mapped a file; nothing where the system does not tell."""
+    real = os.path.realpath(path)
+    try:
+        with open("/proc/self/maps") as file:
+            lines = [line.split(maxsplit=5) for line in file]
+    except OSError:
+        return []
+    found = [fields[0].split("-") for fields in lines if len(fields) == 6 and fields[5].rstrip("\n") == real]
+    return [(int(low, 16), int(high, 16)) for low, high in found]
+
+
+def _streamed(tensor: torch.Tensor, mapped: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor; pages mapped from a file go back to the kernel behind, or they would all add up."""
+    address = tensor.data_ptr()
+    whole = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    is_mapped = whole and any(low <= address and address + tensor.nbytes <= high for low, high in mapped)
+    for view in tensor_bytes(tensor):
+        for start in range(0, len(view), WINDOW):
+            part = view[start : start + WINDOW]
+            yield part
+            if is_mapped:
+                _forget(address + start, len(part))
+
+
+def _forget(address: int, size: int) -> None:
+    """Give back clean pages of a private file mapping: they are read from the file again if anybody asks."""
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if length > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _MADV_DONTNEED)

@@ -1,0 +1,159 @@
+"""`import_checkpoint`: what other programs have saved, as a checkpoint of ours."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from ..checkpoint.handle import Checkpoint
+from ..checkpointer.identity import manifest_fields, new_start_id
+from ..errors import CheckpointExistsError, ConfigError
+from ..format.codec import dumps
+from ..format.commit import PartSummary, commit, sweep
+from ..format.names import MANIFEST_NAME
+from .from_dcp import from_dcp
+from .from_folder import from_hf, from_safetensors, is_hf
+from .from_torch import from_lightning, from_torch
+from .gathered import Gathered
+from .part import PartWriter
+from .to_dcp import METADATA_NAME
+
+__all__ = ["SOURCES", "Imported", "import_checkpoint"]
+
+SOURCES = ("auto", "safetensors", "torch", "dcp", "hf", "lightning")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """What an import has made.
+
+    Attributes:
+        checkpoint: the committed checkpoint.
+        source: where it came from.
+        format: one of `SOURCES`, never "auto".
+        taken: (name in the state, what it is).
+        not_taken: (path or file, why) of what the source has and the checkpoint does not.
+    """
+
+    checkpoint: Checkpoint
+    source: str
+    format: str
+    taken: tuple[tuple[str, str], ...]
+    not_taken: tuple[tuple[str, str], ...]
+
+
+def import_checkpoint(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    format: str = "auto",  # noqa: A002 - the word that people use
+    trusted: bool = False,
+    overwrite: bool = False,
+) -> Imported:
+    """Make a checkpoint of what another program has saved, tensor by tensor; durable on return.
+
+    `holdfast.load` then reads it into live objects: weights by name, the state of optimizers by parameter name where
+    it can be known whose it is, else by position. Nothing that is in a pickle is run: objects of unknown classes are
+    left out, and listed in ``not_taken``.
+
+    Args:
+        source: path or URI: a file of ``torch.save`` (``.pt``, ``.bin``, Lightning's ``.ckpt``), a safetensors file, or
+            a directory of safetensors, of torch.distributed.checkpoint, Transformers or Accelerate.
+        destination: path or URI of the new checkpoint.
+        format: "safetensors", "torch", "dcp", "hf" (Transformers and Accelerate), "lightning"; "auto" looks at it.
+        trusted: for torch files of old or with objects of classes: make these, which runs what the file says. Only for
+            files from people you trust.
+        overwrite: replace a committed checkpoint at the destination.
+
+    Raises:
+        ConfigError: nobody knows what the source is.
+        UnsupportedStateError: it cannot be read without running it.
+        CorruptCheckpointError: it is damaged, or refused.
+        CheckpointExistsError: there is a checkpoint at the destination.
+
+    Example:
+        >>> import tempfile, torch, holdfast
+        >>> folder = tempfile.mkdtemp()
+        >>> torch.save({"model": {"weight": torch.ones(3)}, "epoch": 5}, f"{folder}/old.pt")
+        >>> import_checkpoint(f"{folder}/old.pt", f"{folder}/new").checkpoint.keys()
+        ['model', 'epoch']
+    """
+    if format not in SOURCES:
+        raise ConfigError(f"cannot import from {format!r}: use one of {', '.join(SOURCES)}")
+    target = Checkpoint(destination)
+    if not overwrite and target.storage.exists(f"{target.directory}/{MANIFEST_NAME}"):
+        raise CheckpointExistsError(
+            f"{target.uri} is a committed checkpoint already: pass overwrite=True (--overwrite) to replace it, or use "
+            "another name"
+        )
+    with ExitStack() as stack:
+        of = Checkpoint(source)
+        folder = stack.enter_context(of.as_directory())
+        # A single file comes as a directory that holds it under its own name.
+        path = os.path.join(folder, of.name) if of.storage.exists(of.directory) else folder
+        kind = _kind(path) if format == "auto" else format
+        gathered = _gather(path, kind, stack, trusted=trusted)
+        gathered.tie_equal()
+        _write(gathered, target, overwrite=overwrite)
+    return Imported(
+        checkpoint=target, source=of.uri, format=kind, taken=tuple(gathered.taken), not_taken=tuple(gathered.not_taken)
+    )
+
+
+def _kind(path: str) -> str:
+    """Tell what a file or directory is."""
+    if os.path.isdir(path):
+        names = os.listdir(path)
+        if MANIFEST_NAME in names:
+            raise ConfigError(f"{path} is a checkpoint of Holdfast already: nothing to import")
+        if METADATA_NAME in names:
+            return "dcp"
+        if is_hf(path):
+            return "hf"
+        if any(name.endswith(".safetensors") for name in names):
+            return "safetensors"
+        raise ConfigError(
+            f"{path}: no format is recognised (neither .metadata of torch.distributed.checkpoint nor *.safetensors nor "
+            "pytorch_model.bin): say which it is with format=... (--from)"
+        )
+    if path.endswith(".safetensors"):
+        return "safetensors"
+    return "lightning" if path.endswith(".ckpt") else "torch"
+
+
+def _gather(path: str, kind: str, stack: ExitStack, *, trusted: bool) -> Gathered:
+    if kind in ("dcp", "hf") and not os.path.isdir(path):
+        raise ConfigError(f"{path} is a file: {kind} is a directory")
+    if kind in ("torch", "lightning") and os.path.isdir(path):
+        raise ConfigError(f"{path} is a directory: {kind} is one file")
+    if kind == "dcp":
+        return from_dcp(path, stack)
+    if kind == "hf":
+        return from_hf(path, stack, trusted=trusted)
+    if kind == "safetensors":
+        return from_safetensors(path, stack)
+    return (from_lightning if kind == "lightning" else from_torch)(path, trusted=trusted)
+
+
+def _write(gathered: Gathered, target: Checkpoint, *, overwrite: bool) -> None:
+    sweep(target.storage, target.directory)
+    writer = PartWriter(target.storage, target.directory, f"{new_start_id()}-1")
+    part = writer.write(gathered.rows, gathered.aliases)
+    state = writer.state(dumps(gathered.tree if "$" not in gathered.tree else _escaped(gathered.tree)))
+    fields = manifest_fields(
+        run_id=None,
+        checkpoint_id=uuid.uuid4().hex,
+        parent=None,
+        attempt=1,
+        step=gathered.step,
+        epoch=gathered.epoch,
+        metrics={},
+    )
+    summary = PartSummary(writer=0, files=(*part.files, state))
+    commit(target.storage, target.directory, fields, [summary], overwrite=overwrite)
+
+
+def _escaped(tree: dict[str, object]) -> dict[str, object]:
+    return {"$": "dict", "v": [[key, item] for key, item in tree.items()]}

@@ -1,0 +1,218 @@
+"""Pickles of others, read without ever running what is in them.
+
+Two readers. `read_metadata` is for the ``.metadata`` of torch.distributed.checkpoint: an allow-list, anything else is
+refused. `read_torch` is for files of ``torch.save``: torch's weights-only reader; where that refuses a file because of
+some class, everything else can still be had: foreign classes and functions are not looked up, and `Opaque` stands in
+their place.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import defaultdict, deque
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._weights_only_unpickler import _get_allowed_globals
+
+from ..errors import CorruptCheckpointError, UnsupportedStateError
+
+__all__ = ["MAX_METADATA", "Opaque", "is_zip", "read_metadata", "read_torch", "read_torch_stream"]
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED_IN_METADATA = {
+    _METADATA: frozenset(
+        {
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        }
+    ),
+    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
+    "torch.serialization": frozenset({"_get_layout"}),
+    "torch": frozenset({"Size"}),  # and dtypes
+    "pathlib": frozenset({"PosixPath", "PurePosixPath"}),
+    "collections": frozenset({"OrderedDict"}),
+}
+MAX_METADATA = 2 << 30
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED_IN_METADATA.get(module, ()):
+            if module == "pathlib":
+                return _text_of_path  # paths of another machine are information at most
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise CorruptCheckpointError(
+            f".metadata asks for {module}.{name}, which no metadata of torch.distributed.checkpoint needs: refused; "
+            "nothing of it was run"
+        )
+
+
+def _text_of_path(*parts: str) -> str:
+    return "/".join(map(str, parts))
+
+
+def read_metadata(data: bytes) -> Any:
+    """Read the ``.metadata`` of a DCP directory.
+
+    Raises:
+        CorruptCheckpointError: it is no such thing, or asks for anything that is not on the allow-list.
+    """
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    try:
+        found = _MetadataUnpickler(io.BytesIO(data)).load()
+    except CorruptCheckpointError:
+        raise
+    except Exception as error:
+        raise CorruptCheckpointError(f".metadata cannot be read ({type(error).__name__}: {error})") from error
+    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
+        raise CorruptCheckpointError(".metadata holds no metadata of torch.distributed.checkpoint")
+    return found
+
+
+class Opaque:
+    """Stands for an object of a class that was not looked up. Whatever a pickle does with it is forgotten.
+
+    Attributes:
+        name: of what was asked for.
+    """
+
+    name = "?"
+
+    def __new__(cls, *_: Any, **__: Any) -> Opaque:  # noqa: D102 - takes what any constructor is given
+        return object.__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def __call__(self, *_: Any, **__: Any) -> Opaque:  # noqa: D102
+        return self
+
+    def append(self, value: Any) -> None:
+        """Forget an item."""
+
+    def extend(self, values: Any) -> None:
+        """Forget items."""
+
+    def add(self, value: Any) -> None:
+        """Forget a member."""
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+@cache
+def _plain_globals() -> dict[str, Any]:
+    """Return what builds plain data: what torch's own reader knows, and a little more."""
+    import numpy as np
+
+    known: dict[str, Any] = {
+        **_get_allowed_globals(),  # type: ignore[no-untyped-call]
+        "collections.deque": deque,
+        "collections.defaultdict": defaultdict,
+        "builtins.frozenset": frozenset,
+        "builtins.list": list,
+        "builtins.dict": dict,
+        "builtins.int": int,
+        "builtins.float": float,
+        "numpy.ndarray": np.ndarray,
+        "numpy.dtype": np.dtype,
+    }
+    for core in ("numpy.core", "numpy._core"):
+        known[f"{core}.multiarray._reconstruct"] = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
+        known[f"{core}.multiarray.scalar"] = np._core.multiarray.scalar  # type: ignore[attr-defined]
+    return known
+
+
+class _LenientUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        return _plain_globals().get(full) or type("Opaque", (Opaque,), {"name": full})
+
+
+_LENIENT = SimpleNamespace(Unpickler=_LenientUnpickler, load=pickle.load, __name__="holdfast lenient reader")
+
+
+def read_torch(path: str, *, trusted: bool = False) -> Any:
+    """Read a file of ``torch.save``; its tensors are mapped from the file where it is a zip.
+
+    Args:
+        path: of a local file.
+        trusted: make every object that is in the file, which runs what it says.
+
+    Returns:
+        The content; in place of foreign objects `Opaque` ones.
+
+    Raises:
+        UnsupportedStateError: it is no file of torch, or one that can only be read by running it.
+    """
+    mmap = is_zip(path)
+    try:
+        if trusted:
+            return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        refused = error
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, ImportError, OSError) as error:
+        raise UnsupportedStateError(f"{path}: torch cannot read it ({type(error).__name__}: {error})") from error
+    if not mmap:
+        # Files of before torch 1.6, and plain pickles: the format has no tensors apart from the pickle.
+        raise UnsupportedStateError(
+            f"{path}: torch's weights-only reader refuses it ({_first_line(refused)}): if you trust who wrote it, "
+            "import it with trusted=True (--trusted)"
+        ) from refused
+    try:
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=True, pickle_module=_LENIENT)
+    except Exception as error:
+        raise UnsupportedStateError(
+            f"{path}: torch's weights-only reader refuses it ({_first_line(refused)}), and without the classes in it "
+            f"it makes no sense ({type(error).__name__}): if you trust who wrote it, import it with trusted=True "
+            "(--trusted)"
+        ) from error
+
+
+def read_torch_stream(stream: io.BufferedReader, name: str, *, map_location: str = "cpu") -> Any:
+    """Read a small file of ``torch.save`` from a stream; foreign objects become `Opaque`.
+
+    Raises:
+        CorruptCheckpointError: it is no such file.
+    """
+    try:
+        try:
+            return torch.load(stream, map_location=map_location, weights_only=True)
+        except pickle.UnpicklingError:
+            stream.seek(0)
+            return torch.load(stream, map_location=map_location, weights_only=False, pickle_module=_LENIENT)
+    except Exception as error:
+        raise CorruptCheckpointError(
+            f"{name}: cannot be read ({type(error).__name__}: {_first_line(error)})"
+        ) from error
+
+
+def is_zip(path: str) -> bool:
+    """Tell whether a file is a zip, as ``torch.save`` writes since torch 1.6."""
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "nsupported" in line]
+    return (lines or str(error).splitlines() or [""])[0][:300]

@@ -1,0 +1,156 @@
+"""A state in the anatomy of a checkpoint as nested dictionaries of tensors and plain data, and parts taken out of it."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ConfigError
+from ...state import metrics, optim, rng
+from ...state.names import canonical_keys, parameter_names, unwrap
+from ...state.selection import covers
+from ...state.torch_plain import to_plain
+
+__all__ = ["IgnoreKeys", "as_torch_file", "check_ignore_keys", "expand", "ignored"]
+
+_LOG = logging.getLogger("holdfast.trainer")
+IgnoreKeys = Sequence[str] | Callable[[dict[str, Any]], Any] | None
+
+
+def check_ignore_keys(given: Any, what: str) -> IgnoreKeys:
+    """Return globs as a list, or the function.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if given is None or callable(given):
+        return given  # type: ignore[no-any-return]
+    globs = [given] if isinstance(given, str) else list(given)
+    if not all(isinstance(one, str) and one for one in globs):
+        raise ConfigError(f"{what}={given!r}: give globs such as 'state/optimizers/*', or a function")
+    return globs
+
+
+def expand(live: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace modules, optimizers and objects by their state, tensors live in it.
+
+    Parameters keep the names that a checkpoint directory has, those of optimizers too ("state/model/fc.weight").
+    Generators (`RNG`) and torchmetrics, which have no state of plain dictionaries, stay as they are.
+    """
+    names = parameter_names(live)
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, nn.Module) and not metrics.is_metric(value):
+            module = unwrap(value)
+            raw = module.state_dict()
+            return OrderedDict(zip(canonical_keys(module, list(raw)), raw.values(), strict=True))
+        if isinstance(value, torch.optim.Optimizer) and optim.is_plain(value):
+            return optim.to_named(value, names)
+        if isinstance(value, Mapping):
+            return {key: walk(item) for key, item in value.items()}
+        if not metrics.is_metric(value) and callable(getattr(value, "load_state_dict", None)):
+            return value.state_dict()
+        return value
+
+    return {key: walk(item) for key, item in live.items()}
+
+
+def ignored(live: Mapping[str, Any], ignore: IgnoreKeys, *, what: str) -> dict[str, Any]:
+    """Return ``live`` without what ``ignore`` names.
+
+    Args:
+        live: a state in the anatomy of a checkpoint.
+        ignore: globs over "/"-joined paths, or a function that changes the dictionary it is given.
+        what: the argument it came from, for messages.
+    """
+    if not ignore:
+        return dict(live)
+    found = expand(live)
+    if callable(ignore):
+        ignore(found)
+        found.setdefault("state", {})
+        return found
+    return prune(found, ignore, what=what)
+
+
+def prune(found: dict[str, Any], globs: Sequence[str], *, what: str) -> dict[str, Any]:
+    """Take out of nested dictionaries what globs name; one that names nothing is said."""
+    every = list(paths(found))
+    for glob in globs:
+        if not any(covers((glob.rstrip("/"),), path) for path in every):
+            _LOG.warning("%s: %r matches nothing; there are %s ...", what, glob, ", ".join(every[:8]))
+
+    def walk(value: Any, path: str) -> Any:
+        if not isinstance(value, dict):
+            return value
+        kept = ((key, item, f"{path}/{key}" if path else str(key)) for key, item in value.items())
+        return type(value)((key, walk(item, where)) for key, item, where in kept if not covers(globs, where))
+
+    pruned: dict[str, Any] = walk(found, "")
+    pruned.setdefault("state", {})
+    return pruned
+
+
+def paths(value: Any, path: str = "") -> Iterator[str]:
+    """Yield the "/"-joined path of everything in nested dictionaries."""
+    if path:
+        yield path
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from paths(item, f"{path}/{key}" if path else str(key))
+
+
+_MODEL = "state/model/"
+
+
+def as_torch_file(expanded: Mapping[str, Any]) -> Any:
+    """Return what goes into a file for ``torch.load``: parameters of optimizers under the names the model has."""
+    found = dict(expanded)
+    if found.get("rng") is rng.RNG:
+        found["rng"] = [rng.capture()]
+    state = dict(found["state"])
+    if isinstance(state.get("optimizers"), Mapping):
+        state["optimizers"] = renamed_optimizers(state["optimizers"], lambda name: name.removeprefix(_MODEL))
+    return to_plain({**found, "state": state}, _leaf)
+
+
+def from_torch_file(found: dict[str, Any]) -> dict[str, Any]:
+    """Undo `as_torch_file`, apart from the generators."""
+    state = found.get("state")
+    if isinstance(state, dict) and isinstance(state.get("optimizers"), dict):
+
+        def back(name: str) -> str:
+            return name if name.startswith("param.") or "/" in name else _MODEL + name
+
+        state["optimizers"] = renamed_optimizers(state["optimizers"], back)
+    return found
+
+
+def renamed_optimizers(optimizers: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    """Rename the parameters in the states of optimizers, where they are kept by name."""
+    return {key: _renamed(one, rename) for key, one in optimizers.items()}
+
+
+def _renamed(one: Any, rename: Callable[[str], str]) -> Any:
+    if not isinstance(one, Mapping) or not isinstance(one.get("param_groups"), list):
+        return one
+
+    def each(names: Iterable[Any]) -> list[Any]:
+        return [rename(name) if isinstance(name, str) else name for name in names]
+
+    state = one.get("state", {})
+    groups = [{**group, "params": each(group.get("params", ()))} for group in one["param_groups"]]
+    return {**one, "state": dict(zip(each(state), state.values(), strict=True)), "param_groups": groups}
+
+
+def _leaf(value: Any, path: str) -> Any:
+    if metrics.is_metric(value):
+        return to_plain(metrics.metric_state(value), _leaf, path=path)
+    if value is rng.RNG:
+        return to_plain(rng.capture(), path=path)
+    return NotImplemented

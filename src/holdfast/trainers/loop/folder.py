@@ -1,0 +1,160 @@
+"""A folder that checkpoints go to: its storage, the writer that serves it, the lease on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError, HoldfastError, StorageNotFoundError
+from ...storage.base import Storage
+from ...storage.resolve import resolve, split_uri
+from ...writer.client import WriterClient
+from .finder import look
+
+__all__ = ["Folder", "link_latest"]
+
+_LEASE_S = 60.0
+TIMEOUT_S = 600.0
+
+
+class Folder:
+    """One save folder, shared by all savers that write to it.
+
+    Attributes:
+        spelling: as the user wrote it, variables filled in.
+        storage: the folder.
+        attempt: number of this life; every checkpoint of it is newer than all of those before.
+        run_id: identity of the run, where the folder holds directories.
+        start_id: of this life, part of file names.
+        quarantined: names that were set aside, with reasons.
+    """
+
+    def __init__(self, spelling: str) -> None:
+        self.spelling = spelling
+        self.storage: Storage = resolve(spelling)
+        self.attempt = 0
+        self.run_id: str | None = None
+        self.start_id = secrets.token_hex(4)
+        self.quarantined: dict[str, str] = {}
+        self.client: WriterClient | None = None
+        self._number = 0
+        root = self.storage.local_root
+        if root is not None and root.is_file():
+            raise ConfigError(f"save_folder={spelling!r} is a file: give a directory")
+
+    @property
+    def is_remote(self) -> bool:
+        """True when it is not a local directory."""
+        return split_uri(self.spelling)[0] not in ("file",)
+
+    def open(self, *, directories: bool) -> None:
+        """Get ready to save: with directories a writer is started and takes the lease; idempotent.
+
+        Raises:
+            RunBusyError: another live process saves there.
+            StorageError: it cannot be written to.
+        """
+        if directories and self.client is None:
+            self._take_lease()
+        if not self.attempt:
+            self._look_for_attempt()
+
+    def _take_lease(self) -> None:
+        self.client = client = WriterClient.start(self.storage)
+        try:
+            future = client.open_run(self.storage, owner={"start_id": self.start_id}, keep=None, wait_s=_LEASE_S)
+            opened = answer(future, self.storage, _LEASE_S + TIMEOUT_S)
+        except BaseException:
+            self.client = None
+            client.close(TIMEOUT_S)
+            raise
+        self.run_id, self.start_id, self.quarantined = opened.run_id, opened.start_id, dict(opened.quarantined)
+        self.attempt = max(self.attempt, opened.attempt)
+
+    def _look_for_attempt(self) -> None:
+        """Number this life by what lies there, and see that the folder can be written to before any training."""
+        probe = f".probe-{self.start_id}"
+        self.storage.put(probe, b"")
+        self.storage.delete(probe)
+        with contextlib.suppress(StorageNotFoundError):
+            self.attempt = 1 + max((one.attempt for one in look(self.storage, nested=False)), default=0)
+        self.attempt = max(1, self.attempt)
+
+    def next_save_id(self) -> str:
+        """Return an id for one save, unique over all lives."""
+        self._number += 1
+        return f"{self.start_id}-{self._number:x}"
+
+    def quarantine(self, name: str, reason: str) -> None:
+        """Set a bad checkpoint aside: it is never picked again, its files stay."""
+        self.quarantined[name] = reason
+        if self.client is not None and "/" not in name:
+            answer(self.client.run_op("quarantine", name=name, reason=reason), self.storage, TIMEOUT_S)
+
+    def close(self, reason: str, *, patient: bool = True) -> None:
+        """Give the lease back and end the writer, after all it was given is durable; idempotent."""
+        client, self.client = self.client, None
+        if client is None:
+            return
+        self.start_id, self.attempt, self._number = secrets.token_hex(4), 0, 0
+        try:
+            if patient and not client.closed:
+                answer(client.run_op("close_run", reason=reason), self.storage, TIMEOUT_S)
+        finally:
+            client.close(TIMEOUT_S if patient else 0.0)
+
+
+def answer(future: Future[Any], storage: Storage, timeout_s: float) -> Any:
+    """Wait for the writer, but not for ever.
+
+    Raises:
+        HoldfastError: what the writer says, or that it says nothing.
+    """
+    wait([future], timeout=timeout_s)
+    if not future.done():
+        raise HoldfastError(f"no answer after {timeout_s:.0f} s: {storage.uri} is stuck or very slow")
+    return future.result()
+
+
+def link_latest(storage: Storage, latest: str, name: str) -> None:
+    """Let ``latest`` mean ``name``, in one step, after ``name`` is complete.
+
+    A relative symbolic link in a local folder; anywhere else a small object ``<latest>.symlink`` that holds the path.
+    """
+    root = storage.local_root
+    if root is None:
+        storage.put(f"{latest}.symlink", f"{storage_prefix(storage)}{name}".encode())
+        return
+    link = root / latest
+    if link.is_dir() and not link.is_symlink():
+        raise ConfigError(f"save_latest_filename: {link} is a directory, so no link can be made of it: use another name")
+    target = os.path.relpath(root / name, link.parent)
+    if link.is_symlink() and os.readlink(link) == target:
+        return
+    link.parent.mkdir(parents=True, exist_ok=True)
+    temporary = link.parent / f".tmp-{os.getpid()}-{secrets.token_hex(6)}"
+    os.symlink(target, temporary)
+    try:
+        os.replace(temporary, link)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync(link.parent)
+
+
+def storage_prefix(storage: Storage) -> str:
+    """Return the path of a folder inside its bucket, with a slash at its end; "" for the bucket itself."""
+    _, _, path = split_uri(storage.uri)[1].partition("/")
+    return f"{path.strip('/')}/" if path.strip("/") else ""
+
+
+def _sync(directory: Path) -> None:
+    number = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

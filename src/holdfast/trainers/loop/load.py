@@ -1,0 +1,310 @@
+"""Load a checkpoint, whatever it is stored as, into a state."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import uuid
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...checkpoint._location import locate
+from ...checkpoint.transfer import copy_file
+from ...checkpointer.block import ResumeBlock
+from ...checkpointer.functions import save
+from ...errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from ...format.layout import read_header
+from ...format.manifest import MANIFEST_NAME
+from ...state import rng
+from ...state.restore import Loaded, load_state, paths
+from ...state.selection import covers
+from ...state.stored import Stored, open_stored
+from ...state.torch_plain import from_plain
+from ...state.values import ObjectNode
+from ...storage.base import Storage
+from ...storage.local import LocalStorage
+from ...storage.memory import MemoryStorage
+from .anatomy import IgnoreKeys, from_torch_file
+from .files import read_note
+from .folder import storage_prefix
+from .state import State
+
+__all__ = ["LoadOptions", "Report", "load_from", "load_path", "place_of"]
+
+# What has to fit for training to go on; anything else that does not fit is said.
+_STRICT = ("state/model", "state/optimizers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How to load.
+
+    Attributes:
+        weights_only: nothing but the weights.
+        strict_model_weights: refuse weights that are missing, left over or of another shape.
+        ignore_keys: what is not loaded.
+        progress: told of bytes read.
+    """
+
+    weights_only: bool = False
+    strict_model_weights: bool = True
+    ignore_keys: IgnoreKeys = None
+    progress: Callable[[int], None] | None = None
+
+
+@dataclass(slots=True)
+class Report:
+    """What was loaded.
+
+    Attributes:
+        uri: where it lay.
+        full: everything was in it, not only weights.
+        restored, not_restored: as in `holdfast.state.restore.Loaded`.
+        notes: one line each.
+        generators: states of random generators that it held, to be put back when training begins.
+    """
+
+    uri: str
+    full: bool
+    restored: list[str] = field(default_factory=list)
+    not_restored: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    generators: Mapping[str, Any] | None = None
+    headline: str = ""
+
+    def show(self) -> None:
+        """Print the block."""
+        block = ResumeBlock(
+            headline=self.headline or f"loaded {'everything' if self.full else 'weights'} from {self.uri}",
+            notes=self.notes, restored=self.restored, not_restored=self.not_restored,
+        )  # fmt: skip
+        block.show()
+
+
+def load_path(
+    path: str | os.PathLike[str], state: State, *, options: LoadOptions, object_store: Storage | None = None
+) -> Report:
+    """Load what is at ``path`` into ``state``.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing.
+        StateMismatchError: it does not fit; nothing was changed.
+        CorruptCheckpointError: it is damaged.
+    """
+    storage, name = place_of(path, state, object_store)
+    return load_from(storage, name, state, options=options)
+
+
+def place_of(path: str | os.PathLike[str], state: State, object_store: Storage | None) -> tuple[Storage, str]:
+    """Return where a checkpoint lies; links are followed."""
+    text = os.fspath(path)
+    for variable, value in (("run_name", state.run_name), ("rank", 0), ("local_rank", 0), ("node_rank", 0)):
+        text = text.replace("{" + variable + "}", str(value))
+    if object_store is not None:
+        storage, name = object_store, text.strip("/")
+    else:
+        storage, name = locate(text, None)
+    if not _is_there(storage, name):
+        pointer = name if name.endswith(".symlink") else f"{name}.symlink"
+        if not storage.exists(pointer):
+            raise CheckpointNotFoundError(
+                f"load_path={os.fspath(path)!r}: there is no checkpoint at {storage.uri}/{name}, complete or not, and no "
+                "link of this name"
+            )
+        name = pointer
+    if name.endswith(".symlink"):
+        key = storage.read(name).decode().strip()
+        storage, name = _follow(storage, key, object_store)
+        if not _is_there(storage, name):
+            raise CheckpointNotFoundError(
+                f"load_path={os.fspath(path)!r} is a link to {key!r}, and there is no checkpoint of that name"
+            )
+    return storage, name
+
+
+def _follow(storage: Storage, key: str, object_store: Storage | None) -> tuple[Storage, str]:
+    prefix = storage_prefix(storage)
+    if not prefix or key.startswith(prefix):
+        return storage, key.removeprefix(prefix)
+    # The pointer lies beside or below what it points at: begin at the bucket.
+    uri = storage.uri[: len(storage.uri.rstrip("/")) - len(prefix.rstrip("/"))].rstrip("/")
+    return locate(f"{uri}/{key}", object_store)
+
+
+def _is_there(storage: Storage, name: str) -> bool:
+    if storage.exists(name) or storage.exists(f"{name}/{MANIFEST_NAME}"):
+        return True
+    return next(iter(storage.list(name)), None) is not None
+
+
+def load_from(storage: Storage, name: str, state: State, *, options: LoadOptions) -> Report:
+    """Load the checkpoint ``name`` of ``storage``; see `load_path`."""
+    uri = f"{storage.uri.rstrip('/')}/{name}"
+    if not storage.exists(name):
+        place = storage.child(name)
+        if callable(options.ignore_keys):
+            fresh = load_state(place, progress=options.progress).state
+            return _load_plain(fresh, uri, state, options)
+        return _load_stored(place, open_stored(place), uri, state, options)
+    found = _read_weights(storage, name) if name.endswith(".safetensors") else _read_torch(storage, name)
+    return _load_plain(found, uri, state, options)
+
+
+def _load_plain(found: dict[str, Any], uri: str, state: State, options: LoadOptions) -> Report:
+    """Load nested dictionaries: laid down in memory as a checkpoint, they follow the same rules as one."""
+    if callable(options.ignore_keys):
+        options.ignore_keys(found)
+        found.setdefault("state", {})
+    generators = found.pop("rng", None)
+    generators = generators[0] if isinstance(generators, list) and generators else generators
+    memory = MemoryStorage(f"load-{uuid.uuid4().hex}")
+    try:
+        save(f"{memory.uri}/checkpoint", {"state": found["state"]}, ranks="this")
+        place = memory.child("checkpoint")
+        keys = None if callable(options.ignore_keys) else options.ignore_keys
+        plain = LoadOptions(
+            weights_only=options.weights_only, strict_model_weights=options.strict_model_weights, ignore_keys=keys
+        )
+        report = _load_stored(place, open_stored(place), uri, state, plain)
+    finally:
+        memory.delete_tree("")
+    if report.full and isinstance(generators, Mapping) and not covers(keys or (), "rng"):
+        report.generators = generators
+        report.restored.append("rng")
+    return report
+
+
+def _load_stored(place: Storage, stored: Stored, uri: str, state: State, options: LoadOptions) -> Report:
+    saved = _contents(stored, uri)
+    full = not options.weights_only and "timestamp" in saved
+    live: dict[str, Any] = state.live() if full else {"state": {"model": state.model}}
+    skip, report = _ignored(stored, options.ignore_keys, uri), Report(uri, full)
+    if full:
+        if "rng" not in (stored.tree or {}):
+            live.pop("rng")
+        skip += _not_wanted(live["state"], saved, report)
+    elif not options.weights_only:
+        report.notes.append("it holds weights only: training begins at batch 0")
+    strict = [one for one in _STRICT if one != "state/model" or options.strict_model_weights]
+    sections = {f"state/{name}" for name in {**live["state"], **saved}} | {"rng", "*"}
+    lenient = [one for one in sections if one not in (*strict, "*")]
+    loaded = _load(place, live, skip=skip, lenient=lenient, only=None if full else ["state/model"], options=options)
+    report.restored += [path for path in loaded.restored if path not in ("state/timestamp/Timestamp",)]
+    report.not_restored += loaded.not_restored
+    if full:
+        state.take(loaded.state["state"])
+        if any(path == "rng" for path in loaded.restored):
+            report.generators = rng.capture()
+        report.headline = (
+            f"resumed from {uri} at batch {int(state.timestamp.batch)}, epoch {int(state.timestamp.epoch)}"
+        )
+    return report
+
+
+def _load(
+    place: Storage, live: Mapping[str, Any], *, skip: list[str], lenient: list[str], only: list[str] | None,
+    options: LoadOptions,
+) -> Loaded:  # fmt: skip
+    return load_state(place, live, only=only, skip=skip or None, lenient=lenient, progress=options.progress)
+
+
+def _contents(stored: Stored, uri: str) -> dict[str, Any]:
+    tree = stored.tree
+    saved = tree.get("state") if isinstance(tree, dict) else None
+    if not isinstance(saved, dict):
+        there = ", ".join(map(str, tree)) if isinstance(tree, dict) else type(tree).__name__
+        raise ConfigError(
+            f"{uri} was not saved by a trainer: it holds {there}, not 'state' with 'model' in it; load it with "
+            "holdfast.load"
+        )
+    return saved
+
+
+def _not_wanted(live: Mapping[str, Any], saved: Mapping[str, Any], report: Report) -> list[str]:
+    """Return what is left out because one side has nothing of it, and say so."""
+    skip = []
+    for name in ("optimizers", "schedulers", "scaler"):
+        mine, theirs = live.get(name, {}), saved.get(name, {})
+        has_mine = bool(mine) if isinstance(mine, Mapping) else True
+        has_theirs = isinstance(theirs, ObjectNode) or bool(theirs)
+        if has_mine is not has_theirs:
+            skip.append(f"state/{name}")
+            why = "not in the checkpoint" if has_mine else "this trainer has none"
+            report.not_restored.append((f"state/{name}", why))
+    return skip
+
+
+def _ignored(stored: Stored, ignore: IgnoreKeys, uri: str) -> list[str]:
+    globs = [one.rstrip("/") for one in ignore] if ignore is not None and not callable(ignore) else []
+    every = list(paths(stored)) if globs else []
+    idle = [one for one in globs if not any(covers((one,), path) for path in every)]
+    if idle:
+        import logging
+
+        logging.getLogger("holdfast.trainer").warning("load_ignore_keys: nothing in %s matches %s", uri, ", ".join(idle))
+    return globs
+
+
+# ---- single files
+
+
+def _read_torch(storage: Storage, name: str) -> dict[str, Any]:
+    uri = f"{storage.uri.rstrip('/')}/{name}"
+    with tempfile.TemporaryDirectory(prefix="holdfast-") as scratch:
+        root = storage.local_root
+        path = root / name if root is not None else Path(scratch) / "checkpoint.pt"
+        if root is None:
+            copy_file(storage, name, LocalStorage(scratch), "checkpoint.pt")
+        own = LocalStorage(path.parent)
+        if zipfile.is_zipfile(path) or path.suffix == ".pt":
+            try:
+                read_note(own, path.name, verify=True)
+            except CorruptCheckpointError:
+                if zipfile.is_zipfile(path):
+                    raise
+                raise CorruptCheckpointError(f"{uri} is no complete torch file", file=uri) from None
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ConfigError(
+                f"{uri} holds pickled objects, which loading would execute: convert it where it was made, to tensors and "
+                f"plain data ({str(error).splitlines()[0]})"
+            ) from error
+        except (RuntimeError, EOFError, OSError) as error:
+            raise CorruptCheckpointError(f"{uri} cannot be read: {error}", file=uri) from error
+    found = from_plain(found)
+    if not isinstance(found, dict) or not isinstance(found.get("state"), dict):
+        raise ConfigError(f"{uri} was not saved by a trainer: it has no 'state' with 'model' in it")
+    return from_torch_file(found)
+
+
+def _read_weights(storage: Storage, name: str) -> dict[str, Any]:
+    uri = f"{storage.uri.rstrip('/')}/{name}"
+    read_note(storage, name, verify=True)
+    with storage.open(name) as reader:
+        _, entries = read_header(reader, uri)
+        model = {}
+        for key, entry in entries.items():
+            data = bytearray(entry.nbytes)
+            if data:
+                reader.read_into(entry.offset, memoryview(data))
+            dtype = _DTYPES.get(entry.dtype)
+            if dtype is None:
+                raise ConfigError(f"{uri}: tensor {key!r} has the type {entry.dtype}, which cannot be loaded here")
+            flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+            model[key] = flat.view(entry.shape)
+    return {"state": {"model": model}}
+
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+

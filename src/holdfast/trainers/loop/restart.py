@@ -1,0 +1,160 @@
+"""What a trainer begins with: the newest good checkpoint of its run, ``load_path``, or nothing. Never a silent nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...checkpointer.block import ResumeBlock
+from ...errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    StorageNotFoundError,
+)
+from ...storage.base import Storage
+from .anatomy import IgnoreKeys, check_ignore_keys
+from .finder import Found, look
+from .load import LoadOptions, Report, load_from, load_path
+from .uploads import as_object_store
+
+if TYPE_CHECKING:
+    from .saver import CheckpointSaver
+    from .site import Site
+
+__all__ = ["Restart"]
+
+_LOG = logging.getLogger("holdfast.trainer")
+
+
+class Restart:
+    """Decides what is loaded before training, and loads it.
+
+    Args:
+        site: folders of the trainer.
+        path: ``load_path``.
+        object_store: where it lies.
+        weights_only, strict, ignore_keys, progress_bar: how to load it.
+        autoresume: look for a checkpoint of an earlier start first.
+    """
+
+    def __init__(
+        self, site: Site, *, path: str | None, object_store: Any, weights_only: bool, strict: bool,
+        ignore_keys: IgnoreKeys, autoresume: bool, progress_bar: bool,
+    ) -> None:  # fmt: skip
+        self._site, self._path, self._strict = site, path, strict
+        self._store = None if object_store is None else as_object_store(object_store)
+        self._progress_bar = progress_bar
+        self._options = LoadOptions(
+            weights_only=weights_only, strict_model_weights=strict,
+            ignore_keys=check_ignore_keys(ignore_keys, "load_ignore_keys"),
+        )  # fmt: skip
+        self._saver = self._reference() if autoresume else None
+
+    def _reference(self) -> CheckpointSaver:
+        """Return the saver whose folder tells where an earlier start has got to: the first that saves everything."""
+        for saver in self._site.savers:
+            if saver.is_full:
+                return saver
+        raise ConfigError(
+            "autoresume=True needs save_folder, or a CheckpointSaver among the callbacks, that saves everything (not "
+            "weights only): there is nothing to go on from otherwise"
+        )
+
+    def run(self) -> Mapping[str, Any] | None:
+        """Load; returns states of random generators for the moment when training begins."""
+        report = None if self._saver is None else self._resume(self._saver)
+        if report is None and self._path is not None:
+            report = load_path(self._path, self._site.state, options=self._options, object_store=self._store)
+            self._note_folder(report)
+        elif report is not None and self._path is not None:
+            report.notes.append(f"load_path={self._path!r} is not used: this run has got further by itself")
+        if report is None:
+            return None
+        self._site.resumed = report.full
+        if self._site.state.is_finished:
+            report.notes.append(
+                f"this run has lasted for {self._site.state.max_duration}, as long as it should: nothing to do unless "
+                "more is asked for"
+            )
+        report.show()
+        return report.generators
+
+    def _note_folder(self, report: Report) -> None:
+        """Find out whether what was loaded lies in the folder that will be saved to."""
+        for saver in self._site.savers:
+            if saver.is_full and report.full and report.uri.startswith(f"{saver.place.storage.uri.rstrip('/')}/"):
+                self._site.resumed_at = saver.place
+                return
+
+    def _resume(self, saver: CheckpointSaver) -> Report | None:
+        """Load the newest good checkpoint of this run; None if there truly is none.
+
+        Raises:
+            CorruptCheckpointError: there are some, and none is good.
+            StorageError: nobody can tell whether there are any.
+        """
+        folder = saver.place
+        # The lease first: an earlier life may be about to finish a newer one.
+        folder.open(directories=saver.container == "directory")
+        places: list[tuple[Storage, Found]] = []
+        for storage, nested in [(folder.storage, saver.nested), *((one.storage, True) for one in self._site.uploads_of(saver))]:
+            try:
+                found = look(storage, nested=nested, wanted=self._wanted(saver, storage))
+            except StorageNotFoundError:
+                continue
+            places += [(storage, one) for one in found if not one.weights_only]
+        local = folder.storage
+        # Of one moment that is in both places the near one comes first.
+        places.sort(key=lambda one: (one[1].attempt, one[1].step, one[0] is local), reverse=True)
+        bad: list[tuple[str, str]] = []
+        for storage, one in places:
+            if storage is local and one.name in folder.quarantined:
+                bad.append((one.name, folder.quarantined[one.name]))
+                continue
+            reason = one.problem
+            if reason is None:
+                options = LoadOptions(strict_model_weights=self._strict)
+                try:
+                    report = load_from(storage, one.name, self._site.state, options=options)
+                except (CorruptCheckpointError, IncompleteCheckpointError, CheckpointNotFoundError) as error:
+                    reason = str(error)
+                else:
+                    if not report.full:
+                        continue
+                    report.notes += [f"set aside {name}, its files are left alone: {why.splitlines()[0]}" for name, why in bad]
+                    self._site.resumed_at = folder if storage is local else None
+                    return report
+            bad.append((one.name, reason))
+            if storage is local:
+                folder.quarantine(one.name, reason)
+        if bad:
+            rows = "\n".join(f"  {name}: {why}" for name, why in bad)
+            raise CorruptCheckpointError(
+                f"autoresume=True: {folder.spelling} has {len(bad)} checkpoint(s) and none of them is good; not starting "
+                f"from zero:\n{rows}\nwhat to do: repair or copy one back, or remove them to start afresh"
+            )
+        then = f"; load_path={self._path!r} is used" if self._path is not None else ""
+        ResumeBlock(headline=f"autoresume: no checkpoint under {folder.storage.uri}{then or ', a fresh start'}").show()
+        return None
+
+    def _wanted(self, saver: CheckpointSaver, storage: Storage) -> Any:
+        """Return what tells the checkpoints of this run from others: in a bucket there may be many runs."""
+        if storage is saver.place.storage:
+            return None
+        assert saver.remote_file_name is not None
+        run = self._site.variables
+        uploader = next(one for one in self._site.uploaders if one.storage is storage)
+        pattern = saver.remote_file_name.pattern(run)
+        mark = "\0"
+        before, _, after = uploader.path_of(mark).partition(mark)
+
+        def wanted(name: str) -> bool:
+            inside = name.startswith(before) and name.endswith(after)
+            return inside and pattern.fullmatch(name[len(before) : len(name) - len(after)]) is not None
+
+        return wanted
+
+

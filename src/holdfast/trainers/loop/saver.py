@@ -1,0 +1,340 @@
+"""`CheckpointSaver`: when to save, under which name, and which checkpoints stay."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from ...checkpoint.retention import decide
+from ...checkpointer.identity import plain_metrics
+from ...config import Keep
+from ...errors import CheckpointExistsError, ConfigError
+from ...format.commit import remove
+from ...storage.base import Storage
+from .anatomy import check_ignore_keys, ignored
+from .callbacks import Callback
+from .events import Event
+from .finder import Found, container_of, look, look_at, names_in
+from .folder import Folder, link_latest
+from .intervals import Every, parse_every
+from .naming import TIME_VARIABLES, NameTemplate, is_later
+from .timestamp import Timestamp
+from .track import Track
+
+if TYPE_CHECKING:
+    from .loggers import Logger
+    from .site import Site
+    from .state import State
+
+__all__ = ["CheckpointSaver", "default_saver"]
+
+_LOG = logging.getLogger("holdfast.trainer")
+
+
+class CheckpointSaver(Callback):
+    """Saves the training at an interval into a folder. A trainer may have several.
+
+    Args:
+        folder: where to: a directory or a URI; run variables are filled in.
+        filename: name of each checkpoint; without suffix a Holdfast directory, ".pt" or ".safetensors" a file.
+        remote_file_name: name at the destination of a `RemoteUploaderDownloader`; None uploads nothing.
+        latest_filename: link to the newest; None for none.
+        latest_remote_file_name: name of the pointer to the newest at that destination.
+        save_interval: epochs, a time, or ``fn(state, event)``, which then decides alone.
+        overwrite: replace checkpoints of later moments than training is at, instead of refusing to start.
+        num_checkpoints_to_keep: how many stay in ``folder``; -1: all; 0: none after their upload. A remote folder is
+            only cleaned by ``keep``.
+        weights_only: save nothing but the weights.
+        ignore_keys: globs over "/"-joined paths that are not saved, or a function that changes the dictionary.
+        keep: a `holdfast.Keep` instead of ``num_checkpoints_to_keep``; also cleans a remote folder.
+
+    Raises:
+        ConfigError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] = "{run_name}/checkpoints",
+        filename: str | os.PathLike[str] = "ep{epoch}-ba{batch}-rank{rank}",
+        remote_file_name: str | None = "{run_name}/checkpoints/ep{epoch}-ba{batch}-rank{rank}",
+        latest_filename: str | None = "latest-rank{rank}",
+        latest_remote_file_name: str | None = "{run_name}/checkpoints/latest-rank{rank}",
+        save_interval: Any = "1ep",
+        *,
+        overwrite: bool = False,
+        num_checkpoints_to_keep: int = -1,
+        weights_only: bool = False,
+        ignore_keys: Any = None,
+        keep: Keep | None = None,
+    ) -> None:
+        if isinstance(num_checkpoints_to_keep, bool) or not isinstance(num_checkpoints_to_keep, int):
+            raise ConfigError(f"num_checkpoints_to_keep={num_checkpoints_to_keep!r}: give a whole number, -1 for all")
+        if keep is not None and num_checkpoints_to_keep != -1:
+            raise ConfigError("give either num_checkpoints_to_keep or keep, not both")
+        self.folder = NameTemplate(os.fspath(folder), what="save_folder", times=False)
+        self.filename = NameTemplate(os.fspath(filename).lstrip("/"), what="save_filename")
+        self.latest_filename = _optional(latest_filename, "save_latest_filename")
+        self.remote_file_name = _optional(remote_file_name, "save_remote_file_name")
+        self.latest_remote_file_name = _optional(latest_remote_file_name, "latest_remote_file_name")
+        if not self.filename.text or any(part in ("", ".", "..") for part in self.filename.text.split("/")):
+            raise ConfigError(f"save_filename={self.filename.text!r}: give the name of a file inside of save_folder")
+        self.container = container_of(self.filename.text, what="save_filename")
+        self.weights_only = weights_only
+        if self.container == "safetensors" and not weights_only:
+            _LOG.warning("save_filename=%r: a .safetensors file holds weights only, nothing resumes from it", self.filename.text)
+            self.weights_only = True
+        self.every: Every | Callable[[State, Event], bool] = (
+            save_interval if callable(save_interval) else parse_every(save_interval, "save_interval")
+        )
+        self.overwrite, self.num_to_keep, self.keep = overwrite, num_checkpoints_to_keep, keep
+        self.ignore_keys = check_ignore_keys(ignore_keys, "save_ignore_keys")
+        self._site: Site | None = None
+        self._folder: Folder | None = None
+        self._track: Track | None = None
+        self._last_batch = -1
+        self._lock = threading.Lock()
+        self._kept: list[Found] = []  # those of this saver that exist, oldest first
+        self._uploading: list[str] = []
+
+    # -- what there is
+
+    @property
+    def saved_checkpoints(self) -> list[str]:
+        """Paths of the checkpoints of this saver that exist, oldest first, as the folder was spelt."""
+        folder = self._folder
+        with self._lock:
+            return [] if folder is None else [_join(folder.spelling, one.name) for one in self._kept]
+
+    @property
+    def is_full(self) -> bool:
+        """True when training can go on from what this saves."""
+        return not self.weights_only
+
+    @property
+    def place(self) -> Folder:
+        """The folder it saves to."""
+        assert self._folder is not None
+        return self._folder
+
+    # -- set up by the trainer
+
+    def attach(self, site: Site, folder: Folder) -> None:
+        """Learn where it belongs."""
+        self._site, self._folder = site, folder
+        if self.num_to_keep == 0 and not site.uploads_of(self):
+            raise ConfigError(
+                "num_checkpoints_to_keep=0 deletes each checkpoint after its upload, and nothing is uploaded: keep at "
+                "least 1, or give a RemoteUploaderDownloader among the loggers"
+            )
+
+    @property
+    def nested(self) -> bool:
+        """True when names lie in sub-folders."""
+        return "/" in self.filename.text
+
+    def check_overwrite(self, now: Timestamp) -> None:
+        """Refuse to train when checkpoints of later moments lie in the folder.
+
+        Raises:
+            CheckpointExistsError: naming them.
+        """
+        assert self._site is not None
+        if self.overwrite:
+            return
+        folder, pattern = self.place, self.filename.pattern(self._site.variables)
+        later = []
+        for name in names_in(folder.storage, nested=self.nested):
+            match = pattern.fullmatch(name)
+            if match is None or name in folder.quarantined:
+                continue
+            after = is_later(match, now)
+            one = look_at(folder.storage, name) if after is not False else None
+            # A name without counters tells nothing: what it says about itself does.
+            if one is not None and one.problem is None and (after or one.step > now.count("batch") or now.count("batch") == 0):
+                later.append(name)
+        if later:
+            raise CheckpointExistsError(
+                f"{folder.spelling} holds {len(later)} checkpoint(s) later than batch {now.count('batch')}, where "
+                f"training is ({', '.join(later[:5])}{' ...' if len(later) > 5 else ''}), and save_overwrite=False: use "
+                "another save_folder or run_name, go on from them with autoresume=True, or pass save_overwrite=True; "
+                "nothing was trained"
+            )
+
+    def check_interval(self) -> None:
+        """Refuse an interval that cannot be decided with this data."""
+        assert self._site is not None
+        if isinstance(self.every, Every):
+            self.every.check(self._site.state.span)
+
+    def open(self) -> None:
+        """Get ready to save; idempotent."""
+        assert self._site is not None
+        if self._track is not None:
+            return
+        folder = self.place
+        folder.open(directories=self.container == "directory")
+        self._track = Track(folder, self.container)
+        pattern = self.filename.pattern(self._site.variables)
+        if self._site.resumed:
+            found = look(folder.storage, nested=self.nested, wanted=pattern.fullmatch)
+            now = self._site.state.timestamp.count("batch")
+            with self._lock:
+                good = [one for one in reversed(found) if one.problem is None and one.weights_only is self.weights_only]
+                self._kept = [one for one in good if one.step <= now]
+            if self._kept and self._kept[-1].step == now and self._site.resumed_from(folder):
+                self._last_batch = now  # this moment is safe already
+            self._repair_link()
+
+    # -- saving
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Save if it is time."""
+        self._maybe(state, Event.BATCH_CHECKPOINT)
+
+    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Save if it is time."""
+        self._maybe(state, Event.EPOCH_CHECKPOINT)
+
+    def _maybe(self, state: State, event: Event) -> None:
+        track = self._track
+        assert track is not None
+        if track.ended:
+            track.settle()
+        every = self.every
+        if isinstance(every, Every):
+            due = every.due(event, state.previous_timestamp, state.timestamp, state.span)
+        else:
+            due = bool(every(state, event))
+        if due:
+            self.save_now()
+
+    def save_now(self) -> None:
+        """Save, once for one batch."""
+        assert self._site is not None
+        assert self._track is not None
+        state, site = self._site.state, self._site
+        batch = state.timestamp.count("batch")
+        if batch == self._last_batch:
+            return
+        name = self.filename.format(site.variables, state.timestamp)
+        live = ignored(state.live(weights_only=self.weights_only), self.ignore_keys, what="save_ignore_keys")
+        content = "weights" if self.weights_only else "full"
+        about = {"step": batch, "epoch": state.timestamp.count("epoch"), "metrics": metrics_of(state)}
+        saved = Found(
+            name=name, container=self.container, attempt=self.place.attempt, step=batch, created=time.time(),
+            weights_only=self.weights_only, epoch=about["epoch"], metrics=about["metrics"],
+        )  # fmt: skip
+        latest = self._named(self.latest_filename, state)
+        remote = (self._named(self.remote_file_name, state), self._named(self.latest_remote_file_name, state))
+        self._track.save(
+            name, live, about=about, content=content, after=lambda: self._committed(saved, latest, *remote)
+        )
+        self._last_batch = batch
+
+    def _named(self, template: NameTemplate | None, state: State) -> str | None:
+        assert self._site is not None
+        return None if template is None else template.format(self._site.variables, state.timestamp)
+
+    def settle(self) -> None:
+        """Wait until everything saved is durable; raises what failed."""
+        if self._track is not None:
+            self._track.settle()
+
+    def release(self) -> None:
+        """Give thread and memory back; `open` makes it ready again."""
+        track, self._track = self._track, None
+        if track is not None:
+            track.close()
+
+    # -- after a commit, on another thread
+
+    def _committed(self, saved: Found, latest: str | None, remote: str | None, remote_latest: str | None) -> None:
+        assert self._site is not None
+        storage = self.place.storage
+        if latest is not None and self.num_to_keep != 0:
+            link_latest(storage, latest, saved.name)
+        with self._lock:
+            self._kept = [*(one for one in self._kept if one.name != saved.name), saved]
+        if remote is not None:
+            for uploader in self._site.uploads_of(self):
+                self._uploading.append(saved.name)
+                sent = uploader.upload(storage, saved, remote, remote_latest)
+                sent.add_done_callback(lambda done: self._uploaded(saved.name, done))
+        self._retain()
+
+    def _uploaded(self, name: str, done: Future[None]) -> None:
+        if done.cancelled() or done.exception() is not None:
+            return  # it stays here, where it is safe
+        self._uploading.remove(name)
+        self._retain()
+
+    def _retain(self) -> None:
+        """Delete what the rules do not keep, and nothing that is still being uploaded."""
+        storage = self.place.storage
+        if self.keep is None and (self.num_to_keep < 0 or self.place.is_remote):
+            return
+        with self._lock:
+            protect = frozenset(self._uploading)
+            if self.num_to_keep == 0:
+                doomed = {one.name for one in self._kept} - protect
+            else:
+                rules = self.keep if self.keep is not None else Keep(last=self.num_to_keep)
+                records = [one.record(storage) for one in self._kept]
+                doomed = {verdict.name for verdict in decide(rules, records, protect) if not verdict.keep}
+            for one in [one for one in self._kept if one.name in doomed]:
+                delete(storage, one)
+                self._kept.remove(one)
+
+    def _repair_link(self) -> None:
+        """Let the link mean the newest checkpoint there is: a life that died may have left it behind."""
+        assert self._site is not None
+        if self.latest_filename is None or not self._kept or self.num_to_keep == 0:
+            return
+        if not set(self.latest_filename.variables) & set(TIME_VARIABLES):
+            latest = self.latest_filename.format(self._site.variables)
+            link_latest(self.place.storage, latest, self._kept[-1].name)
+
+
+def delete(storage: Storage, one: Found) -> None:
+    """Delete a checkpoint, its manifest first."""
+    if one.container == "directory":
+        remove(storage, one.name)
+        storage.delete_tree(one.name)
+    else:
+        storage.delete(one.name)
+
+
+def metrics_of(state: State) -> dict[str, Any]:
+    """Return the metrics that a checkpoint records, as plain numbers."""
+    found: dict[str, Any] = {label: values for label, values in state.eval_metric_values.items() if values}
+    if state.train_metric_values:
+        found["train"] = state.train_metric_values
+    if state.loss is not None and not isinstance(state.loss, (list, tuple)):
+        found["loss"] = state.loss
+    return plain_metrics(found)
+
+
+def default_saver(folder: str | os.PathLike[str] | None, **options: Any) -> CheckpointSaver | None:
+    """Return the saver that the ``save_*`` arguments of a `Trainer` ask for."""
+    if folder is None:
+        return None
+    spelling = os.fspath(folder)
+    filename = options["filename"]
+    if options["remote_file_name"] is None:
+        options["remote_file_name"] = "{run_name}/checkpoints/" + filename
+    latest = options["latest_filename"]
+    remote_latest = None if latest is None else "{run_name}/checkpoints/" + latest
+    return CheckpointSaver(spelling, latest_remote_file_name=remote_latest, **options)
+
+
+def _optional(text: str | None, what: str) -> NameTemplate | None:
+    return None if text is None else NameTemplate(os.fspath(text).lstrip("/"), what=what)
+
+
+def _join(folder: str, name: str) -> str:
+    return f"{folder.rstrip('/')}/{name}" if folder.strip("/") else f"/{name}"

@@ -1,0 +1,130 @@
+"""The saves of one saver, one after another: copy, write, and what comes after the commit."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+
+from ...checkpointer.identity import manifest_fields
+from ...checkpointer.stats import Stats
+from ...errors import HoldfastError, StorageFullError
+from ...state.snapshot import Snapshotter
+from .anatomy import as_torch_file, expand
+from .files import FileImage
+from .folder import TIMEOUT_S, Folder
+
+__all__ = ["Track"]
+
+_LOG = logging.getLogger("holdfast.trainer")
+
+
+class Track:
+    """Carries out saves of one kind into one folder, at most one under way.
+
+    Args:
+        folder: where to; opened.
+        container: "directory", "torch" or "safetensors".
+    """
+
+    def __init__(self, folder: Folder, container: str) -> None:
+        self._folder, self._container = folder, container
+        self._snapshotter = Snapshotter(timeout_s=TIMEOUT_S, max_file_bytes=folder.storage.max_file_bytes)
+        self._image = FileImage()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-saves")
+        self._pending: Future[None] | None = None
+        self._parent: str | None = None
+        self.stats = Stats()
+
+    @property
+    def ended(self) -> bool:
+        """True when the save under way has ended, so that `settle` returns at once; costs nothing."""
+        return self._pending is not None and self._pending.done()
+
+    def save(
+        self, name: str, live: Mapping[str, Any], *, about: Mapping[str, Any], content: str, after: Callable[[], object]
+    ) -> None:
+        """Start a save; waits for the one before. The caller may change the state when this returns.
+
+        Args:
+            name: path inside the folder; a checkpoint there is replaced when this one commits.
+            live: the state in the anatomy of a checkpoint.
+            about: step, epoch and metrics.
+            content: "full" or "weights".
+            after: called on another thread once it is durable.
+
+        Raises:
+            HoldfastError: the save before, or this one, failed.
+        """
+        self.settle()
+        begun = time.perf_counter()
+        durable = self._hand_over(name, live, about, content)
+        self.stats.seconds_blocked += time.perf_counter() - begun
+        self._pending = self._thread.submit(self._follow, durable, begun, about["step"], after)
+
+    def _hand_over(self, name: str, live: Mapping[str, Any], about: Mapping[str, Any], content: str) -> Future[Any]:
+        folder = self._folder
+        if self._container != "directory":
+            note = {
+                "attempt": folder.attempt, "step": about["step"], "epoch": about["epoch"], "created": time.time(),
+                "metrics": about["metrics"], "weights_only": content == "weights",
+            }  # fmt: skip
+            found = expand(live)
+            if self._container == "torch":
+                self._image.take_torch(as_torch_file(found), note)
+            else:
+                model = found["state"]["model"]
+                self._image.take_weights({key: one for key, one in model.items() if torch.is_tensor(one)}, note)
+            return self._thread.submit(self._image.store, folder.storage, name)
+        assert folder.client is not None
+        checkpoint_id = uuid.uuid4().hex
+        fields = manifest_fields(
+            run_id=folder.run_id, checkpoint_id=checkpoint_id, parent=self._parent, attempt=folder.attempt, **about
+        )
+        self._parent = checkpoint_id
+        in_run = "/" not in name  # the index of a run knows what lies directly in it
+        return self._snapshotter.submit(
+            live, folder.client, folder.storage, directory=name, save_id=folder.next_save_id(),
+            manifest={**fields, "extra": {"content": content}}, overwrite=True, reuse=in_run, run=in_run, lazy=False,
+        ).future  # fmt: skip
+
+    def _follow(self, durable: Future[Any], begun: float, step: int, after: Callable[[], object]) -> None:
+        durable.result()
+        self.stats.saves += 1
+        self.stats.seconds_to_durable.append(time.perf_counter() - begun)
+        self.stats.last_durable_step = step
+        after()
+
+    def settle(self) -> None:
+        """Wait for the save under way; raises what failed. A full storage costs that save only, and is said.
+
+        Raises:
+            HoldfastError: it failed, or takes for ever.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        wait([pending], timeout=TIMEOUT_S)
+        if not pending.done():
+            self._pending = pending
+            raise HoldfastError(
+                f"a save is not durable after {TIMEOUT_S:.0f} s: {self._folder.storage.uri} is stuck or very slow; "
+                "training cannot count on it"
+            )
+        try:
+            pending.result()
+        except StorageFullError as error:
+            self.stats.skipped += 1
+            _LOG.warning("a checkpoint was NOT saved, the storage is full (%s); older ones are untouched", error)
+
+    def close(self) -> None:
+        """Give memory and thread back; what is under way goes on."""
+        self._thread.shutdown(wait=False)
+        if self._pending is None or self._pending.done():
+            self._snapshotter.close()
+            self._image.close()

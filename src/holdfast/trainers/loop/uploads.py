@@ -1,0 +1,149 @@
+"""`RemoteUploaderDownloader`: a copy of every checkpoint somewhere else, made while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+from ...checkpoint.transfer import copy_checkpoint, copy_file
+from ...errors import ConfigError, StorageError, StoragePermissionError
+from ...storage.base import Storage
+from ...storage.resolve import resolve, split_uri
+from .finder import Found
+from .folder import storage_prefix
+from .loggers import Logger, LoggerDestination
+
+if TYPE_CHECKING:
+    from .state import State
+
+__all__ = ["RemoteUploaderDownloader"]
+
+_LOG = logging.getLogger("holdfast.trainer")
+
+
+class RemoteUploaderDownloader(LoggerDestination):
+    """Among the loggers: uploads every checkpoint that a saver has committed locally.
+
+    Args:
+        bucket_uri: where to: "s3://bucket", "gs://bucket", "libcloud://provider/container", a folder.
+        backend_kwargs: arguments of `LibcloudObjectStore` for "libcloud://" (provider, container, provider_kwargs).
+        file_path_format_string: path of an upload; ``{remote_file_name}`` and ``{run_name}`` are filled in.
+        num_concurrent_uploads: checkpoints sent at once.
+        num_attempts: how often one is tried.
+    """
+
+    def __init__(
+        self,
+        bucket_uri: str,
+        backend_kwargs: Mapping[str, Any] | None = None,
+        file_path_format_string: str = "{remote_file_name}",
+        *,
+        num_concurrent_uploads: int = 1,
+        num_attempts: int = 3,
+    ) -> None:
+        if num_concurrent_uploads < 1 or num_attempts < 1:
+            raise ConfigError("RemoteUploaderDownloader: num_concurrent_uploads and num_attempts are at least 1")
+        self.storage = _storage(bucket_uri, backend_kwargs)
+        self.file_path_format_string, self.num_attempts = file_path_format_string, num_attempts
+        self._workers = num_concurrent_uploads
+        self._pool: ThreadPoolExecutor | None = None
+        self._sent: list[Future[None]] = []
+        self._run_name = ""
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Learn the name of the run."""
+        self._run_name = state.run_name
+
+    def path_of(self, remote_file_name: str) -> str:
+        """Return where an upload of this name goes, inside the bucket."""
+        return self.file_path_format_string.format(remote_file_name=remote_file_name, run_name=self._run_name).strip("/")
+
+    def upload(self, source: Storage, saved: Found, remote: str, latest: str | None) -> Future[None]:
+        """Send a checkpoint, and then the pointer to it; returns at once."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="holdfast-uploads")
+        future = self._pool.submit(self._send, source, saved, self.path_of(remote), latest)
+        self._sent.append(future)
+        return future
+
+    def _send(self, source: Storage, saved: Found, path: str, latest: str | None) -> None:
+        for attempt in range(1, self.num_attempts + 1):
+            try:
+                if saved.container == "directory":
+                    copy_checkpoint(source, saved.name, self.storage, path, overwrite=True)
+                else:
+                    copy_file(source, saved.name, self.storage, path)
+                if latest is not None:
+                    pointer = f"{self.path_of(latest)}.symlink"
+                    self.storage.put(pointer, f"{storage_prefix(self.storage)}{path}".encode())
+                return
+            except StorageError as error:
+                if attempt == self.num_attempts or isinstance(error, StoragePermissionError):
+                    raise
+                pause = 2.0 ** (attempt - 1)
+                _LOG.warning("upload of %s failed (%s): trying again in %.0f s", saved.name, error, pause)
+                time.sleep(pause)
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Raise what failed meanwhile."""
+        if self._sent and self._sent[0].done():
+            self._settle()
+
+    def _settle(self) -> None:
+        done = [one for one in self._sent if one.done()]
+        self._sent = [one for one in self._sent if one not in done]
+        for future in done:
+            future.result()
+
+    def wait(self) -> None:
+        """Wait until everything is uploaded.
+
+        Raises:
+            HoldfastError: an upload failed.
+        """
+        wait(list(self._sent))
+        self._settle()
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Finish what is being uploaded."""
+        try:
+            self.wait()
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown()
+                self._pool = None
+
+
+def _storage(uri: str, arguments: Mapping[str, Any] | None) -> Storage:
+    scheme, _ = split_uri(uri)
+    if scheme != "libcloud" or not arguments:
+        if arguments:
+            raise ConfigError(
+                f"RemoteUploaderDownloader({uri!r}, backend_kwargs=...): only 'libcloud://' takes them; {scheme}:// reads "
+                "its settings from the environment (S3_ENDPOINT_URL, AWS_..., GCS_KEY, ...)"
+            )
+        return resolve(uri)
+    from ...storage.libcloud import LibcloudObjectStore
+
+    return LibcloudObjectStore(**dict(arguments))
+
+
+def as_object_store(given: Any) -> Storage:
+    """Return the storage that ``load_object_store`` means.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if isinstance(given, RemoteUploaderDownloader):
+        return given.storage
+    if isinstance(given, Storage):
+        return given
+    raise ConfigError(
+        f"load_object_store is a {type(given).__name__}: give a holdfast.storage.LibcloudObjectStore (or another "
+        "storage), or a RemoteUploaderDownloader"
+    )
+
+

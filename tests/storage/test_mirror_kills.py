@@ -1,0 +1,150 @@
+"""Mirrored runs whose processes are killed in the middle of uploads, with and without the local disk surviving."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mirror_kit import bucket
+from object_kit import BUCKET, moto, s3_environment
+
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.storage.base import Storage
+from holdfast.storage.local import LocalStorage
+from holdfast.testing import Fault, FaultProxy
+from holdfast.testing.crash import wait_until
+
+_STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[FaultProxy]:
+    with moto() as url, FaultProxy(url) as one:
+        yield one
+
+
+class Life:
+    """One start of the trainer, and what it says."""
+
+    def __init__(self, proxy: FaultProxy, name: str, local: Path, *, steps: int = _STEPS, pause: float = 0.0) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "S3_"))}
+        environment |= s3_environment(proxy.url) | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        script = str(Path(__file__).with_name("mirror_trainer.py"))
+        command = [sys.executable, script, f"s3://{BUCKET}/{name}", str(local), str(steps), str(pause)]
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.writer = 0
+
+    def wait_for(self, word: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(f"{word} "):
+                return line.removeprefix(f"{word} ").strip()
+        _, err = self.process.communicate(timeout=30)
+        raise AssertionError(f"ended without saying {word!r}: {err}")
+
+    def start(self) -> tuple[int, str]:
+        """Give the step and the checkpoint that it goes on from."""
+        step, writer, source = self.wait_for("at").split()
+        self.writer = int(writer)
+        return int(step), source
+
+    def kill(self, *, writer: bool) -> None:
+        """SIGKILL to the trainer, and to its writer."""
+        for pid in (self.process.pid, self.writer) if writer else (self.process.pid,):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+    def end(self) -> str:
+        result = self.wait_for("end")
+        self.process.communicate(timeout=60)
+        assert self.process.returncode == 0
+        return result
+
+    def bury(self) -> None:
+        """Wait for the end of both processes."""
+        self.process.communicate(timeout=30)
+        wait_until(lambda: not _lives(self.writer), 40)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _newest(*sides: Storage) -> int:
+    return max((record.step for side in sides for record in Catalog(side).records()), default=0)
+
+
+def _calm(proxy: FaultProxy, tmp_path: Path, name: str) -> str:
+    life = Life(proxy, name, tmp_path / "calm")
+    life.start()
+    return life.end()
+
+
+def _kill_at(proxy: FaultProxy, life: Life, request: int, *, writer: bool) -> None:
+    """Kill when the ``request``-th write into a checkpoint at the remote from now on arrives, and is carried out."""
+    killed = threading.Event()
+
+    def act(_: object) -> None:
+        life.kill(writer=writer)
+        killed.set()
+
+    proxy.inject(Fault(kind="call", method="PUT", path="/step_", at=request, carried_out=True, call=act))
+    assert killed.wait(60)
+
+
+def _sweep(proxy: FaultProxy, tmp_path: Path, name: str, kills: list[tuple[int, bool, bool]]) -> None:
+    """Kill life after life, look at what is there, and end with what a calm run ends with.
+
+    Each kill is (number of the write, whether the writer dies too, whether the local disk is lost).
+    """
+    result = _calm(proxy, tmp_path, f"{name}-calm")
+    local, remote = tmp_path / "scratch", bucket(proxy, name)
+    expected = 0
+    for request, writer, is_lost in kills:
+        life = Life(proxy, name, local, pause=0.15)
+        step, source = life.start()
+        assert step == expected, source
+        _kill_at(proxy, life, request, writer=writer)
+        life.bury()
+        proxy.inject()
+        here = _newest(LocalStorage(local))
+        if not writer:
+            assert _newest(remote) == here, "the writer of a dead trainer uploads what it has"
+            assert not remote.exists("lease.json")
+        if is_lost:
+            shutil.rmtree(local)
+            local.mkdir()
+        expected = _newest(LocalStorage(local), remote)
+        assert expected >= _newest(remote)
+    last = Life(proxy, name, local)
+    step, _ = last.start()
+    assert step == expected
+    assert last.end() == result
+    assert [record.step for record in Catalog(remote).records()][:3] == [_STEPS, _STEPS - 1, _STEPS - 2]
+
+
+def test_killed_in_the_middle_of_an_upload(proxy: FaultProxy, tmp_path: Path) -> None:
+    """A trainer, then a whole machine with its disk, dies while a checkpoint is half sent: the newest complete one counts."""
+    _sweep(proxy, tmp_path, "two-kills", [(5, False, False), (4, True, True)])
+
+
+@pytest.mark.slow
+def test_killed_at_many_moments(proxy: FaultProxy, tmp_path: Path) -> None:
+    """Trainer alone or with its writer, at every request of an upload, the disk surviving or not: always bit-exact."""
+    kills = [(request, request % 2 == 0, request % 3 == 0) for request in range(10)]
+    _sweep(proxy, tmp_path, "many-kills", kills)

@@ -1,0 +1,122 @@
+"""A resumed training is the training that was never interrupted, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_kit import Crash, Seen, everything, loader, names, plain, rich
+
+import holdfast as hf
+from holdfast.callbacks import Callback
+from holdfast.testing import assert_state_equal
+
+
+def lives(folder: Path, crashes: list[int], **options: Any) -> tuple[hf.Trainer, list[Seen]]:
+    """Train with crashes after these batches; returns the last life and what all lives have seen."""
+    seen: list[Seen] = []
+    for crash_at in crashes:
+        trainer = rich(folder, crash_at=crash_at, seen=seen, autoresume=True, **options)
+        with pytest.raises(Crash):
+            trainer.fit()
+        trainer.close()
+    trainer = rich(folder, seen=seen, autoresume=True, **options)
+    trainer.fit()
+    trainer.close()
+    return trainer, seen
+
+
+@pytest.mark.parametrize(
+    ("suffix", "crashes", "interval"),
+    [("", [7], "1ep"), (".pt", [13], "1ep"), ("", [9, 10, 15], "2ba"), (".pt", [6, 12], "2ba"), ("", [5], "7sp")],
+)
+def test_twin(tmp_path: Path, suffix: str, crashes: list[int], interval: str) -> None:
+    """Killed once or several times, at epoch ends and in mid-epoch, training ends in the same state; every batch after a
+    checkpoint has the same samples, augmentation, loss and random numbers."""
+    options = {"save_filename": "ep{epoch}-ba{batch}" + suffix, "save_interval": interval}
+    whole, seen = lives(tmp_path / "a", [], **options)
+    broken, pieces = lives(tmp_path / "b", crashes, **options)
+    assert_state_equal(everything(broken), everything(whole))
+    rows = {row[0]: row for one in pieces[::2] for row in one.rows}
+    assert [rows[number] for number in sorted(rows)] == seen[0].rows
+    assert names(tmp_path / "a") == names(tmp_path / "b")
+
+
+@pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])
+def test_twin_in_mixed_precision(tmp_path: Path, precision: str) -> None:
+    """The scaler of gradients goes on where it was."""
+    whole, _ = lives(tmp_path / "a", [], precision=precision)
+    broken, _ = lives(tmp_path / "b", [9], precision=precision)
+    assert_state_equal(everything(broken), everything(whole))
+    assert (whole.state.scaler is None) is (precision == "amp_bf16")
+
+
+def test_twin_with_workers_and_own_attributes(tmp_path: Path) -> None:
+    """Loader workers change nothing; attributes that the user serializes come back."""
+
+    def run(folder: Path, crash_at: int | None) -> hf.Trainer:
+        trainer = rich(folder, crash_at=crash_at, autoresume=True, train_dataloader=loader(num_workers=1))
+        return trainer
+
+    whole = run(tmp_path / "a", None)
+    whole.fit()
+    broken = run(tmp_path / "b", 9)
+    with pytest.raises(Crash):
+        broken.fit()
+    broken.close()
+    again = run(tmp_path / "b", None)
+    again.fit()
+    assert_state_equal(everything(again), everything(whole))
+
+
+def test_own_attributes(tmp_path: Path) -> None:
+    """What is added to serialized_attributes is saved and comes back; a name without an attribute is refused."""
+    first = plain(tmp_path)
+    first.state.curriculum = {"level": 3, "names": ("a", "b")}  # type: ignore[attr-defined]
+    first.state.serialized_attributes.append("curriculum")
+    first.fit()
+    first.close()
+    saved = hf.load(tmp_path / "ep2-ba12")
+    assert saved["state"]["curriculum"] == {"level": 3, "names": ("a", "b")}
+
+    class Mine(Callback):
+        def before_load(self, state: Any, logger: Any) -> None:
+            state.curriculum = None
+            state.serialized_attributes.append("curriculum")
+
+    second = plain(tmp_path, load_path=tmp_path / "ep2-ba12", callbacks=Mine())
+    assert second.state.curriculum == {"level": 3, "names": ("a", "b")}  # type: ignore[attr-defined]
+    second.state.serialized_attributes.append("nothing_of_the_kind")
+    with pytest.raises(hf.ConfigError, match="nothing_of_the_kind"):
+        second.state.live()
+
+
+def test_two_of_one_class(tmp_path: Path) -> None:
+    """Several optimizers, schedulers and callbacks of one class are all there, by their number."""
+    trainer = rich(tmp_path, max_duration="1ep")
+    trainer.fit()
+    state = hf.load(tmp_path / "ep0-ba6")["state"]
+    assert list(state["optimizers"]) == ["AdamW", "AdamW-1"]
+    assert list(state["schedulers"]) == ["StepLR", "StepLR-1"]
+    assert list(state["callbacks"]) == ["Seen", "Seen-1"]
+    assert list(state["algorithms"]) == ["EMA"]
+    assert state["callbacks"]["Seen-1"] == {"count": 6}
+
+
+def test_max_duration_counts_from_the_beginning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A longer max_duration trains the difference; one that is reached already is a no-op that says so."""
+    plain(tmp_path, max_duration="1ep", autoresume=True).fit()
+    again = plain(tmp_path, max_duration="1ep", autoresume=True)
+    before = [p.clone() for p in again.state.model.parameters()]
+    again.fit()
+    assert int(again.state.timestamp.batch) == 6
+    assert all(torch.equal(a, b) for a, b in zip(before, again.state.model.parameters(), strict=True))
+    assert "nothing to do unless more is asked for" in capsys.readouterr().err
+    again.close()
+    more = plain(tmp_path, max_duration="3ep", autoresume=True)
+    more.fit()
+    assert int(more.state.timestamp.batch) == 18
+    more.fit("2ba")
+    assert int(more.state.timestamp.batch) == 20

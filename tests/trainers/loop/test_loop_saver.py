@@ -1,0 +1,215 @@
+"""Savers: names, intervals, several of them, retention, links, and what must not be overwritten."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_kit import Crash, CrashAt, loader, names, plain
+
+import holdfast as hf
+from holdfast.callbacks import CheckpointSaver
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.core import Event, Time
+from holdfast.storage.resolve import resolve
+from holdfast.trainers.loop.files import read_note
+
+
+def test_composer_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The documented script runs: paths come back as the folder was spelt, the file opens with torch.load, the link
+    leads to the newest."""
+    monkeypatch.chdir(tmp_path)
+    trainer = plain(
+        "./path/to/checkpoints", save_filename="ep{epoch}.pt", save_latest_filename="latest", save_overwrite=True,
+        save_interval="1ep",
+    )  # fmt: skip
+    trainer.fit()
+    assert trainer.saved_checkpoints == ["./path/to/checkpoints/ep1.pt", "./path/to/checkpoints/ep2.pt"]
+    assert os.readlink("path/to/checkpoints/latest") == "ep2.pt"
+    found = torch.load("path/to/checkpoints/latest", weights_only=True)
+    assert list(found) == ["state", "rng"]
+    assert list(found["state"]) == [
+        "model", "optimizers", "schedulers", "algorithms", "callbacks", "scaler", "timestamp", "rank_zero_seed",
+        "train_metrics", "eval_metrics", "run_name", "dataset_state", "integrations", "metadata",
+    ]  # fmt: skip
+    assert found["state"]["schedulers"] == found["state"]["scaler"] == {}
+    assert torch.equal(found["state"]["model"]["weight"], trainer.state.model.weight)
+    assert sorted(os.listdir("path/to/checkpoints")) == ["ep1.pt", "ep2.pt", "latest"]
+
+
+def test_directory_is_a_holdfast_checkpoint(tmp_path: Path) -> None:
+    """The default container has the same anatomy, is listed, verifies and carries metrics."""
+    trainer = plain(tmp_path, eval_dataloader=loader(8), max_duration="1ep")
+    trainer.fit()
+    record = Catalog(resolve(tmp_path)).latest()
+    assert record is not None
+    assert (record.name, record.step, record.epoch) == ("ep1-ba6", 6, 1)
+    checkpoint = hf.Checkpoint(tmp_path / "ep1-ba6")
+    assert checkpoint.verify().ok
+    assert checkpoint.metrics["eval"]["loss"] == pytest.approx(float(trainer.state.eval_metric_values["eval"]["loss"]))
+    assert list(checkpoint.load()) == ["state", "rng"]
+
+
+@pytest.mark.parametrize(
+    ("interval", "expected"),
+    [
+        (1, ["ep1-ba6", "ep2-ba12"]), ("4ba", ["ep0-ba4", "ep1-ba8", "ep1-ba12"]), (Time(5, "ba"), ["ep0-ba5", "ep1-ba10", "ep2-ba12"]),
+        ("0.5dur", ["ep0-ba6", "ep1-ba12"]), ("20sp", ["ep0-ba4", "ep1-ba7", "ep1-ba10", "ep2-ba12"]),
+        (lambda state, event: int(state.timestamp.batch) == 5 and event is Event.BATCH_CHECKPOINT, ["ep0-ba5"]),
+    ],
+)  # fmt: skip
+def test_intervals(tmp_path: Path, interval: Any, expected: list[str]) -> None:
+    """A training saves where the tables say; a function decides alone, at the end too."""
+    trainer = plain(tmp_path, save_interval=interval, save_filename="ep{epoch}-ba{batch}.pt")
+    trainer.fit()
+    assert sorted(names(tmp_path)) == sorted(f"{name}.pt" for name in expected)
+
+
+def test_savers_side_by_side(tmp_path: Path) -> None:
+    """Each saver has its folder, interval, retention and content; one keyword saver and three callbacks."""
+    savers = [
+        CheckpointSaver(tmp_path / "weights", "w{batch}", save_interval="3ba", weights_only=True, num_checkpoints_to_keep=2),
+        CheckpointSaver(tmp_path / "all", "again{batch}.pt", save_interval="5ba", latest_filename=None),
+        CheckpointSaver(tmp_path / "st", "ba{batch}.safetensors", save_interval="1ep", weights_only=True),
+    ]
+    trainer = plain(tmp_path / "all", save_num_checkpoints_to_keep=1, callbacks=savers)
+    trainer.fit()
+    assert names(tmp_path / "all") == ["again10.pt", "again12.pt", "again5.pt", "ep2-ba12"]
+    assert names(tmp_path / "weights") == ["w12", "w9"]
+    assert list(hf.load(tmp_path / "weights" / "w12")["state"]) == ["model", "integrations", "metadata"]
+    assert [path.rsplit("/", 1)[1] for path in trainer.saved_checkpoints] == [
+        "ep2-ba12", "w9", "w12", "again5.pt", "again10.pt", "again12.pt", "ba6.safetensors", "ba12.safetensors",
+    ]  # fmt: skip
+    safetensors = pytest.importorskip("safetensors.torch")
+    weights = safetensors.load_file(tmp_path / "st" / "ba12.safetensors")
+    assert torch.equal(weights["weight"], trainer.state.model.weight)
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_retention_survives_a_restart(tmp_path: Path, suffix: str) -> None:
+    """Checkpoints of earlier lives count; the number kept is exact; the link never dangles."""
+    options = {"save_filename": "ba{batch}" + suffix, "save_interval": "1ba", "save_num_checkpoints_to_keep": 2}
+    with pytest.raises(Crash):
+        plain(tmp_path, callbacks=CrashAt(4), autoresume=True, **options).fit()
+    assert names(tmp_path) == [f"ba2{suffix}", f"ba3{suffix}"]
+    again = plain(tmp_path, autoresume=True, max_duration="5ba", **options)
+    again.fit()
+    assert names(tmp_path) == [f"ba4{suffix}", f"ba5{suffix}"]
+    assert [os.path.basename(path) for path in again.saved_checkpoints] == [f"ba4{suffix}", f"ba5{suffix}"]
+    assert (tmp_path / "latest-rank0").resolve().name == f"ba5{suffix}"
+
+
+def test_keep_by_metric(tmp_path: Path) -> None:
+    """A Keep ranks by recorded metrics, of evaluation too, and the newest stays whatever its rank."""
+    saver = CheckpointSaver(tmp_path, "ba{batch}", save_interval="1ba", keep=hf.Keep(best=1, metric="eval/loss"))
+    trainer = plain(None, callbacks=saver, eval_dataloader=loader(8), eval_interval="1ba", max_duration="4ba")
+    trainer.fit()
+    losses = {}
+    for name in names(tmp_path):
+        losses[name] = hf.Checkpoint(tmp_path / name).metrics["eval"]["loss"]
+    assert "ba4" in losses
+    assert len(losses) <= 2
+
+
+@pytest.mark.parametrize("filename", ["ep{epoch}-ba{batch}", "ba{batch}.pt", "ep{epoch}/ba{batch}", "deep/ba{batch}.pt", "same", "same.pt"])
+def test_nothing_is_overwritten(tmp_path: Path, filename: str) -> None:
+    """Checkpoints of later moments refuse a fresh start before anything is trained: directories, files, sub-folders and
+    names without counters alike; save_overwrite goes over them."""
+    plain(tmp_path, save_filename=filename, max_duration="1ep").fit()
+    again = plain(tmp_path, save_filename=filename, max_duration="1ep")
+    with pytest.raises(hf.CheckpointExistsError, match="nothing was trained"):
+        again.fit()
+    assert int(again.state.timestamp.batch) == 0
+    plain(tmp_path, save_filename=filename, max_duration="2ba", save_interval="1ba", save_overwrite=True).fit()
+
+
+def test_a_constant_name_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -> None:
+    """One name for all: each save replaces the one before."""
+    trainer = plain(tmp_path, save_filename="model.pt", save_interval="1ba", max_duration="3ba")
+    trainer.fit()
+    assert names(tmp_path) == ["model.pt"]
+    note = read_note(resolve(tmp_path), "model.pt", verify=True)
+    assert note is not None
+    assert note["step"] == 3
+    assert trainer.saved_checkpoints == [f"{tmp_path}/model.pt"]
+
+
+def test_ignore_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What globs name is not saved, inside of a model too; a glob that matches nothing is said; a function may change
+    the dictionary."""
+    plain(tmp_path, max_duration="1ep", save_ignore_keys=["state/optimizers", "state/model/bias", "state/apples/*"]).fit()
+    state = hf.load(tmp_path / "ep1-ba6")["state"]
+    assert "optimizers" not in state
+    assert list(state["model"]) == ["weight"]
+    assert "state/apples/*" in caplog.text
+    plain(tmp_path / "b", max_duration="1ep", save_filename="x.pt", save_ignore_keys=lambda found: found["state"].pop("model")).fit()
+    assert "model" not in torch.load(tmp_path / "b" / "x.pt", weights_only=True)["state"]
+
+
+def test_failures_of_the_background_surface(tmp_path: Path) -> None:
+    """A folder that cannot be written any more ends training with an error, at the next batch or at the end."""
+    trainer = plain(tmp_path / "runs", save_interval="1ba", save_filename="ba{batch}.pt", max_duration="50ep")
+    hold = threading.Event()
+
+    def break_it(state: Any, event: Event) -> bool:
+        if int(state.timestamp.batch) == 3 and not hold.is_set():
+            hold.set()
+            os.rename(tmp_path / "runs", tmp_path / "gone")
+            (tmp_path / "runs").write_text("in the way")
+        return True
+
+    trainer._savers[0].every = break_it
+    with pytest.raises(hf.StorageError):
+        trainer.fit()
+    assert names(tmp_path / "gone")[0] == "ba1.pt"
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"save_interval": "soon"}, "save_interval"), ({"save_filename": "ep{apples}"}, "apples"), ({"save_folder": "{epoch}"}, "save_folder"),
+        ({"save_filename": "x.tar.gz"}, "container"), ({"save_num_checkpoints_to_keep": 0}, "RemoteUploaderDownloader"),
+        ({"max_duration": "0.5dur"}, "share"), ({"max_duration": "1 week"}, "1h20m40s"), ({"precision": "fp7"}, "precision"),
+        ({"grad_accum": 0}, "grad_accum"), ({"save_filename": "../x"}, "save_filename"), ({"device": "abacus"}, "device"),
+        ({"autoresume": True, "save_weights_only": True}, "weights"), ({"load_object_store": 3, "load_path": "x"}, "load_object_store"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(tmp_path: Path, options: dict[str, Any], word: str) -> None:
+    """Every wrong argument is refused by the constructor, by name."""
+    with pytest.raises(hf.ConfigError, match=word):
+        plain(**{"folder": tmp_path, **options} if "save_folder" not in options else {"folder": None, **options})
+
+
+def test_shares_need_a_length(tmp_path: Path) -> None:
+    """A share of epochs of a loader without length is refused before training; batches are fine."""
+
+    class Endless(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            for number in range(30):
+                yield torch.full((4,), float(number)), torch.tensor(number % 3)
+
+    data = torch.utils.data.DataLoader(Endless(), batch_size=5)
+    with pytest.raises(hf.ConfigError, match="length"):
+        plain(tmp_path, train_dataloader=data, save_interval="0.5dur").fit()
+    trainer = plain(tmp_path, train_dataloader=data, save_interval="4ba", max_duration="1ep")
+    trainer.fit()
+    assert names(tmp_path) == ["ep0-ba4", "ep1-ba6"]
+
+
+def test_save_checkpoint_anywhere(tmp_path: Path) -> None:
+    """save_checkpoint saves at once, under any name; saving to the save folder happens once for one batch."""
+    trainer = plain(tmp_path / "runs", max_duration="1ep")
+    trainer.fit()
+    assert trainer.save_checkpoint(str(tmp_path / "here-{batch}.pt")) == str(tmp_path / "here-6.pt")
+    trainer.save_checkpoint(str(tmp_path / "there"), weights_only=True)
+    trainer.save_checkpoint(str(tmp_path / "w.safetensors"))
+    assert list(hf.load(tmp_path / "there")["state"]) == ["model", "integrations", "metadata"]
+    trainer.save_checkpoint_to_save_folder()
+    trainer.close()
+    assert names(tmp_path / "runs") == ["ep1-ba6"]
+    with pytest.raises(hf.SessionError):
+        trainer.fit("1ep")

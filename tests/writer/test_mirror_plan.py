@@ -1,0 +1,65 @@
+"""What a mirrored run decides, as a function of what lies at its two sides."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.checkpoint.record import Record
+from holdfast.config import Mirror
+from holdfast.writer.mirror_plan import Limits, await_upload, done_with, given_up, limits_of, pause_s
+
+
+def _record(step: int, attempt: int = 1) -> Record:
+    return Record(name=f"step_{step:08d}", attempt=attempt, step=step, checkpoint_id=f"{attempt}-{step}")
+
+
+def test_what_is_newer_than_the_remote_waits_oldest_first() -> None:
+    """Only what is newer than anything at the remote is uploaded: the rest was left out, or another life went on."""
+    local = [_record(step) for step in (9, 3, 6, 7)]
+    assert [one.step for one in await_upload(local, [])] == [3, 6, 7, 9]
+    assert [one.step for one in await_upload(local, [_record(6), _record(1)])] == [7, 9]
+    assert await_upload(local, [_record(2, attempt=2)]) == []
+    assert [one.step for one in await_upload([_record(1, attempt=3)], [_record(9, attempt=2)])] == [1]
+
+
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(-1, 11))
+def test_too_many_give_up_the_oldest(count: int, max_behind: int, flying: int) -> None:
+    """Never the newest, never the one under way, and no more than needed."""
+    waiting = [f"step_{number}" for number in range(count)]
+    in_flight = waiting[flying] if 0 <= flying < count else None
+    gone = given_up(waiting, Limits(max_behind=max_behind), in_flight)
+    stay = [name for name in waiting if name not in gone]
+    assert gone == [name for name in waiting if name in gone]
+    assert waiting[-1] in stay
+    assert in_flight is None or in_flight in stay
+    assert len(stay) <= max(max_behind, 2)
+    assert not gone or len(stay) >= max_behind
+
+
+@pytest.mark.parametrize("rule", ["wait", "raise"])
+def test_nothing_is_given_up_where_saves_wait(rule: str) -> None:
+    """With "wait" and "raise" the trainer holds back, so that nothing is left out."""
+    assert given_up(["a", "b", "c"], Limits(max_behind=1, when_behind=rule)) == []
+
+
+def test_local_copies_go_only_when_asked() -> None:
+    """delete_after_upload lets go of what the remote has, and of nothing else."""
+    assert done_with({"a", "b"}, {"a", "z"}, Limits()) == []
+    assert done_with({"a", "b"}, {"a", "z"}, Limits(delete_after_upload=True)) == ["a"]
+
+
+def test_pauses_grow_and_are_bounded() -> None:
+    """Each failure doubles the pause, by chance between half and all of it, up to a minute."""
+    assert [pause_s(count, 1.0) for count in (1, 2, 3, 4)] == [1.0, 2.0, 4.0, 8.0]
+    assert pause_s(1, 0.0) == 0.5
+    assert pause_s(1000, 1.0) == 60.0
+
+
+def test_limits_are_those_of_the_mirror() -> None:
+    """What the user said reaches the writer, also through JSON."""
+    mirror = Mirror("/scratch", max_behind=5, when_behind="wait", delete_after_upload=True, warn_after="90s")
+    limits = limits_of(mirror)
+    assert limits == Limits(max_behind=5, when_behind="wait", delete_after_upload=True, warn_after_s=90.0)
+    assert Limits(**limits.to_json()) == limits
