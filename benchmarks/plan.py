@@ -1,4 +1,4 @@
-"""Saving from many ranks: what each of them plans, what rank 0 merges, what a reader unites. All of it should be linear.
+"""Saving from many ranks: what each of them plans, what rank 0 merges, what a reader unites. It should all be linear.
 
 No rank asks another, so one process can play them all: the shards are fakes with the shapes, boxes and holders that a
 mesh of so many ranks gives.
@@ -114,7 +114,10 @@ def _parts(storage: MemoryStorage, world: int, layout: Layout) -> PartsJob:
     """Put the part files of all ranks into a storage, as their writers do, for files that hold nothing."""
     division = layout.division
     for rank in range(world):
-        paths = [f"{stem}-{rank:05d}-{_ID}.{kind}" for stem, kind in (("model", "safetensors"), ("index", "json"), ("digests", "bin"))]
+        paths = [
+            f"{stem}-{rank:05d}-{_ID}.{kind}"
+            for stem, kind in (("model", "safetensors"), ("index", "json"), ("digests", "bin"))
+        ]
         for path in paths:
             storage.put(join("one", path), b"")
         roles = ("tensors", "index", "digests")
@@ -123,7 +126,9 @@ def _parts(storage: MemoryStorage, world: int, layout: Layout) -> PartsJob:
             for path, role in zip(paths, roles, strict=True)
         ]
         put_part(storage, "one", _ID, PartSummary(writer=rank, files=tuple(entries), division=division))
-    return PartsJob(directory="one", save_id=_ID, writers=tuple(range(world)), manifest={**_FIELDS, "world_size": world}, run=False)
+    return PartsJob(
+        directory="one", save_id=_ID, writers=tuple(range(world)), manifest={**_FIELDS, "world_size": world}, run=False
+    )
 
 
 def _index(rank: int, world: int, held: int) -> bytes:

@@ -26,6 +26,7 @@ BENCHMARKS = {
     "load": ("load", "run"),
     "small": ("small", "run"),
     "plan": ("plan", "run"),
+    "control": ("control", "run"),
     "memory": ("memory", "run"),
     "step": ("step", "run"),
     "catalog": ("catalog", "run"),

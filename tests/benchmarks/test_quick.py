@@ -13,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
-    "save", "loaded", "lost", "load", "small", "memory", "step", "catalog", "frozen", "startup", "startup_trainer",
-    "trainer", "remote",
+    "save", "loaded", "lost", "load", "small", "plan", "control", "memory", "step", "catalog", "frozen", "startup",
+    "startup_trainer", "trainer", "remote",
 )  # fmt: skip
 METHODS = {
     "save": {"save_async", "Checkpointer", "save", "torch.save", "safetensors", "DCP save", "DCP async_save"},
@@ -22,6 +22,8 @@ METHODS = {
     "lost": {"holdfast (1 threads)", "torch.save (1 threads)"},
     "load": {"holdfast", "torch.save", "torch.load(mmap)", "safetensors"},
     "small": {"holdfast", "torch.save", "safetensors"},
+    "plan": {"4 ranks", "16 ranks", "40 ranks"},
+    "control": {"4 writers", "16 writers"},
     "memory": {"save: holdfast.save_async", "load: holdfast.load"},
     "step": {"tensor", "float", "none"},
     "catalog": {"10 checkpoints", "100 checkpoints"},

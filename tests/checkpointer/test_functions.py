@@ -207,14 +207,15 @@ def test_errors_of_the_writing_come_out_of_the_handle(tmp_path):
 
 def test_one_writer_and_one_arena_serve_many_saves(tmp_path, monkeypatch):
     """Saves of one process share one writer; asynchronous ones of one structure share one arena."""
+    from holdfast.checkpointer import place
     from holdfast.state import snapshot
 
     functions.save(tmp_path / "first", {"w": torch.ones(4)})
     hf.save_async(tmp_path / "warm", {"w": torch.ones(4)}).result(60)
     started, arenas = [], []
-    create, start = snapshot.Arena.create, functions.WriterClient.start
+    create, start = snapshot.Arena.create, place.WriterClient.start
     monkeypatch.setattr(snapshot.Arena, "create", lambda size: arenas.append(size) or create(size))
-    monkeypatch.setattr(functions.WriterClient, "start", lambda *args: started.append(1) or start(*args))
+    monkeypatch.setattr(place.WriterClient, "start", lambda *args: started.append(1) or start(*args))
     for number in range(4):
         hf.save_async(tmp_path / f"a{number}", {"w": torch.full((4,), float(number))}).result(60)
     assert (started, arenas) == ([], [])
@@ -236,8 +237,8 @@ def test_saves_from_many_threads(tmp_path):
         assert hf.load(tmp_path / str(number))["w"].unique().tolist() == [number]
 
 
-def test_several_ranks_are_refused_for_now(tmp_path, monkeypatch):
-    """With RANK and WORLD_SIZE set, "all" is a ConfigError that names the way out; "this" saves."""
+def test_several_ranks_that_cannot_meet_are_refused(tmp_path, monkeypatch):
+    """With RANK and WORLD_SIZE set and no process group, "all" is a ConfigError that names the ways out; "this" saves."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for call in (hf.save, hf.save_async):

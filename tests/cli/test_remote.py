@@ -22,7 +22,11 @@ from holdfast.storage.resolve import resolve
 from holdfast.storage.unfinished import UnfinishedUploads
 from holdfast.testing import Fault, FaultProxy
 
-BIG = tuple(Shape(f"{item}/w", (2, 1_500_000)) for item in ("model", "ema", "optimizer"))
+# The largest goes through the windows of a copy more than once.
+BIG = tuple(
+    Shape(f"{item}/w", (rows, 1_000_000), bytes(range(251)) * (rows * 15_000))
+    for item, rows in (("model", 10), ("ema", 3), ("optimizer", 3))
+)
 
 
 @pytest.fixture(scope="module")

@@ -101,7 +101,7 @@ def _be_rank(order: dict[str, Any], rank: int, scratch: str) -> None:
         except SystemExit as left:
             status = left.code if isinstance(left.code, int) else 1
             told = {"value": None}
-        except BaseException:  # noqa: BLE001 - a process edge: the caller reads the traceback
+        except BaseException:
             told = {"error": traceback.format_exc()}
         Path(f"{scratch}/answer-{rank}").write_text(json.dumps(told))
         sys.stdout.flush()

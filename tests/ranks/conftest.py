@@ -15,5 +15,5 @@ from ranks_kit import RankServer  # noqa: E402
 
 @pytest.fixture(scope="session")
 def ranks():
-    with RankServer(preload=[str(HERE / "joint_cases.py")]) as server:
+    with RankServer(preload=[str(HERE / "joint_cases.py"), str(HERE / "fault_cases.py")]) as server:
         yield server

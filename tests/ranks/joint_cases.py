@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 import holdfast as hf
+from holdfast.checkpointer import place
+from holdfast.testing.faults import FaultyStorage
 
 
 def make_state(seed: int = 0) -> dict[str, Any]:
@@ -64,3 +68,175 @@ def train(root: str, until: int, *, every: Any = 2, crash_at: int = -1, **option
                 os._exit(9)
     tensors = {name: value.double().sum().item() for name, value in model.state_dict().items()}
     return {"start": start, "random": torch.rand(1).item(), "tensors": tensors, "saves": ck.stats.saves}
+
+
+def jitter(root: str, until: int, seed: int) -> dict[str, Any]:
+    """Ranks that do not wait for each other, at uneven speed, with saves by time; each tells what it saved when."""
+    pace = random.Random(seed * 100 + dist.get_rank())
+    made: list[int] = []
+    with hf.Checkpointer(root, {"w": torch.ones(100), "note": Note(made)}, every="40ms", keep=None) as ck:
+        made_by = ck
+        while ck.global_step < until:
+            time.sleep(pace.random() * 0.004)
+            Note.step = ck.global_step + 1
+            ck.step()
+    return {"saved": made, "saves": made_by.stats.saves}
+
+
+class Note:
+    """Notes each step whose state is taken."""
+
+    step = 0
+
+    def __init__(self, made: list[int]) -> None:
+        self.made = made
+
+    def state_dict(self) -> dict[str, Any]:
+        if Note.step:
+            self.made.append(Note.step)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def stop_one(root: str, which: int, sign: int) -> dict[str, Any]:
+    """DDP, in which one rank gets a signal in step 3; the exit status tells whether it left as it should."""
+    state, _ = ddp_state()
+    options: dict[str, Any] = {"deadline": 6.0} if sign == 0 else {}
+    with hf.Checkpointer(root, state, every=None, keep=None, **options) as ck:
+        while ck.global_step < 100_000:
+            one_step(state, ck.global_step)
+            if sign and ck.global_step == 3 and dist.get_rank() == which:
+                os.kill(os.getpid(), sign)
+            ck.step()
+    return {"step": ck.global_step}
+
+
+def count_collectives(root: str) -> dict[str, Any]:
+    """Every collective of torch.distributed between the start and the end of a run, and of saves without one."""
+    calls: list[str] = []
+    names = [
+        name
+        for name in dir(dist)
+        if name.split("_")[0]
+        in (
+            "all",
+            "reduce",
+            "broadcast",
+            "gather",
+            "scatter",
+            "barrier",
+            "send",
+            "recv",
+            "isend",
+            "irecv",
+            "monitored",
+            "batch",
+        )
+    ]
+    store = dist.distributed_c10d._get_default_store()
+    hf.save(Path(root, "warm"), {"w": torch.ones(10)})
+    with hf.Checkpointer(
+        Path(root, "run"), {"w": torch.ones(1000)}, every=[3, "50ms"], keep=hf.Keep(last=2), when_busy="skip"
+    ) as ck:
+        for name in names:
+            plain = getattr(dist, name)
+            if callable(plain):
+                setattr(
+                    dist,
+                    name,
+                    lambda *args, name=name, plain=plain, **more: (calls.append(name), plain(*args, **more))[1],
+                )
+        group = dist.distributed_c10d._get_default_group()
+        before = group._get_sequence_number_for_group()
+        keys = store.num_keys()
+        for number in range(40):
+            time.sleep(0.005)
+            ck.step(loss=0.5)
+            if number % 10 == 0:
+                ck.save()
+                ck.report(val=1.0)
+        hf.save(Path(root, "one"), {"w": torch.ones(10)})
+        hf.save_async(Path(root, "two"), {"w": torch.ones(10)}).result(30)
+        after, keys_after = group._get_sequence_number_for_group(), store.num_keys()
+        ck.wait()
+    dist.barrier()
+    return {"calls": calls, "sequence": after - before, "keys": keys_after - keys, "saves": ck.stats.saves}
+
+
+def odd_calls(root: str) -> dict[str, Any]:
+    """What `save` says to ranks that do not do the same."""
+    place._TIMEOUT_S = 1.5
+    rank = dist.get_rank()
+    found = {}
+    for name, call in {
+        "paths": lambda: hf.save(Path(root, f"own-{rank}"), {"n": 1}),
+        "one unsupported": lambda: hf.save(Path(root, "u"), {"n": object() if rank else 1}),
+        "differing": lambda: hf.save(Path(root, "d"), {"m": torch.nn.Linear(2, 2).requires_grad_(True)}),
+        "missing": lambda: rank and hf.save(Path(root, "m"), {"n": 1}),
+    }.items():
+        torch.manual_seed(rank)
+        try:
+            call()
+            found[name] = "fine"
+        except hf.HoldfastError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    if rank == 0:
+        time.sleep(2.0)
+        found["late"] = hf.save(Path(root, "alone"), {"n": 1}, ranks="this").name
+    return found
+
+
+def busy(root: str) -> dict[str, Any]:
+    """``when_busy="skip"`` with a slow rank: which steps are saved is the same on all."""
+    storage = FaultyStorage(root, **({"short_write": 4096} if dist.get_rank() else {}))
+    made: list[int] = []
+    with hf.Checkpointer(
+        storage, {"w": hf.PerRank(torch.ones(300_000)), "n": Note(made)}, every=1, keep=None, when_busy="skip"
+    ) as ck:
+        for _ in range(30):
+            Note.step = ck.global_step + 1
+            ck.step()
+    return {"saved": made, "skipped": ck.stats.skipped}
+
+
+def start_fails(root: str, how: str) -> str:
+    """A start that cannot work on one rank."""
+    rank = dist.get_rank()
+    storage: Any = Path(root, str(rank)) if how == "own disks" else Path(root)
+    state = {
+        "m": torch.nn.Linear(2, 3 if how == "mismatch" and rank else 2),
+        "x": object() if how == "unsupported" and rank else 1,
+    }
+    try:
+        with hf.Checkpointer(storage, state, every=2 + rank * (how == "options"), keep=None) as ck:
+            ck.step()
+    except hf.HoldfastError as error:
+        return f"{type(error).__name__}: {error}"
+    return "fine"
+
+
+def resume_with_damage(root: str) -> dict[str, Any]:
+    """Only rank 1 finds the newest checkpoint damaged."""
+    from holdfast.checkpointer import resume
+
+    plain = resume.load_state
+
+    def load(home: Any, *args: Any, **more: Any) -> Any:
+        if dist.get_rank() == 1 and home.uri.endswith("step_00000004"):
+            raise hf.CorruptCheckpointError("bytes differ")
+        return plain(home, *args, **more)
+
+    resume.load_state = load
+    with hf.Checkpointer(root, {"m": torch.nn.Linear(2, 2)}, every=None, keep=None) as ck:
+        start = ck.global_step
+        ck.step()
+    return {"start": start, "from": ck.resumed_from.name}
+
+
+def plain_run(root: str, until: int) -> int:
+    with hf.Checkpointer(root, {"m": torch.nn.Linear(2, 2)}, every=2, keep=None) as ck:
+        while ck.global_step < until:
+            ck.step()
+    return ck.stats.saves

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+
+import pytest
 
 import holdfast as hf
 from holdfast.checkpoint.catalog import Catalog
@@ -30,3 +33,77 @@ def test_a_killed_run_goes_on_bit_exact(ranks, tmp_path):
     checkpoint = hf.Checkpoint(tmp_path / "plain" / "step_00000006")
     assert checkpoint.verify(deep=True).ok
     assert checkpoint.manifest.writers == (0, 1)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_saves_by_time_are_made_at_the_same_steps(ranks, tmp_path, world_size):
+    """Ranks of uneven speed that never wait for each other: all save at the steps that rank 0 has proposed."""
+    found = ranks.checked(f"{CASES}:jitter", str(tmp_path), 250, 1, world_size=world_size)
+    assert all(one["saved"] == found[0]["saved"] for one in found), found
+    assert len(found[0]["saved"]) >= 4
+    assert steps(tmp_path) == found[0]["saved"]
+
+
+@pytest.mark.parametrize(
+    ("which", "sign"),
+    [
+        (1, signal.SIGTERM),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, signal.SIGTERM), (1, signal.SIGUSR1), (0, 0))),
+    ],
+)
+def test_a_signal_to_one_rank_stops_all(ranks, tmp_path, which, sign):
+    """All save the same step and leave with status 85, whoever got the signal; the same for rank 0's deadline."""
+    ended = ranks.ranks(f"{CASES}:stop_one", str(tmp_path), which, int(sign))
+    assert [one.status for one in ended] == [85, 85], ended
+    (step,) = steps(tmp_path)
+    assert hf.Checkpoint(tmp_path / f"step_{step:08d}").verify(deep=True).ok
+    assert step >= 4
+    assert sign == 0 or step < 50
+
+
+def test_nothing_is_collective_between_start_and_end(ranks, tmp_path):
+    """Saves by steps, time and hand, metrics, and `save` beside the run: no collective, and no key in the store."""
+    found = ranks.checked(f"{CASES}:count_collectives", str(tmp_path))
+    for one in found:
+        assert one["calls"] == []
+        assert one["sequence"] == 0
+        assert one["keys"] == 0
+        assert one["saves"] >= 5
+
+
+def test_a_busy_writer_makes_all_ranks_skip_the_same(ranks, tmp_path):
+    """``when_busy="skip"``: rank 0's writer says which saves are left out, though only one rank is slow."""
+    found = ranks.checked(f"{CASES}:busy", str(tmp_path))
+    assert found[0] == found[1]
+    assert found[0]["skipped"] > 0
+    assert steps(tmp_path) == found[0]["saved"]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("own disks", "ConfigError: rank 1 cannot see what rank 0 writes to"),
+        ("options", "ConfigError: the arguments of Checkpointer must be the same on all ranks"),
+        ("unsupported", "UnsupportedStateError: rank 1: state['x']: object"),
+        ("mismatch", "StateMismatchError: rank 1: the checkpoint"),
+    ],
+)
+def test_a_start_that_fails_on_one_rank_fails_on_all(ranks, tmp_path, how, said):
+    """The same error on all ranks, before the first step, and the next start is not held up."""
+    if how == "mismatch":
+        ranks.checked(f"{CASES}:start_fails", str(tmp_path), "fine")
+    first, second = ranks.checked(f"{CASES}:start_fails", str(tmp_path), how)
+    assert first == second
+    assert first.startswith(said), first
+    if how != "own disks":
+        assert ranks.checked(f"{CASES}:start_fails", str(tmp_path), "fine") == ["fine", "fine"]
+        assert not list(tmp_path.glob(".probe*"))
+
+
+def test_what_is_bad_for_one_rank_is_bad_for_all(ranks, tmp_path):
+    """Rank 1 cannot read the newest checkpoint: all fall back to the one before, which is set aside once."""
+    ranks.checked(f"{CASES}:plain_run", str(tmp_path), 4)
+    found = ranks.checked(f"{CASES}:resume_with_damage", str(tmp_path))
+    assert [one["start"] for one in found] == [2, 2]
+    assert found[0]["from"] == "step_00000002"
+    assert "rank 1: bytes differ" in Catalog(resolve(tmp_path)).index.quarantined["step_00000004"]

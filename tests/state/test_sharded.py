@@ -180,3 +180,17 @@ def test_boxes_that_do_not_make_up_the_whole_are_found(data):
     other = data.draw(st.sampled_from(full))
     if boxes[other].shape == boxes[chosen].shape and other != chosen:
         assert "missing and as many are stored twice" in flaw(shape, [*rest, boxes[other]])
+
+
+def test_a_range_that_two_boxes_want_is_read_once():
+    """A rank whose columns lie apart reads the rows that hold both parts once."""
+    values = torch.randn(512, 64)
+    storage = MemoryStorage("once")
+    save_ranks(1, lambda _: {"w": values}, storage=storage)
+    layout = Layout((2,), (("S", 1, 2),))
+    with playing(0, 2):
+        live = layout.shard(torch.zeros_like(values))
+        assert len(local_parts(live)) == 2
+        read = load_state(storage.child("one"), {"w": live}).bytes_read
+    assert torch.equal(local_tensor(live), torch.cat([values[:, :16], values[:, 32:48]], 1))
+    assert read <= values.nbytes + 2 * 65536

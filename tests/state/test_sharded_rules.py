@@ -54,7 +54,7 @@ def test_a_sum_that_nobody_added_up_is_refused():
 
 
 def test_what_cannot_be_right_is_refused():
-    """A rank that saves its part alone, PerRank around a DTensor, meshes of some ranks, local tensors of other sizes."""
+    """A part that is saved alone, PerRank around a DTensor, meshes of some ranks, local tensors of other sizes."""
     values = torch.ones(8, 2)
     with playing(1, 4):
         state = {"w": ROWS.shard(values)}
@@ -127,7 +127,7 @@ def test_replicas_that_differ_fail_the_save():
 
 def test_ranks_that_lay_a_tensor_out_differently_fail_the_save():
     """Local shapes differ between ranks of one layout; another layout is another structure."""
-    with pytest.raises(hf.CheckpointError, match="rank 1 has another structure|rank 1 .*another structure"):
+    with pytest.raises(hf.CheckpointError, match="rank 1 has another structure"):
         save_ranks(2, lambda rank: {"w": Layout((2,), (rank,)).shard(torch.randn(4, 4))})
 
 

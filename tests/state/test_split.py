@@ -305,6 +305,36 @@ def test_a_loader_with_its_own_state_begins_the_epoch_anew(said) -> None:
     assert flat(run(StatefulDataLoader(Ids(), batch_size=4), end, epoch=1, world_size=3)[0]) == list(range(N))
 
 
+class Elastic:
+    """Knows how many samples all ranks have had, as streaming data sets do."""
+
+    elastic = True
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world, self.had = rank, world, 0
+
+    def __iter__(self):
+        while self.had < 48:
+            self.had += self.world
+            yield [self.had - self.world + self.rank]
+
+    def state_dict(self) -> dict:
+        return {"had": self.had}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.had = state["had"]
+
+
+def test_a_loader_that_says_it_is_elastic_gets_its_state_on_any_number_of_ranks(said) -> None:
+    """Its state is the same on all ranks and it splits the rest by itself: every sample once."""
+    parts = [run(Elastic(rank, 4), stop=3, rank=rank, world_size=4) for rank in range(4)]
+    seen = [index for drawn, _ in parts for index in flat(drawn)]
+    rest = [run(Elastic(rank, 3), parts[0][1], rank=rank, world_size=3) for rank in range(3)]
+    seen += [index for drawn, _ in rest for index in flat(drawn)]
+    assert sorted(seen) == list(range(48))
+    assert "epoch 0 goes on with 3 rank(s), was 4: its loader is elastic" in said.text
+
+
 def test_a_stream_goes_on_after_as_many_samples_of_all_ranks(said) -> None:
     """Every n-th sample for rank r: the rest is exact, here 4 -> 2 ranks; that it depends on this is said."""
 

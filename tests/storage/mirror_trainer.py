@@ -1,4 +1,4 @@
-"""The mirrored trainer that the kill tests kill: what it ends with is a function of every step and of the generators."""
+"""The mirrored trainer that the kill tests kill: its end is a function of every step and of the generators."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -60,10 +61,8 @@ class Life:
     def kill(self, *, writer: bool) -> None:
         """SIGKILL to the trainer, and to its writer."""
         for pid in (self.process.pid, self.writer) if writer else (self.process.pid,):
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
     def end(self) -> str:
         result = self.wait_for("end")
@@ -139,7 +138,7 @@ def _sweep(proxy: FaultProxy, tmp_path: Path, name: str, kills: list[tuple[int, 
 
 
 def test_killed_in_the_middle_of_an_upload(proxy: FaultProxy, tmp_path: Path) -> None:
-    """A trainer, then a whole machine with its disk, dies while a checkpoint is half sent: the newest complete one counts."""
+    """A trainer, then a machine with its disk, dies while a checkpoint is half sent: the newest complete one counts."""
     _sweep(proxy, tmp_path, "two-kills", [(5, False, False), (4, True, True)])
 
 

@@ -238,6 +238,56 @@ def test_loaders_with_their_own_state_keep_it_for_each_rank() -> None:
         assert [batch[0].tolist() for batch in again] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
 
 
+def on_rank(rank: int, world_size: int, *, split: bool = True) -> PreparedLoader:
+    """A loader as `prepare_data_loader` makes it on one of several ranks; a single one shuffles by itself."""
+    data = Noisy(48)
+    sampler = DistributedSampler(data, num_replicas=world_size, rank=rank, seed=3) if split else None
+    inner = DataLoader(data, batch_size=2, shuffle=not split, sampler=sampler)
+    return PreparedLoader(inner, seed=3, rank=rank, world_size=world_size)
+
+
+def test_the_rest_of_an_epoch_is_split_over_other_ranks() -> None:
+    """4 -> 2 -> 1 -> 3 ranks in one epoch: every sample once with its random numbers, then whole epochs."""
+    state, seen = None, []
+    for world_size, stop in ((4, 2), (2, 3), (1, 1), (3, None)):
+        states = []
+        for rank in range(world_size):
+            loader = on_rank(rank, world_size, split=world_size > 1)
+            if state is not None:
+                loader.load_state_dict(state)
+            part, after = train(loader, 1, stop=None if stop is None else (0, stop))
+            seen += [sample for _, ((indices, noise),) in part for sample in zip(indices, noise, strict=True)]
+            states.append(after)
+        assert all(one == states[0] for one in states)
+        state = states[0]
+    assert sorted(index for index, _ in seen) == list(range(48))
+    alone = train(on_rank(0, 1), 1)[0]
+    assert set(seen) == {sample for _, ((indices, noise),) in alone for sample in zip(indices, noise, strict=True)}
+    assert state is not None
+    assert state["epoch"] == 1
+
+
+def test_an_epoch_that_begins_anew_can_be_left(caplog) -> None:
+    """A stateful loader on other ranks starts the epoch again, said; left by `break` after some batches it is over."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def make(world_size: int) -> PreparedLoader:
+        return PreparedLoader(torchdata.StatefulDataLoader(Noisy(), batch_size=2), seed=1, world_size=world_size)
+
+    loader = make(2)
+    batches = iter(loader)
+    for _ in range(4):
+        next(batches)
+    again = make(3)
+    again.load_state_dict(loader.state_dict())
+    for number, (indices, _) in enumerate(again):
+        assert indices.tolist() == [2 * number, 2 * number + 1]
+        if number == 2:
+            break
+    assert again.epoch == 1
+    assert "cannot be split again over 3: epoch 0 begins anew" in caplog.text
+
+
 def test_a_state_per_rank_goes_through_a_checkpoint(tmp_path) -> None:
     """What `state_dict` marks as per rank comes back as it was."""
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")

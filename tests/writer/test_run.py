@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import writer_kit as kit
 
+from holdfast.checkpoint import heartbeat as heartbeat_module
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.runindex import RunIndex
 from holdfast.config import Keep
@@ -21,7 +22,6 @@ from holdfast.storage.local import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing import FaultyStorage
 from holdfast.testing.crash import wait_until
-from holdfast.writer import heartbeat as heartbeat_module
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import RunOpened, SaveResult
 from holdfast.writer.run import Run

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
 
 from ..errors import CorruptCheckpointError, StorageNotFoundError
 from ..format.digest import CHUNK
@@ -16,18 +18,24 @@ _BLOCKS = 6
 _OPEN = 64
 
 
+class _Block(NamedTuple):
+    data: memoryview
+    checked: bytearray  # one byte for each chunk
+
+
 class CheckedFiles:
     """Reads ranges of files; used by one thread.
 
     Args:
         storage: rooted at the checkpoint.
         digests: the tables of its files; None reads unchecked.
+        tensor_at: names the tensor that has bytes in a range (file, first, last) that is damaged.
     """
 
-    def __init__(self, storage: Storage, digests: Digests | None) -> None:
-        self._storage, self._digests = storage, digests
+    def __init__(self, storage: Storage, digests: Digests | None, tensor_at: Callable[..., str | None]) -> None:
+        self._storage, self._digests, self._tensor_at = storage, digests, tensor_at
         self._readers: OrderedDict[str, FileReader] = OrderedDict()
-        self._blocks: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
+        self._blocks: OrderedDict[tuple[str, int], _Block] = OrderedDict()
         self.bytes_read = 0
 
     def read(self, file: str, offset: int, view: memoryview, tensor: str) -> None:
@@ -41,10 +49,11 @@ class CheckedFiles:
             at = offset + done
             block = self._block(file, at // _BLOCK, tensor)
             start = at % _BLOCK
-            size = min(len(block) - start, len(view) - done)
+            size = min(len(block.data) - start, len(view) - done)
             if size <= 0:
                 raise CorruptCheckpointError(f"{file} ends before tensor {tensor!r} does", file=file, tensor=tensor)
-            view[done : done + size] = memoryview(block)[start : start + size]
+            self._check(file, at - start, block, start, start + size)
+            view[done : done + size] = block.data[start : start + size]
             done += size
 
     def close(self) -> None:
@@ -53,7 +62,20 @@ class CheckedFiles:
             self._readers.popitem()[1].close()
         self._blocks.clear()
 
-    def _block(self, file: str, number: int, tensor: str) -> bytearray:
+    def _check(self, file: str, base: int, block: _Block, start: int, stop: int) -> None:
+        """Check the chunks of a block that are asked for and have not been: the others are nobody's concern here."""
+        if self._digests is None:
+            return
+        chunks = [one for one in range(start // CHUNK, -(-stop // CHUNK)) if not block.checked[one]]
+        if not chunks:
+            return
+        # What is unchecked between two checked ones does not occur often enough to tell it apart.
+        first, last = chunks[0], chunks[-1] + 1
+        view = block.data[first * CHUNK : last * CHUNK]
+        self._digests.check(file, base // CHUNK + first, view, lambda low, high: self._tensor_at(file, low, high))
+        block.checked[first:last] = b"\1" * (last - first)
+
+    def _block(self, file: str, number: int, tensor: str) -> _Block:
         key = (file, number)
         found = self._blocks.get(key)
         if found is not None:
@@ -63,12 +85,11 @@ class CheckedFiles:
         start = number * _BLOCK
         while len(self._blocks) >= _BLOCKS:
             self._blocks.popitem(last=False)
-        block = bytearray(max(0, min(_BLOCK, reader.size - start)))
-        if block:
-            reader.read_into(start, memoryview(block))
-            self.bytes_read += len(block)
-            if self._digests is not None:
-                self._digests.check(file, start // CHUNK, memoryview(block), lambda *_: tensor)
+        data = memoryview(bytearray(max(0, min(_BLOCK, reader.size - start))))
+        if data:
+            reader.read_into(start, data)
+            self.bytes_read += len(data)
+        block = _Block(data, bytearray(-(-len(data) // CHUNK)))
         self._blocks[key] = block
         return block
 

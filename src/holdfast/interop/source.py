@@ -57,7 +57,7 @@ class Source:
         if not selection.everything:
             self.stored.tree = select(self.stored.tree, "", selection)
         self._dtype = dtype
-        self._files = CheckedFiles(storage, self.stored.digests if verify else None)
+        self._files = CheckedFiles(storage, self.stored.digests if verify else None, self._tensor_at)
         self._stand_ins: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._names: dict[int, str] = {}  # memory of a stand-in -> stored name
 
@@ -135,6 +135,13 @@ class Source:
 
     def _read(self, file: str, start: int, tensor: str, offset: int, view: memoryview) -> None:
         self._files.read(file, start + offset, view, tensor)
+
+    def _tensor_at(self, file: str, start: int, stop: int) -> str | None:
+        for entry in self.stored.entries.values():
+            for piece in entry.pieces:
+                if piece.file == file and piece.offset < stop and piece.offset + piece.nbytes > start:
+                    return entry.name
+        return None
 
     def _leaf(self, ref: TensorRef) -> Any:
         original = self.stored.aliases.get(ref.name, ref.name)

@@ -8,7 +8,9 @@ their place.
 
 from __future__ import annotations
 
+import datetime
 import io
+import pathlib
 import pickle
 from collections import defaultdict, deque
 from functools import cache
@@ -125,7 +127,7 @@ def _plain_globals() -> dict[str, Any]:
     import numpy as np
 
     known: dict[str, Any] = {
-        **_get_allowed_globals(),  # type: ignore[no-untyped-call]
+        **_get_allowed_globals(),
         "collections.deque": deque,
         "collections.defaultdict": defaultdict,
         "builtins.frozenset": frozenset,
@@ -133,12 +135,17 @@ def _plain_globals() -> dict[str, Any]:
         "builtins.dict": dict,
         "builtins.int": int,
         "builtins.float": float,
+        "datetime.date": datetime.date,
+        "datetime.datetime": datetime.datetime,
+        "datetime.timedelta": datetime.timedelta,
+        "pathlib.PosixPath": pathlib.PosixPath,
         "numpy.ndarray": np.ndarray,
         "numpy.dtype": np.dtype,
     }
+    multiarray = (getattr(np, "_core", None) or np.core).multiarray
     for core in ("numpy.core", "numpy._core"):
-        known[f"{core}.multiarray._reconstruct"] = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
-        known[f"{core}.multiarray.scalar"] = np._core.multiarray.scalar  # type: ignore[attr-defined]
+        known[f"{core}.multiarray._reconstruct"] = multiarray._reconstruct
+        known[f"{core}.multiarray.scalar"] = multiarray.scalar
     return known
 
 

@@ -29,7 +29,9 @@ def _walk(matcher: Matcher, saved: Any, live: Any) -> None:
     if isinstance(saved, TensorRef):
         if saved.value is None and is_spread(live) and hasattr(live, "to_local"):
             there = torch.empty_like(live, device=home_of(live, matcher.device))
-            if matcher.targets.add(saved.name, there) is None:  # else the object gets the whole, and says what it thinks
+            if (
+                matcher.targets.add(saved.name, there) is None
+            ):  # else the object gets the whole, and says what it thinks
                 saved.value = there
     elif isinstance(saved, Mapping) and isinstance(live, Mapping):
         for key, item in saved.items():

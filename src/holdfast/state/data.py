@@ -46,7 +46,8 @@ class ResumableBatches:
     Iterating again goes on after the last yielded batch. ``len()`` is the number of batches left, where it is known.
 
     Args:
-        loader: a `DataLoader`, anything with ``state_dict`` / ``load_state_dict``, or any iterable.
+        loader: a `DataLoader`, anything with ``state_dict`` / ``load_state_dict``, or any iterable. One with state
+            that holds for any number of ranks says so by an attribute ``elastic = True``.
         position: what `state_dict` returned in an earlier life; None, or a position in another epoch: start at the
             beginning of ``epoch``. Pass the end of the epoch before too: a loader with its own state goes on from it.
         seed: with ``epoch`` it decides the order. A position made with another seed keeps its own for its epoch.
@@ -96,13 +97,14 @@ class ResumableBatches:
         self._live: Any = None  # the loader while its state is that of this epoch
         self._carried: Any = None  # a stateful loader's state at the end of the epoch before
         self._carried_epoch = -1
+        self._elastic = bool(getattr(loader, "elastic", False))
         here = position if position is not None and position["epoch"] == epoch else None
         self._seed = int(here["seed"]) if here is not None else seed
         self._stream = Stream(mix(self._seed, epoch))
         if position is not None:
             self._check_kind(position)
-            same = position.get("world_size", world_size) == world_size
-            if here is None and self.kind == "stateful" and same:
+            fits = self._elastic or position.get("world_size", world_size) == world_size
+            if here is None and self.kind == "stateful" and fits:
                 self._carried, self._carried_epoch = position["inner"], int(position["epoch"])
         self._order: MapOrder | None = None
         if self.kind == "map":
@@ -143,6 +145,7 @@ class ResumableBatches:
             "seed": self._seed,
             "world_size": self._world_size,
             "inner": self._inner_state(),
+            "elastic": self._elastic,
         }
 
     def __len__(self) -> int:
@@ -287,9 +290,11 @@ class ResumableBatches:
         if self._order is not None:
             self._compare_order(self._order, self._inner or {}, position)
         elif before != self._world_size and not self._done:
-            self._say(elsewhere(position, self._world_size), once=True)
+            self._say(elsewhere({**position, "elastic": self._elastic}, self._world_size), once=True)
             if self.kind == "count":
                 self._batches = self._batches * before // self._world_size
+            elif self._elastic and self._inner is not None:
+                self._inner = {**self._inner, "rng": None}
             else:
                 self._samples, self._batches, self._inner = 0, 0, None
 

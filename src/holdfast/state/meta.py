@@ -61,7 +61,7 @@ class Memory:
                 done.add(id(tensor))
                 new = nn.Parameter(made, requires_grad=tensor.requires_grad)
                 new.__dict__.update(tensor.__dict__)
-                torch.utils.swap_tensors(tensor, new)
+                torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
 
 
 def without_memory(module: nn.Module) -> Iterator[str]:

@@ -22,8 +22,8 @@ from ..format.layout import header_bytes
 from ..writer.messages import FilePlan
 from .arrays import dtype_name
 from .flatten import Flat
-from .share import share_of
 from .sharded import Region
+from .share import share_of
 
 __all__ = ["FileLayout", "Layout", "Signature", "fits", "plan", "signature"]
 
@@ -312,7 +312,7 @@ def _index(
 ) -> bytes:
     """Encode the index. File names carry ``{save_id}`` so that the same bytes serve every save."""
     paths = [file.path("{save_id}") for file in files]
-    tensors = {}
+    tensors: dict[str, TensorEntry] = {}
     for number, name in enumerate(sig.names):
         at, offset = place[number]
         if at >= 0:

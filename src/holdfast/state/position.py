@@ -45,6 +45,11 @@ def elsewhere(position: Mapping[str, Any], world_size: int) -> str:
             f"{before} before): whether its rest holds each sample exactly once is not known. A sampler that knows "
             "nothing of ranks, or a DistributedSampler, is split again exactly"
         )
+    if position.get("elastic"):
+        return (
+            f"data: epoch {epoch} goes on with {world_size} rank(s), was {before}: its loader is elastic and splits "
+            "the rest by itself"
+        )
     if position["kind"] == "stateful":
         return (
             f"data: a loader with its own state has one for each of {before} rank(s), which cannot be split again over "

@@ -14,7 +14,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from operator import attrgetter
 
 import torch
@@ -142,19 +142,25 @@ def _open(storage: Storage, file: str, rows: list[ReadRequest]) -> FileReader:
 def _apart(rows: list[ReadRequest]) -> list[list[ReadRequest]]:
     """Split rows (sorted by offset) so that no two of a batch want the same bytes: one read fills one target.
 
-    More than one batch is needed only where tensors tied in the checkpoint are apart in the live state.
+    More than one batch is needed only where tensors tied in the checkpoint are apart in the live state. Rows that want
+    parts of the very same range stay together: it is read once for all of them.
     """
     if all(one.offset + one.nbytes <= other.offset for one, other in pairwise(rows)):
         return [rows]
     batches: list[list[ReadRequest]] = [[]]
     for row in rows:
         for batch in batches:
-            if not batch or batch[-1].offset + batch[-1].nbytes <= row.offset:
+            last = batch[-1] if batch else None
+            if last is None or last.offset + last.nbytes <= row.offset or (last.within and _span(last) == _span(row)):
                 batch.append(row)
                 break
         else:
             batches.append([row])
     return batches
+
+
+def _span(row: ReadRequest) -> tuple[int, int, bool]:
+    return row.offset, row.nbytes, row.within is not None
 
 
 def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -235,17 +241,19 @@ class _FileJob:
         """Read rows whose targets are no plain memory: into a temporary batch, then copied by torch."""
         total = 0
         start = 0
-        while start < len(rows):
+        groups = [list(group) for _, group in groupby(rows, _span)]
+        while start < len(groups):
             stop, size = start, 0
-            while stop < len(rows) and (stop == start or size + rows[stop].nbytes <= BATCH):
-                size += rows[stop].nbytes
+            while stop < len(groups) and (stop == start or size + groups[stop][0].nbytes <= BATCH):
+                size += groups[stop][0].nbytes
                 stop += 1
-            batch = rows[start:stop]
+            batch = [group[0] for group in groups[start:stop]]
             temporary = [torch.empty(row.nbytes, dtype=torch.uint8) for row in batch]
             total += self.read(batch, [one.data_ptr() for one in temporary])
-            for row, one in zip(batch, temporary, strict=True):
-                shape, wanted = row.within or (row.target.shape, ...)
-                _copy_into(row.target, one.view(row.dtype).view(shape)[wanted], row.name)
+            for group, one in zip(groups[start:stop], temporary, strict=True):
+                for row in group:
+                    shape, wanted = row.within or (row.target.shape, ...)
+                    _copy_into(row.target, one.view(row.dtype).view(shape)[wanted], row.name)
             start = stop
         return total
 

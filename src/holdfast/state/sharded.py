@@ -25,10 +25,10 @@ __all__ = [
     "Regions",
     "Spread",
     "check_module",
-    "reshard",
     "is_spread",
     "local_parts",
     "local_tensor",
+    "reshard",
     "spread_types",
 ]
 
@@ -64,9 +64,7 @@ class Region(NamedTuple):
     @property
     def everywhere(self) -> bool:
         """True if every rank holds the whole tensor."""
-        return 0 in self.shape or (
-            len(self.spread.holders) == self.spread.num_ranks and self.box.shape == self.shape
-        )
+        return 0 in self.shape or (len(self.spread.holders) == self.spread.num_ranks and self.box.shape == self.shape)
 
 
 Parts = list[tuple[Region | None, torch.Tensor]]
@@ -86,9 +84,15 @@ def is_spread(value: object) -> bool:
 
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor as a plain one: the same memory, and ``value`` itself if it is plain."""
-    if not is_spread(value) or not hasattr(value, "to_local"):
+    """Return what this rank holds of a tensor as a plain one: the same memory, and ``value`` itself if it is plain.
+
+    Of a ShardedTensor with several shards here it is the first.
+    """
+    if not is_spread(value):
         return value
+    if hasattr(value, "local_shards"):
+        shards = value.local_shards()
+        return shards[0].tensor.detach() if shards else torch.empty(0)
     return _local(value)
 
 
@@ -278,4 +282,4 @@ def reshard(module: nn.Module) -> None:
     if kind is not None:
         for one in module.modules():
             if isinstance(one, kind):
-                one.reshard()  # type: ignore[attr-defined]
+                one.reshard()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..errors import StorageError
@@ -24,6 +25,8 @@ __all__ = ["MARK", "conditions_of", "landed"]
 MARK = "holdfastput"
 """Name of the metadata that says which request wrote an object (Azure allows letters and digits only)."""
 
+_PROBES = f"{TEMPORARY}probe"
+_OLD = timedelta(minutes=15)
 _LOG = logging.getLogger("holdfast.storage")
 _REFUSALS = ("AlreadyExistsError", "PreconditionError")
 _lock = threading.RLock()
@@ -54,8 +57,8 @@ def conditions_of(storage: ObjectStorage) -> bool:
 
 def _try_out(storage: ObjectStorage) -> bool:
     obs, store = storage._obs, storage._store
-    name = f"{TEMPORARY}probe-{uuid.uuid4().hex}"
-    key = f"{storage._prefix}/{name}" if storage._prefix else name
+    folder = f"{storage._prefix}/{_PROBES}" if storage._prefix else _PROBES
+    key = f"{folder}/{uuid.uuid4().hex}"
     with storage._errors("write", key):
         try:
             again_if_broken(lambda: obs.put(store, key, b"1", use_multipart=False, mode="create"))
@@ -69,9 +72,16 @@ def _try_out(storage: ObjectStorage) -> bool:
             return _refuses(storage, key, "create") and _refuses(storage, key, {storage._tag_name: _wrong_tag(storage)})
         finally:
             try:
-                again_if_broken(lambda: obs.delete(store, key))
+                again_if_broken(lambda: obs.delete(store, _with_old_ones(storage, folder, key)))
             except Exception as error:  # noqa: BLE001 - rights to write without those to delete: an empty object stays
-                _LOG.debug("the probe %s could not be removed: %s", name, type(error).__name__)
+                _LOG.debug("the probe %s could not be removed: %s", key, type(error).__name__)
+
+
+def _with_old_ones(storage: ObjectStorage, folder: str, key: str) -> list[str]:
+    """Return our probe and those of processes that were killed; all ages are by the clock of the store."""
+    found = {meta["path"]: meta["last_modified"] for page in storage._obs.list(storage._store, folder) for meta in page}
+    now = found.get(key)
+    return [key, *(path for path, time in found.items() if now is not None and now - time > _OLD)]
 
 
 def _wrong_tag(storage: ObjectStorage) -> str:

@@ -42,7 +42,7 @@ class ObjectWriter(FileWriter):
         self._ended = False
 
     def write(self, view: memoryview) -> None:
-        """Hand the bytes to the client, which copies them; blocks while all its parts are under way."""
+        """Hand a copy of the bytes to the client; blocks while all its parts are under way."""
         if self._ended:
             raise StorageError(f"cannot write {self._path}: the writer is closed")
         view = view.cast("B")
@@ -59,7 +59,8 @@ class ObjectWriter(FileWriter):
                 self._upload = again_if_broken(self._begin)
                 self._begun = bytearray()
             for begin in range(0, len(content), _CHUNK):
-                self._upload.write(content[begin : begin + _CHUNK])
+                # A copy: the client keeps what it is given until the part is sent, and the caller reuses its memory.
+                self._upload.write(bytes(content[begin : begin + _CHUNK]))
 
     def _begin(self) -> Any:
         """Begin an upload in parts; the first one makes the client ask the store for it."""

@@ -61,7 +61,8 @@ class FileWriter(ABC):
         """Append ``view``.
 
         All views but the last are multiples of 4096 bytes. The last one may reach past the size given to
-        `Storage.create`, padded to a multiple of 4096: what is past the size is not stored.
+        `Storage.create`, padded to a multiple of 4096: what is past the size is not stored. The memory is the caller's
+        again on return.
         """
 
     @abstractmethod

@@ -10,10 +10,12 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
@@ -67,10 +69,13 @@ class FaultyOps(Ops):
     Args:
         crash_at: end the process, as `kill -9` would, before the operation of this number.
         crash_once: with ``crash_at``: path of a file made by the crash; while it is there nothing crashes again.
+        crash_with: with ``crash_at``: file with the number of a process that is killed at the same moment.
         tear: with ``crash_at`` on a pwrite: its first half reaches the file.
         fail_at: number -> errno of operations that fail once.
         fail_from: (number, errno): this operation and all later ones fail.
         fail_on: name of an operation ("fsync", "mkdir", ...) -> errno; it always fails.
+        events: "operation:part of the path" -> what happens before the first such operation: "EIO" (or another errno)
+            fails it, "SIGKILL:FILE" (or another signal) is sent to the process whose number is in FILE.
         disk_bytes: size of the disk: writes beyond it are cut short, then fail with ENOSPC. Removing files written
             here gives their bytes back.
         short_write: largest number of bytes one pwrite takes.
@@ -85,10 +90,12 @@ class FaultyOps(Ops):
         *,
         crash_at: int | None = None,
         crash_once: str | None = None,
+        crash_with: str | None = None,
         tear: bool = False,
         fail_at: Mapping[int, int] | None = None,
         fail_from: tuple[int, int] | None = None,
         fail_on: Mapping[str, int] | None = None,
+        events: Mapping[str, str] | None = None,
         disk_bytes: int | None = None,
         short_write: int | None = None,
         direct: bool = True,
@@ -98,9 +105,10 @@ class FaultyOps(Ops):
         unknown = sorted(set(fail_on or ()) - _NAMES)
         if unknown:
             raise ConfigError(f"fail_on={unknown}: no such operation; use some of {sorted(_NAMES)}")
-        self._crash_at, self._crash_once, self._tear = crash_at, crash_once, tear
+        self._crash_at, self._crash_once, self._crash_with, self._tear = crash_at, crash_once, crash_with, tear
         self._fail_at, self._fail_on = dict(fail_at or {}), dict(fail_on or {})
         self._fail_from = None if fail_from is None else (fail_from[0], fail_from[1])
+        self._events = dict(events or {})
         self._disk_bytes, self._short_write, self._direct = disk_bytes, short_write, direct
         self._record, self._trace = record, trace
         self._lock = threading.RLock()
@@ -121,7 +129,9 @@ class FaultyOps(Ops):
         return None if self._disk_bytes is None else max(0, self._disk_bytes - self.used_bytes)
 
     @contextlib.contextmanager
-    def _operation(self, name: str, path: str, torn: Callable[[], object] | None = None) -> Iterator[int]:
+    def _operation(
+        self, name: str, path: str, torn: Callable[[], object] | None = None, *, target: str = ""
+    ) -> Iterator[int]:
         """Number an operation and apply what is planned for it; the lock is held until its effect is recorded."""
         with self._lock:
             number = self.count
@@ -131,13 +141,29 @@ class FaultyOps(Ops):
             if number == self._crash_at and self._first_crash():
                 if self._tear and torn is not None:
                     torn()
+                if self._crash_with is not None:
+                    os.kill(int(Path(self._crash_with).read_text(encoding="ascii")), signal.SIGKILL)
                 os._exit(CRASH_EXIT_CODE)
             code = self._fail_at.get(number) or self._fail_on.get(name)
             if code is None and self._fail_from is not None and number >= self._fail_from[0]:
                 code = self._fail_from[1]
+            if self._events:
+                code = self._event(name, target or path) or code
             if code is not None:
                 raise OSError(code, os.strerror(code), path)
             yield number
+
+    def _event(self, name: str, path: str) -> int | None:
+        """Let happen what was asked for at this operation, once; an errno if it is to fail."""
+        for key, what in list(self._events.items()):
+            operation, _, part = key.partition(":")
+            if operation == name and part in path and self._first_crash():
+                del self._events[key]
+                sign, _, file = what.partition(":")
+                if not file:
+                    return int(getattr(errno, sign))
+                os.kill(int(Path(file).read_text(encoding="ascii")), getattr(signal, sign))
+        return None
 
     def _first_crash(self) -> bool:
         if self._crash_once is None:
@@ -225,7 +251,7 @@ class FaultyOps(Ops):
 
     def rename(self, source: str, target: str) -> None:
         """Replace a name: one operation."""
-        with self._operation("rename", source) as number:
+        with self._operation("rename", source, target=target) as number:
             freed = _last_name_bytes(target)
             super().rename(source, target)
             self.used_bytes -= freed
@@ -233,7 +259,7 @@ class FaultyOps(Ops):
 
     def link(self, source: str, target: str) -> None:
         """Add a name: one operation."""
-        with self._operation("link", source) as number:
+        with self._operation("link", source, target=target) as number:
             super().link(source, target)
             self._note(number, "link", source, target=target)
 

@@ -163,6 +163,20 @@ class StorageTests(TreeTests):
             writer.write(memoryview(bytes(view[3 : 3 + size])))
         assert storage.read("c/data") == memory[3 : 3 + size]
 
+    def test_memory_is_free_after_a_write(self, storage: Storage, memory: mmap.mmap) -> None:
+        """What is written may be overwritten at once: saves and copies send large files through a few buffers."""
+        num = 21
+        with memoryview(memory) as view, storage.create("c/data", num * len(memory)) as writer:
+            for number in range(num):
+                view[:] = bytes([number]) * len(view)
+                writer.write(view)
+            view[:] = bytes(len(view))
+        with storage.open("c/data") as reader:
+            for number in range(num):
+                piece = bytearray(1 << 20)
+                reader.read_into(number << 20, memoryview(piece))
+                assert piece == bytes([number]) * (1 << 20), f"MiB {number}"
+
     def test_create_of_nothing(self, storage: Storage) -> None:
         """An object of 0 bytes can be created without a view."""
         storage.create("c/empty", 0).close()

@@ -92,7 +92,7 @@ def plain(folder: Any = None, **options: Any) -> hf.Trainer:
 
 
 def rich(folder: Any, *, crash_at: int | None = None, seen: list[Seen] | None = None, **options: Any) -> hf.Trainer:
-    """A trainer with two optimizers, two schedulers, two callbacks of one class, algorithms, metrics, own attributes."""
+    """A trainer with two optimizers, schedulers and callbacks of one class each, algorithms and metrics."""
     torch.manual_seed(1)
     model = network()
     params = list(model.parameters())
@@ -110,7 +110,8 @@ def rich(folder: Any, *, crash_at: int | None = None, seen: list[Seen] | None = 
         "eval_dataloader": loader(9, shuffle=False), "loss_fn": functional.cross_entropy, "train_metrics": accuracy,
         "eval_metrics": {"accuracy": accuracy}, "algorithms": [EMA(smoothing=0.9), LabelSmoothing(0.1)],
         "callbacks": callbacks, "max_duration": "3ep", "save_folder": folder, "save_filename": "ep{epoch}-ba{batch}",
-        "save_interval": "2ba", "grad_accum": 2, "grad_clip_norm": 1.0, "progress_bar": False, "run_name": "twin", **options,
+        "save_interval": "2ba", "grad_accum": 2, "grad_clip_norm": 1.0, "progress_bar": False, "run_name": "twin",
+        **options,
     }  # fmt: skip
     return hf.Trainer(**options)
 
@@ -121,7 +122,9 @@ def everything(trainer: hf.Trainer) -> dict[str, Any]:
 
     state = expand(trainer.state.live())["state"]
     state["timestamp"] = {k: v for k, v in state["timestamp"]["Timestamp"].items() if not k.endswith("wct")}
-    state["train_metrics"] = {name: metric["total"] / max(1, metric["samples"]) for name, metric in state["train_metrics"].items()}
+    state["train_metrics"] = {
+        name: metric["total"] / max(1, metric["samples"]) for name, metric in state["train_metrics"].items()
+    }
     state.pop("metadata")
     state["dataset_state"].pop("train")
     return state

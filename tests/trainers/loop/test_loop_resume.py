@@ -33,8 +33,10 @@ def lives(folder: Path, crashes: list[int], **options: Any) -> tuple[hf.Trainer,
     [("", [7], "1ep"), (".pt", [13], "1ep"), ("", [9, 10, 15], "2ba"), (".pt", [6, 12], "2ba"), ("", [5], "7sp")],
 )
 def test_twin(tmp_path: Path, suffix: str, crashes: list[int], interval: str) -> None:
-    """Killed once or several times, at epoch ends and in mid-epoch, training ends in the same state; every batch after a
-    checkpoint has the same samples, augmentation, loss and random numbers."""
+    """Killed once or several times, at epoch ends and in mid-epoch, training ends in the same state.
+
+    Every batch has the same samples, augmentation, loss and random numbers.
+    """
     options = {"save_filename": "ep{epoch}-ba{batch}" + suffix, "save_interval": interval}
     whole, seen = lives(tmp_path / "a", [], **options)
     broken, pieces = lives(tmp_path / "b", crashes, **options)
@@ -57,8 +59,7 @@ def test_twin_with_workers_and_own_attributes(tmp_path: Path) -> None:
     """Loader workers change nothing; attributes that the user serializes come back."""
 
     def run(folder: Path, crash_at: int | None) -> hf.Trainer:
-        trainer = rich(folder, crash_at=crash_at, autoresume=True, train_dataloader=loader(num_workers=1))
-        return trainer
+        return rich(folder, crash_at=crash_at, autoresume=True, train_dataloader=loader(num_workers=1))
 
     whole = run(tmp_path / "a", None)
     whole.fit()

@@ -20,22 +20,39 @@ from holdfast.trainers.loop.files import read_note
 
 
 def test_composer_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The documented script runs: paths come back as the folder was spelt, the file opens with torch.load, the link
-    leads to the newest."""
+    """The documented script runs.
+
+    Paths come back as the folder was spelt, the file opens with torch.load, the link leads to the newest.
+    """
     monkeypatch.chdir(tmp_path)
     trainer = plain(
-        "./path/to/checkpoints", save_filename="ep{epoch}.pt", save_latest_filename="latest", save_overwrite=True,
+        "./path/to/checkpoints",
+        save_filename="ep{epoch}.pt",
+        save_latest_filename="latest",
+        save_overwrite=True,
         save_interval="1ep",
-    )  # fmt: skip
+    )
     trainer.fit()
     assert trainer.saved_checkpoints == ["./path/to/checkpoints/ep1.pt", "./path/to/checkpoints/ep2.pt"]
     assert os.readlink("path/to/checkpoints/latest") == "ep2.pt"
     found = torch.load("path/to/checkpoints/latest", weights_only=True)
     assert list(found) == ["state", "rng"]
     assert list(found["state"]) == [
-        "model", "optimizers", "schedulers", "algorithms", "callbacks", "scaler", "timestamp", "rank_zero_seed",
-        "train_metrics", "eval_metrics", "run_name", "dataset_state", "integrations", "metadata",
-    ]  # fmt: skip
+        "model",
+        "optimizers",
+        "schedulers",
+        "algorithms",
+        "callbacks",
+        "scaler",
+        "timestamp",
+        "rank_zero_seed",
+        "train_metrics",
+        "eval_metrics",
+        "run_name",
+        "dataset_state",
+        "integrations",
+        "metadata",
+    ]
     assert found["state"]["schedulers"] == found["state"]["scaler"] == {}
     assert torch.equal(found["state"]["model"]["weight"], trainer.state.model.weight)
     assert sorted(os.listdir("path/to/checkpoints")) == ["ep1.pt", "ep2.pt", "latest"]
@@ -57,11 +74,14 @@ def test_directory_is_a_holdfast_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("interval", "expected"),
     [
-        (1, ["ep1-ba6", "ep2-ba12"]), ("4ba", ["ep0-ba4", "ep1-ba8", "ep1-ba12"]), (Time(5, "ba"), ["ep0-ba5", "ep1-ba10", "ep2-ba12"]),
-        ("0.5dur", ["ep0-ba6", "ep1-ba12"]), ("20sp", ["ep0-ba4", "ep1-ba7", "ep1-ba10", "ep2-ba12"]),
+        (1, ["ep1-ba6", "ep2-ba12"]),
+        ("4ba", ["ep0-ba4", "ep1-ba8", "ep1-ba12"]),
+        (Time(5, "ba"), ["ep0-ba5", "ep1-ba10", "ep2-ba12"]),
+        ("0.5dur", ["ep0-ba6", "ep1-ba12"]),
+        ("20sp", ["ep0-ba4", "ep1-ba7", "ep1-ba11", "ep2-ba12"]),
         (lambda state, event: int(state.timestamp.batch) == 5 and event is Event.BATCH_CHECKPOINT, ["ep0-ba5"]),
     ],
-)  # fmt: skip
+)
 def test_intervals(tmp_path: Path, interval: Any, expected: list[str]) -> None:
     """A training saves where the tables say; a function decides alone, at the end too."""
     trainer = plain(tmp_path, save_interval=interval, save_filename="ep{epoch}-ba{batch}.pt")
@@ -72,7 +92,9 @@ def test_intervals(tmp_path: Path, interval: Any, expected: list[str]) -> None:
 def test_savers_side_by_side(tmp_path: Path) -> None:
     """Each saver has its folder, interval, retention and content; one keyword saver and three callbacks."""
     savers = [
-        CheckpointSaver(tmp_path / "weights", "w{batch}", save_interval="3ba", weights_only=True, num_checkpoints_to_keep=2),
+        CheckpointSaver(
+            tmp_path / "weights", "w{batch}", save_interval="3ba", weights_only=True, num_checkpoints_to_keep=2
+        ),
         CheckpointSaver(tmp_path / "all", "again{batch}.pt", save_interval="5ba", latest_filename=None),
         CheckpointSaver(tmp_path / "st", "ba{batch}.safetensors", save_interval="1ep", weights_only=True),
     ]
@@ -82,8 +104,15 @@ def test_savers_side_by_side(tmp_path: Path) -> None:
     assert names(tmp_path / "weights") == ["w12", "w9"]
     assert list(hf.load(tmp_path / "weights" / "w12")["state"]) == ["model", "integrations", "metadata"]
     assert [path.rsplit("/", 1)[1] for path in trainer.saved_checkpoints] == [
-        "ep2-ba12", "w9", "w12", "again5.pt", "again10.pt", "again12.pt", "ba6.safetensors", "ba12.safetensors",
-    ]  # fmt: skip
+        "ep2-ba12",
+        "w9",
+        "w12",
+        "again5.pt",
+        "again10.pt",
+        "again12.pt",
+        "ba6.safetensors",
+        "ba12.safetensors",
+    ]
     safetensors = pytest.importorskip("safetensors.torch")
     weights = safetensors.load_file(tmp_path / "st" / "ba12.safetensors")
     assert torch.equal(weights["weight"], trainer.state.model.weight)
@@ -115,10 +144,14 @@ def test_keep_by_metric(tmp_path: Path) -> None:
     assert len(losses) <= 2
 
 
-@pytest.mark.parametrize("filename", ["ep{epoch}-ba{batch}", "ba{batch}.pt", "ep{epoch}/ba{batch}", "deep/ba{batch}.pt", "same", "same.pt"])
+@pytest.mark.parametrize(
+    "filename", ["ep{epoch}-ba{batch}", "ba{batch}.pt", "ep{epoch}/ba{batch}", "deep/ba{batch}.pt", "same", "same.pt"]
+)
 def test_nothing_is_overwritten(tmp_path: Path, filename: str) -> None:
-    """Checkpoints of later moments refuse a fresh start before anything is trained: directories, files, sub-folders and
-    names without counters alike; save_overwrite goes over them."""
+    """Checkpoints of later moments refuse a fresh start before anything is trained.
+
+    Directories, files, sub-folders and names without counters alike; save_overwrite goes over them.
+    """
     plain(tmp_path, save_filename=filename, max_duration="1ep").fit()
     again = plain(tmp_path, save_filename=filename, max_duration="1ep")
     with pytest.raises(hf.CheckpointExistsError, match="nothing was trained"):
@@ -139,14 +172,23 @@ def test_a_constant_name_is_replaced_when_the_new_one_is_complete(tmp_path: Path
 
 
 def test_ignore_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What globs name is not saved, inside of a model too; a glob that matches nothing is said; a function may change
-    the dictionary."""
-    plain(tmp_path, max_duration="1ep", save_ignore_keys=["state/optimizers", "state/model/bias", "state/apples/*"]).fit()
+    """What globs name is not saved, inside of a model too.
+
+    A glob that matches nothing is said; a function may change the dictionary.
+    """
+    plain(
+        tmp_path, max_duration="1ep", save_ignore_keys=["state/optimizers", "state/model/bias", "state/apples/*"]
+    ).fit()
     state = hf.load(tmp_path / "ep1-ba6")["state"]
     assert "optimizers" not in state
     assert list(state["model"]) == ["weight"]
     assert "state/apples/*" in caplog.text
-    plain(tmp_path / "b", max_duration="1ep", save_filename="x.pt", save_ignore_keys=lambda found: found["state"].pop("model")).fit()
+    plain(
+        tmp_path / "b",
+        max_duration="1ep",
+        save_filename="x.pt",
+        save_ignore_keys=lambda found: found["state"].pop("model"),
+    ).fit()
     assert "model" not in torch.load(tmp_path / "b" / "x.pt", weights_only=True)["state"]
 
 
@@ -171,13 +213,21 @@ def test_failures_of_the_background_surface(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"save_interval": "soon"}, "save_interval"), ({"save_filename": "ep{apples}"}, "apples"), ({"save_folder": "{epoch}"}, "save_folder"),
-        ({"save_filename": "x.tar.gz"}, "container"), ({"save_num_checkpoints_to_keep": 0}, "RemoteUploaderDownloader"),
-        ({"max_duration": "0.5dur"}, "share"), ({"max_duration": "1 week"}, "1h20m40s"), ({"precision": "fp7"}, "precision"),
-        ({"grad_accum": 0}, "grad_accum"), ({"save_filename": "../x"}, "save_filename"), ({"device": "abacus"}, "device"),
-        ({"autoresume": True, "save_weights_only": True}, "weights"), ({"load_object_store": 3, "load_path": "x"}, "load_object_store"),
+        ({"save_interval": "soon"}, "save_interval"),
+        ({"save_filename": "ep{apples}"}, "apples"),
+        ({"save_folder": "{epoch}"}, "save_folder"),
+        ({"save_filename": "x.tar.gz"}, "container"),
+        ({"save_num_checkpoints_to_keep": 0}, "RemoteUploaderDownloader"),
+        ({"max_duration": "0.5dur"}, "share"),
+        ({"max_duration": "1 week"}, "1h20m40s"),
+        ({"precision": "fp7"}, "precision"),
+        ({"grad_accum": 0}, "grad_accum"),
+        ({"save_filename": "../x"}, "save_filename"),
+        ({"device": "abacus"}, "device"),
+        ({"autoresume": True, "save_weights_only": True}, "weights"),
+        ({"load_object_store": 3, "load_path": "x"}, "load_object_store"),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments(tmp_path: Path, options: dict[str, Any], word: str) -> None:
     """Every wrong argument is refused by the constructor, by name."""
     with pytest.raises(hf.ConfigError, match=word):

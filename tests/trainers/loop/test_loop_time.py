@@ -10,23 +10,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast as hf
+from holdfast._ranks import RankInfo
 from holdfast.trainers.loop.events import Event
 from holdfast.trainers.loop.intervals import Span, finished, parse_every
 from holdfast.trainers.loop.naming import NameTemplate, is_later, run_variables
 from holdfast.trainers.loop.time import Time, TimeUnit
 from holdfast.trainers.loop.timestamp import Timestamp
-from holdfast._ranks import RankInfo
 
 
 @pytest.mark.parametrize(
     ("text", "value", "unit"),
     [
-        ("10ep", 10, "ep"), ("1iter", 1, "iter"), ("500ba", 500, "ba"), ("1000sp", 1000, "sp"), ("1e6tok", 10**6, "tok"),
-        ("0.1dur", 0.1, "dur"), ("90sec", 90, "sec"), ("4_000ba", 4000, "ba"), ("3e4BA", 30000, "ba"), (" 2 EP ", 2, "ep"),
-        ("1.0ep", 1, "ep"), ("-3ba", -3, "ba"), ("1h20m40s", 4840, "sec"), ("36h", 129600, "sec"), ("90m", 5400, "sec"),
-        ("90s", 90, "sec"), ("15min", 900, "sec"), ("2H", 7200, "sec"), ("1m30s", 90, "sec"), ("0.5sec", 0.5, "sec"),
+        ("10ep", 10, "ep"),
+        ("1iter", 1, "iter"),
+        ("500ba", 500, "ba"),
+        ("1000sp", 1000, "sp"),
+        ("1e6tok", 10**6, "tok"),
+        ("0.1dur", 0.1, "dur"),
+        ("90sec", 90, "sec"),
+        ("4_000ba", 4000, "ba"),
+        ("3e4BA", 30000, "ba"),
+        (" 2 EP ", 2, "ep"),
+        ("1.0ep", 1, "ep"),
+        ("-3ba", -3, "ba"),
+        ("1h20m40s", 4840, "sec"),
+        ("36h", 129600, "sec"),
+        ("90m", 5400, "sec"),
+        ("90s", 90, "sec"),
+        ("15min", 900, "sec"),
+        ("2H", 7200, "sec"),
+        ("1m30s", 90, "sec"),
+        ("0.5sec", 0.5, "sec"),
     ],
-)  # fmt: skip
+)
 def test_time_strings(text: str, value: float, unit: str) -> None:
     """Every form of the grammar gives its value and unit, in any case, and reads back what it prints."""
     time = Time(text)
@@ -34,7 +50,9 @@ def test_time_strings(text: str, value: float, unit: str) -> None:
     assert time == Time(value, unit) == Time.from_timestring(text) == Time(time.to_timestring())
 
 
-@pytest.mark.parametrize("text", ["", "ep", "10", "10 apples", "1.5ep", "ten ep", "1h20", "10ep5ba", "nanep", "0x3ba", "inf sec"])
+@pytest.mark.parametrize(
+    "text", ["", "ep", "10", "10 apples", "1.5ep", "ten ep", "1h20", "10ep5ba", "nanep", "0x3ba", "inf sec"]
+)
 def test_bad_time_strings(text: str) -> None:
     """A string that is no time is refused with the text itself, and the grammar unless only the value is wrong."""
     with pytest.raises(hf.ConfigError) as caught:
@@ -78,7 +96,18 @@ def test_comparison() -> None:
         Time("10ep").value = 3  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("make", [lambda: Time(3), lambda: Time("3ep", "ep"), lambda: Time(3, "apples"), lambda: Time(True, "ep"), lambda: Time(float("nan"), "sec"), lambda: Time.from_input(3), lambda: Time.from_input(None)])  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Time(3),
+        lambda: Time("3ep", "ep"),
+        lambda: Time(3, "apples"),
+        lambda: Time(True, "ep"),
+        lambda: Time(float("nan"), "sec"),
+        lambda: Time.from_input(3),
+        lambda: Time.from_input(None),
+    ],
+)  # type: ignore[arg-type]
 def test_bad_construction(make: object) -> None:
     """What is no time is refused."""
     with pytest.raises(hf.ConfigError):
@@ -90,7 +119,11 @@ def test_timestamp() -> None:
     one = Timestamp().to_next_batch(32, 640, timedelta(seconds=2)).to_next_batch(16, 320, timedelta(seconds=1))
     assert (one.epoch, one.batch, one.batch_in_epoch, one.sample, one.token) == (0, 2, 2, 48, 960)
     assert isinstance(one.batch, Time)
-    assert (one.total_wct, one.epoch_wct, one.batch_wct) == (timedelta(seconds=3), timedelta(seconds=3), timedelta(seconds=1))
+    assert (one.total_wct, one.epoch_wct, one.batch_wct) == (
+        timedelta(seconds=3),
+        timedelta(seconds=3),
+        timedelta(seconds=1),
+    )
     two = one.to_next_epoch()
     assert (two.epoch, two.batch, two.batch_in_epoch, two.sample_in_epoch, two.epoch_wct) == (1, 2, 0, 0, timedelta())
     assert Timestamp.from_state_dict({**two.state_dict(), "later": 1}) == two
@@ -105,7 +138,16 @@ def test_timestamp() -> None:
         two.get("dur")
 
 
-def run(interval: object, duration: str, *, num_batches: int, sizes: list[int], sized: bool = True, tokens: int = 10, seconds: float = 1.0) -> list[str]:
+def run(
+    interval: object,
+    duration: str,
+    *,
+    num_batches: int,
+    sizes: list[int],
+    sized: bool = True,
+    tokens: int = 10,
+    seconds: float = 1.0,
+) -> list[str]:
     """Go through a training and note each save as ep-ba, as the saver would: once per batch at most."""
     every, now, saves, last = parse_every(interval, "save_interval"), Timestamp(), [], -1
     span = Span(duration=Time(duration), num_batches=num_batches if sized else None)
@@ -151,8 +193,10 @@ def run(interval: object, duration: str, *, num_batches: int, sizes: list[int], 
         ("2s", "5ba", 5, [4], ["ep0-ba2", "ep0-ba4", "ep0-ba5"]),
         (timedelta(seconds=4), "5ba", 5, [4], ["ep0-ba4", "ep0-ba5"]),
     ],
-)  # fmt: skip
-def test_expected_saves(interval: object, duration: str, num_batches: int, sizes: list[int], expected: list[str]) -> None:
+)
+def test_expected_saves(
+    interval: object, duration: str, num_batches: int, sizes: list[int], expected: list[str]
+) -> None:
     """Saves happen where a multiple is crossed, once per batch, and at the end."""
     assert run(interval, duration, num_batches=num_batches, sizes=sizes) == expected
 
@@ -191,7 +235,9 @@ VARIABLES = run_variables("my-run", RankInfo())
 def test_names() -> None:
     """Every variable is filled in, format specs are honoured, and the name gives its counters back."""
     now = Timestamp(epoch=2, batch=41, batch_in_epoch=1, sample=164, token=9, total_wct=1.5)
-    assert NameTemplate("ep{epoch}-ba{batch}-rank{rank}", what="save_filename").format(VARIABLES, now) == "ep2-ba41-rank0"
+    assert (
+        NameTemplate("ep{epoch}-ba{batch}-rank{rank}", what="save_filename").format(VARIABLES, now) == "ep2-ba41-rank0"
+    )
     template = NameTemplate("{run_name}/ep{epoch:04d}/b{batch_in_epoch}-{token}-{total_wct}.pt", what="save_filename")
     name = template.format(VARIABLES, now)
     assert name == "my-run/ep0002/b1-9-1.5.pt"
@@ -213,11 +259,17 @@ def test_bad_names(text: str) -> None:
 @pytest.mark.parametrize(
     ("template", "name", "later"),
     [
-        ("ep{epoch}-ba{batch}", "ep2-ba41", False), ("ep{epoch}-ba{batch}", "ep2-ba42", True), ("ep{epoch}", "ep3", True),
-        ("ep{epoch}", "ep2", False), ("ep{epoch}-{batch_in_epoch}", "ep2-1", False), ("ep{epoch}-{batch_in_epoch}", "ep2-2", True),
-        ("ep{epoch}-{batch_in_epoch}", "ep1-9", False), ("last", "last", None), ("b{batch_in_epoch}", "b7", None),
+        ("ep{epoch}-ba{batch}", "ep2-ba41", False),
+        ("ep{epoch}-ba{batch}", "ep2-ba42", True),
+        ("ep{epoch}", "ep3", True),
+        ("ep{epoch}", "ep2", False),
+        ("ep{epoch}-{batch_in_epoch}", "ep2-1", False),
+        ("ep{epoch}-{batch_in_epoch}", "ep2-2", True),
+        ("ep{epoch}-{batch_in_epoch}", "ep1-9", False),
+        ("last", "last", None),
+        ("b{batch_in_epoch}", "b7", None),
     ],
-)  # fmt: skip
+)
 def test_later_names(template: str, name: str, later: bool | None) -> None:
     """A name lies later than now when one of its totals does, or within the same epoch its count there."""
     now = Timestamp(epoch=2, batch=41, batch_in_epoch=1)

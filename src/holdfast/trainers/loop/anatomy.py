@@ -1,4 +1,4 @@
-"""A state in the anatomy of a checkpoint as nested dictionaries of tensors and plain data, and parts taken out of it."""
+"""A state in the anatomy of a checkpoint, as nested dictionaries of tensors and plain data."""
 
 from __future__ import annotations
 

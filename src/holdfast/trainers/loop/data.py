@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -140,7 +141,7 @@ def microbatches(batch: Any, count: int) -> list[tuple[Any, float]]:
         raise ConfigError(f"grad_accum={count}: a batch of type {type(batch).__name__} holds no tensors to split")
     count = min(count, size)
     edges = [size * number // count for number in range(count + 1)]
-    pieces = zip(edges, edges[1:], strict=False)
+    pieces = itertools.pairwise(edges)
     return [(_rows_of(batch, size, first, last), (last - first) / size) for first, last in pieces]
 
 

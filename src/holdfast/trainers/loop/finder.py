@@ -27,7 +27,22 @@ __all__ = ["CONTAINERS", "Found", "container_of", "look", "look_at", "names_in"]
 
 _LOG = logging.getLogger("holdfast.trainer")
 CONTAINERS = {"": "directory", ".pt": "torch", ".safetensors": "safetensors"}
-_REFUSED = (".tar", ".tgz", ".gz", ".bz2", ".lzma", ".lz4", ".lzo", ".xz", ".zst", ".zip", ".pth", ".pkl", ".bin", ".ckpt")
+_REFUSED = (
+    ".tar",
+    ".tgz",
+    ".gz",
+    ".bz2",
+    ".lzma",
+    ".lz4",
+    ".lzo",
+    ".xz",
+    ".zst",
+    ".zip",
+    ".pth",
+    ".pkl",
+    ".bin",
+    ".ckpt",
+)
 
 
 def container_of(name: str, *, what: str) -> str:

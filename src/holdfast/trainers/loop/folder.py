@@ -131,7 +131,9 @@ def link_latest(storage: Storage, latest: str, name: str) -> None:
         return
     link = root / latest
     if link.is_dir() and not link.is_symlink():
-        raise ConfigError(f"save_latest_filename: {link} is a directory, so no link can be made of it: use another name")
+        raise ConfigError(
+            f"save_latest_filename: {link} is a directory, so no link can be made of it: use another name"
+        )
     target = os.path.relpath(root / name, link.parent)
     if link.is_symlink() and os.readlink(link) == target:
         return

@@ -114,8 +114,8 @@ def place_of(path: str | os.PathLike[str], state: State, object_store: Storage |
         pointer = name if name.endswith(".symlink") else f"{name}.symlink"
         if not storage.exists(pointer):
             raise CheckpointNotFoundError(
-                f"load_path={os.fspath(path)!r}: there is no checkpoint at {storage.uri}/{name}, complete or not, and no "
-                "link of this name"
+                f"load_path={os.fspath(path)!r}: there is no checkpoint at {storage.uri}/{name}, complete or not, and "
+                "no link of this name"
             )
         name = pointer
     if name.endswith(".symlink"):
@@ -247,7 +247,9 @@ def _ignored(stored: Stored, ignore: IgnoreKeys, uri: str) -> list[str]:
     if idle:
         import logging
 
-        logging.getLogger("holdfast.trainer").warning("load_ignore_keys: nothing in %s matches %s", uri, ", ".join(idle))
+        logging.getLogger("holdfast.trainer").warning(
+            "load_ignore_keys: nothing in %s matches %s", uri, ", ".join(idle)
+        )
     return globs
 
 
@@ -273,8 +275,8 @@ def _read_torch(storage: Storage, name: str) -> dict[str, Any]:
             found = torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise ConfigError(
-                f"{uri} holds pickled objects, which loading would execute: convert it where it was made, to tensors and "
-                f"plain data ({str(error).splitlines()[0]})"
+                f"{uri} holds pickled objects, which loading would execute: convert it where it was made, to tensors "
+                f"and plain data ({str(error).splitlines()[0]})"
             ) from error
         except (RuntimeError, EOFError, OSError) as error:
             raise CorruptCheckpointError(f"{uri} cannot be read: {error}", file=uri) from error
@@ -307,4 +309,3 @@ _DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-

@@ -141,7 +141,7 @@ class TensorBoardLogger(LoggerDestination):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(self.log_dir.format(run_name=self._run_name))  # type: ignore[no-untyped-call]
+            self._writer = SummaryWriter(self.log_dir.format(run_name=self._run_name))
         for name, value in metrics.items():
             number = plain(value)
             if isinstance(number, (int, float)):
@@ -192,7 +192,7 @@ class ConsoleLogger(LoggerDestination):
         if self._every.crossed(state.previous_timestamp, state.timestamp, state.span):
             shown = "  ".join(f"{name} {_short(plain(value))}" for name, value in self._last.items())
             here = f"epoch {int(state.timestamp.epoch)}  batch {int(state.timestamp.batch)}"
-            print(f"{here}  {shown}", file=self._stream or sys.stderr, flush=True)  # noqa: T201 - that is its purpose
+            print(f"{here}  {shown}", file=self._stream or sys.stderr, flush=True)
             self._last = {}
 
 

@@ -76,8 +76,8 @@ def choose_run_name(run_name: str | None, *, needed: bool) -> str:
         return str(given)
     if needed:
         raise ConfigError(
-            "autoresume=True finds the run of an earlier start by its name: pass run_name=..., or set RUN_NAME, or give "
-            "a save_folder without {run_name}"
+            "autoresume=True finds the run of an earlier start by its name: pass run_name=..., or set RUN_NAME, or "
+            "give a save_folder without {run_name}"
         )
     return f"{int(time.time())}-{secrets.token_hex(3)}"
 

@@ -1,4 +1,4 @@
-"""What a trainer begins with: the newest good checkpoint of its run, ``load_path``, or nothing. Never a silent nothing."""
+"""What a trainer begins with: the newest good checkpoint of its run, ``load_path``, or nothing, which is said."""
 
 from __future__ import annotations
 
@@ -100,7 +100,10 @@ class Restart:
         # The lease first: an earlier life may be about to finish a newer one.
         folder.open(directories=saver.container == "directory")
         places: list[tuple[Storage, Found]] = []
-        for storage, nested in [(folder.storage, saver.nested), *((one.storage, True) for one in self._site.uploads_of(saver))]:
+        for storage, nested in [
+            (folder.storage, saver.nested),
+            *((one.storage, True) for one in self._site.uploads_of(saver)),
+        ]:
             try:
                 found = look(storage, nested=nested, wanted=self._wanted(saver, storage))
             except StorageNotFoundError:
@@ -124,7 +127,9 @@ class Restart:
                 else:
                     if not report.full:
                         continue
-                    report.notes += [f"set aside {name}, its files are left alone: {why.splitlines()[0]}" for name, why in bad]
+                    report.notes += [
+                        f"set aside {name}, its files are left alone: {why.splitlines()[0]}" for name, why in bad
+                    ]
                     self._site.resumed_at = folder if storage is local else None
                     return report
             bad.append((one.name, reason))
@@ -133,8 +138,8 @@ class Restart:
         if bad:
             rows = "\n".join(f"  {name}: {why}" for name, why in bad)
             raise CorruptCheckpointError(
-                f"autoresume=True: {folder.spelling} has {len(bad)} checkpoint(s) and none of them is good; not starting "
-                f"from zero:\n{rows}\nwhat to do: repair or copy one back, or remove them to start afresh"
+                f"autoresume=True: {folder.spelling} has {len(bad)} checkpoint(s) and none of them is good; not "
+                f"starting from zero:\n{rows}\nwhat to do: repair or copy one back, or remove them to start afresh"
             )
         then = f"; load_path={self._path!r} is used" if self._path is not None else ""
         ResumeBlock(headline=f"autoresume: no checkpoint under {folder.storage.uri}{then or ', a fresh start'}").show()
@@ -156,5 +161,3 @@ class Restart:
             return inside and pattern.fullmatch(name[len(before) : len(name) - len(after)]) is not None
 
         return wanted
-
-

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...checkpoint.retention import decide
 from ...checkpointer.identity import plain_metrics
 from ...config import Keep
-from ...errors import CheckpointExistsError, ConfigError
+from ...errors import CheckpointExistsError, ConfigError, StorageFullError
 from ...format.commit import remove
 from ...storage.base import Storage
 from .anatomy import check_ignore_keys, ignored
@@ -86,7 +86,9 @@ class CheckpointSaver(Callback):
         self.container = container_of(self.filename.text, what="save_filename")
         self.weights_only = weights_only
         if self.container == "safetensors" and not weights_only:
-            _LOG.warning("save_filename=%r: a .safetensors file holds weights only, nothing resumes from it", self.filename.text)
+            _LOG.warning(
+                "save_filename=%r: a .safetensors file holds weights only, nothing resumes from it", self.filename.text
+            )
             self.weights_only = True
         self.every: Every | Callable[[State, Event], bool] = (
             save_interval if callable(save_interval) else parse_every(save_interval, "save_interval")
@@ -155,13 +157,17 @@ class CheckpointSaver(Callback):
             after = is_later(match, now)
             one = look_at(folder.storage, name) if after is not False else None
             # A name without counters tells nothing: what it says about itself does.
-            if one is not None and one.problem is None and (after or one.step > now.count("batch") or now.count("batch") == 0):
+            if (
+                one is not None
+                and one.problem is None
+                and (after or one.step > now.count("batch") or now.count("batch") == 0)
+            ):
                 later.append(name)
         if later:
             raise CheckpointExistsError(
                 f"{folder.spelling} holds {len(later)} checkpoint(s) later than batch {now.count('batch')}, where "
-                f"training is ({', '.join(later[:5])}{' ...' if len(later) > 5 else ''}), and save_overwrite=False: use "
-                "another save_folder or run_name, go on from them with autoresume=True, or pass save_overwrite=True; "
+                f"training is ({', '.join(later[:5])}{' ...' if len(later) > 5 else ''}), and save_overwrite=False: "
+                "use another save_folder or run_name, go on from them with autoresume=True, or pass save_overwrite=True; "
                 "nothing was trained"
             )
 
@@ -224,7 +230,7 @@ class CheckpointSaver(Callback):
         name = self.filename.format(site.variables, state.timestamp)
         live = ignored(state.live(weights_only=self.weights_only), self.ignore_keys, what="save_ignore_keys")
         content = "weights" if self.weights_only else "full"
-        about = {"step": batch, "epoch": state.timestamp.count("epoch"), "metrics": metrics_of(state)}
+        about: dict[str, Any] = {"step": batch, "epoch": state.timestamp.count("epoch"), "metrics": metrics_of(state)}
         saved = Found(
             name=name, container=self.container, attempt=self.place.attempt, step=batch, created=time.time(),
             weights_only=self.weights_only, epoch=about["epoch"], metrics=about["metrics"],
@@ -244,6 +250,20 @@ class CheckpointSaver(Callback):
         """Wait until everything saved is durable; raises what failed."""
         if self._track is not None:
             self._track.settle()
+
+    def check_lost(self) -> None:
+        """Refuse to call a training saved whose last checkpoint found no space.
+
+        Raises:
+            StorageFullError: saying what is safe.
+        """
+        lost = None if self._track is None else self._track.lost
+        if lost is not None:
+            newest = self.saved_checkpoints[-1:] or ["none"]
+            raise StorageFullError(
+                f"the last checkpoint (batch {self._last_batch}) was NOT saved, the storage is full ({lost}); the newest "
+                f"is {newest[0]}: free some space and start the same command again, it goes on from there"
+            )
 
     def release(self) -> None:
         """Give thread and memory back; `open` makes it ready again."""

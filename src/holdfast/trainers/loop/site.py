@@ -104,7 +104,8 @@ class Site:
 
     def finish(self, reason: str) -> None:
         """Wait until everything is durable and uploaded, and give the folders back; raises what failed."""
-        self._close(reason, [*(saver.settle for saver in self.savers), *(one.wait for one in self.uploaders)])
+        waits = [*(saver.settle for saver in self.savers), *(one.wait for one in self.uploaders)]
+        self._close(reason, [*waits, *(saver.check_lost for saver in self.savers)])
 
     def end_after(self, error: BaseException, *, patient: bool) -> None:
         """End after an error: what is under way finishes; the error is the one to see."""

@@ -79,7 +79,7 @@ class TrainStep:
             state.loss = self._model.loss(state.outputs, state.batch)
             engine.run(Event.AFTER_LOSS)
         engine.run(Event.BEFORE_BACKWARD)
-        loss = sum(state.loss) if isinstance(state.loss, (list, tuple)) else state.loss
+        loss: Any = sum(state.loss) if isinstance(state.loss, (list, tuple)) else state.loss
         loss = loss if share == 1.0 else loss * share
         (loss if scaler is None else scaler.scale(loss)).backward()
         engine.run(Event.AFTER_BACKWARD)

@@ -40,6 +40,7 @@ class Track:
         self._pending: Future[None] | None = None
         self._parent: str | None = None
         self.stats = Stats()
+        self.lost: StorageFullError | None = None  # why the last save was left out, if it was
 
     @property
     def ended(self) -> bool:
@@ -63,7 +64,11 @@ class Track:
         """
         self.settle()
         begun = time.perf_counter()
-        durable = self._hand_over(name, live, about, content)
+        try:
+            durable = self._hand_over(name, live, about, content)
+        except StorageFullError as error:
+            self._full(error)
+            return
         self.stats.seconds_blocked += time.perf_counter() - begun
         self._pending = self._thread.submit(self._follow, durable, begun, about["step"], after)
 
@@ -118,9 +123,14 @@ class Track:
             )
         try:
             pending.result()
+            self.lost = None
         except StorageFullError as error:
-            self.stats.skipped += 1
-            _LOG.warning("a checkpoint was NOT saved, the storage is full (%s); older ones are untouched", error)
+            self._full(error)
+
+    def _full(self, error: StorageFullError) -> None:
+        self.stats.skipped += 1
+        self.lost = error
+        _LOG.warning("a checkpoint was NOT saved, the storage is full (%s); older ones are untouched", error)
 
     def close(self) -> None:
         """Give memory and thread back; what is under way goes on."""

@@ -176,7 +176,7 @@ class Trainer:
             save_metrics=save_metrics,
         )  # fmt: skip
         if train_metrics is None and callable(getattr(model, "get_metrics", None)):
-            train_metrics = model.get_metrics(is_train=True)
+            train_metrics = model.get_metrics(is_train=True)  # type: ignore[operator]
         state.train_metrics = as_metrics(train_metrics, "train_metrics")
         state.eval_metrics = eval_metric_sets(eval_metrics, model, list(loaders), with_loss=loss_fn is not None)
         for metrics in (state.train_metrics, *state.eval_metrics.values()):
@@ -248,8 +248,8 @@ class Trainer:
             raise ConfigError("fit() needs to know when to end: give max_duration to the Trainer, or fit(duration)")
         if state.is_finished and state.dataset_state.stage == "":
             _LOG.warning(
-                "training has lasted for %s already, as long as it should: nothing to do. Give a longer max_duration to "
-                "train on", state.max_duration,
+                "training has lasted for %s already, as long as it should: nothing to do. Give a longer max_duration "
+                "to train on", state.max_duration,
             )  # fmt: skip
             return
         self._eval_every.check(state.span)

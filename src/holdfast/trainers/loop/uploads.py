@@ -59,7 +59,9 @@ class RemoteUploaderDownloader(LoggerDestination):
 
     def path_of(self, remote_file_name: str) -> str:
         """Return where an upload of this name goes, inside the bucket."""
-        return self.file_path_format_string.format(remote_file_name=remote_file_name, run_name=self._run_name).strip("/")
+        return self.file_path_format_string.format(remote_file_name=remote_file_name, run_name=self._run_name).strip(
+            "/"
+        )
 
     def upload(self, source: Storage, saved: Found, remote: str, latest: str | None) -> Future[None]:
         """Send a checkpoint, and then the pointer to it; returns at once."""
@@ -122,8 +124,8 @@ def _storage(uri: str, arguments: Mapping[str, Any] | None) -> Storage:
     if scheme != "libcloud" or not arguments:
         if arguments:
             raise ConfigError(
-                f"RemoteUploaderDownloader({uri!r}, backend_kwargs=...): only 'libcloud://' takes them; {scheme}:// reads "
-                "its settings from the environment (S3_ENDPOINT_URL, AWS_..., GCS_KEY, ...)"
+                f"RemoteUploaderDownloader({uri!r}, backend_kwargs=...): only 'libcloud://' takes them; {scheme}:// "
+                "reads its settings from the environment (S3_ENDPOINT_URL, AWS_..., GCS_KEY, ...)"
             )
         return resolve(uri)
     from ...storage.libcloud import LibcloudObjectStore
@@ -145,5 +147,3 @@ def as_object_store(given: Any) -> Storage:
         f"load_object_store is a {type(given).__name__}: give a holdfast.storage.LibcloudObjectStore (or another "
         "storage), or a RemoteUploaderDownloader"
     )
-
-

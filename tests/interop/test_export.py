@@ -1,0 +1,205 @@
+"""What is exported is, bit for bit, what was saved, as the other program reads it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from interop_kit import Odd, adamw, full_state, plain_state, trained
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import holdfast as hf
+from holdfast.state.torch_plain import from_plain
+from holdfast.storage.memory import MemoryStorage
+from holdfast.testing import assert_state_equal
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(scope="module")
+def state():
+    return full_state()
+
+
+@pytest.fixture(scope="module")
+def saved(state, tmp_path_factory):
+    extra = {"rng": hf.RNG, "own": hf.PerRank({"cache": torch.ones(2)})}
+    return hf.save(tmp_path_factory.mktemp("export") / "ck", {**state, **extra}, step=7)
+
+
+def weights(model) -> dict:
+    return dict(model.state_dict())
+
+
+def test_torch_file_has_everything(state, saved, tmp_path) -> None:
+    """One file for torch.load, whose dicts are those of the objects' own state_dict(); mapped and weights-only."""
+    done = hf.export(saved, tmp_path / "all.pt", to="torch")
+    found = torch.load(tmp_path / "all.pt", weights_only=True, mmap=True)
+    for key in ("model", "optimizer", "scheduler"):
+        assert_state_equal(found[key], state[key].state_dict())
+    assert_state_equal({key: from_plain(found[key]) for key in plain_state()}, plain_state())
+    assert found["own"] == {"cache": found["own"]["cache"]}
+    assert found["model"]["emb.weight"].data_ptr() == found["model"]["head.weight"].data_ptr()
+    assert (done.format, done.files, done.left_out) == (
+        "torch",
+        (("all.pt", (tmp_path / "all.pt").stat().st_size),),
+        (),
+    )
+    optimizer = adamw(trained(2, kind=Odd)[0])
+    optimizer.load_state_dict(found["optimizer"])
+    assert_state_equal(optimizer.state_dict(), state["optimizer"].state_dict())
+
+
+def test_safetensors_has_every_name(state, saved, tmp_path) -> None:
+    """One file with the weights; a tied tensor is there under each of its names."""
+    wanted = weights(state["model"])
+    done = hf.export(saved, tmp_path / "all.safetensors", to="safetensors")
+    assert_state_equal(load_file(tmp_path / "all.safetensors"), wanted)
+    assert done.num_tensors == len(wanted)
+    assert ("optimizer", "not weights") in done.left_out
+    hf.export(saved, tmp_path / "folder", to="safetensors", only="model/lin.*")
+    assert_state_equal(
+        load_file(tmp_path / "folder/model.safetensors"), {key: wanted[key] for key in ("lin.weight", "lin.bias")}
+    )
+
+
+def test_hugging_face_layout(state, saved, tmp_path) -> None:
+    """Shards with an index; tied tensors once, under their first name; the format that transformers looks for."""
+    wanted = weights(state["model"])
+    del wanted["head.weight"]
+    one = hf.export(saved, tmp_path / "one", to="hf")
+    assert ("model/head.weight", "tied to emb.weight") in one.left_out
+    assert [name for name, _ in one.files] == ["model.safetensors"]
+    assert_state_equal(load_file(tmp_path / "one/model.safetensors"), wanted)
+    many = hf.export(saved, tmp_path / "many", to="hf", max_shard_size="0.3KB")
+    index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in wanted.values())
+    assert sorted(set(index["weight_map"].values())) == [name for name, _ in many.files[:-1]]
+    found: dict = {}
+    for name in set(index["weight_map"].values()):
+        assert b'"format":"pt"' in (tmp_path / "many" / name).read_bytes()[:200]
+        found |= load_file(tmp_path / "many" / name)
+    assert_state_equal(found, wanted)
+    assert all(tensor in load_file(tmp_path / "many" / name) for tensor, name in index["weight_map"].items())
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+def test_floating_tensors_are_converted(state, saved, tmp_path, to) -> None:
+    """dtype= rounds as torch does, in windows; integers and booleans stay."""
+    path = tmp_path / ("x.pt" if to == "torch" else "x.safetensors")
+    hf.export(saved, path, to=to, dtype="bfloat16")
+    found = torch.load(path, weights_only=True)["model"] if to == "torch" else load_file(path)
+    wanted = {
+        key: value.to(torch.bfloat16) if value.is_floating_point() else value
+        for key, value in weights(state["model"]).items()
+    }
+    assert_state_equal(dict(found), wanted)
+
+
+def test_dcp_reads_it_into_live_objects(state, saved, tmp_path) -> None:
+    """Plain dcp.load fills a model and an optimizer; dcp_to_torch_save takes all of it."""
+    hf.export(saved, tmp_path / "dcp", to="dcp")
+    model, optimizer = trained(2, kind=Odd)
+    found, moments = get_state_dict(model, optimizer)
+    target = {"model": found, "optimizer": moments, "step": 0, "turned": torch.zeros(6, 4)}
+    dcp.load(target, checkpoint_id=tmp_path / "dcp")
+    set_state_dict(model, optimizer, model_state_dict=target["model"], optim_state_dict=target["optimizer"])
+    assert_state_equal(model, state["model"])
+    assert_state_equal(optimizer.state_dict()["state"], state["optimizer"].state_dict()["state"])
+    assert target["step"] == 7
+    assert_state_equal({"a": target["turned"]}, {"a": plain_state()["turned"]})
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "from_dcp.pt")
+    whole = torch.load(tmp_path / "from_dcp.pt", weights_only=True)
+    assert_state_equal(dict(whole["model"]), weights(state["model"]))
+    assert_state_equal({"q": from_plain(whole["queue"])}, {"q": plain_state()["queue"]})
+
+
+def test_loose_state_dicts_export_too(tmp_path) -> None:
+    """A checkpoint of nothing but tensors, or of one item under another name, needs no item=."""
+    hf.save(tmp_path / "flat", {"a": torch.ones(2), "b": torch.zeros(3)})
+    hf.export(tmp_path / "flat", tmp_path / "flat.safetensors", to="safetensors")
+    assert load_file(tmp_path / "flat.safetensors").keys() == {"a", "b"}
+    hf.save(tmp_path / "net", {"net": torch.nn.Linear(2, 2), "epoch": 1})
+    hf.export(tmp_path / "net", tmp_path / "net.safetensors", to="safetensors")
+    assert load_file(tmp_path / "net.safetensors").keys() == {"weight", "bias"}
+    hf.save(tmp_path / "two", {"one": {"x": torch.ones(2)}, "two": {"deep": [{"y": torch.ones(2)}]}})
+    with pytest.raises(hf.ConfigError, match=r"several that hold tensors \(one, two\)"):
+        hf.export(tmp_path / "two", tmp_path / "two.safetensors", to="safetensors")
+    hf.export(tmp_path / "two", tmp_path / "two.safetensors", to="safetensors", item="two")
+    assert load_file(tmp_path / "two.safetensors").keys() == {"deep.0.y"}
+
+
+def test_other_storages(saved, tmp_path) -> None:
+    """From and to any storage; a file is visible only when it is whole."""
+    storage = MemoryStorage("interop-export")
+    hf.save("memory://interop-export/ck", {"model": {"a": torch.ones(2)}})
+    hf.export("memory://interop-export/ck", "memory://interop-export/out/x.safetensors", to="safetensors")
+    hf.export("memory://interop-export/ck", tmp_path / "x.pt", to="torch")
+    assert torch.load(tmp_path / "x.pt", weights_only=True)["model"]["a"].tolist() == [1, 1]
+    assert storage.exists("out/x.safetensors")
+    storage.delete_tree("")
+
+
+def test_what_is_there_stays(saved, tmp_path) -> None:
+    """Nothing is replaced unasked; other files of a folder are nobody's business."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text("{}")
+    for to, path in (("torch", "x.pt"), ("safetensors", "x.safetensors"), ("dcp", "dcp"), ("hf", "hf")):
+        hf.export(saved, tmp_path / path, to=to)
+        with pytest.raises(hf.CheckpointExistsError, match="overwrite"):
+            hf.export(saved, tmp_path / path, to=to)
+        hf.export(saved, tmp_path / path, to=to, overwrite=True, only=["model", "step"])
+    assert torch.load(tmp_path / "x.pt", weights_only=True).keys() == {"model", "step"}
+    assert (tmp_path / "hf/config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"to": "onnx"}, "use one of safetensors, torch, dcp, hf"),
+        ({"to": "torch", "item": "model"}, "are for safetensors and hf"),
+        ({"to": "dcp", "max_shard_size": 5}, "are for safetensors and hf"),
+        ({"to": "hf", "max_shard_size": "5 apples"}, "max_shard_size='5 apples'"),
+        ({"to": "hf", "max_shard_size": 0}, "max_shard_size=0"),
+        ({"to": "hf", "item": "nothing"}, "no item 'nothing': it has model"),
+        ({"to": "hf", "item": "step"}, "step has no tensors"),
+        ({"to": "hf", "dtype": "int8"}, "floating dtype"),
+        ({"to": "safetensors", "item": "complex"}, "no dtype complex64"),
+        ({"to": "torch", "only": "misspelt"}, "nothing in the checkpoint matches"),
+    ],
+)
+def test_wrong_calls_are_refused(saved, tmp_path, options, match) -> None:
+    """With a message that says what to do, and nothing at the destination."""
+    with pytest.raises(hf.ConfigError, match=match):
+        hf.export(saved, tmp_path / "out", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_to_export(tmp_path) -> None:
+    """A wrong path is said to be one."""
+    with pytest.raises(hf.CheckpointNotFoundError):
+        hf.export(tmp_path / "none", tmp_path / "x.pt", to="torch")
+
+
+def test_dcp_folder_is_what_dcp_itself_would_plan(state, saved, tmp_path) -> None:
+    """Keys and kinds of entries equal those of dcp.save of the same nested dicts."""
+    model, optimizer = state["model"], state["optimizer"]
+    found, moments = get_state_dict(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(
+            {"model": found, "optimizer": moments, "loose": plain_state()["loose"]}, checkpoint_id=tmp_path / "theirs"
+        )
+    hf.export(saved, tmp_path / "ours", to="dcp", only=["model", "optimizer", "loose"])
+    ours, theirs = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("ours", "theirs"))
+    assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
+    for key, entry in theirs.state_dict_metadata.items():
+        other = ours.state_dict_metadata[key]
+        assert type(other) is type(entry)
+        assert getattr(other, "size", None) == getattr(entry, "size", None), key
+    assert ours.planner_data == theirs.planner_data

@@ -1,0 +1,140 @@
+"""One rank fails at some moment of a save: all ranks end alike, in bounded time, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import holdfast as hf
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.storage.resolve import resolve
+
+CASES = str(Path(__file__).with_name("fault_cases.py"))
+SAVED, DEAD = None, r"rank {rank}: its trainer process has died \(killed by SIGKILL\)"
+LATE = r"rank {rank} did not come to it \(the process of rank {rank} is stopped, as by SIGSTOP\)"
+SILENT = r"rank {rank}('s|: its) writer.* gives no sign of life"
+# phase, what, what all ranks raise (SAVED: nothing; the save is finished without the trainer, or again by a new writer)
+TABLE = [
+    ("before copy", "exception", r"rank {rank}: .*boom"),
+    ("before copy", "SIGKILL trainer", DEAD),
+    ("before copy", "SIGKILL writer", SAVED),
+    ("before copy", "SIGSTOP trainer", LATE),
+    ("while writing", "EIO", r"rank {rank}: .*Input/output error"),
+    ("while writing", "SIGKILL trainer", SAVED),
+    ("while writing", "SIGKILL writer", SAVED),
+    ("while writing", "SIGSTOP trainer", SAVED),
+    ("while writing", "SIGSTOP writer", SILENT),
+    ("commit", "EIO", r"rank 0: .*Input/output error"),
+    ("commit", "SIGKILL trainer", SAVED),
+    ("commit", "SIGKILL writer", SAVED),
+    ("commit", "SIGSTOP trainer", SAVED),
+    ("between saves", "SIGKILL trainer", DEAD),
+    ("between saves", "SIGKILL writer", SAVED),
+    ("between saves", "SIGSTOP trainer", LATE),
+]
+QUICK = {
+    (0, "before copy", "exception"),
+    (1, "before copy", "SIGKILL trainer"),
+    (1, "while writing", "EIO"),
+    (1, "while writing", "SIGKILL writer"),
+    (0, "commit", "EIO"),
+    (0, "commit", "SIGKILL writer"),
+    (1, "between saves", "SIGSTOP trainer"),
+}
+
+
+def cases():
+    for phase, what, expected in TABLE:
+        for rank in (0, 1):
+            if (phase, what) == ("commit", "EIO") and rank == 1:
+                continue  # rank 1 does nothing then
+            marks = () if (rank, phase, what) in QUICK else pytest.mark.slow
+            yield pytest.param(rank, phase, what, expected, marks=marks, id=f"{rank}-{phase}-{what}".replace(" ", "_"))
+
+
+@pytest.mark.parametrize(("rank", "phase", "what", "expected"), list(cases()))
+def test_a_fault_on_one_rank(ranks, tmp_path, rank, phase, what, expected):
+    """All that live raise the same error, which names the rank, or go on; the newest good checkpoint is resumed."""
+    root, notes = tmp_path / "run", tmp_path / "notes"
+    notes.mkdir()
+    fault = {"rank": rank, "phase": phase, "what": what}
+    try:
+        ended = ranks.ranks(
+            f"{CASES}:run", str(root), str(notes), fault, timeout_s=14.0 if what == "SIGSTOP trainer" else 40.0
+        )
+    finally:
+        for name in notes.glob("writer-*"):
+            with suppress(ProcessLookupError):
+                os.kill(int(name.read_text()), signal.SIGCONT)
+    victim_gone = what.endswith("trainer")
+    assert ended[1 - rank].status == 0, ended[1 - rank]
+    told = [one.checked() for number, one in enumerate(ended) if not (victim_gone and number == rank)]
+    if victim_gone:
+        assert ended[rank].status == -signal.SIGKILL, ended[rank]
+    elif expected is not SAVED and what != "SIGSTOP writer":
+        assert told[0]["error"] == told[1]["error"]
+    for number, one in enumerate(told):
+        if expected is not SAVED:
+            # Whose own writer says nothing learns no more than that.
+            mute = what == "SIGSTOP writer" and number == rank
+            assert re.search("is not durable after" if mute else expected.format(rank=rank), one["error"]), one
+            assert one["durable"] == 2
+        elif not victim_gone:
+            assert one["error"] is None, one
+    found = sorted(record.step for record in Catalog(resolve(root)).records())
+    assert found[:1] == [2]
+    assert (4 in found) == (expected is SAVED), found
+    again = ranks.checked(f"{CASES}:run", str(root), str(notes), None, 7)
+    assert [one["error"] for one in again] == [None, None]
+    assert again[0]["start"] == again[1]["start"] == max(found)
+    assert all(one.verify(deep=True).ok for one in map(hf.Checkpoint, root.glob("step_*")) if one.manifest)
+    assert not list(root.rglob("part-*"))
+
+
+@pytest.fixture(scope="session")
+def operations(ranks, tmp_path_factory):
+    """For each rank the numbers of its writer's disk operations in the save of step 4."""
+    root, notes = tmp_path_factory.mktemp("dry"), tmp_path_factory.mktemp("notes")
+    ranks.checked(f"{CASES}:run", str(root), str(notes), {"rank": 0, "phase": "trace"}, 4)
+    found = {}
+    for rank in (0, 1):
+        lines = [json.loads(line) for line in (notes / f"trace-{rank}").read_text().splitlines()]
+        pid = lines[-1]["pid"]
+        numbers = [one["number"] for one in lines if one["pid"] == pid and "step_00000004" in one["path"]]
+        found[rank] = range(numbers[0], numbers[-1] + (4 if rank == 0 else 1))
+    return found
+
+
+@pytest.mark.parametrize("what", ["rank", "writer"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_death_before_any_operation_of_a_save(ranks, operations, tmp_path, rank, what, stride):
+    """One rank, or its writer alone, is killed before operation k: the old or the new checkpoint, bit-exact, no litter.
+
+    A writer that dies alone is started again, and the save succeeds on all ranks.
+    """
+    assert len(operations[rank]) > 8
+    for at in operations[rank][rank + (what == "rank") :: stride]:
+        root, notes = tmp_path / f"{at}", tmp_path / f"notes-{at}"
+        notes.mkdir()
+        fault = {"rank": rank, "phase": "crash", "what": what, "at": at}
+        ended = ranks.ranks(f"{CASES}:run", str(root), str(notes), fault, 4, timeout_s=40.0)
+        if what == "writer":
+            assert [one.checked()["error"] for one in ended] == [None, None], (at, ended)
+        else:
+            assert ended[1 - rank].status == 0, (at, ended[1 - rank])
+        found = sorted(record.step for record in Catalog(resolve(root)).records())
+        assert found == [2, 4] if what == "writer" else found in ([2], [2, 4]), at
+        again = ranks.checked(f"{CASES}:run", str(root), str(notes), None, 5)
+        assert [(one["start"], one["error"]) for one in again] == [(max(found), None)] * 2, at
+        assert again[0]["weights"] == again[1]["weights"] == pytest.approx(WEIGHTS_AT_5, rel=1e-6), at
+        assert all(hf.Checkpoint(one).verify(deep=True).ok for one in root.glob("step_*")), at
+        assert not list(root.rglob("part-*")), at
+        shutil.rmtree(root)

@@ -1,0 +1,33 @@
+"""Mirrored runs with several ranks on one machine."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.storage.local import LocalStorage
+
+CASES = str(Path(__file__).with_name("joint_cases.py"))
+
+
+def _steps(root: Path) -> list[int]:
+    return sorted(record.step for record in Catalog(LocalStorage(root)).records())
+
+
+def test_ranks_share_a_local_disk_in_front_of_a_remote(ranks, tmp_path):
+    """Parts of two ranks are committed on the disk and uploaded; killed and with the disk lost, all ranks go on alike."""
+    remote, local = str(tmp_path / "share"), tmp_path / "scratch"
+    plain = ranks.checked(f"{CASES}:train", str(tmp_path / "plain"), 7)
+    died = ranks.ranks(f"{CASES}:train", remote, 7, crash_at=5, local_dir=str(local))
+    assert [one.status for one in died] == [9, 9], died
+    again = ranks.checked(f"{CASES}:train", remote, 5, local_dir=str(local), every=1)
+    assert [one["start"] for one in again] == [4, 4]
+    assert _steps(Path(remote)) == [2, 4, 5]
+    shutil.rmtree(local)
+    last = ranks.checked(f"{CASES}:train", remote, 7, local_dir=str(local))
+    assert [one["start"] for one in last] == [5, 5]
+    for rank in range(2):
+        assert last[rank]["tensors"] == plain[rank]["tensors"]
+    assert _steps(local) == [7]
+    assert _steps(Path(remote))[-1] == 7

@@ -1,0 +1,319 @@
+"""Loading: strictness, parts, foreign places, and what autoresume does with what it finds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_kit import Crash, CrashAt, names, network, plain, rich
+
+import holdfast as hf
+from holdfast.callbacks import Callback, CheckpointSaver, LoadCheckpoint
+from holdfast.loggers import RemoteUploaderDownloader
+from holdfast.storage import LibcloudObjectStore
+from holdfast.storage.memory import MemoryStorage
+from holdfast.storage.resolve import resolve
+from holdfast.testing import assert_state_equal
+
+
+def flip(path: Path) -> None:
+    """Damage one byte of the first tensor of a checkpoint."""
+    if path.is_dir():
+        path = next(
+            one for one in sorted(path.iterdir()) if one.name.startswith("state") and one.suffix == ".safetensors"
+        )
+    data = bytearray(path.read_bytes())
+    data[-5 if path.suffix == ".safetensors" else len(data) // 2] ^= 0x40
+    path.write_bytes(data)
+
+
+@pytest.fixture(params=["", ".pt"])
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A checkpoint of a finished training of one epoch."""
+    trainer = plain(tmp_path / "first", max_duration="1ep", save_filename="ba{batch}" + request.param)
+    trainer.fit()
+    trainer.close()
+    return tmp_path / "first" / f"ba6{request.param}"
+
+
+def test_load_path_resumes(saved: Path, tmp_path: Path) -> None:
+    """load_path goes on from everything in a checkpoint, whatever it is stored as; through a link too."""
+    whole = plain(tmp_path / "whole", max_duration="2ep")
+    whole.fit()
+    for path in (saved, saved.parent / "latest-rank0"):
+        again = plain(None, load_path=path)
+        assert int(again.state.timestamp.epoch) == 1
+        again.fit()
+        assert_state_equal(again.state.model, whole.state.model)
+
+
+def test_own_objects_are_respected(saved: Path) -> None:
+    """An optimizer of another class, or a model of another shape, is an error before anything changes."""
+    model = torch.nn.Linear(4, 3)
+    before = model.weight.clone()
+    with pytest.raises(hf.StateMismatchError, match="SGD"):
+        plain(None, model=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1), load_path=saved)
+    assert torch.equal(before, model.weight)
+    with pytest.raises(hf.StateMismatchError, match="weight"):
+        plain(None, model=torch.nn.Linear(4, 2), load_path=saved)
+
+
+def test_fine_tuning(saved: Path, tmp_path: Path) -> None:
+    """Weights alone, a replaced head: strict lists every offender, not strict takes what fits and says what not."""
+    weights = (
+        hf.load(saved)["state"]["model"] if saved.is_dir() else torch.load(saved, weights_only=True)["state"]["model"]
+    )
+
+    def tuned(**options: Any) -> hf.Trainer:
+        torch.manual_seed(9)
+        model = torch.nn.Linear(4, 3)
+        model.head = torch.nn.Linear(3, 2)
+        return plain(
+            None, model=model, load_path=saved, load_weights_only=True, loss_fn=lambda o, t: o.sum(), **options
+        )
+
+    with pytest.raises(hf.StateMismatchError, match=r"head\.weight"):
+        tuned()
+    trainer = tuned(load_strict_model_weights=False)
+    assert torch.equal(trainer.state.model.weight, weights["weight"])
+    assert int(trainer.state.timestamp.batch) == 0
+    with pytest.raises(hf.StateMismatchError, match=r"head\.weight"):
+        tuned(load_strict=True)
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt", ".safetensors"])
+def test_weights_only_files_load_weights_only(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was saved weights-only begins at batch 0, with those weights, and says so."""
+    first = plain(tmp_path, max_duration="1ep", save_filename="w" + suffix, save_weights_only=True)
+    first.fit()
+    again = plain(None, load_path=tmp_path / f"w{suffix}")
+    assert torch.equal(again.state.model.weight, first.state.model.weight)
+    assert int(again.state.timestamp.batch) == 0
+    assert "weights only" in capsys.readouterr().err
+
+
+def test_ignore_keys(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Globs and functions leave parts out; a glob that matches nothing is said."""
+    plain(None, load_path=saved, load_ignore_keys=["state/optimizers/*", "state/apples"])
+    assert "state/apples" in caplog.text
+    trainer = plain(
+        None, load_path=saved, load_ignore_keys=["state/optimizers", "state/timestamp", "state/dataset_state"]
+    )
+    assert int(trainer.state.timestamp.batch) == 0
+    assert not trainer.state.optimizers[0].state
+
+    def change(found: dict[str, Any]) -> None:
+        found["state"]["model"]["weight"] += 1
+        del found["state"]["optimizers"]
+
+    shifted = plain(None, load_path=saved, load_ignore_keys=change)
+    assert torch.equal(shifted.state.model.weight, trainer.state.model.weight + 1)
+
+
+def test_missing_pieces_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A callback that the checkpoint does not know, and one that is gone, are listed as not restored."""
+    rich(tmp_path, max_duration="1ep").fit()
+
+    class New(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"x": 1}
+
+    capsys.readouterr()
+    rich(None, load_path=tmp_path / "ep0-ba6", callbacks=[New()], algorithms=None)
+    err = capsys.readouterr().err
+    assert "NOT restored  state/callbacks/New" in err
+    assert "NOT restored  state/algorithms/EMA" in err
+
+
+def test_layered_loads(saved: Path) -> None:
+    """LoadCheckpoint loads at its event."""
+    trainer = plain(None, callbacks=LoadCheckpoint(saved, load_weights_only=True, event="AFTER_LOAD"))
+    assert int(trainer.state.timestamp.batch) == 0
+    assert torch.equal(trainer.state.model.weight, plain(None, load_path=saved).state.model.weight)
+    with pytest.raises(hf.ConfigError, match="no such event"):
+        LoadCheckpoint(saved, event="whenever")
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    """A wrong path is an error that names it; so is a foreign directory, and a pickle."""
+    with pytest.raises(hf.CheckpointNotFoundError, match="nowhere"):
+        plain(None, load_path=tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(hf.CheckpointNotFoundError):
+        plain(None, load_path=tmp_path / "empty")
+    hf.save(tmp_path / "mine", {"weights": torch.ones(2)})
+    with pytest.raises(hf.ConfigError, match="not saved by a trainer"):
+        plain(None, load_path=tmp_path / "mine")
+    torch.save({"state": {"model": {}}, "f": network()}, tmp_path / "objects.pt")
+    with pytest.raises(hf.ConfigError, match="pickled objects"):
+        plain(None, load_path=tmp_path / "objects.pt")
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_damage_falls_back(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A damaged newest checkpoint is set aside and said; training ends as it would have; with none good it stops."""
+    options = {"save_filename": "ba{batch}" + suffix, "save_interval": "2ba"}
+    whole = plain(tmp_path / "whole", **options)
+    whole.fit()
+    folder = tmp_path / "runs"
+    with pytest.raises(Crash):
+        plain(folder, callbacks=CrashAt(7), **options).fit()
+    shutil.copytree(folder, tmp_path / "copy", symlinks=True)
+    flip(folder / f"ba6{suffix}")
+    capsys.readouterr()
+    again = plain(folder, autoresume=True, **options)
+    assert int(again.state.timestamp.batch) == 4
+    assert f"set aside ba6{suffix}" in capsys.readouterr().err
+    again.fit()
+    assert_state_equal(again.state.model, whole.state.model)
+    again.close()
+    for name in names(tmp_path / "copy"):
+        flip(tmp_path / "copy" / name)
+    with pytest.raises(hf.CorruptCheckpointError, match="none of them is good"):
+        plain(tmp_path / "copy", autoresume=True, **options)
+
+
+def test_an_explicit_damaged_file_is_an_error(saved: Path) -> None:
+    """load_path never takes another checkpoint than the one that was asked for."""
+    flip(saved)
+    with pytest.raises(hf.CorruptCheckpointError):
+        plain(None, load_path=saved)
+
+
+def test_autoresume_beats_load_path(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """load_path is where a run begins; once it has a checkpoint of its own that is used, and it is said."""
+    folder = tmp_path / "run"
+    first = plain(folder, autoresume=True, load_path=saved, load_weights_only=True, max_duration="1ep")
+    assert int(first.state.timestamp.batch) == 0
+    first.fit()
+    first.close()
+    again = plain(folder, autoresume=True, load_path=saved, load_weights_only=True)
+    assert int(again.state.timestamp.batch) == 6
+    assert "is not used" in capsys.readouterr().err
+
+
+def test_autoresume_with_savers_in_callbacks(tmp_path: Path) -> None:
+    """The first saver that saves everything is what autoresume goes by, wherever it stands."""
+
+    def make(**options: Any) -> hf.Trainer:
+        savers = [
+            CheckpointSaver(tmp_path / "weights", "w{batch}", save_interval="1ba", weights_only=True, overwrite=True),
+            CheckpointSaver(tmp_path / "full", "b{batch}.pt", save_interval="2ba"),
+        ]
+        return plain(None, callbacks=[*savers, *options.pop("more", [])], autoresume=True, **options)
+
+    with pytest.raises(Crash):
+        make(more=[CrashAt(5)]).fit()
+    again = make()
+    assert int(again.state.timestamp.batch) == 4
+    again.fit()
+    assert "w5" in names(tmp_path / "weights")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_no_permission_is_an_error(tmp_path: Path) -> None:
+    """A folder that cannot be read is never taken for an empty one."""
+    folder = tmp_path / "runs"
+    plain(folder, max_duration="1ep").fit()
+    folder.chmod(0)
+    try:
+        with pytest.raises(hf.StorageError):
+            plain(folder, autoresume=True)
+    finally:
+        folder.chmod(stat.S_IRWXU)
+
+
+def test_run_name_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder named after the run needs a name that is the same at every start: argument or environment."""
+    monkeypatch.delenv("RUN_NAME", raising=False)
+    folder = str(tmp_path / "{run_name}" / "checkpoints")
+    with pytest.raises(hf.ConfigError, match="RUN_NAME"):
+        plain(folder, autoresume=True)
+    monkeypatch.setenv("RUN_NAME", "tuesday")
+    plain(folder, autoresume=True, max_duration="1ep").fit()
+    assert names(tmp_path / "tuesday" / "checkpoints") == ["ep1-ba6"]
+    assert int(plain(folder, autoresume=True, run_name="tuesday").state.timestamp.batch) == 6
+
+
+# ---- remote
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_remote_folder(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A URI as save_folder: nothing is written here.
+
+    A pointer leads to the newest, two restarts in one working directory go on from the newest, retention leaves
+    the remote alone.
+    """
+    monkeypatch.chdir(tmp_path)
+    uri = f"memory://loop{suffix}-{os.getpid()}/runs"
+    options = {"save_filename": "ba{batch}" + suffix, "save_interval": "2ba", "save_num_checkpoints_to_keep": 1}
+    whole = plain("whole")
+    whole.fit()
+    for crash in (5, 9):
+        with pytest.raises(Crash):
+            plain(uri, callbacks=CrashAt(crash), autoresume=True, **options).fit()
+    last = plain(uri, autoresume=True, **options)
+    assert int(last.state.timestamp.batch) == 8
+    last.fit()
+    assert_state_equal(last.state.model, whole.state.model)
+    assert last.saved_checkpoints[-1] == f"{uri}/ba12{suffix}"
+    assert resolve(uri).read("latest-rank0.symlink") == f"runs/ba12{suffix}".encode()
+    assert len(last.saved_checkpoints) == 6
+    again = plain(None, load_path=f"{uri}/latest-rank0")
+    assert int(again.state.timestamp.batch) == 12
+    assert sorted(os.listdir(tmp_path)) == ["whole"]
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_uploads(suffix: str, tmp_path: Path) -> None:
+    """A RemoteUploaderDownloader copies what is saved locally.
+
+    0 to keep leaves nothing here; autoresume finds it there; load_object_store reads it.
+    """
+    bucket = f"memory://bucket{suffix}-{os.getpid()}"
+
+    def make(folder: Path, **options: Any) -> hf.Trainer:
+        uploader = RemoteUploaderDownloader(bucket)
+        return plain(
+            folder, loggers=uploader, run_name="r", save_filename="ba{batch}" + suffix, save_interval="2ba",
+            save_remote_file_name="{run_name}/all/ba{batch}" + suffix, **options,
+        )  # fmt: skip
+
+    with pytest.raises(Crash):
+        make(tmp_path / "a", callbacks=CrashAt(7), save_num_checkpoints_to_keep=0).fit()
+    assert names(tmp_path / "a") == []
+    store = MemoryStorage(bucket.removeprefix("memory://"))
+    assert store.read("r/checkpoints/latest-rank0.symlink") == f"r/all/ba6{suffix}".encode()
+    again = make(tmp_path / "b", autoresume=True)
+    assert int(again.state.timestamp.batch) == 6
+    again.fit()
+    loaded = plain(None, load_path="r/checkpoints/latest-rank0", load_object_store=store)
+    assert int(loaded.state.timestamp.batch) == 12
+    loaded = plain(None, load_path=f"r/all/ba8{suffix}", load_object_store=RemoteUploaderDownloader(bucket))
+    assert int(loaded.state.timestamp.batch) == 8
+
+
+def test_libcloud_object_store(tmp_path: Path) -> None:
+    """load_path within a LibcloudObjectStore."""
+    pytest.importorskip("libcloud")
+    plain(tmp_path / "container" / "runs", max_duration="1ep").fit()
+    store = LibcloudObjectStore("local", "container", {"key": str(tmp_path)})
+    trainer = plain(None, load_path="runs/ep1-ba6", load_object_store=store)
+    assert int(trainer.state.timestamp.batch) == 6
+
+
+def test_running_twice_is_refused(tmp_path: Path) -> None:
+    """A folder that a live trainer saves to is busy, even for another trainer of the same process."""
+    first = plain(tmp_path)
+    first._site.open()
+    try:
+        with pytest.raises(hf.RunBusyError):
+            plain(tmp_path, autoresume=True)
+    finally:
+        first.close()

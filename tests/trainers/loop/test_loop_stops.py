@@ -1,0 +1,184 @@
+"""Signals, kills and full disks: what is saved stays good, and the next start goes on from it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from loop_kit import everything, names, rich
+
+import holdfast as hf
+from holdfast.callbacks import Callback
+from holdfast.core import State
+from holdfast.testing import assert_state_equal
+from holdfast.trainers.loop.load import LoadOptions, load_path
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Term(Callback):
+    """Sends this process a signal at an event of a batch."""
+
+    def __init__(self, event: str, batch: int) -> None:
+        self.event, self.batch = event, batch
+
+    def run_event(self, event, state, logger) -> None:  # type: ignore[no-untyped-def]
+        if event.value == self.event and int(state.timestamp.batch) == self.batch:
+            self.batch = -1
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("event", "batch", "saved"),
+    [
+        ("batch_start", 8, 9),
+        ("after_backward", 8, 9),
+        ("batch_end", 9, 9),
+        ("epoch_end", 12, 12),
+        ("eval_batch_start", 12, 12),
+        ("eval_start", 9, 9),
+        ("batch_checkpoint", 12, 12),
+    ],
+)
+def test_sigterm(tmp_path: Path, event: str, batch: int, saved: int) -> None:
+    """A signal at any moment, in an evaluation too.
+
+    The state after the current batch is saved, the process leaves with the code for requeueing, and training ends
+    as it would have; an evaluation that was left is done again.
+    """
+    options = {
+        "save_interval": "1ep",
+        "eval_interval": "3ba" if event == "eval_start" else "1ep",
+        "max_duration": "3ep",
+    }
+    whole = rich(tmp_path / "a", **options)
+    whole.fit()
+    values = dict(whole.state.eval_metric_values)
+    trainer = rich(tmp_path / "b", callbacks=[Term(event, batch)], **options)
+    with pytest.raises(SystemExit) as left:
+        trainer.fit()
+    assert left.value.code == 85
+    assert int(trainer.state.timestamp.batch) == saved
+    trainer.close()
+    again = rich(tmp_path / "b", autoresume=True, **options)
+    assert int(again.state.timestamp.batch) == saved
+    again.fit()
+    assert_state_equal(everything(again), everything(whole))
+    assert again.state.eval_metric_values == values
+
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+from loop_kit import rich
+from holdfast.callbacks import Callback, CheckpointSaver
+
+class Say(Callback):
+    def batch_end(self, state, logger):
+        print("batch", int(state.timestamp.batch), flush=True)
+
+folder, suffix = Path(sys.argv[1]), sys.argv[2]
+weights = CheckpointSaver(folder / "weights", "w{batch}" + suffix, save_interval="1ba", weights_only=True,
+                          overwrite=True, num_checkpoints_to_keep=2)
+trainer = rich(folder / "full", callbacks=[Say(), weights], save_interval="1ba", save_filename="b{batch}" + suffix,
+               save_num_checkpoints_to_keep=2, max_duration="4ep", autoresume=True)
+trainer.fit()
+print("done", flush=True)
+"""
+
+
+def check_folder(folder: Path) -> None:
+    """Whatever is named like a checkpoint loads, and so does what the links lead to."""
+    for link in folder.glob("*/latest-rank0"):
+        assert link.exists(), f"{link} dangles"
+        state = State(model=torch.nn.Identity())
+        options = LoadOptions(strict_model_weights=False, weights_only=True)
+        load_path(link, state, options=options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_killed_at_random(tmp_path: Path, suffix: str) -> None:
+    """Killed a dozen times while two savers save after every batch.
+
+    Every link leads to a complete checkpoint, each start goes on, and the end is that of a training nobody
+    killed.
+    """
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{Path(__file__).parent}"}
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path), suffix]
+    rng = torch.Generator().manual_seed(11)
+    for _ in range(7):
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert process.stdout is not None
+        wanted = int(torch.randint(1, 5, (1,), generator=rng))
+        seen = [line for line, _ in zip(process.stdout, range(wanted), strict=False)]
+        process.kill()
+        process.communicate()
+        check_folder(tmp_path)
+        if seen and seen[-1].startswith("done"):
+            break
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "resumed from" in done.stderr
+    check_folder(tmp_path)
+    found = names(tmp_path / "full")
+    assert found == [f"b23{suffix}", f"b24{suffix}"]
+    whole = rich(None, max_duration="4ep")
+    whole.fit()
+    found = (
+        hf.load(tmp_path / "full" / "b24")
+        if not suffix
+        else torch.load(tmp_path / "full" / "b24.pt", weights_only=True)
+    )
+    for name, tensor in whole.state.model.state_dict().items():
+        assert torch.equal(found["state"]["model"][name], tensor), name
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_full_disk(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A save that finds no space costs that save: it is said, training goes on, older checkpoints are untouched."""
+    from holdfast.state.snapshot import Snapshotter
+    from holdfast.trainers.loop.files import FileImage
+
+    count = 0
+
+    def full(original):  # type: ignore[no-untyped-def]
+        def call(*arguments, **options):  # type: ignore[no-untyped-def]
+            nonlocal count
+            count += 1
+            if count == 2:
+                raise hf.StorageFullError("no space left (a test)")
+            return original(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(FileImage, "store", full(FileImage.store))
+    monkeypatch.setattr(Snapshotter, "submit", full(Snapshotter.submit))
+    trainer = rich(tmp_path, save_interval="1ep", save_filename="ep{epoch}" + suffix)
+    trainer.fit()
+    assert names(tmp_path) == [f"ep1{suffix}", f"ep3{suffix}"]
+    assert "NOT saved" in caplog.text
+    assert [Path(path).name for path in trainer.saved_checkpoints] == [f"ep1{suffix}", f"ep3{suffix}"]
+
+
+def test_full_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training whose last checkpoint found no space does not end as if all were well."""
+    from holdfast.trainers.loop.files import FileImage
+
+    def full(self, storage, path):  # type: ignore[no-untyped-def]
+        raise hf.StorageFullError("no space left (a test)")
+
+    trainer = rich(tmp_path, save_interval="1ep", save_filename="ep{epoch}.pt", max_duration="1ep")
+    monkeypatch.setattr(FileImage, "store", full)
+    with pytest.raises(hf.StorageFullError, match=r"last checkpoint \(batch 6\) was NOT saved"):
+        trainer.fit()

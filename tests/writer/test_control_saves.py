@@ -1,0 +1,115 @@
+"""Saves that all ranks make together, as a pure object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.writer.control_saves import Commit, JointSaves, Outcome, Verdict, named_error
+
+
+def saves(world_size: int = 3) -> JointSaves:
+    return JointSaves(world_size, timeout_s=10.0)
+
+
+def begin(one: JointSaves, *ranks: int, save: str = "s-1", step: int = 4, now: float = 0.0) -> list[Any]:
+    return [action for rank in ranks for action in one.begun(rank, save, f"step_{step}", step, now)]
+
+
+def message(actions: list[Any]) -> str:
+    (outcome,) = actions
+    assert isinstance(outcome, Outcome)
+    assert outcome.error is not None
+    return outcome.error["message"]
+
+
+def test_a_save_is_committed_when_the_last_part_is_stored() -> None:
+    """Not before; then all hear the outcome, and whoever asks late hears it too."""
+    one = saves()
+    assert begin(one, 0, 1, 2) == []
+    assert one.stored(0, "s-1") == one.stored(2, "s-1") == []
+    assert one.busy
+    assert one.stored(1, "s-1") == [Commit(save="s-1")]
+    told = one.committed("s-1", value={"deleted": []}, error=None)
+    assert told == [Outcome(save="s-1", value={"deleted": []})]
+    assert not one.busy
+    assert one.stored(1, "s-1") == [Outcome(save="s-1", value={"deleted": []}, ranks=(1,))]
+
+
+def test_the_first_failure_is_everybodys() -> None:
+    """It names the rank, keeps the kind of error, and each writer takes its part away."""
+    one = saves()
+    begin(one, 0, 1)
+    (told,) = one.failed(1, "s-1", named_error("StorageFullError", "no space"))
+    assert told.error == named_error("StorageFullError", "rank 1: no space")
+    assert told.discard
+    assert one.begun(2, "s-1", "step_4", 4, 1.0) == [Outcome(save="s-1", error=told.error, discard=True, ranks=(2,))], (
+        "who comes later hears it at once"
+    )
+    assert "rank 0: first" in message(one.failed(0, "s-2", named_error("HoldfastError", "first")))
+
+
+def test_time_runs_from_the_first_rank_and_the_error_says_who_is_missing() -> None:
+    """Ranks that never came and ranks that still write are told apart, a stopped process is pointed out."""
+    one = saves(4)
+    begin(one, 0, 1, now=5.0)
+    one.stored(0, "s-1")
+    one.stopped(3, on=True)
+    assert one.deadline == 15.0
+    assert one.expire(14.9) == []
+    text = message(one.expire(15.0))
+    assert "ranks 2, 3 did not come to it (the process of rank 3 is stopped, as by SIGSTOP)" in text
+    assert "the part of rank 1 is not durable yet" in text
+    assert "step 4" in text
+    assert "ranks='this'" in text
+
+
+def test_a_dead_trainer_fails_what_it_has_not_begun_at_once() -> None:
+    """What it has begun its writer finishes: a rank that dies after its share was sealed does not matter."""
+    one = saves(2)
+    begin(one, 0, 1)
+    assert one.left(1, "its trainer process has died (killed by SIGKILL)") == []
+    one.stored(0, "s-1")
+    assert one.stored(1, "s-1") == [Commit(save="s-1")]
+    assert "rank 1: its trainer process has died (killed by SIGKILL)" in message(begin(one, 0, save="s-2"))
+
+
+def test_a_dead_writer_fails_what_it_has_not_stored() -> None:
+    """Parts that are stored still count."""
+    one = saves(2)
+    begin(one, 0, 1)
+    begin(one, 0, 1, save="s-2")
+    one.stored(1, "s-1")
+    told = one.lost(1, "its writer process has died")
+    assert [action.save for action in told] == ["s-2"]
+    assert one.stored(0, "s-1") == [Commit(save="s-1")]
+
+
+def test_ranks_that_do_not_save_the_same_are_told() -> None:
+    """The n-th save of every rank has to be the same one."""
+    one = saves(2)
+    begin(one, 0, step=4)
+    text = message(begin(one, 1, step=5))
+    assert "rank 1 saves 'step_5' (step 5) where rank 0 saves 'step_4' (step 4)" in text
+
+
+def test_whether_to_save_is_decided_once_for_all() -> None:
+    """The first who asks gets the answer of the moment; the others get the same, whatever has changed since."""
+    one = saves(2)
+    begin(one, 0, 1)
+    assert one.ask(0, 8) == [Verdict(rank=0, step=8, go=False)]
+    one.stored(0, "s-1")
+    one.stored(1, "s-1")
+    one.committed("s-1", value=None, error=None)
+    assert one.ask(1, 8) == [Verdict(rank=1, step=8, go=False)]
+    assert one.ask(1, 12) == [Verdict(rank=1, step=12, go=True)]
+
+
+def test_a_new_server_learns_outcomes_from_those_who_have_heard_them() -> None:
+    """Rank 0's writer was killed after it had told some: the others end the same way instead of waiting."""
+    one = saves(2)
+    begin(one, 0)
+    told = one.heard("s-1", value={"deleted": []}, error=None)
+    assert told == [Outcome(save="s-1", value={"deleted": []})]
+    assert one.heard("s-1", value=None, error=named_error("HoldfastError", "?")) == []
+    assert one.heard("s-0", value=None, error=None) == [], "nobody waits for this one"
+    assert one.begun(1, "s-0", "step_2", 2, 0.0) == [Outcome(save="s-0", ranks=(1,))]
