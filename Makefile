@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: demo test lint bench sweep clean
+.PHONY: demo test test-frameworks lint bench sweep clean
 
 $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,6 +17,12 @@ demo: $(STAMP)  ## train a small GPT on real text, kill it three times, prove th
 
 test: $(STAMP)  ## the whole suite, under 12 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-frameworks: $(STAMP)  ## what needs servers from npm (two object stores, 370 MB): installed if npm is there
+	@if command -v npm > /dev/null; then \
+	  npm install --prefix tests/stores --no-package-lock --no-audit --no-fund --loglevel=error; \
+	else echo "npm is not installed: the tests that need s3rver and Azurite are skipped"; fi
+	$(BIN)/python -m pytest -n 2 -m frameworks -rs
 
 lint: $(STAMP)  ## style, types, layers
 	$(BIN)/ruff check .
@@ -32,4 +38,4 @@ bench: $(STAMP)  ## against limits and peers, in one run; writes benchmarks/resu
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) demo-runs
+	rm -rf $(VENV) demo-runs tests/stores/node_modules

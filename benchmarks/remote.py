@@ -1,7 +1,8 @@
 """Upload and download of a 1 GiB state to an S3 server on this machine: the raw client, Holdfast, and others.
 
-Everybody moves the same files, from the page cache, and what lands on the disk is fsynced; `save_async` and `load`
-take the state from and into live tensors, and digest it. The server keeps its objects on the disk and shares the cores.
+Everybody moves the same files, from the page cache, and what lands on the disk is fsynced; the raw client moves objects
+of the same sizes from memory, and drops what it gets. `save_async` and `load` take the state from and into live
+tensors. The server keeps its objects on the disk and shares the cores.
 """
 
 from __future__ import annotations
@@ -43,12 +44,15 @@ def run(context: Context) -> Outcome:
         scale = context.scale * (0.85 if server.name == "s3rver" else _SMALL)
         state = gpt2_state(scale=scale, quick=context.quick)
         outcome.notes.append(f"{server.name}, state of {state.nbytes / 2**30:.2f} GiB")
-        raw = RawClient(server, state.nbytes)
+        files = context.folder("files") / "c"
+        hf.save(files, state.objects)
+        stack.callback(remove, files.parent)
+        raw = RawClient(server, [path.stat().st_size for path in files.iterdir()])
         stack.callback(raw.close)
         best = _best_settings(context, outcome, raw)
         limits = Limits(context, state.nbytes)
         stack.callback(limits.close)
-        _Rounds(context, outcome, server, state, raw, best, limits).run()
+        _Rounds(context, outcome, server, state, raw, best, limits, files).run()
         outcome.limits = limits.to_json()
     _judge(outcome)
     return outcome
@@ -94,12 +98,11 @@ class _Rounds:
         raw: RawClient,
         best: dict[str, tuple[int, int]],
         limits: Limits,
+        files: Path,
     ) -> None:
         self._context, self._outcome, self._state, self._limits = context, outcome, state, limits
         self._remote = resolve(f"s3://{BUCKET}")
-        self._local = LocalStorage(context.folder("files"))
-        hf.save(f"{self._local.uri}/c", state.objects)
-        self._files = Path(self._local.uri) / "c"
+        self._local, self._files = LocalStorage(files.parent), files
         self._uploads: dict[str, Callable[[], object]] = {"limit": lambda: raw.upload(*best["upload"])}
         self._downloads: dict[str, Callable[[Path], object]] = {"limit": lambda _: raw.download(*best["download"])}
         self._uploads["push"] = lambda: copy_checkpoint(self._local, "c", self._remote, "push")
@@ -113,17 +116,14 @@ class _Rounds:
 
     def run(self) -> None:
         """Measure all, ``repeat`` times and once before."""
-        try:
-            for turn in range(self._context.repeat + 1):
-                self._saves(first=not turn)
-                for name in list(self._uploads):
-                    self._measure("upload", name, first=not turn)
-                for name in list(self._downloads):
-                    self._measure("download", name, first=not turn)
-                self._remote.delete_tree("")
-            self._memory()
-        finally:
-            remove(Path(self._local.uri))
+        for turn in range(self._context.repeat + 1):
+            self._saves(first=not turn)
+            for name in list(self._uploads):
+                self._measure("upload", name, first=not turn)
+            for name in list(self._downloads):
+                self._measure("download", name, first=not turn)
+            self._remote.delete_tree("")
+        self._memory()
 
     def _saves(self, *, first: bool) -> None:
         """Save to the remote and to the disk, in turns; the trainer is to be held the same."""

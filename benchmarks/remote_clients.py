@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,8 @@ __all__ = ["BUCKET", "Peer", "RawClient", "Server", "make_peers", "run_server"]
 
 BUCKET = "holdfast-bench"
 _MIB = 1 << 20
-_NODE_HOME = Path(os.environ.get("HOLDFAST_TEST_NODE", Path(__file__).parents[1]))
+# Where `make test-frameworks` installs servers of npm.
+_NODE_HOME = Path(os.environ.get("HOLDFAST_TEST_NODE", Path(__file__).parents[1] / "tests" / "stores"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +62,11 @@ def run_server(folder: Path, notes: list[str], *, quick: bool) -> Iterator[Serve
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         server = Server(name="moto", url=f"http://127.0.0.1:{port}")
         if not quick:
-            notes.append("s3rver is not installed (npm install s3rver; HOLDFAST_TEST_NODE): moto and a small state")
+            notes.append(
+                "s3rver is not installed (make test-frameworks, or HOLDFAST_TEST_NODE): moto and a small state"
+            )
     else:
-        raise RuntimeError("no S3 server: pip install 'moto[server,s3]', or npm install s3rver and HOLDFAST_TEST_NODE")
+        raise RuntimeError("no S3 server: pip install 'moto[server,s3]', or make test-frameworks")
     folder.mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -95,10 +98,10 @@ class RawClient:
 
     Args:
         server: where.
-        size: bytes to move, in objects of at most 256 MiB.
+        sizes: of the objects to move.
     """
 
-    def __init__(self, server: Server, size: int) -> None:
+    def __init__(self, server: Server, sizes: Sequence[int]) -> None:
         import obstore
         from obstore.store import S3Store
 
@@ -113,8 +116,7 @@ class RawClient:
             },
             client_options={"allow_http": True, "timeout": "600s"},
         )
-        one = 256 * _MIB
-        self._sizes = [min(one, size - start) for start in range(0, size, one)]
+        self._sizes = sorted(sizes, reverse=True)
         self._memory = mmap.mmap(-1, self._sizes[0])
         for start in range(0, len(self._memory), _MIB):
             self._memory[start : start + 8] = start.to_bytes(8, "little")

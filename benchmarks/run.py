@@ -35,6 +35,7 @@ BENCHMARKS = {
     "startup_trainer": ("startup_trainer", "run"),
     "trainer": ("trainer", "run"),
     "remote": ("remote", "run"),
+    "loop": ("loop", "run"),
 }
 
 

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
     "save", "loaded", "lost", "load", "small", "plan", "control", "memory", "step", "catalog", "frozen", "startup",
-    "startup_trainer", "trainer", "remote",
+    "startup_trainer", "trainer", "remote", "loop",
 )  # fmt: skip
 METHODS = {
     "save": {"save_async", "Checkpointer", "save", "torch.save", "safetensors", "DCP save", "DCP async_save"},
@@ -31,6 +31,7 @@ METHODS = {
     "startup": {"interpreter", "import holdfast", "writer process alone"},
     "startup_trainer": {"2 interpreters import torch", "2 workers, to the first line"},
     "trainer": {"holdfast rate-1", "holdfast rate-4", "holdfast directory", "holdfast kill", "holdfast same"},
+    "loop": {"by hand", "Trainer", "directory", "pt"},
     "remote": {"limit", "save_async", "save_async to disk", "push", "pull", "load", "push process", "pull process"},
 }
 # Not a time, so it holds on a busy machine too; the state of a quick run is too small for the others.

@@ -158,6 +158,7 @@ def test_every_request(forks, server, bucket, proxy, tmp_path, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_trainer_alone(forks, server, bucket, proxy, tmp_path, case):
-    """Only the trainer killed, at one in three of the requests: its writer finishes or gives up, and lets go."""
+    """Only the trainer killed, at one in three of the requests: its writer finishes what is complete, and lets go."""
     _, found = sweep(forks, server, bucket, proxy, tmp_path, case, writer_too=False, stride=3)
-    assert found == BOTH_SIDES[case]
+    assert found <= BOTH_SIDES[case]
+    assert max(found) == max(BOTH_SIDES[case])

@@ -107,10 +107,10 @@ class Lives:
 SCORES = [None, math.nan, 0.5, 0.5, 1.0, -2.0, math.inf]
 
 
-def play(seed, steps=40):
+def play(seed, steps=40, home=None):
     """One random history of two runs in one root."""
     chance = random.Random(seed)
-    home = f"memory://oracle-{next(_names)}"
+    home = home or f"memory://oracle-{next(_names)}"
     rules = [(2, None, None), (1, 2, None), (None, 2, 5), (3, 1, 4), (None, None, 3), (1, None, None)]
     runs = [Lives(f"{home}/{name}", *chance.choice(rules)) for name in ("a", "b")]
     for run in runs:
@@ -146,11 +146,13 @@ def test_more_histories(seed, capsys):
 class Machine(RuleBasedStateMachine):
     """Hypothesis looks for a short history that breaks it."""
 
+    home = "memory://machine"
+
     @initialize(
         last=st.sampled_from([None, 1, 2]), best=st.sampled_from([None, 1, 2]), every=st.sampled_from([None, 3])
     )
     def begin(self, last, best, every):
-        self.lives = Lives(f"memory://machine-{next(_names)}", last, best, every)
+        self.lives = Lives(f"{self.home}-{next(_names)}", last, best, every)
         self.lives.start()
 
     @rule(save=st.booleans(), score=st.sampled_from(SCORES))

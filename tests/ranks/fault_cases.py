@@ -39,7 +39,7 @@ def run(root: str, notes: str, fault: dict[str, Any] | None = None, until: int =
     ``fault``: rank, phase ("before copy", "while writing", "part", "commit", "between saves"), what ("exception",
     "EIO", or a signal to "trainer" or "writer").
     """
-    team.BEAT_S, team.STALE_S, team.ANSWER_MARGIN_S = 0.2, 2.0, 4.0
+    team.BEAT_S, team.STALE_S, team.ANSWER_MARGIN_S = 0.2, 4.0, 4.0
     rank = dist.get_rank()
     Path(notes, f"trainer-{rank}").write_text(str(os.getpid()))
     torch.manual_seed(3)
@@ -78,7 +78,7 @@ def _events(notes: str, fault: dict[str, Any], rank: int) -> dict[str, Any]:
     if phase == "crash" and fault["rank"] == rank:
         more = {"crash_with": f"{notes}/trainer-{rank}"} if what == "rank" else {}
         return {"crash_at": fault["at"], "crash_once": f"{notes}/happened", **more}
-    acts = {"while writing": "pwrite:step_00000004/", "commit": "rename:step_00000004/manifest.json"}
+    acts = {"while writing": "pwrite:step_00000004/", "commit": "link:step_00000004/manifest.json"}
     if phase not in acts or rank != (0 if phase == "commit" else fault["rank"]):
         return {}
     sign = what if what.startswith("E") else f"{what.split()[0]}:{notes}/{what.split()[1]}-{fault['rank']}"
@@ -86,7 +86,7 @@ def _events(notes: str, fault: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def _prepare(fault: dict[str, Any], trap: Trap, notes: str) -> None:
-    what = fault["what"]
+    what = fault.get("what")
     if fault["phase"] not in ("before copy", "between saves"):
         return
 

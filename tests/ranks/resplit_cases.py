@@ -41,13 +41,38 @@ def loader_of(kind: str) -> Any:
     return DataLoader(Stream(), batch_size=BATCH)
 
 
-def train(run: str, log: str, *, life: str, stop: int | None = None, loader: str = "plain") -> None:
-    """Train with DDP and dropout; write down each step and, after a resume, what was restored."""
+def parallel_model(how: str) -> nn.Module:
+    model = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    for weight in model.parameters():
+        torch.distributed.broadcast(weight.data, 0)
+    return fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return all weights and what the optimizer keeps for them, in full on every rank."""
+    found: dict[str, Any] = {}
+    for name, weight in getattr(model, "module", model).named_parameters():
+        values = {"weight": weight.detach(), **optimizer.state.get(weight, {})}
+        found[name] = {
+            key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in values.items()
+        }
+    return found
+
+
+def train(
+    run: str, log: str, *, life: str, stop: int | None = None, loader: str = "plain", parallel: str = "ddp"
+) -> None:
+    """Train with dropout on all ranks; write down each step and, after a resume, what was restored."""
     rank = torch.distributed.get_rank()
     torch.set_num_threads(1)
-    torch.manual_seed(100 + rank)  # ranks are seeded apart; DDP takes the weights of rank 0
+    torch.manual_seed(100 + rank)  # ranks are seeded apart, and take the weights of rank 0
     random.seed(100 + rank)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
+    model = parallel_model(parallel)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = loader_of(loader)
     with hf.Checkpointer(run, {"model": model, "optimizer": optimizer}, every=1, keep=None, timeout_s=60) as ck:
@@ -55,7 +80,7 @@ def train(run: str, log: str, *, life: str, stop: int | None = None, loader: str
         def note(event: str, samples: list[int] | None = None) -> None:
             row = {
                 "event": event, "life": life, "rank": rank, "step": ck.global_step, "epoch": ck.epoch,
-                "samples": samples, "state": digests({"model": model.module, "optimizer": optimizer}),
+                "samples": samples, "state": digests(whole(model, optimizer)),
                 "rng": [torch.get_rng_state().sum().item(), zlib.crc32(repr(random.getstate()).encode())],
             }  # fmt: skip
             with Path(log, f"{life}-{rank}.jsonl").open("a") as file:

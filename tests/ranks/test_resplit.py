@@ -36,11 +36,16 @@ def samples(found: list[dict[str, Any]], epoch: int) -> list[int]:
     return sorted(one for row in steps for one in row["samples"])
 
 
-@pytest.mark.parametrize("loader", ["plain", pytest.param("distributed", marks=pytest.mark.slow), "stream"])
-def test_four_two_three_ranks_see_every_sample_once(ranks, tmp_path, loader) -> None:
+@pytest.mark.parametrize(("loader", "parallel"), [
+    ("plain", "ddp"),
+    pytest.param("distributed", "ddp", marks=pytest.mark.slow),
+    ("plain", "fsdp2"),
+    ("stream", "ddp"),
+])  # fmt: skip
+def test_four_two_three_ranks_see_every_sample_once(ranks, tmp_path, loader, parallel) -> None:
     """Killed in mid-epoch and started with other ranks: each epoch is whole, what was saved is restored bit for bit."""
     chain = [(4, 2), (2, 4), (3, None)]
-    printed = live(ranks, tmp_path, chain, loader=loader)
+    printed = live(ranks, tmp_path, chain, loader=loader, parallel=parallel)
     found = rows(tmp_path)
     for epoch in range(EPOCHS):
         assert samples(found, epoch) == list(range(SAMPLES))
@@ -72,10 +77,11 @@ def test_one_process_and_several_share_a_run(ranks, tmp_path, chain) -> None:
         assert len(seen) == SAMPLES + (filled if epoch == 0 else 0)
 
 
-def test_two_ranks_killed_in_mid_epoch_are_their_twin(ranks, tmp_path) -> None:
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_two_ranks_killed_in_mid_epoch_are_their_twin(ranks, tmp_path, parallel) -> None:
     """With as many ranks as before every sample, weight and random number is that of the run that was never killed."""
-    live(ranks, tmp_path, [(2, None)], name="whole")
-    live(ranks, tmp_path, [(2, 4), (2, 15), (2, None)], name="broken")
+    live(ranks, tmp_path, [(2, None)], name="whole", parallel=parallel)
+    live(ranks, tmp_path, [(2, 4), (2, 15), (2, None)], name="broken", parallel=parallel)
     twin = {(row["step"], row["rank"]): row for row in rows(tmp_path, "whole")}
     broken = rows(tmp_path, "broken")
     assert {(row["step"], row["rank"]) for row in broken} == twin.keys()

@@ -25,7 +25,9 @@ def build(world, seed, *, mesh, original):
 
 def whole(state):
     options = dcp_state.StateDictOptions(full_state_dict=True)
-    return {key: value.clone() for key, value in dcp_state.get_model_state_dict(state["model"], options=options).items()}
+    return {
+        key: value.clone() for key, value in dcp_state.get_model_state_dict(state["model"], options=options).items()
+    }
 
 
 def sharded(state):

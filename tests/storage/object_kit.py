@@ -20,8 +20,8 @@ AZURE_ACCOUNT = "devstoreaccount1"
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 BUCKET = "holdfast-tests"
 
-# Where somebody ran `npm install s3rver azurite`; make test does not.
-NODE_HOME = Path(os.environ.get("HOLDFAST_TEST_NODE", Path(__file__).parents[2]))
+# Where `make test-frameworks` installs s3rver and azurite; make test does not.
+NODE_HOME = Path(os.environ.get("HOLDFAST_TEST_NODE", Path(__file__).parents[1] / "stores"))
 
 
 def free_port() -> int:
@@ -96,7 +96,7 @@ def node_command(name: str) -> str:
     """Find a server of npm, or skip the test."""
     found = NODE_HOME / "node_modules" / ".bin" / name
     if shutil.which("node") is None or not found.exists():
-        pytest.skip(f"{name} is not installed: npm install {name} in {NODE_HOME} (or set HOLDFAST_TEST_NODE)")
+        pytest.skip(f"{name} is not installed in {NODE_HOME}: make test-frameworks (or set HOLDFAST_TEST_NODE)")
     return str(found)
 
 

@@ -147,3 +147,21 @@ def test_killed_at_many_moments(proxy: FaultProxy, tmp_path: Path) -> None:
     """Trainer alone or with its writer, at every request of an upload, the disk surviving or not: always bit-exact."""
     kills = [(request, request % 2 == 0, request % 3 == 0) for request in range(10)]
     _sweep(proxy, tmp_path, "many-kills", kills)
+
+
+@pytest.mark.slow
+def test_a_writer_does_not_hang_on_a_silent_remote(proxy: FaultProxy, tmp_path: Path) -> None:
+    """The remote answers nothing any more and the trainer is killed: its writer ends all the same."""
+    life = Life(proxy, "silent", tmp_path / "scratch", pause=0.2)
+    life.start()
+    assert life.wait_for("saved") == "1"
+    proxy.inject(Fault(kind="silence", seconds=200))
+    assert life.wait_for("saved") == "2"
+    life.kill(writer=False)
+    life.bury()
+    proxy.inject()
+    assert _newest(LocalStorage(tmp_path / "scratch")) >= 2
+    last = Life(proxy, "silent", tmp_path / "scratch")
+    assert last.start()[0] >= 2
+    last.end()
+    assert _newest(bucket(proxy, "silent")) == _STEPS

@@ -176,6 +176,7 @@ def test_a_remote_that_goes_down_does_not_stop_training(remote, local, proxy, ca
         assert ck.stats.last_durable_step == 7
         assert ck.stats.last_remote_step == 1
         wait_until(lambda: ck.stats.remote_behind == 2 and ck._saver.remote._state["error"])
+        assert ck.latest().step == 7
         assert steps(LocalStorage(local))[-2:] == [6, 7]  # nothing that waits goes, whatever keep says
         proxy.inject()
         ck.wait(remote=True)
@@ -183,6 +184,9 @@ def test_a_remote_that_goes_down_does_not_stop_training(remote, local, proxy, ca
         assert ck.stats.remote_behind == 0
     assert steps(remote) == [1, 6, 7]
     assert steps(LocalStorage(local)) == [7]
+    assert {info.path for info in remote.list("", recursive=False) if info.path.startswith("step_")} == {
+        "step_00000001/", "step_00000006/", "step_00000007/"
+    }  # fmt: skip
     said = capfd.readouterr().err
     assert said.count("is not uploaded") == 1
     assert said.count("could not be reached") >= 1
@@ -260,8 +264,12 @@ def test_nothing_stays_when_asked(remote, local):
     assert sorted(path.name for path in local.iterdir()) == ["reports", "run.json"]
     assert steps(remote) == [2, 3]
     assert ck.latest().uri == f"{remote.uri}/step_00000003"
-    ck = train(remote, mirror, 4, keep=hf.Keep(last=2))
+    with running(remote, mirror, keep=hf.Keep(last=2)) as (ck, state):
+        step_to(ck, state, 4)
+        ck.wait(remote=True)
+        ck.report(val=0.25)
     assert ck.resumed_from.uri == f"{remote.uri}/step_00000003"
+    assert Catalog(remote).record("step_00000004").metrics["val"] == 0.25
     assert not list(local.glob("step_*"))
     assert steps(remote) == [3, 4]
 
@@ -423,3 +431,30 @@ def test_arguments_are_checked(tmp_path):
     ):
         with pytest.raises(ConfigError, match=word):
             hf.Mirror(tmp_path, **options)
+
+
+def test_an_error_in_the_body_waits_for_uploads(remote, local):
+    """A body that ends with an error, or for a signal, leaves nothing on the disk alone."""
+    with pytest.raises(ZeroDivisionError), running(remote, local) as (ck, state):
+        step_to(ck, state, 3)
+        raise ZeroDivisionError
+    assert steps(remote) == [1, 2, 3]
+    assert RunIndex.load(remote).attempts[0].reason == "ZeroDivisionError: "
+
+
+def test_rot_is_not_uploaded(remote, local, proxy, capfd):
+    """What has rotted on the disk before its upload is said and left out; what comes later is uploaded."""
+    with running(remote, local) as (ck, state):
+        step_to(ck, state, 1)
+        ck.wait(remote=True)
+        proxy.inject(DOWN)
+        step_to(ck, state, 2)
+        path = next(local.glob("step_00000002/*.safetensors"))
+        data = bytearray(path.read_bytes())
+        data[-100] ^= 1
+        path.write_bytes(data)
+        step_to(ck, state, 3)
+        proxy.inject()
+        ck.wait(remote=True)
+    assert steps(remote) == [1, 3]
+    assert "step_00000002 is not uploaded" in capfd.readouterr().err

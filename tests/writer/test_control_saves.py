@@ -101,6 +101,13 @@ def test_whether_to_save_is_decided_once_for_all() -> None:
     one.stored(1, "s-1")
     one.committed("s-1", value=None, error=None)
     assert one.ask(1, 8) == [Verdict(rank=1, step=8, go=False)]
+    one.begun(0, "s-2", "d", 9, 0.0)
+    for step in range(13, 60):
+        one.ask(0, step)
+    assert one.ask(1, 59) == [Verdict(rank=1, step=59, go=False)], "a rank that is far behind gets the same answer"
+    one.stored(0, "s-2")
+    one.stored(1, "s-2")
+    one.committed("s-2", value=None, error=None)
     assert one.ask(1, 12) == [Verdict(rank=1, step=12, go=True)]
 
 

@@ -53,15 +53,15 @@ class JointPace(Pace):
         elif team.rank == 0 and not self._wants_save and now >= self._schedule.next_time:
             self._wants_save = True
             team.client.tell_ranks("want", kind="save")
-        return called or self._due(float("-inf")) or (self._wants_stop and team.board.broken)
+        return called or self._due(float("-inf")) or team.board.broken
 
     def call(self, now: float, *, step_s: float, save_s: float) -> Call:
         """Tell what the step calls for, the same on all ranks; where they are about to agree on it, wait."""
         agreed = self._agreed()
         if agreed is not None and agreed != "settle":
             return agreed
-        if self._wants_stop and self._team.board.broken:
-            return "stop"  # a rank is gone: the save will say which
+        if self._team.board.broken:
+            return "stop"  # a rank is gone, and no save can succeed any more: this one says which, and why
         return "save" if self._due(float("-inf")) else agreed
 
     def poll(self, *, step_s: float, save_s: float) -> bool:

@@ -20,8 +20,10 @@ class Listing:
         storage: root of the run; of a mirrored one the local side.
         remote: remote side of a mirrored run, None for others.
         options: arguments of the run.
+        attempt: number of the attempt while this object holds the run, 0 otherwise.
     """
 
+    attempt = 0
     storage: Storage
     remote: Storage | None
     options: Options
@@ -38,7 +40,13 @@ class Listing:
 
     def latest(self) -> Checkpoint | None:
         """Return the newest committed checkpoint, None if there is none yet."""
-        found = [(side, record) for side in self._sides if (record := Catalog(side).latest()) is not None]
+        found = []
+        for side in self._sides:
+            record = Catalog(side).latest()
+            if record is not None:
+                found.append((side, record))
+                if record.attempt == self.attempt:
+                    break  # nobody else saves: what this life has on its disk is the newest, be the remote away or not
         if not found:
             return None
         side, record = max(found, key=lambda one: one[1].order)  # the local one of two equals

@@ -59,7 +59,7 @@ class Checkpointer(Listing):
         max_staging_bytes: bound of the memory a save may use; None takes one copy of the state.
         deadline: moment or time span after which this process will be gone; saves and stops before it.
         exit_code_for_requeue: exit status after a signal or the deadline.
-        timeout_s: bound of every wait.
+        timeout_s: bound of every wait; of a save of several ranks, from the first rank to the last.
         seed_samples: make random augmentation in ``__getitem__`` a function of (seed, epoch, index).
 
     Raises:
@@ -148,7 +148,7 @@ class Checkpointer(Listing):
     ) -> None:
         if not self._open:
             return
-        self._open, self._ended = False, True
+        self._open, self._ended, self.attempt = False, True, 0
         saver, client, course = self._saver, self._client, self._course
         assert saver is not None
         assert client is not None
@@ -257,7 +257,8 @@ class Checkpointer(Listing):
         """True once a signal came or the deadline is near; poll it in long evaluations, and leave the body.
 
         A body left after this was True ends as `step` would have ended it: the last finished step is saved, and the
-        exit status is ``exit_code_for_requeue``.
+        exit status is ``exit_code_for_requeue``. With several ranks it stays False until all of them stop, in `step`:
+        ranks that left at different places would wait for each other.
         """
         course, saver = self._course, self._saver
         if course is None or saver is None:
@@ -284,7 +285,7 @@ class Checkpointer(Listing):
     def _begin(self, client: WriterClient, snapshotter: Snapshotter, started: Started) -> None:
         """Set up what the loop needs, once the run is ours and its state is loaded."""
         options, progress = self.options, self._progress
-        self.resumed_from = started.checkpoint
+        self.resumed_from, self.attempt = started.checkpoint, started.opened.attempt
         self._finished_epochs = started.finished_epochs
         self._saver = saver = Saver(
             self.storage, client, started.opened, snapshotter, self._full_state, names=started.names,

@@ -48,7 +48,7 @@ class Rendezvous:
     def __init__(self, store: Any, info: RankInfo, *, name: str, timeout_s: float) -> None:
         self._store, self.rank, self.world_size, self._timeout_s = store, info.rank, info.world_size, timeout_s
         number = _met[name] = _met.get(name, 0) + 1
-        self._prefix = f"holdfast/{name}/{number}"
+        self._prefix = f"{name}/{number}"
 
     def agree(
         self, topic: str, give: Callable[[], Any], decide: Callable[[list[Any]], Any] = lambda values: values[0]
@@ -155,14 +155,14 @@ def _joined(failed: dict[int, dict[str, Any]], world_size: int) -> dict[str, Any
 
 
 def _find_store(info: RankInfo, otherwise: str) -> Any:
+    # The store of torchrun may outlive a restart of the ranks: what an earlier life left there must not be read.
+    life = f"holdfast/life_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if dist.is_available() and dist.is_initialized():
-        return dist.distributed_c10d._get_default_store()
+        return dist.PrefixStore(life, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if dist.is_available() and host and port and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun's own store, which outlives a restart of the ranks: what an earlier life left must not be read.
         store = dist.TCPStore(host, int(port), is_master=False, timeout=_CONNECT)  # type: ignore[attr-defined]
-        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return dist.PrefixStore(f"holdfast/life_{life}", store)  # type: ignore[attr-defined]
+        return dist.PrefixStore(life, store)  # type: ignore[attr-defined]
     raise ConfigError(
         f"this is rank {info.rank} of {info.world_size}, and there is no process group through which the ranks could "
         f"meet: call torch.distributed.init_process_group first, start with torchrun, or {otherwise}"

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
@@ -25,6 +26,7 @@ __all__ = ["ANSWER_MARGIN_S", "Team"]
 ANSWER_MARGIN_S = 15.0
 """What a rank waits longer than rank 0's writer does, so that it hears the reason instead of giving up first."""
 BEAT_S, STALE_S = 5.0, 30.0
+_LISTENING: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 class Team:
@@ -33,7 +35,6 @@ class Team:
     Args:
         meeting: where the ranks meet now.
         client: our writer.
-        step: steps done.
         timeout_s: bound of one save, from the first rank to the last.
 
     Attributes:
@@ -102,6 +103,7 @@ class Team:
             same_for_all([one[name] for one in facts], f"the {name} of the processes")
         alone = all(one["machine"] == facts[0]["machine"] for one in facts)
         self._listener, addresses = _listen(alone=alone, backlog=self.world_size)
+        _LISTENING.add(self._listener)
         return {"start_id": secrets.token_hex(4), "token": secrets.token_hex(16), "addresses": addresses}
 
 
@@ -143,3 +145,12 @@ def _own_addresses() -> list[str]:
         found += [str(row[4][0]) for row in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
     unreachable = ("127.", "::1", "0.")
     return [one for one in dict.fromkeys(found) if not one.startswith(unreachable)] or found
+
+
+def _after_fork_in_child() -> None:
+    """Close a loader worker's copies: as long as one is open, a dead rank 0 seems to be there."""
+    for listener in list(_LISTENING):
+        listener.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -51,12 +51,12 @@ def _plain(found: Any, path: str) -> Gathered:
             f"{path} holds one object of {found.name}, which is not made here: if you trust who wrote it, import it "
             "with trusted=True (--trusted)"
         )
-    if not isinstance(found, Mapping):
-        found = {os.path.basename(path).partition(".")[0] or "value": found}
-    if not all(isinstance(key, str) for key in found):
-        found = {"value": found}
-    elif found and all(isinstance(value, torch.Tensor) for value in found.values()):
+    if _is_weights(found):
         found = {"model": found}  # the state_dict of a model
+    elif not isinstance(found, Mapping):
+        found = {os.path.basename(path).partition(".")[0] or "value": found}
+    elif not all(isinstance(key, str) for key in found):
+        found = {"value": found}
     state = {key: _without_wrappers(value, key, gathered) for key, value in from_plain(found, where=path).items()}
     state, what = take_optimizers(state, gathered)
     gathered.values(state, what=what, mapped=mapped_ranges(path))

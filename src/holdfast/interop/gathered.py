@@ -20,6 +20,7 @@ from ..state.torch_file import tensor_bytes
 from .blobs import Blob
 from .boxes import WINDOW
 from .part import Row
+from .tree import top_items
 
 __all__ = ["Gathered", "mapped_ranges"]
 
@@ -71,7 +72,7 @@ class Gathered:
             mapped: memory that is mapped from files (`mapped_ranges`).
         """
         flat = flatten(state, unsupported="drop")
-        self.tree.update(_items(flat.tree))
+        self.tree.update(top_items(flat.tree))
         self.add(flat, mapped)
         why = "no plain data, and its class is nothing that is looked up"
         self.not_taken += [(path.removeprefix("state"), why) for path in flat.dropped]
@@ -121,10 +122,6 @@ class Gathered:
                 self.rows.remove(row)
 
 
-def _items(tree: Any) -> dict[str, Any]:
-    return dict(tree["v"]) if "$" in tree else tree
-
-
 def mapped_ranges(path: str) -> list[tuple[int, int]]:
     """Return where this process has mapped a file; nothing where the system does not tell."""
     real = os.path.realpath(path)
@@ -141,13 +138,17 @@ def _streamed(tensor: torch.Tensor, mapped: Sequence[tuple[int, int]]) -> Iterat
     """Yield the bytes of a tensor; pages mapped from a file go back to the kernel behind, or they would all add up."""
     address = tensor.data_ptr()
     whole = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    is_mapped = whole and any(low <= address and address + tensor.nbytes <= high for low, high in mapped)
+    memory = tensor.untyped_storage()
+    first, last = memory.data_ptr(), memory.data_ptr() + memory.nbytes()
+    is_mapped = any(low <= first and last <= high for low, high in mapped)
     for view in tensor_bytes(tensor):
         for start in range(0, len(view), WINDOW):
             part = view[start : start + WINDOW]
             yield part
-            if is_mapped:
+            if is_mapped and whole:
                 _forget(address + start, len(part))
+    if is_mapped:
+        _forget(first, last - first)
 
 
 def _forget(address: int, size: int) -> None:

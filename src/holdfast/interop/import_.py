@@ -90,13 +90,22 @@ def import_checkpoint(
         )
     with ExitStack() as stack:
         of = Checkpoint(source)
-        folder = stack.enter_context(of.as_directory())
-        # A single file comes as a directory that holds it under its own name.
-        path = os.path.join(folder, of.name) if of.storage.exists(of.directory) else folder
+        is_file = of.storage.exists(of.directory)
+        if is_file and of.storage.local_root is not None:
+            path = of.path
+        else:
+            # A file of another storage comes as a directory that holds it under its own name.
+            folder = stack.enter_context(of.as_directory())
+            path = os.path.join(folder, of.name) if is_file else folder
         kind = _kind(path) if format == "auto" else format
         gathered = _gather(path, kind, stack, trusted=trusted)
         gathered.tie_equal()
-        _write(gathered, target, overwrite=overwrite)
+        sweep(target.storage, target.directory)
+        try:
+            _write(gathered, target, overwrite=overwrite)
+        except BaseException:
+            sweep(target.storage, target.directory)  # files without a manifest are nothing
+            raise
     return Imported(
         checkpoint=target, source=of.uri, format=kind, taken=tuple(gathered.taken), not_taken=tuple(gathered.not_taken)
     )
@@ -138,7 +147,6 @@ def _gather(path: str, kind: str, stack: ExitStack, *, trusted: bool) -> Gathere
 
 
 def _write(gathered: Gathered, target: Checkpoint, *, overwrite: bool) -> None:
-    sweep(target.storage, target.directory)
     writer = PartWriter(target.storage, target.directory, f"{new_start_id()}-1")
     part = writer.write(gathered.rows, gathered.aliases)
     state = writer.state(dumps(gathered.tree if "$" not in gathered.tree else _escaped(gathered.tree)))

@@ -1,9 +1,9 @@
-"""Whose state is what an optimizer has stored by position: names, where they can be known.
+"""Whose state is what an optimizer has stored by position: names, where they are certain.
 
-``Optimizer.state_dict`` numbers parameters in the order of its groups. With one group that is nearly always the order
-of the model's ``state_dict``, of which they are a part (the rest are buffers and frozen parameters). If the shapes of
-the states leave only one way to find that part, it is taken. Anything else is left by position: an optimizer made in
-the same way takes it as it is.
+``Optimizer.state_dict`` numbers parameters in the order in which the script gave them. That order is told by the file
+(``param_names``), or does not matter because every state has another shape that only one parameter of the model has.
+To guess it would mix up states silently when the guess is wrong, so anything else is left by position: an optimizer
+made in the same way takes it as it is.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 import torch
 
 __all__ = ["is_optimizer", "named"]
-
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def is_optimizer(value: Any) -> bool:
@@ -36,8 +34,7 @@ def named(optimizer: Mapping[str, Any], model: Mapping[str, Any], prefix: str) -
     if len(told) == len(keys) and keys:
         names: list[str] | None = told if all(name in model for name in told) else None
     else:
-        shapes = [_shape(states.get(key)) for key in keys]
-        names = _only_way(shapes, _parameters(model)) if len(groups) == 1 else None
+        names = _by_shape([_shape(states.get(key)) for key in keys], _parameters(model))
     if names is None or not states.keys() <= set(keys):
         return None
     name_of = dict(zip(keys, names, strict=True))
@@ -50,13 +47,11 @@ def named(optimizer: Mapping[str, Any], model: Mapping[str, Any], prefix: str) -
 
 
 def _parameters(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return what may be parameters of a model's ``state_dict``: floating, no known buffers, tied ones once."""
+    """Return what may be parameters of a model's ``state_dict``: floating, tied ones once."""
     found = {}
     seen = set()
     for name, value in model.items():
         if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
-            continue
-        if name.rpartition(".")[2] in _BUFFERS:
             continue
         memory = (value.data_ptr(), value.shape, value.stride())
         if memory[0] and memory in seen:  # 0: no memory at all (empty, or only the shape is known)
@@ -72,22 +67,12 @@ def _shape(kept: Any) -> tuple[int, ...] | None:
     return next((tuple(value.shape) for value in tensors if value.dim()), None)
 
 
-def _only_way(wanted: list[tuple[int, ...] | None], there: Mapping[str, tuple[int, ...]]) -> list[str] | None:
-    """Find ``wanted`` in the same order among the shapes that are there; None if not at all, or in several ways."""
-    rows = list(there.items())
-    first = _embed(wanted, rows)
-    last = _embed(wanted[::-1], rows[::-1])
-    # The earliest and the latest way are the same exactly if there is no other.
-    return first if first is not None and last is not None and first == last[::-1] else None
-
-
-def _embed(wanted: list[tuple[int, ...] | None], rows: list[tuple[str, tuple[int, ...]]]) -> list[str] | None:
-    at, found = 0, []
-    for shape in wanted:
-        while at < len(rows) and shape is not None and rows[at][1] != shape:
-            at += 1
-        if at == len(rows):
-            return None
-        found.append(rows[at][0])
-        at += 1
-    return found
+def _by_shape(wanted: list[tuple[int, ...] | None], there: Mapping[str, tuple[int, ...]]) -> list[str] | None:
+    """Find the one parameter of each shape; None unless there is exactly one for every shape."""
+    homes: dict[tuple[int, ...], list[str]] = {}
+    for name, shape in there.items():
+        homes.setdefault(shape, []).append(name)
+    found = [homes.get(shape, []) if shape is not None else [] for shape in wanted]
+    if len(set(wanted)) != len(wanted) or any(len(names) != 1 for names in found):
+        return None
+    return [names[0] for names in found]

@@ -8,7 +8,9 @@ from typing import Any
 from ..errors import CheckpointError
 from ..state.flatten import Flat, flatten
 
-__all__ = ["nested", "node_of", "tensor_name"]
+__all__ = ["nested", "node_of", "tensor_name", "top_items"]
+
+_MAX_HOLES = 10_000  # items of a list that an importer has left out
 
 
 def tensor_name(path: Sequence[str | int]) -> str:
@@ -23,10 +25,15 @@ def node_of(value: Any, name: str, *, unsupported: str = "raise") -> tuple[Any, 
         UnsupportedStateError: it cannot be saved.
     """
     flat = flatten({name: value}, unsupported=unsupported)
-    tree = flat.tree
-    if flat.dropped and not (tree.get("v") if "$" in tree else tree):
-        return None, flat
-    return (tree["v"][0][1] if "$" in tree else tree[name]), flat
+    items = top_items(flat.tree)
+    return items.get(name), flat  # None: it was dropped
+
+
+def top_items(tree: Any) -> dict[str, Any]:
+    """Return the nodes of a state by name, however `flatten` has written the mapping."""
+    if tree.get("$") == "tensors":
+        return {key: {"$": "tensor", "n": tree["at"] + key} for key in tree["k"]}
+    return dict(tree["v"]) if "$" in tree else tree
 
 
 def nested(nodes: Mapping[tuple[str | int, ...], Any]) -> Any:
@@ -42,6 +49,8 @@ def nested(nodes: Mapping[tuple[str | int, ...], Any]) -> Any:
             at = at.setdefault(step, {})
             if not isinstance(at, dict) or isinstance(at, _Node):
                 raise CheckpointError(f"{tensor_name(path)!r} lies inside of a value: give it another name")
+        if path[-1] in at:
+            raise CheckpointError(f"{tensor_name(path)!r} is there twice: give one of them another name")
         at[path[-1]] = _Node(node=node)
     return _close(root)
 
@@ -54,6 +63,8 @@ def _close(value: dict[Any, Any]) -> Any:
     if isinstance(value, _Node):
         return value["node"]
     if value and all(type(key) is int for key in value):
+        if min(value) < 0 or max(value) > len(value) + _MAX_HOLES:
+            raise CheckpointError(f"a list of {len(value)} items has the places {min(value)} to {max(value)}")
         return [_close(value[key]) if key in value else None for key in range(max(value) + 1)]
     items = {str(key): _close(item) for key, item in value.items()}
     if "$" in items:

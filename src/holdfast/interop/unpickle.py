@@ -12,11 +12,13 @@ import datetime
 import io
 import pathlib
 import pickle
-from collections import defaultdict, deque
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections import OrderedDict, defaultdict, deque
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch._weights_only_unpickler import _get_allowed_globals
 
@@ -47,7 +49,34 @@ _ALLOWED_IN_METADATA = {
 MAX_METADATA = 2 << 30
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+# The reader in Python, because in that one it can be said whose state a pickle may set.
+_PYTHON: Any = pickle._Unpickler
+
+
+class _Guarded(_PYTHON):  # type: ignore[misc]
+    """A reader whose pickles can set the state of few things.
+
+    Any pickle may set attributes of whatever it has been given, functions and classes among it; here only of
+    ``buildable`` values.
+    """
+
+    buildable: tuple[type, ...] = ()
+    dispatch: dict[int, Any] = dict(_PYTHON.dispatch)  # noqa: RUF012
+
+    def load_build(self) -> None:
+        """Set the state of what was made before."""
+        made = self.stack[-2]
+        if isinstance(made, Opaque):
+            self.stack.pop()
+        elif isinstance(made, self.buildable):
+            super().load_build()
+        else:
+            raise pickle.UnpicklingError(f"it sets the state of a {type(made).__name__}: refused")
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+class _MetadataUnpickler(_Guarded):
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED_IN_METADATA.get(module, ()):
             if module == "pathlib":
@@ -59,6 +88,15 @@ class _MetadataUnpickler(pickle.Unpickler):
             f".metadata asks for {module}.{name}, which no metadata of torch.distributed.checkpoint needs: refused; "
             "nothing of it was run"
         )
+
+
+@cache
+def _metadata_types() -> tuple[type, ...]:
+    import torch.distributed.checkpoint.metadata as theirs
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    names = _ALLOWED_IN_METADATA[_METADATA] - {"_MEM_FORMAT_ENCODING"}
+    return (_StorageInfo, *(getattr(theirs, name) for name in sorted(names)))
 
 
 def _text_of_path(*parts: str) -> str:
@@ -73,6 +111,7 @@ def read_metadata(data: bytes) -> Any:
     """
     from torch.distributed.checkpoint.metadata import Metadata
 
+    _MetadataUnpickler.buildable = _metadata_types()
     try:
         found = _MetadataUnpickler(io.BytesIO(data)).load()
     except CorruptCheckpointError:
@@ -124,8 +163,6 @@ class Opaque:
 @cache
 def _plain_globals() -> dict[str, Any]:
     """Return what builds plain data: what torch's own reader knows, and a little more."""
-    import numpy as np
-
     known: dict[str, Any] = {
         **_get_allowed_globals(),
         "collections.deque": deque,
@@ -149,12 +186,14 @@ def _plain_globals() -> dict[str, Any]:
     return known
 
 
-class _LenientUnpickler(pickle.Unpickler):
+class _LenientUnpickler(_Guarded):
     def find_class(self, module: str, name: str) -> Any:
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))  # names of Python 2
         full = f"{module}.{name}"
         return _plain_globals().get(full) or type("Opaque", (Opaque,), {"name": full})
 
 
+_LenientUnpickler.buildable = (np.ndarray, np.dtype, torch.Tensor, OrderedDict)
 _LENIENT = SimpleNamespace(Unpickler=_LenientUnpickler, load=pickle.load, __name__="holdfast lenient reader")
 
 
@@ -188,7 +227,7 @@ def read_torch(path: str, *, trusted: bool = False) -> Any:
         ) from refused
     try:
         return torch.load(path, map_location="cpu", weights_only=False, mmap=True, pickle_module=_LENIENT)
-    except Exception as error:
+    except Exception as error:  # a pickle that misses its classes fails in its own way
         raise UnsupportedStateError(
             f"{path}: torch's weights-only reader refuses it ({_first_line(refused)}), and without the classes in it "
             f"it makes no sense ({type(error).__name__}): if you trust who wrote it, import it with trusted=True "

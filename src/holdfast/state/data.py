@@ -320,7 +320,7 @@ class ResumableBatches:
             self._say("every rank gets the same samples: give the loader a DistributedSampler to split them", once=True)
         if self._order is not None and not getattr(self._loader, "in_order", True):
             self._say("in_order=False is not used: a position is a prefix of the order", once=True)
-        if not self._seed_samples:
+        if not self._seed_samples and getattr(self._loader, "num_workers", 1):
             self._say(
                 "seed_samples=False: sample ids are exact after a resume, random augmentation in workers is not",
                 once=True,

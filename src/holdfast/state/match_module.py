@@ -39,11 +39,10 @@ def match_module(matcher: Matcher, live: nn.Module, saved: Any, path: str) -> nn
     module = unwrap(live)
     check_module(module, path)
     raw = module.state_dict()
-    own = {
-        local_tensor(tensor).data_ptr() for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta
-    }
+    owned = [*module.parameters(), *module.buffers()]
+    own = {local_tensor(tensor).data_ptr() for tensor in owned if not tensor.is_meta}
+    memory = Memory(matcher, module) if any(tensor.is_meta for tensor in owned) else None
     in_place = type(module).load_state_dict is nn.Module.load_state_dict
-    memory = Memory(matcher, module)
     copies: dict[str, Any] = {}  # what has to go through load_state_dict
     direct: dict[str, Any] = {}
     absent: list[tuple[Any, str]] = []
@@ -61,7 +60,7 @@ def match_module(matcher: Matcher, live: nn.Module, saved: Any, path: str) -> nn
         elif in_place and not value.is_meta and ((local := local_tensor(value)).data_ptr() in own or not local.numel()):
             if matcher.read(ref, value, where):
                 direct[key] = value
-        elif in_place and value.is_meta and (made := memory.make(key)) is not None:
+        elif in_place and memory is not None and value.is_meta and (made := memory.make(key)) is not None:
             if matcher.read(ref, made, where):
                 direct[key] = made
         else:
@@ -76,13 +75,15 @@ def match_module(matcher: Matcher, live: nn.Module, saved: Any, path: str) -> nn
     for name in have:
         if matcher.takes(prefix + name):
             matcher.problems.unexpected.append(prefix + name)
-    matcher.actions.append(memory.install)
+    if memory is not None:
+        matcher.actions.append(memory.install)
     if copies:
         assign = not in_place and any(isinstance(value, torch.Tensor) and value.is_meta for value in raw.values())
         matcher.actions.append(lambda: _load_rest(module, direct, matcher.filled(copies), assign=assign))
     elif direct:
         matcher.actions.append(lambda: _run_hooks(module))
-    matcher.actions.append(lambda: _note_meta(matcher, module, prefix))
+    if memory is not None:
+        matcher.actions.append(lambda: _note_meta(matcher, module, prefix))
     if copies or direct:
         matcher.restored.append(path)
     return live

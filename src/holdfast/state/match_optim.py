@@ -130,7 +130,7 @@ def _one(
         dtype = arrays.dtype_of(entry.dtype)
         there = have.get(key)
         if not (isinstance(there, torch.Tensor) and there.dtype == dtype and there.shape == tuple(entry.shape)):
-            if is_spread(param) and param.shape == tuple(entry.shape):
+            if is_spread(param) and param.shape == tuple(entry.shape) and key != "step":
                 there = torch.empty_like(param, dtype=dtype, device=home_of(param, matcher.device))
             else:
                 device = state_device(key, group, param)

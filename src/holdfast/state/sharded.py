@@ -34,6 +34,7 @@ __all__ = [
 
 # torch < 2.5 has the first name only.
 _DTENSOR = ("torch.distributed._tensor", "torch.distributed.tensor")
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor"
 
 
@@ -80,7 +81,7 @@ def spread_types() -> tuple[type, ...]:
 
 def is_spread(value: object) -> bool:
     """Tell whether a tensor is spread over ranks."""
-    return isinstance(value, spread_types())
+    return type(value) not in _PLAIN and isinstance(value, spread_types())
 
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:
@@ -88,7 +89,7 @@ def local_tensor(value: torch.Tensor) -> torch.Tensor:
 
     Of a ShardedTensor with several shards here it is the first.
     """
-    if not is_spread(value):
+    if type(value) in _PLAIN or not is_spread(value):
         return value
     if hasattr(value, "local_shards"):
         shards = value.local_shards()

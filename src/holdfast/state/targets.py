@@ -17,8 +17,6 @@ from .stored import Stored
 
 __all__ = ["Targets", "box_of"]
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
 
 class Targets:
     """Collects read requests for one load.
@@ -58,7 +56,7 @@ class Targets:
                 return f"{arrays.dtype_name(live.dtype)} in the state, {entry.dtype} in the checkpoint"
         if live.is_meta:
             return "it is on the meta device in the state: give it memory first"
-        spread = type(live) not in _PLAIN and is_spread(live)
+        spread = is_spread(live)
         home = local_tensor(live) if spread else live
         address = home.data_ptr()
         if address:

@@ -150,6 +150,7 @@ class FaultProxy:
         self._lock, self._closing = threading.Lock(), threading.Lock()
         self._log: list[Exchange] = []
         self._armed: list[_Armed] = []
+        self._connections: set[asyncio.Task[None] | None] = set()
         self._loop = asyncio.new_event_loop()
         self._listener = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
@@ -200,6 +201,8 @@ class FaultProxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection of a client: requests one after another until somebody closes."""
+        task = asyncio.current_task()
+        self._connections.add(task)  # the loop itself holds tasks weakly: one that waits long could be collected
         try:
             while (head := await read_head(reader)) is not None:
                 one, fault = self._note(head)
@@ -210,6 +213,7 @@ class FaultProxy:
         except (OSError, asyncio.LimitOverrunError, ValueError, asyncio.CancelledError):
             pass  # one side went away, or this proxy does
         finally:
+            self._connections.discard(task)
             writer.transport.abort()
 
     def _note(self, head: Head) -> tuple[Exchange, Fault | None]:

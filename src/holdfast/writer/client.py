@@ -292,8 +292,9 @@ class WriterClient:
         step), "records", "close_run" (reason, details), and "probe" (storage; see `probe`). For whoever restarts
         workers: "next_attempt" (reason, details: of the attempt that ends; {"attempt", "start_id"} of the new one),
         "details" (details: added to the current attempt), "note" (key, value: small JSON that stays with the run),
-        "protect" (names: of checkpoints that retention spares until the next "protect"). For mirrored runs: "follow"
-        (since: a version; the state of the mirror, as soon as it has another version).
+        "protect" (names: of checkpoints that retention spares until the next "protect"). "discard" (names, why: deletes
+        checkpoints; the names of those that are gone). For mirrored runs: "follow" (since: a version; the state of the
+        mirror, as soon as it has another version).
 
         All but "report" and "follow" run after the saves submitted before them.
         """

@@ -100,8 +100,9 @@ class ControlMember:
             _LOG.exception("the connection to rank 0's writer has failed")
             self.lost = f"the connection to rank 0's writer has failed: {error!r}"
         finally:
-            if self._link is not None:
-                self._link.close()
+            for one in (self._link, self._wake, self._woken):
+                if one is not None:
+                    one.close()
             if self.lost is not None:
                 self._board.break_up()
                 self._board.withdraw()
@@ -109,20 +110,24 @@ class ControlMember:
 
     def _connect(self) -> bool:
         """Connect, for as long as there is hope; False when there is none (`lost`), or nobody wants it any more."""
-        deadline = time.monotonic() + self._stale_s
+        begun = time.monotonic()
         pause_s = _PAUSE_S[0]
         problem = ""
         while True:
+            refused = True
             for address in self._addresses:
                 try:
                     sock = socket.create_connection(address, timeout=_CONNECT_S)
                 except OSError as error:
                     problem = f"{address[0]}:{address[1]}: {error}"
+                    refused = refused and isinstance(error, ConnectionRefusedError)
                     continue
                 self._link = Link(sock)
                 self._heard = time.monotonic()
                 return True
-            if time.monotonic() > deadline:
+            # Rank 0's trainer holds the listening socket for a writer that is started again: if nobody holds it, both
+            # are gone.
+            if time.monotonic() - begun > (self._stale_s / 10 if refused else self._stale_s):
                 self.lost = (
                     f"rank 0's writer cannot be reached ({problem}): it has died, or the network does not let us"
                 )
@@ -150,12 +155,12 @@ class ControlMember:
         next_beat = 0.0
         while fine:
             now = time.monotonic()
+            if now - self._heard > self._stale_s:
+                self.lost = f"rank 0's writer gives no sign of life for {self._stale_s:g} s"
+                return True
             if now >= next_beat:
                 next_beat = now + self._beat_s
                 fine = link.send({"do": "beat", "step": self._board.done, "stopped": self._stopped()})
-            elif now - self._heard > self._stale_s:
-                self.lost = f"rank 0's writer gives no sign of life for {self._stale_s:g} s"
-                return True
             sources: list[Link | socket.socket] = [link, self._woken]
             ready, _, _ = select.select(sources, [link] if link.unsent else [], [], max(0.0, next_beat - now))
             if self._woken in ready:

@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["Commit", "JointSaves", "Outcome", "Verdict", "named_error", "rank_list"]
 
-_REMEMBERED = 16  # outcomes and verdicts of late askers
+_REMEMBERED = 16  # outcomes, for ranks that ask late
 _NAMED = 8
 
 
@@ -76,7 +76,7 @@ class JointSaves:
         self._world_size, self._timeout_s = world_size, timeout_s
         self._saves: dict[str, _Save] = {}
         self._ended: dict[str, Outcome] = {}
-        self._verdicts: dict[int, bool] = {}
+        self._verdicts: dict[int, tuple[bool, set[int]]] = {}  # by step, with the ranks that have not asked yet
         self._left: dict[int, str] = {}  # ranks that begin no more saves, and why
         self._stopped: set[int] = set()  # ranks whose trainer the system has stopped
 
@@ -165,8 +165,10 @@ class JointSaves:
 
     def ask(self, rank: int, step: int) -> list[Action]:
         """Decide, once for all ranks, whether to save ``step``: not while a save is under way."""
-        go = self._verdicts.setdefault(step, not self._saves)
-        _forget(self._verdicts)
+        go, waiting = self._verdicts.setdefault(step, (not self._saves, set(range(self._world_size))))
+        waiting.discard(rank)
+        if not waiting:  # until then it is kept, however far ahead the others are
+            del self._verdicts[step]
         return [Verdict(rank=rank, step=step, go=go)]
 
     # -- inside
@@ -184,7 +186,8 @@ class JointSaves:
 
     def _end(self, outcome: Outcome) -> Outcome:
         self._ended[outcome.save] = outcome
-        _forget(self._ended)
+        while len(self._ended) > _REMEMBERED:
+            del self._ended[next(iter(self._ended))]
         return outcome
 
     def _overdue(self, one: _Save) -> str:
@@ -236,8 +239,3 @@ def _only(outcome: Outcome, rank: int) -> Outcome:
     return Outcome(
         save=outcome.save, error=outcome.error, value=outcome.value, discard=outcome.discard, ranks=(rank,)
     )  # fmt: skip
-
-
-def _forget(known: dict[Any, Any]) -> None:
-    while len(known) > _REMEMBERED:
-        del known[next(iter(known))]

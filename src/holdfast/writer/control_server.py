@@ -23,7 +23,6 @@ __all__ = ["BEAT_S", "STALE_S", "ControlServer"]
 _LOG = logging.getLogger("holdfast.writer.control")
 BEAT_S = 5.0
 STALE_S = 30.0
-_REJOIN_S = 10.0  # a writer that was killed is started again, and joins again, long before this
 _HELLO_BYTES = 64 << 10
 _FLUSH_S = 5.0
 
@@ -64,6 +63,7 @@ class ControlServer:
     ) -> None:
         self._listener, self._token, self._world_size, self._commit = listener, token, world_size, commit
         self._beat_s, self._stale_s = beat_s, stale_s
+        self._rejoin_s = stale_s / 3  # a writer that was killed is started again, and joins again, long before this
         self.saves = JointSaves(world_size, timeout_s=timeout_s)
         self.steps = StepAgreement(world_size)
         now = time.monotonic()
@@ -124,7 +124,9 @@ class ControlServer:
     def _turn(self) -> None:
         now = time.monotonic()
         due = [self._next_beat, *([] if self.saves.deadline is None else [self.saves.deadline])]
-        due += [member.cut + _REJOIN_S for member in self._members if member.cut is not None and member.gone is None]
+        due += [
+            member.cut + self._rejoin_s for member in self._members if member.cut is not None and member.gone is None
+        ]
         for key, _ in self._selector.select(max(0.0, min(due) - now)):
             if key.fileobj is self._listener:
                 self._accept()
@@ -160,7 +162,7 @@ class ControlServer:
         for rank, member in enumerate(self._members):
             if member.gone is not None:
                 continue
-            if member.cut is not None and now - member.cut >= _REJOIN_S:
+            if member.cut is not None and now - member.cut >= self._rejoin_s:
                 self._lose(rank, "its writer process has died")
             elif member.link is not None and now - member.heard > self._stale_s:
                 self._lose(rank, f"its writer process gives no sign of life for {self._stale_s:g} s")
@@ -200,6 +202,8 @@ class ControlServer:
             self._drop(link)
             return
         for message in messages:
+            if link not in self._ranks and link not in self._strangers:
+                return  # an answer could not be sent: it is gone
             try:
                 rank = self._ranks.get(link)
                 if rank is not None:
@@ -249,6 +253,8 @@ class ControlServer:
                 self._members[rank].cut = time.monotonic()
 
     def _interest(self, link: Link) -> None:
+        if link not in self._ranks and link not in self._strangers:
+            return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.unsent else 0)
         if self._selector.get_key(link).events != events:
             self._selector.modify(link, events)

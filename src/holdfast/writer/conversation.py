@@ -347,7 +347,7 @@ def _after_fork_in_child() -> None:
 def _close_all() -> None:
     deadline = time.monotonic() + _AT_EXIT_S
     for conversation in list(_LIVE):
-        conversation.close(max(0.0, deadline - time.monotonic()))
+        conversation.close(max(0.0, deadline - time.monotonic()), "its program has ended")
 
 
 if hasattr(os, "register_at_fork"):

@@ -82,6 +82,7 @@ class Joint:
         self._wants: dict[str, None] = {}
         self._failed: dict[str, dict[str, Any]] = {}
         self._heard: dict[str, Message] = {}
+        self._after: list[Callable[[], None]] = []
         self._lost: str | None = None
 
     # -- from the trainer, on the reading thread
@@ -146,6 +147,14 @@ class Joint:
         if lost is not None:
             self._fail_asked(lost)
         self._say({"do": "ask", "step": step})
+
+    def after(self, work: Callable[[], None]) -> None:
+        """Do something on the working thread once the saves begun before it have ended."""
+        with self._changed:
+            if self._waiting:
+                self._after.append(work)
+                return
+        self._answers.later(work)
 
     # -- from the working thread
 
@@ -268,6 +277,10 @@ class Joint:
             self._answers.say_done(one.call, result.to_json(), (one.committed,))
         with self._changed:
             self._waiting.pop(one.job.save_id, None)
+            if not self._waiting:
+                after, self._after = self._after, []
+                for work in after:
+                    self._answers.later(work)
             self._changed.notify_all()
 
     def _discard(self, one: _Waiting) -> None:
@@ -339,6 +352,11 @@ def is_stopped(pid: int) -> bool:
 def how_it_ended(pid: int) -> str:
     """Say how a process that is dead and not yet reaped has ended; "" when that is not known any more."""
     fields = _stat(pid)
+    for _ in range(50):  # its connections close a moment before its end is complete
+        if not fields or fields[0] in "ZX":
+            break
+        time.sleep(0.002)
+        fields = _stat(pid)
     if len(fields) < 50 or fields[0] != "Z":
         return ""
     status = int(fields[49])

@@ -245,7 +245,10 @@ class WriterLoop:
                 if value is not _ANSWERED:
                     self.say_done(message.header["call"], value)
 
-        self._work.put(work)
+        if self._joint is None:
+            self._work.put(work)
+        else:
+            self._joint.after(work)
 
     def _worker(self) -> None:
         while (work := self._work.get()) is not None:

@@ -121,14 +121,9 @@ class Mirroring:
         return name in self.remote.catalog.index.rows
 
     def late(self, name: str, metrics: Mapping[str, Any], *, pinned: bool | None = None) -> None:
-        """Pass on what came late about a checkpoint that is only at the remote."""
+        """Pass on what came late about a checkpoint that the remote has."""
         with self._lock:
             self._late.append((name, dict(metrics), pinned))
-            self._sync_soon()
-
-    def noticed(self) -> None:
-        """Something else about the run has changed on the local disk that the remote should have soon."""
-        with self._lock:
             self._sync_soon()
 
     def quarantine(self, name: str, reason: str) -> None:

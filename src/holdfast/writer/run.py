@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -94,9 +95,10 @@ class Run:
         except BaseException:
             if run is not None:
                 run._reports.close()
-                run._heartbeat.close()
-            if far is not None:
-                far.heartbeat.close()
+            held = [] if run is None else [run._heartbeat]
+            for one in held if far is None else [*held, far.heartbeat]:
+                with contextlib.suppress(StorageError):  # what went wrong first says more
+                    one.close()
             raise
         return run, opened
 
@@ -213,32 +215,33 @@ class Run:
             "details": self._catalog.index.describe_attempt,
             "note": self._note,
             "protect": self._protect,
+            "discard": self._discard,
         }
         if op not in operations:
             raise ConfigError(f"unknown operation {op!r} of a run: use one of {sorted(operations)}")
         return operations[op](**args)
 
     def _metrics(self, name: str, metrics: dict[str, Any]) -> list[str]:
-        mirror = self._mirror
-        if mirror is not None and name not in self._catalog.index.rows and mirror.has(name):
-            mirror.late(name, metrics)
+        if self._is_uploaded(name, metrics):
             return []
         # `record` refuses a name that retention deleted: a sidecar there would look like a foreign checkpoint.
         self._catalog.record(name)
         self._catalog.set_metrics(name, metrics)
-        if mirror is not None:
-            mirror.noticed()
         return [gone for gone, _ in self.retain()]
 
     def _pin(self, name: str, *, on: bool = True) -> None:
+        if not self._is_uploaded(name, {}, pinned=on):
+            self._catalog.record(name)
+            self._catalog.pin(name, on=on)
+
+    def _is_uploaded(self, name: str, metrics: dict[str, Any], *, pinned: bool | None = None) -> bool:
+        """Tell the remote of what came late, if it has this checkpoint; True if nobody else has."""
         mirror = self._mirror
-        if mirror is not None and name not in self._catalog.index.rows and mirror.has(name):
-            mirror.late(name, {}, pinned=on)
-            return
-        self._catalog.record(name)
-        self._catalog.pin(name, on=on)
-        if mirror is not None:
-            mirror.noticed()
+        if mirror is None or not mirror.has(name):
+            return False
+        # Also of one that the local side still has: it may go before anybody has compared the two.
+        mirror.late(name, metrics, pinned=pinned)
+        return name not in self._catalog.index.rows
 
     def _quarantine(self, name: str, reason: str, *, side: str | None = None) -> None:
         if self._mirror is not None and side == self._mirror.uri:
@@ -291,6 +294,9 @@ class Run:
 
     def _protect(self, names: list[str]) -> None:
         self._protected = frozenset(names)
+
+    def _discard(self, names: list[str], why: str) -> list[str]:
+        return [verdict.name for verdict in self._catalog.discard(names, why)]
 
     # ---- lease and end
 

@@ -146,6 +146,12 @@ def test_early_stopping(tmp_path: Path) -> None:
     trainer.fit()
     assert trainer.state.timestamp.epoch == Time("3ep")
     assert [path.rsplit("/", 1)[1] for path in trainer.saved_checkpoints] == ["ep3-ba18"]
+    trainer.close()
+    again = plain(
+        tmp_path, callbacks=EarlyStopping("loss"), eval_dataloader=loader(6), max_duration="50ep", autoresume=True
+    )
+    again.fit()
+    assert again.state.timestamp.epoch == 3
     with pytest.raises(hf.ConfigError, match="no such metric"):
         plain(None, callbacks=EarlyStopping("apples"), eval_dataloader=loader(6)).fit()
     with pytest.raises(hf.ConfigError, match="comp"):

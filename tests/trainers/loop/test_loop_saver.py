@@ -15,6 +15,7 @@ import holdfast as hf
 from holdfast.callbacks import CheckpointSaver
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.core import Event, Time
+from holdfast.loggers import RemoteUploaderDownloader
 from holdfast.storage.resolve import resolve
 from holdfast.trainers.loop.files import read_note
 
@@ -160,6 +161,37 @@ def test_nothing_is_overwritten(tmp_path: Path, filename: str) -> None:
     plain(tmp_path, save_filename=filename, max_duration="2ba", save_interval="1ba", save_overwrite=True).fit()
 
 
+def test_what_others_made_is_not_overwritten(tmp_path: Path) -> None:
+    """A file, or a directory, of somebody else that has a name of ours is in the way too."""
+    torch.save({"mine": 1}, tmp_path / "ba3.pt")
+    (tmp_path / "ba4").mkdir()
+    (tmp_path / "ba4" / "notes.txt").write_text("mine")
+    for filename in ("ba{batch}.pt", "ba{batch}"):
+        with pytest.raises(hf.CheckpointExistsError, match=r"ba[34]"):
+            plain(tmp_path, save_filename=filename).fit()
+
+
+def test_uploads_are_not_overwritten(tmp_path: Path) -> None:
+    """What was uploaded by an earlier run refuses a fresh start, wherever that saves locally."""
+    bucket = f"memory://guard-{os.getpid()}"
+    plain(tmp_path / "a", loggers=RemoteUploaderDownloader(bucket), run_name="r").fit()
+    with pytest.raises(hf.CheckpointExistsError, match="memory://guard"):
+        plain(tmp_path / "b", loggers=RemoteUploaderDownloader(bucket), run_name="r").fit()
+    plain(tmp_path / "b", loggers=RemoteUploaderDownloader(bucket), run_name="s").fit()
+
+
+def test_other_runs_are_not_cleaned_up(tmp_path: Path) -> None:
+    """Going on from a checkpoint elsewhere does not make what lies in the folder ours to delete."""
+    folder = tmp_path / "runs"
+    plain(folder, save_interval="2ba", max_duration="4ba").fit()
+    plain(tmp_path / "other").fit()
+    trainer = plain(
+        folder, load_path=tmp_path / "other" / "ep2-ba12", max_duration="3ep", save_num_checkpoints_to_keep=1
+    )
+    trainer.fit()
+    assert names(folder) == ["ep0-ba2", "ep0-ba4", "ep3-ba18"]
+
+
 def test_a_constant_name_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -> None:
     """One name for all: each save replaces the one before."""
     trainer = plain(tmp_path, save_filename="model.pt", save_interval="1ba", max_duration="3ba")
@@ -232,6 +264,16 @@ def test_wrong_arguments(tmp_path: Path, options: dict[str, Any], word: str) -> 
     """Every wrong argument is refused by the constructor, by name."""
     with pytest.raises(hf.ConfigError, match=word):
         plain(**{"folder": tmp_path, **options} if "save_folder" not in options else {"folder": None, **options})
+
+
+def test_savers_must_not_meet(tmp_path: Path) -> None:
+    """Two savers with one name in one folder, or among the uploads, are refused."""
+    with pytest.raises(hf.ConfigError, match="same name"):
+        plain(tmp_path, save_filename="a", callbacks=CheckpointSaver(tmp_path, "a"))
+    bucket = RemoteUploaderDownloader(f"memory://meet-{os.getpid()}")
+    with pytest.raises(hf.ConfigError, match="uploads"):
+        plain(tmp_path, save_filename="a", callbacks=CheckpointSaver(tmp_path / "b", "a"), loggers=bucket)
+    plain(tmp_path, save_filename="a", callbacks=CheckpointSaver(tmp_path / "b", "c"), loggers=bucket)
 
 
 def test_shares_need_a_length(tmp_path: Path) -> None:

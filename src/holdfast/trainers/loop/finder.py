@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ...checkpoint.record import Record, timestamp
+from ...checkpoint.remains import is_remains
 from ...checkpoint.sidecar import read_sidecar
 from ...errors import (
     CheckpointError,
@@ -23,9 +24,10 @@ from ...format.manifest import MANIFEST_NAME
 from ...storage.base import Storage
 from .files import read_note
 
-__all__ = ["CONTAINERS", "Found", "container_of", "look", "look_at", "names_in"]
+__all__ = ["CONTAINERS", "OWN_NAMES", "Found", "container_of", "is_foreign", "look", "look_at", "names_in"]
 
 _LOG = logging.getLogger("holdfast.trainer")
+OWN_NAMES = ("reports", "logs")  # folders that a run keeps beside its checkpoints
 CONTAINERS = {"": "directory", ".pt": "torch", ".safetensors": "safetensors"}
 _REFUSED = (
     ".tar",
@@ -157,6 +159,14 @@ def look_at(storage: Storage, name: str) -> Found | None:
         weights_only=bool(note.get("weights_only")), created=float(note.get("created", 0.0)),
         epoch=note.get("epoch"), metrics=dict(note.get("metrics") or {}),
     )  # fmt: skip
+
+
+def is_foreign(storage: Storage, name: str) -> bool:
+    """Tell whether something that is no checkpoint is not the remains of one of ours either."""
+    if storage.exists(name):
+        return True
+    files = [info.path for info in storage.list(name, recursive=False)]
+    return bool(files) and not is_remains(files)
 
 
 def _directory(storage: Storage, name: str) -> Found:

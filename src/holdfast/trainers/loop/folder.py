@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ...checkpoint.remains import is_remains
 from ...errors import ConfigError, HoldfastError, StorageNotFoundError
+from ...format.commit import remove
+from ...format.manifest import MANIFEST_NAME
 from ...storage.base import Storage
 from ...storage.resolve import resolve, split_uri
 from ...writer.client import WriterClient
-from .finder import look
+from .finder import Found, look
 
 __all__ = ["Folder", "link_latest"]
 
@@ -51,8 +55,12 @@ class Folder:
         """True when it is not a local directory."""
         return split_uri(self.spelling)[0] not in ("file",)
 
-    def open(self, *, directories: bool) -> None:
+    def open(self, *, directories: bool, nested: bool = False) -> None:
         """Get ready to save: with directories a writer is started and takes the lease; idempotent.
+
+        Args:
+            directories: checkpoints are directories.
+            nested: their names lie in sub-folders.
 
         Raises:
             RunBusyError: another live process saves there.
@@ -61,7 +69,7 @@ class Folder:
         if directories and self.client is None:
             self._take_lease()
         if not self.attempt:
-            self._look_for_attempt()
+            self._look_for_attempt(nested=nested)
 
     def _take_lease(self) -> None:
         self.client = client = WriterClient.start(self.storage)
@@ -75,13 +83,13 @@ class Folder:
         self.run_id, self.start_id, self.quarantined = opened.run_id, opened.start_id, dict(opened.quarantined)
         self.attempt = max(self.attempt, opened.attempt)
 
-    def _look_for_attempt(self) -> None:
+    def _look_for_attempt(self, *, nested: bool) -> None:
         """Number this life by what lies there, and see that the folder can be written to before any training."""
         probe = f".probe-{self.start_id}"
         self.storage.put(probe, b"")
         self.storage.delete(probe)
         with contextlib.suppress(StorageNotFoundError):
-            self.attempt = 1 + max((one.attempt for one in look(self.storage, nested=False)), default=0)
+            self.attempt = 1 + max((one.attempt for one in look(self.storage, nested=nested)), default=0)
         self.attempt = max(1, self.attempt)
 
     def next_save_id(self) -> str:
@@ -94,6 +102,27 @@ class Folder:
         self.quarantined[name] = reason
         if self.client is not None and "/" not in name:
             answer(self.client.run_op("quarantine", name=name, reason=reason), self.storage, TIMEOUT_S)
+
+    def delete(self, one: Found) -> None:
+        """Delete a checkpoint; the index of the run forgets it first, so that remains of a deletion are swept."""
+        if one.container != "directory":
+            self.storage.delete(one.name)
+            return
+        gone: list[str] = []
+        if self.client is not None and "/" not in one.name:
+            future = self.client.run_op("discard", names=[one.name], why="not kept by its saver")
+            gone = answer(future, self.storage, TIMEOUT_S)
+        if not gone:
+            remove(self.storage, one.name)
+
+    def sweep(self, wanted: Callable[[str], object]) -> None:
+        """Remove what killed saves and deletions left in sub-folders; the writer sweeps what lies directly here."""
+        for name in {PurePosixPath(info.path).parent.as_posix() for info in self.storage.list("")}:
+            if "/" in name and wanted(name) and not self.storage.exists(f"{name}/{MANIFEST_NAME}"):
+                files = [info.path for info in self.storage.list(name, recursive=False)]
+                if is_remains(files):
+                    for path in files:
+                        self.storage.delete(path)
 
     def close(self, reason: str, *, patient: bool = True) -> None:
         """Give the lease back and end the writer, after all it was given is durable; idempotent."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import tempfile
 import uuid
 import zipfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from ...checkpoint._location import locate
 from ...checkpoint.transfer import copy_file
 from ...checkpointer.block import ResumeBlock
 from ...checkpointer.functions import save
-from ...errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from ...checkpointer.load_bar import load_bar
+from ...errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, StateMismatchError
 from ...format.layout import read_header
 from ...format.manifest import MANIFEST_NAME
 from ...state import rng
-from ...state.restore import Loaded, load_state, paths
+from ...state.restore import load_state, paths
 from ...state.selection import covers
 from ...state.stored import Stored, open_stored
 from ...state.torch_plain import from_plain
@@ -37,8 +39,9 @@ from .state import State
 
 __all__ = ["LoadOptions", "Report", "load_from", "load_path", "place_of"]
 
+_LOG = logging.getLogger("holdfast.trainer")
 # What has to fit for training to go on; anything else that does not fit is said.
-_STRICT = ("state/model", "state/optimizers")
+_STRICT = frozenset({"state/model", "state/optimizers"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +52,18 @@ class LoadOptions:
         weights_only: nothing but the weights.
         strict_model_weights: refuse weights that are missing, left over or of another shape.
         ignore_keys: what is not loaded.
-        progress: told of bytes read.
+        progress_bar: show how far it is, where that takes long and somebody watches.
     """
 
     weights_only: bool = False
     strict_model_weights: bool = True
     ignore_keys: IgnoreKeys = None
-    progress: Callable[[int], None] | None = None
+    progress_bar: bool = True
+
+    @property
+    def show_bar(self) -> bool | None:
+        """As `load_bar` takes it."""
+        return None if self.progress_bar else False
 
 
 @dataclass(slots=True)
@@ -149,9 +157,10 @@ def load_from(storage: Storage, name: str, state: State, *, options: LoadOptions
     if not storage.exists(name):
         place = storage.child(name)
         if callable(options.ignore_keys):
-            fresh = load_state(place, progress=options.progress).state
+            with load_bar(place, show=options.show_bar) as progress:
+                fresh = load_state(place, progress=progress).state
             return _load_plain(fresh, uri, state, options)
-        return _load_stored(place, open_stored(place), uri, state, options)
+        return _load_stored(place, uri, state, options)
     found = _read_weights(storage, name) if name.endswith(".safetensors") else _read_torch(storage, name)
     return _load_plain(found, uri, state, options)
 
@@ -161,57 +170,62 @@ def _load_plain(found: dict[str, Any], uri: str, state: State, options: LoadOpti
     if callable(options.ignore_keys):
         options.ignore_keys(found)
         found.setdefault("state", {})
+        options = replace(options, ignore_keys=None)
     generators = found.pop("rng", None)
     generators = generators[0] if isinstance(generators, list) and generators else generators
     memory = MemoryStorage(f"load-{uuid.uuid4().hex}")
     try:
         save(f"{memory.uri}/checkpoint", {"state": found["state"]}, ranks="this")
-        place = memory.child("checkpoint")
-        keys = None if callable(options.ignore_keys) else options.ignore_keys
-        plain = LoadOptions(
-            weights_only=options.weights_only, strict_model_weights=options.strict_model_weights, ignore_keys=keys
-        )
-        report = _load_stored(place, open_stored(place), uri, state, plain)
+        report = _load_stored(memory.child("checkpoint"), uri, state, replace(options, progress_bar=False))
     finally:
         memory.delete_tree("")
-    if report.full and isinstance(generators, Mapping) and not covers(keys or (), "rng"):
+    globs = options.ignore_keys if isinstance(options.ignore_keys, Sequence) else ()
+    if report.full and isinstance(generators, Mapping) and not covers(globs, "rng"):
         report.generators = generators
         report.restored.append("rng")
     return report
 
 
-def _load_stored(place: Storage, stored: Stored, uri: str, state: State, options: LoadOptions) -> Report:
+def _load_stored(place: Storage, uri: str, state: State, options: LoadOptions) -> Report:
+    stored = open_stored(place)
     saved = _contents(stored, uri)
     full = not options.weights_only and "timestamp" in saved
     live: dict[str, Any] = state.live() if full else {"state": {"model": state.model}}
-    skip, report = _ignored(stored, options.ignore_keys, uri), Report(uri, full)
+    report, skip = Report(uri, full), _ignored(stored, options.ignore_keys, uri)
     if full:
-        if "rng" not in (stored.tree or {}):
+        if "rng" not in stored.tree:
             live.pop("rng")
         skip += _not_wanted(live["state"], saved, report)
     elif not options.weights_only:
         report.notes.append("it holds weights only: training begins at batch 0")
-    strict = [one for one in _STRICT if one != "state/model" or options.strict_model_weights]
-    sections = {f"state/{name}" for name in {**live["state"], **saved}} | {"rng", "*"}
-    lenient = [one for one in sections if one not in (*strict, "*")]
-    loaded = _load(place, live, skip=skip, lenient=lenient, only=None if full else ["state/model"], options=options)
-    report.restored += [path for path in loaded.restored if path not in ("state/timestamp/Timestamp",)]
+    strict = _STRICT if options.strict_model_weights else _STRICT - {"state/model"}
+    lenient = {"rng", *(f"state/{name}" for name in (*live["state"], *saved))} - strict
+    try:
+        with load_bar(place, show=options.show_bar) as progress:
+            only = None if full else ["state/model"]
+            loaded = load_state(place, live, only=only, skip=skip or None, lenient=lenient, progress=progress)
+    except StateMismatchError as error:
+        raise _in_our_words(error, place.uri, uri) from None
+    empty = {f"state/{name}" for name, value in live["state"].items() if isinstance(value, Mapping) and not value}
+    report.restored += [path for path in loaded.restored if path not in empty]
     report.not_restored += loaded.not_restored
     if full:
         state.take(loaded.state["state"])
-        if any(path == "rng" for path in loaded.restored):
+        if "rng" in loaded.restored:
             report.generators = rng.capture()
-        report.headline = (
-            f"resumed from {uri} at batch {int(state.timestamp.batch)}, epoch {int(state.timestamp.epoch)}"
-        )
+        here = f"batch {int(state.timestamp.batch)}, epoch {int(state.timestamp.epoch)}"
+        report.headline = f"resumed from {uri} at {here}"
     return report
 
 
-def _load(
-    place: Storage, live: Mapping[str, Any], *, skip: list[str], lenient: list[str], only: list[str] | None,
-    options: LoadOptions,
-) -> Loaded:  # fmt: skip
-    return load_state(place, live, only=only, skip=skip or None, lenient=lenient, progress=options.progress)
+def _in_our_words(error: StateMismatchError, place: str, uri: str) -> StateMismatchError:
+    """Say where the checkpoint really lies, and which arguments of a trainer help."""
+    told, _, _ = str(error).replace(place, uri).partition("\n  what to do:")
+    advice = (
+        "what to do: load_weights_only=True takes the weights alone, load_strict_model_weights=False those that fit, "
+        "and load_ignore_keys=['state/optimizers', ...] leaves parts out"
+    )
+    return StateMismatchError(f"{told}\n  {advice}", problems=error.problems)
 
 
 def _contents(stored: Stored, uri: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...checkpointer.block import ResumeBlock
@@ -16,7 +17,7 @@ from ...errors import (
 )
 from ...storage.base import Storage
 from .anatomy import IgnoreKeys, check_ignore_keys
-from .finder import Found, look
+from .finder import OWN_NAMES, Found, look, look_at, names_in
 from .load import LoadOptions, Report, load_from, load_path
 from .uploads import as_object_store
 
@@ -44,14 +45,14 @@ class Restart:
         self, site: Site, *, path: str | None, object_store: Any, weights_only: bool, strict: bool,
         ignore_keys: IgnoreKeys, autoresume: bool, progress_bar: bool,
     ) -> None:  # fmt: skip
-        self._site, self._path, self._strict = site, path, strict
+        self._site, self._path = site, path
         self._store = None if object_store is None else as_object_store(object_store)
-        self._progress_bar = progress_bar
         self._options = LoadOptions(
             weights_only=weights_only, strict_model_weights=strict,
-            ignore_keys=check_ignore_keys(ignore_keys, "load_ignore_keys"),
+            ignore_keys=check_ignore_keys(ignore_keys, "load_ignore_keys"), progress_bar=progress_bar,
         )  # fmt: skip
         self._saver = self._reference() if autoresume else None
+        self._resumed = False
 
     def _reference(self) -> CheckpointSaver:
         """Return the saver whose folder tells where an earlier start has got to: the first that saves everything."""
@@ -73,7 +74,8 @@ class Restart:
             report.notes.append(f"load_path={self._path!r} is not used: this run has got further by itself")
         if report is None:
             return None
-        self._site.resumed = report.full
+        # Only a run's own checkpoints are its to clean up.
+        self._site.resumed = report.full and (self._resumed or self._site.resumed_at is not None)
         if self._site.state.is_finished:
             report.notes.append(
                 f"this run has lasted for {self._site.state.max_duration}, as long as it should: nothing to do unless "
@@ -98,7 +100,7 @@ class Restart:
         """
         folder = saver.place
         # The lease first: an earlier life may be about to finish a newer one.
-        folder.open(directories=saver.container == "directory")
+        folder.open(directories=saver.container == "directory", nested=saver.nested)
         places: list[tuple[Storage, Found]] = []
         for storage, nested in [
             (folder.storage, saver.nested),
@@ -119,7 +121,7 @@ class Restart:
                 continue
             reason = one.problem
             if reason is None:
-                options = LoadOptions(strict_model_weights=self._strict)
+                options = replace(self._options, weights_only=False, ignore_keys=None)
                 try:
                     report = load_from(storage, one.name, self._site.state, options=options)
                 except (CorruptCheckpointError, IncompleteCheckpointError, CheckpointNotFoundError) as error:
@@ -130,6 +132,7 @@ class Restart:
                     report.notes += [
                         f"set aside {name}, its files are left alone: {why.splitlines()[0]}" for name, why in bad
                     ]
+                    self._resumed = True
                     self._site.resumed_at = folder if storage is local else None
                     return report
             bad.append((one.name, reason))
@@ -142,22 +145,20 @@ class Restart:
                 f"starting from zero:\n{rows}\nwhat to do: repair or copy one back, or remove them to start afresh"
             )
         then = f"; load_path={self._path!r} is used" if self._path is not None else ""
-        ResumeBlock(headline=f"autoresume: no checkpoint under {folder.storage.uri}{then or ', a fresh start'}").show()
+        headline = f"autoresume: no checkpoint under {folder.storage.uri}{then or ', a fresh start'}"
+        ResumeBlock(headline=headline, notes=self._not_usable(saver)).show()
         return None
 
+    def _not_usable(self, saver: CheckpointSaver) -> list[str]:
+        """Say what lies there all the same: whoever expected a resume has to see why there is none."""
+        storage = saver.place.storage
+        names = [name for name in names_in(storage, nested=saver.nested) if name not in OWN_NAMES]
+        left = [name for name in names if (one := look_at(storage, name)) is None or one.weights_only]
+        shown = ", ".join(left[:8]) + (" ..." if len(left) > 8 else "")
+        return [f"weights only, never completed, or not written by Holdfast: {shown}"] if left else []
+
     def _wanted(self, saver: CheckpointSaver, storage: Storage) -> Any:
-        """Return what tells the checkpoints of this run from others: in a bucket there may be many runs."""
+        """Return what tells the checkpoints of this run from others."""
         if storage is saver.place.storage:
             return None
-        assert saver.remote_file_name is not None
-        run = self._site.variables
-        uploader = next(one for one in self._site.uploaders if one.storage is storage)
-        pattern = saver.remote_file_name.pattern(run)
-        mark = "\0"
-        before, _, after = uploader.path_of(mark).partition(mark)
-
-        def wanted(name: str) -> bool:
-            inside = name.startswith(before) and name.endswith(after)
-            return inside and pattern.fullmatch(name[len(before) : len(name) - len(after)]) is not None
-
-        return wanted
+        return saver.remote_names(next(one for one in self._site.uploaders if one.storage is storage))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -14,12 +15,11 @@ from ...checkpoint.retention import decide
 from ...checkpointer.identity import plain_metrics
 from ...config import Keep
 from ...errors import CheckpointExistsError, ConfigError, StorageFullError
-from ...format.commit import remove
 from ...storage.base import Storage
 from .anatomy import check_ignore_keys, ignored
 from .callbacks import Callback
 from .events import Event
-from .finder import Found, container_of, look, look_at, names_in
+from .finder import Found, container_of, is_foreign, look, look_at, names_in
 from .folder import Folder, link_latest
 from .intervals import Every, parse_every
 from .naming import TIME_VARIABLES, NameTemplate, is_later
@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from .loggers import Logger
     from .site import Site
     from .state import State
+    from .uploads import RemoteUploaderDownloader
 
 __all__ = ["CheckpointSaver", "default_saver"]
 
 _LOG = logging.getLogger("holdfast.trainer")
+_FILE, _LATEST, _REMOTE = "ep{epoch}-ba{batch}-rank{rank}", "latest-rank{rank}", "{run_name}/checkpoints/"
 
 
 class CheckpointSaver(Callback):
@@ -42,7 +44,8 @@ class CheckpointSaver(Callback):
     Args:
         folder: where to: a directory or a URI; run variables are filled in.
         filename: name of each checkpoint; without suffix a Holdfast directory, ".pt" or ".safetensors" a file.
-        remote_file_name: name at the destination of a `RemoteUploaderDownloader`; None uploads nothing.
+        remote_file_name: name at the destination of a `RemoteUploaderDownloader`, by default ``filename`` below
+            "{run_name}/checkpoints/"; None uploads nothing.
         latest_filename: link to the newest; None for none.
         latest_remote_file_name: name of the pointer to the newest at that destination.
         save_interval: epochs, a time, or ``fn(state, event)``, which then decides alone.
@@ -60,10 +63,10 @@ class CheckpointSaver(Callback):
     def __init__(
         self,
         folder: str | os.PathLike[str] = "{run_name}/checkpoints",
-        filename: str | os.PathLike[str] = "ep{epoch}-ba{batch}-rank{rank}",
-        remote_file_name: str | None = "{run_name}/checkpoints/ep{epoch}-ba{batch}-rank{rank}",
-        latest_filename: str | None = "latest-rank{rank}",
-        latest_remote_file_name: str | None = "{run_name}/checkpoints/latest-rank{rank}",
+        filename: str | os.PathLike[str] = _FILE,
+        remote_file_name: str | None = _REMOTE + _FILE,
+        latest_filename: str | None = _LATEST,
+        latest_remote_file_name: str | None = _REMOTE + _LATEST,
         save_interval: Any = "1ep",
         *,
         overwrite: bool = False,
@@ -79,6 +82,10 @@ class CheckpointSaver(Callback):
         self.folder = NameTemplate(os.fspath(folder), what="save_folder", times=False)
         self.filename = NameTemplate(os.fspath(filename).lstrip("/"), what="save_filename")
         self.latest_filename = _optional(latest_filename, "save_latest_filename")
+        if remote_file_name == _REMOTE + _FILE:  # the default follows the name here: two savers must not meet there
+            remote_file_name = _REMOTE + self.filename.text
+        if latest_remote_file_name == _REMOTE + _LATEST and self.latest_filename is not None:
+            latest_remote_file_name = _REMOTE + self.latest_filename.text
         self.remote_file_name = _optional(remote_file_name, "save_remote_file_name")
         self.latest_remote_file_name = _optional(latest_remote_file_name, "latest_remote_file_name")
         if not self.filename.text or any(part in ("", ".", "..") for part in self.filename.text.split("/")):
@@ -139,8 +146,21 @@ class CheckpointSaver(Callback):
         """True when names lie in sub-folders."""
         return "/" in self.filename.text
 
+    def remote_names(self, uploader: RemoteUploaderDownloader) -> Callable[[str], re.Match[str] | None]:
+        """Return what recognises the uploads of this saver: in a bucket there may be many runs."""
+        assert self._site is not None
+        assert self.remote_file_name is not None
+        pattern = self.remote_file_name.pattern(self._site.variables)
+        before, _, after = uploader.path_of("\0").partition("\0")
+
+        def match(name: str) -> re.Match[str] | None:
+            inside = name.startswith(before) and name.endswith(after)
+            return pattern.fullmatch(name[len(before) : len(name) - len(after)]) if inside else None
+
+        return match
+
     def check_overwrite(self, now: Timestamp) -> None:
-        """Refuse to train when checkpoints of later moments lie in the folder.
+        """Refuse to train when checkpoints of later moments lie where this saves to, or where they are uploaded to.
 
         Raises:
             CheckpointExistsError: naming them.
@@ -149,26 +169,19 @@ class CheckpointSaver(Callback):
         if self.overwrite:
             return
         folder, pattern = self.place, self.filename.pattern(self._site.variables)
-        later = []
-        for name in names_in(folder.storage, nested=self.nested):
-            match = pattern.fullmatch(name)
-            if match is None or name in folder.quarantined:
-                continue
-            after = is_later(match, now)
-            one = look_at(folder.storage, name) if after is not False else None
-            # A name without counters tells nothing: what it says about itself does.
-            if (
-                one is not None
-                and one.problem is None
-                and (after or one.step > now.count("batch") or now.count("batch") == 0)
-            ):
-                later.append(name)
+        names = [name for name in names_in(folder.storage, nested=self.nested) if name not in folder.quarantined]
+        later = [name for name in names if _is_in_the_way(folder.storage, name, pattern.fullmatch(name), now)]
+        where = folder.spelling
+        for uploader in self._site.uploads_of(self) if not later else ():
+            match, where = self.remote_names(uploader), uploader.storage.uri
+            names = names_in(uploader.storage, nested=True)
+            later += [name for name in names if _is_in_the_way(uploader.storage, name, match(name), now)]
         if later:
             raise CheckpointExistsError(
-                f"{folder.spelling} holds {len(later)} checkpoint(s) later than batch {now.count('batch')}, where "
-                f"training is ({', '.join(later[:5])}{' ...' if len(later) > 5 else ''}), and save_overwrite=False: "
-                "use another save_folder or run_name, go on from them with autoresume=True, or pass save_overwrite=True; "
-                "nothing was trained"
+                f"{where} holds {len(later)} checkpoint(s) later than batch {now.count('batch')}, where training is "
+                f"({', '.join(later[:5])}{' ...' if len(later) > 5 else ''}), and save_overwrite=False: use another "
+                "save_folder or run_name, go on from them with autoresume=True, or pass save_overwrite=True; nothing "
+                "was trained"
             )
 
     def check_interval(self) -> None:
@@ -183,9 +196,11 @@ class CheckpointSaver(Callback):
         if self._track is not None:
             return
         folder = self.place
-        folder.open(directories=self.container == "directory")
+        folder.open(directories=self.container == "directory", nested=self.nested)
         self._track = Track(folder, self.container)
         pattern = self.filename.pattern(self._site.variables)
+        if self.nested and self.container == "directory":
+            folder.sweep(pattern.fullmatch)
         if self._site.resumed:
             found = look(folder.storage, nested=self.nested, wanted=pattern.fullmatch)
             now = self._site.state.timestamp.count("batch")
@@ -261,8 +276,8 @@ class CheckpointSaver(Callback):
         if lost is not None:
             newest = self.saved_checkpoints[-1:] or ["none"]
             raise StorageFullError(
-                f"the last checkpoint (batch {self._last_batch}) was NOT saved, the storage is full ({lost}); the newest "
-                f"is {newest[0]}: free some space and start the same command again, it goes on from there"
+                f"the last checkpoint (batch {self._last_batch}) was NOT saved, the storage is full ({lost}); the "
+                f"newest is {newest[0]}: free some space and start the same command again, it goes on from there"
             )
 
     def release(self) -> None:
@@ -307,7 +322,7 @@ class CheckpointSaver(Callback):
                 records = [one.record(storage) for one in self._kept]
                 doomed = {verdict.name for verdict in decide(rules, records, protect) if not verdict.keep}
             for one in [one for one in self._kept if one.name in doomed]:
-                delete(storage, one)
+                self.place.delete(one)
                 self._kept.remove(one)
 
     def _repair_link(self) -> None:
@@ -320,13 +335,16 @@ class CheckpointSaver(Callback):
             link_latest(self.place.storage, latest, self._kept[-1].name)
 
 
-def delete(storage: Storage, one: Found) -> None:
-    """Delete a checkpoint, its manifest first."""
-    if one.container == "directory":
-        remove(storage, one.name)
-        storage.delete_tree(one.name)
-    else:
-        storage.delete(one.name)
+def _is_in_the_way(storage: Storage, name: str, match: re.Match[str] | None, now: Timestamp) -> bool:
+    """Tell whether what has this name is a checkpoint of a later moment, or somebody else's."""
+    after = False if match is None else is_later(match, now)
+    if after is False:
+        return False
+    one = look_at(storage, name)
+    if one is None:
+        return is_foreign(storage, name)  # a name is all there is to go by
+    # A name without counters tells nothing: what it says about itself does.
+    return one.problem is None and (bool(after) or one.step > now.count("batch") or now.count("batch") == 0)
 
 
 def metrics_of(state: State) -> dict[str, Any]:
@@ -343,13 +361,10 @@ def default_saver(folder: str | os.PathLike[str] | None, **options: Any) -> Chec
     """Return the saver that the ``save_*`` arguments of a `Trainer` ask for."""
     if folder is None:
         return None
-    spelling = os.fspath(folder)
-    filename = options["filename"]
     if options["remote_file_name"] is None:
-        options["remote_file_name"] = "{run_name}/checkpoints/" + filename
-    latest = options["latest_filename"]
-    remote_latest = None if latest is None else "{run_name}/checkpoints/" + latest
-    return CheckpointSaver(spelling, latest_remote_file_name=remote_latest, **options)
+        del options["remote_file_name"]
+    latest = {} if options["latest_filename"] is not None else {"latest_remote_file_name": None}
+    return CheckpointSaver(folder, **options, **latest)
 
 
 def _optional(text: str | None, what: str) -> NameTemplate | None:

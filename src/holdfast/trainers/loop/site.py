@@ -33,7 +33,7 @@ class Site:
         state: of the trainer.
         variables: of the run, for names.
         savers: in their order; the first that saves everything is what autoresume goes by.
-        resumed: training goes on from a checkpoint, with everything that was in it.
+        resumed: training goes on from a checkpoint of this very run, with everything that was in it.
         resumed_at: the folder that checkpoint lies in, if it is one of ours.
     """
 
@@ -54,15 +54,18 @@ class Site:
         self._check_names()
 
     def _check_names(self) -> None:
-        seen: dict[tuple[str, str], int] = {}
-        for number, saver in enumerate(self.savers):
-            key = (saver.place.storage.uri, saver.filename.text)
-            if key in seen:
-                raise ConfigError(
-                    f"two savers save to {saver.place.spelling!r} under the same name {saver.filename.text!r}: give "
-                    "them different names or folders"
-                )
-            seen[key] = number
+        """Refuse two savers that would write over each other."""
+        seen = set()
+        for saver in self.savers:
+            keys = [(saver.place.storage.uri, saver.filename.text)]
+            if saver.remote_file_name is not None and self.uploads_of(saver):
+                keys.append(("the uploads", saver.remote_file_name.text))
+            for where, name in keys:
+                if (where, name) in seen:
+                    raise ConfigError(
+                        f"two savers save to {where} under the same name {name!r}: give them different names or folders"
+                    )
+            seen.update(keys)
 
     def uploads_of(self, saver: CheckpointSaver) -> list[RemoteUploaderDownloader]:
         """Return where the checkpoints of a saver are uploaded to; nowhere if they are remote already."""
@@ -85,7 +88,7 @@ class Site:
             return
         for saver in self.savers:
             saver.check_interval()
-            saver.place.open(directories=saver.container == "directory")
+            saver.place.open(directories=saver.container == "directory", nested=saver.nested)
         try:
             for saver in self.savers:
                 saver.check_overwrite(self.state.timestamp)

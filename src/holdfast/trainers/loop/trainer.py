@@ -254,6 +254,7 @@ class Trainer:
             return
         self._eval_every.check(state.span)
         self._site.open()
+        self._left_for = None
         self._signals = StopSignals()
         self._signals.install()
         try:

@@ -1,0 +1,123 @@
+"""The loop trainer: what a step costs beside a hand-written loop, and how long a save holds training."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import holdfast as hf
+from holdfast.callbacks import Callback
+
+from .bench import Context, Goal, Outcome, remove
+
+__all__ = ["run"]
+
+
+def run(context: Context) -> Outcome:
+    """Interleave the two loops; then save after every batch, in a directory and in a ``.pt`` file."""
+    outcome = Outcome()
+    steps(context, outcome)
+    for name, suffix, goal in (("directory", "", 1.25), ("pt", ".pt", 1.5)):
+        saves(context, outcome, name, suffix, goal)
+    return outcome
+
+
+def network(width: int) -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, width), torch.nn.ReLU(),
+        torch.nn.Linear(width, 10),
+    )  # fmt: skip
+
+
+def steps(context: Context, outcome: Outcome) -> None:
+    width, batch, epochs = (32, 16, 1) if context.quick else (512, 128, 4)
+    data = TensorDataset(torch.randn(batch * 40, width), torch.randint(10, (batch * 40,)))
+    for turn in range(context.repeat + 1):
+        for name, loop in (("by hand", by_hand), ("Trainer", by_trainer)):
+            torch.manual_seed(0)
+            outcome.add(name, first=not turn, milliseconds=loop(data, network(width), batch, epochs) * 1e3)
+    ratio = outcome.median("Trainer", "milliseconds") / outcome.median("by hand", "milliseconds")
+    outcome.ratios["step: Trainer / by hand"] = ratio
+    outcome.goals.append(Goal(what="step of Trainer / of a hand-written loop", value=ratio, at_most=1.03))
+
+
+def by_hand(data: TensorDataset, model: torch.nn.Module, batch: int, epochs: int) -> float:
+    """Return seconds a batch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = DataLoader(data, batch_size=batch, shuffle=True)
+    begun, count = time.perf_counter(), 0
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            count += 1
+    return (time.perf_counter() - begun) / count
+
+
+def by_trainer(data: TensorDataset, model: torch.nn.Module, batch: int, epochs: int) -> float:
+    """Return seconds a batch; nothing is saved."""
+    trainer = hf.Trainer(
+        model=model, loss_fn=functional.cross_entropy, optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3),
+        train_dataloader=DataLoader(data, batch_size=batch, shuffle=True), max_duration=f"{epochs}ep",
+        progress_bar=False,
+    )  # fmt: skip
+    begun = time.perf_counter()
+    trainer.fit()
+    return (time.perf_counter() - begun) / int(trainer.state.timestamp.batch)
+
+
+class Held(Callback):
+    """Measures how long the savers hold training: they run last at a checkpoint event."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.begun, self.seconds = folder, 0.0, list[float]()
+
+    def batch_checkpoint(self, state: Any, logger: Any) -> None:
+        self.begun = time.perf_counter()
+
+    def batch_start(self, state: Any, logger: Any) -> None:
+        if not self.begun:
+            return
+        self.seconds.append(time.perf_counter() - self.begun)
+        # The save has to be over before the next one, or waiting for it is measured.
+        name = self.folder / f"ba{int(state.timestamp.batch)}"
+        while not any(path.exists() for path in (name / "manifest.json", name.with_suffix(".pt"))):
+            time.sleep(0.005)
+
+
+def saves(context: Context, outcome: Outcome, name: str, suffix: str, goal: float) -> None:
+    width = 64 if context.quick else int(4096 * context.scale**0.5)
+    torch.manual_seed(0)
+    model, folder = network(width), context.folder(f"loop-{name}")
+    held = Held(folder)
+    trainer = hf.Trainer(
+        model=model, loss_fn=functional.cross_entropy, optimizers=torch.optim.AdamW(model.parameters()),
+        train_dataloader=[(torch.randn(2, width), torch.randint(10, (2,)))] * (context.repeat + 4), max_duration="1ep",
+        save_folder=folder, save_filename="ba{batch}" + suffix, save_interval="1ba", callbacks=held,
+        save_num_checkpoints_to_keep=2, progress_bar=False,
+    )  # fmt: skip
+    trainer.fit()
+    trainer.close()
+    remove(folder)
+    nbytes = 3 * sum(param.numel() * param.element_size() for param in model.parameters())
+    source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
+    for turn in range(context.repeat + 1):
+        begun = time.perf_counter()
+        target.copy_(source)
+        outcome.add(f"memcpy {name}", first=not turn, seconds=time.perf_counter() - begun)
+    for turn, seconds in enumerate(held.seconds):
+        if turn < 2:  # pages are made; the second one may lay out what does not change anew
+            outcome.first.setdefault(name, {})["seconds"] = max(
+                seconds, outcome.first.get(name, {}).get("seconds", 0.0)
+            )
+        else:
+            outcome.add(name, seconds=seconds)
+    ratio = outcome.median(name, "seconds") / outcome.median(f"memcpy {name}", "seconds")
+    outcome.ratios[f"held by a save ({name}) / memcpy"] = ratio
+    outcome.goals.append(Goal(what=f"held by a save ({name}), {nbytes / 2**20:.0f} MiB", value=ratio, at_most=goal))

@@ -1,0 +1,64 @@
+"""`holdfast export` and `holdfast import` on the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import holdfast as hf
+from holdfast.cli.main import cli
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return hf.save(tmp_path / "ck", {"model": torch.nn.Linear(3, 2), "step": 5})
+
+
+def invoke(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="holdfast")
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def test_export_says_what_it_wrote(saved, tmp_path) -> None:
+    """Files, sizes, and what the format could not take; as text and as one JSON document."""
+    text = invoke("export", tmp_path / "ck", tmp_path / "w.safetensors", "--to", "safetensors", "--dtype", "float16")
+    assert "2 tensors" in text
+    assert "left out: step (not weights)" in text
+    found = json.loads(
+        invoke("export", tmp_path / "ck", tmp_path / "x.pt", "--to", "torch", "--only", "model", "--json")
+    )
+    assert (found["format"], found["tensors"], found["left_out"]) == ("torch", 2, [])
+    assert found["files"] == [{"path": "x.pt", "bytes": (tmp_path / "x.pt").stat().st_size}]
+    assert torch.load(tmp_path / "x.pt", weights_only=True).keys() == {"model"}
+
+
+def test_import_says_what_it_took(tmp_path) -> None:
+    """Names and kinds, and what was not taken."""
+    torch.save({"model": {"w": torch.ones(2)}, "odd": {1, print}}, tmp_path / "a.pt")
+    text = invoke("import", tmp_path / "a.pt", tmp_path / "ck")
+    assert "model: 1 tensors" in text
+    assert "not taken: ['odd']" in text
+    found = json.loads(invoke("import", tmp_path / "a.pt", tmp_path / "ck", "--overwrite", "--json"))
+    assert (found["format"], [row["name"] for row in found["taken"]]) == ("torch", ["model", "odd"])
+    assert hf.load(tmp_path / "ck")["model"]["w"].tolist() == [1, 1]
+
+
+def test_errors_have_a_status(saved, tmp_path) -> None:
+    """2 for a wrong call, 1 for what went wrong."""
+    invoke("export", tmp_path / "none", tmp_path / "x.pt", "--to", "torch", code=2)
+    invoke("export", tmp_path / "ck", tmp_path / "x", "--to", "hf", "--item", "none", code=2)
+    invoke("import", tmp_path / "ck", tmp_path / "x", code=2)
+    invoke("export", tmp_path / "ck", tmp_path / "x.pt", "--to", "torch")
+    invoke("export", tmp_path / "ck", tmp_path / "x.pt", "--to", "torch", code=1)
+
+
+def test_torch_is_not_imported_for_the_help() -> None:
+    """The commands load torch when they have something to do."""
+    code = "import sys, holdfast.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,285 @@
+"""What others have saved becomes a checkpoint that loads into live objects, bit for bit, and is accounted for."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from interop_kit import Net, Odd, adamw, full_state, load_all, plain_state, trained
+from safetensors.torch import save_file
+from torch import nn
+
+import holdfast as hf
+from holdfast.testing import assert_state_equal
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(scope="module")
+def state():
+    return full_state()
+
+
+@pytest.fixture(scope="module")
+def saved(state, tmp_path_factory):
+    return hf.save(tmp_path_factory.mktemp("import") / "ck", state)
+
+
+def check(path, state, keys=("model", "optimizer", "scheduler")) -> None:
+    """The checkpoint at ``path`` is whole and loads into fresh objects."""
+    assert hf.Checkpoint(path).verify().ok
+    model, optimizer = trained(2, kind=Odd)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    live = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    live = {key: live[key] for key in keys}
+    hf.load(path, live, only=list(keys))
+    assert_state_equal(live, {key: state[key] for key in keys})
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_there_and_back(state, saved, tmp_path, to) -> None:
+    """Exported and imported again, everything is what it was: objects, plain data, ties, odd tensors."""
+    hf.export(saved, tmp_path / "out", to=to)
+    done = hf.import_checkpoint(tmp_path / "out", tmp_path / "back")
+    assert (done.format, done.not_taken) == (to, ())
+    live, rest = load_all(tmp_path / "back")
+    assert_state_equal(live, {key: state[key] for key in live})
+    wanted = plain_state()
+    if to == "dcp":
+        wanted["keys"] = {"1": "a", "None": {"True": 1}} if "1" not in rest["keys"] else rest["keys"]
+        wanted["options"] = dict(wanted["options"])  # DCP has text keys and plain dicts only
+    assert_state_equal(rest, wanted)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hf"])
+def test_weights_there_and_back(state, saved, tmp_path, to) -> None:
+    """Weights of one file and of shards load into a model with tied tensors, though these formats know no ties."""
+    limit = "0.3KB" if to == "hf" else None
+    hf.export(saved, tmp_path / "out", to=to, max_shard_size=limit)
+    done = hf.import_checkpoint(tmp_path / "out", tmp_path / "back")
+    assert done.format in ("hf", "safetensors")
+    check(tmp_path / "back", state, ["model"])
+
+
+def test_plain_torch_files(state, tmp_path) -> None:
+    """What scripts write with torch.save: nested dicts, or one state_dict, or a module's."""
+    objects = {key: state[key].state_dict() for key in ("model", "optimizer", "scheduler")}
+    torch.save({**objects, "epoch": 3, "step": 9, **plain_state()["options"]}, tmp_path / "all.pt")
+    done = hf.import_checkpoint(tmp_path / "all.pt", tmp_path / "all")
+    assert (done.format, done.checkpoint.step, done.checkpoint.manifest.epoch) == ("torch", 9, 3)
+    check(tmp_path / "all", state)
+    torch.save(objects["model"], tmp_path / "weights.bin")
+    assert hf.import_checkpoint(tmp_path / "weights.bin", tmp_path / "weights").checkpoint.keys() == ["model"]
+    check(tmp_path / "weights", state, ["model"])
+    torch.save(torch.arange(3), tmp_path / "one.pt")
+    hf.import_checkpoint(tmp_path / "one.pt", tmp_path / "one")
+    assert hf.load(tmp_path / "one")["one"].tolist() == [0, 1, 2]
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_optimizer_state_goes_by_name_where_that_is_certain(tmp_path) -> None:
+    """If all shapes differ, or the file tells names, parameters may be given to the live optimizer in any order."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5, bias=False), nn.Linear(5, 2))
+    optimizer = stepped(model, torch.optim.Adam([one for one in reversed(list(model.parameters())) if one.dim() > 1]))
+    wrapped = OrderedDict((f"module._orig_mod.{name}", value) for name, value in model.state_dict().items())
+    torch.save({"net": wrapped, "optim": optimizer.state_dict()}, tmp_path / "shapes.pt")
+    alike = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    named = stepped(alike, torch.optim.Adam(reversed(list(alike.named_parameters()))))
+    torch.save({"net": alike.state_dict(), "optim": named.state_dict()}, tmp_path / "names.pt")
+    for name, net, optim in (("shapes", model, optimizer), ("names", alike, named)):
+        done = hf.import_checkpoint(tmp_path / f"{name}.pt", tmp_path / name)
+        assert ("optim", "optimizer state, by parameter name") in done.taken
+        assert [path for path, _ in done.not_taken] == (["net"] if name == "shapes" else [])
+        other = copy.deepcopy(net)
+        pairs = list(zip(net.parameters(), other.parameters(), strict=True))
+        others = torch.optim.Adam([{"params": [two]} for one, two in pairs if one in optim.state])
+        hf.load(tmp_path / name, {"net": other, "optim": others})
+        for one, two in pairs:
+            assert_state_equal({"p": one, **optim.state.get(one, {})}, {"p": two, **others.state.get(two, {})})
+
+
+def test_optimizer_state_stays_by_position_where_it_is_not(state, tmp_path) -> None:
+    """Two groups, or layers that look alike: positions are kept, the account says so, the same script loads them."""
+    objects = {"model": state["model"].state_dict(), "optimizer": state["optimizer"].state_dict()}
+    torch.save(objects, tmp_path / "two.pt")
+    done = hf.import_checkpoint(tmp_path / "two.pt", tmp_path / "two")
+    assert "by position" in dict(done.taken)["optimizer"]
+    check(tmp_path / "two", state, ["model", "optimizer"])
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = stepped(layers, torch.optim.Adam(reversed(list(layers.parameters()))))
+    torch.save({"model": layers.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "alike.pt")
+    done = hf.import_checkpoint(tmp_path / "alike.pt", tmp_path / "alike")
+    assert "by position" in dict(done.taken)["optimizer"]
+    others = torch.optim.Adam(reversed(list(layers.parameters())))
+    hf.load(tmp_path / "alike", {"model": layers, "optimizer": others})
+    assert_state_equal(others.state_dict(), optimizer.state_dict())
+
+
+def test_dcp_directories(state, tmp_path) -> None:
+    """What dcp.save writes: whole tensors, strided ones, plain data, optimizers by name and by position."""
+    model, optimizer = state["model"], state["optimizer"]
+    nested = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": state["scheduler"],
+        "turned": plain_state()["turned"],
+    }
+    dcp.save({**nested, "pair": (1, torch.ones(2)), "epoch": 4}, checkpoint_id=tmp_path / "dcp")
+    (tmp_path / "dcp/readme.txt").write_text("mine")
+    done = hf.import_checkpoint(tmp_path / "dcp", tmp_path / "back")
+    assert done.not_taken == (("readme.txt", "a file that .metadata does not name"),)
+    check(tmp_path / "back", state)
+    rest = hf.load(tmp_path / "back", only=["turned", "pair", "epoch"])
+    assert_state_equal(rest, {"turned": plain_state()["turned"], "pair": (1, torch.ones(2)), "epoch": 4})
+
+
+class _Hyper:
+    """A class that only the training script of somebody has."""
+
+    def __init__(self) -> None:
+        self.lr = 0.1
+
+
+def lightning(state) -> dict:
+    """What Lightning 2 saves."""
+    return {
+        "epoch": 2,
+        "global_step": 40,
+        "pytorch-lightning_version": "2.5.0",
+        "state_dict": state["model"].state_dict(),
+        "loops": {"fit_loop": {"epoch_progress": {"current": {"ready": 3}}}},
+        "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_model_score": torch.tensor(0.5), "dirpath": "x"}},
+        "optimizer_states": [state["optimizer"].state_dict()],
+        "lr_schedulers": [state["scheduler"].state_dict()],
+        "hparams_name": "kwargs",
+        "hyper_parameters": {"width": 3, "config": _Hyper()},
+    }
+
+
+def test_lightning(state, tmp_path) -> None:
+    """Model, optimizer, scheduler, counters and callbacks are taken; an object of the script is left out and named."""
+    torch.save(lightning(state), tmp_path / "last.ckpt")
+    done = hf.import_checkpoint(tmp_path / "last.ckpt", tmp_path / "back")
+    assert (done.format, done.checkpoint.step, done.checkpoint.manifest.epoch) == ("lightning", 40, 2)
+    assert [path for path, _ in done.not_taken] == ["['hyper_parameters']['config']"]
+    check(tmp_path / "back", state)
+    rest = hf.load(tmp_path / "back", skip=["model", "optimizer", "scheduler"])
+    assert rest["hyper_parameters"] == {"width": 3}
+    assert rest["callbacks"]["ModelCheckpoint{'monitor': None}"]["best_model_score"] == 0.5
+    two = {**lightning(state), "hyper_parameters": {}}
+    two["optimizer_states"] = two["optimizer_states"] * 2
+    torch.save(two, tmp_path / "two.pt")
+    done = hf.import_checkpoint(tmp_path / "two.pt", tmp_path / "two")
+    assert done.format == "torch"
+    optimizers = [adamw(trained(2, kind=Odd)[0]) for _ in range(2)]
+    hf.load(tmp_path / "two", {"optimizers": optimizers}, only="optimizers")
+    assert_state_equal(optimizers[1].state_dict(), state["optimizer"].state_dict())
+    torch.save({"a": 1}, tmp_path / "other.ckpt")
+    with pytest.raises(hf.UnsupportedStateError, match="no checkpoint of Lightning"):
+        hf.import_checkpoint(tmp_path / "other.ckpt", tmp_path / "other")
+
+
+def test_transformers_and_accelerate_folders(tmp_path) -> None:
+    """Weights, optimizer, scheduler, generators and counters; configuration files are listed as not taken."""
+    model, _ = trained(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(8)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    folder = tmp_path / "checkpoint-500"
+    folder.mkdir()
+    save_file(dict(model.state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    torch.save(scheduler.state_dict(), folder / "scheduler.pt")
+    generators = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
+    torch.save(generators, folder / "rng_state.pth")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 500, "epoch": 1.5}))
+    (folder / "config.json").write_text("{}")
+    done = hf.import_checkpoint(folder, tmp_path / "back")
+    assert (done.format, done.checkpoint.step) == ("hf", 500)
+    assert "by position" in dict(done.taken)["optimizer"]
+    assert [path for path, _ in done.not_taken] == ["config.json"]
+    other = trained(2)[0]
+    others = torch.optim.AdamW(other.parameters())
+    hf.load(tmp_path / "back", {"model": other, "optimizer": others}, only=["model", "optimizer"])
+    assert_state_equal({"m": other, "o": others.state_dict()}, {"m": model, "o": optimizer.state_dict()})
+    assert_state_equal(hf.load(tmp_path / "back", only="rng_state")["rng_state"], generators)
+    # Accelerate: .bin files, several ranks' generators, sharded pytorch_model.bin
+    folder = tmp_path / "accelerate"
+    folder.mkdir()
+    names = list(model.state_dict())
+    for number, part in enumerate((names[:3], names[3:])):
+        torch.save({name: model.state_dict()[name] for name in part}, folder / f"pytorch_model-{number}.bin")
+    home = {name: f"pytorch_model-{int(name not in names[:3])}.bin" for name in names}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": home}))
+    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+    torch.save(generators, folder / "random_states_0.pkl")
+    done = hf.import_checkpoint(folder, tmp_path / "accelerated")
+    assert {name for name, _ in done.taken} == {"model", "optimizer", "random_states_0"}
+    other = Net()
+    hf.load(tmp_path / "accelerated", {"model": other}, only="model")
+    assert_state_equal(other, model)
+
+
+def test_safetensors_of_others(tmp_path) -> None:
+    """All dtypes that the package writes, in one file or a folder of them; linked files as in the hub's cache."""
+    tensors = {
+        str(dtype)[6:]: torch.ones(3).to(dtype)
+        for dtype in (torch.bfloat16, torch.float8_e5m2, torch.bool, torch.int64, torch.complex64, torch.uint16)
+    }
+    tensors |= {"empty": torch.zeros(0, 2), "number": torch.tensor(2.0)}
+    save_file(tensors, tmp_path / "some.safetensors")
+    hf.import_checkpoint(tmp_path / "some.safetensors", tmp_path / "one")
+    assert_state_equal(dict(hf.load(tmp_path / "one")["model"]), tensors)
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub/a.safetensors").symlink_to(tmp_path / "some.safetensors")
+    save_file({"more": torch.ones(2)}, tmp_path / "hub/b.safetensors")
+    done = hf.import_checkpoint(tmp_path / "hub", tmp_path / "two")
+    assert done.format == "safetensors"
+    assert hf.load(tmp_path / "two")["model"].keys() == {*tensors, "more"}
+
+
+def test_what_is_there_stays(tmp_path) -> None:
+    """A committed checkpoint is replaced only if asked for; unknown things are said to be unknown."""
+    torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
+    hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "ck")
+    with pytest.raises(hf.CheckpointExistsError, match="overwrite"):
+        hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "ck")
+    torch.save({"b": torch.ones(1)}, tmp_path / "a.pt")
+    hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "ck", overwrite=True)
+    assert hf.load(tmp_path / "ck")["model"].keys() == {"b"}
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/x").touch()
+    for source, options, match in (
+        ("ck", {}, "is a checkpoint of Holdfast already"),
+        ("empty", {}, "no format is recognised"),
+        ("a.pt", {"format": "dcp"}, "is a file"),
+        ("empty", {"format": "torch"}, "is a directory"),
+        ("a.pt", {"format": "onnx"}, "use one of auto, safetensors"),
+    ):
+        with pytest.raises(hf.ConfigError, match=match):
+            hf.import_checkpoint(tmp_path / source, tmp_path / "new", **options)
+    with pytest.raises(hf.CheckpointNotFoundError):
+        hf.import_checkpoint(tmp_path / "nowhere", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_remote_there_and_back(tmp_path) -> None:
+    """The new checkpoint may be in any storage, and so may the source."""
+    torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
+    hf.import_checkpoint(tmp_path / "a.pt", "memory://interop-import/ck")
+    hf.export("memory://interop-import/ck", "memory://interop-import/b.pt", to="torch")
+    hf.import_checkpoint("memory://interop-import/b.pt", tmp_path / "ck")
+    assert hf.load(tmp_path / "ck")["model"]["a"] == 1
+    hf.Checkpoint("memory://interop-import/ck").storage.delete_tree("")

@@ -1,0 +1,245 @@
+"""Sources that want to run something, or to read what is not theirs: refused, or read without it; nothing is run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+
+import holdfast as hf
+from holdfast.interop.unpickle import read_metadata
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+_WATCHED = (
+    "os.system",
+    "os.exec",
+    "subprocess.Popen",
+    "os.posix_spawn",
+    "exec",
+    "compile",
+    "shutil.rmtree",
+)
+_events: list[str] = []
+_watching = False
+
+
+def _hook(event: str, arguments: tuple) -> None:
+    if _watching and (event in _WATCHED or (event == "open" and "canary" in str(arguments[0]))):
+        _events.append(f"{event} {arguments}")
+
+
+sys.addaudithook(_hook)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def everything_imported(tmp_path_factory) -> None:
+    """Import what imports need beforehand: that runs code, too."""
+    path = tmp_path_factory.mktemp("warm")
+    torch.save({"a": torch.ones(1), "b": [_Plain()]}, path / "a.pt")
+    hf.import_checkpoint(path / "a.pt", path / "a")
+    hf.import_checkpoint(folder(path), path / "b")
+
+
+class _Plain:
+    pass
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs():
+    """An audit hook sees no process, no code and no touched canary while a test imports."""
+    global _watching
+    _events.clear()
+    yield
+    _watching = False
+    assert _events == []
+
+
+def watched(call):
+    """Run a call under the eyes of the audit hook."""
+    global _watching
+    _watching = True
+    try:
+        return call()
+    finally:
+        _watching = False
+
+
+class Bomb:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, call=os.system, *arguments) -> None:
+        self.call, self.arguments = call, arguments or ("touch canary",)
+
+    def __reduce__(self):
+        return self.call, self.arguments
+
+
+BOMBS = [Bomb(), Bomb(eval, "open('canary', 'w')"), Bomb(exec, "open('canary', 'w')"), Bomb(os.mkdir, "canary")]
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: bomb.call.__name__)
+def test_pickle_bombs_in_torch_files(tmp_path, monkeypatch, bomb) -> None:
+    """The weights beside a bomb are taken, the bomb is not and is named; a file that is one is refused."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {"w": torch.ones(2)}, "trap": bomb, "list": [1, bomb]}, tmp_path / "a.pt")
+    done = watched(lambda: hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "a"))
+    assert [path for path, _ in done.not_taken] == ["['trap']", "['list'][1]"]
+    assert hf.load(tmp_path / "a")["model"]["w"].tolist() == [1, 1]
+    torch.save(bomb, tmp_path / "b.pt")
+    with pytest.raises(hf.UnsupportedStateError, match="--trusted"):
+        watched(lambda: hf.import_checkpoint(tmp_path / "b.pt", tmp_path / "b"))
+    torch.save({"w": torch.ones(2), "trap": bomb}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(hf.UnsupportedStateError, match="--trusted"):
+        watched(lambda: hf.import_checkpoint(tmp_path / "old.pt", tmp_path / "c"))
+    assert not (tmp_path / "canary").exists()
+    assert not (tmp_path / "b").exists()
+
+
+def test_trusted_files_are_read_as_they_are(tmp_path, monkeypatch) -> None:
+    """With trusted=True objects are made: whoever asks for it gets it, old files and whole modules too."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": torch.ones(2), "trap": Bomb(os.mkdir, "canary")}, "a.pt")
+    hf.import_checkpoint("a.pt", "a", trusted=True)
+    assert Path("canary").exists()
+    torch.save({"w": torch.ones(2)}, "old.pt", _use_new_zipfile_serialization=False)
+    hf.import_checkpoint("old.pt", "old")
+    model = torch.nn.Linear(2, 2)
+    torch.save(model, "module.pt")
+    with pytest.raises(hf.UnsupportedStateError, match="Linear"):
+        hf.import_checkpoint("module.pt", "module")
+    hf.import_checkpoint("module.pt", "module", trusted=True)
+    assert torch.equal(hf.load("module")["model"]["weight"], model.weight)
+
+
+def folder(tmp_path) -> Path:
+    """A directory of DCP."""
+    dcp.save({"model": {"w": torch.arange(6.0).reshape(2, 3)}, "epoch": 3}, checkpoint_id=tmp_path / "dcp")
+    return tmp_path / "dcp"
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: bomb.call.__name__)
+def test_pickle_bombs_in_dcp_metadata(tmp_path, monkeypatch, bomb) -> None:
+    """.metadata with anything but DCP's own classes is refused, whatever else it holds."""
+    monkeypatch.chdir(tmp_path)
+    path = folder(tmp_path)
+    metadata = read_metadata((path / ".metadata").read_bytes())
+    metadata.planner_data = {"x": bomb}
+    for data in (pickle.dumps(bomb), pickle.dumps(metadata), pickle.dumps([metadata]), b"", b"\x80\x04garbage"):
+        (path / ".metadata").write_bytes(data)
+        with pytest.raises(hf.CorruptCheckpointError, match=r"\.metadata"):
+            watched(lambda: hf.import_checkpoint(path, tmp_path / "new"))
+    assert not (tmp_path / "canary").exists()
+    assert not (tmp_path / "new").exists()
+
+
+def test_bombs_in_dcp_values(tmp_path, monkeypatch) -> None:
+    """A plain value of DCP is a pickle, too: an object in it is left out and named."""
+    monkeypatch.chdir(tmp_path)
+    dcp.save({"model": {"w": torch.ones(2)}, "trap": Bomb(), "epoch": 3}, checkpoint_id=tmp_path / "dcp")
+    done = watched(lambda: hf.import_checkpoint(tmp_path / "dcp", tmp_path / "new"))
+    ((path, why),) = done.not_taken
+    assert path == "trap"
+    assert "system" in why
+    assert hf.load(tmp_path / "new")["epoch"] == 3
+    assert not (tmp_path / "canary").exists()
+
+
+def _far(metadata) -> None:
+    index = next(iter(metadata.storage_data))
+    metadata.storage_data[index] = _StorageInfo("__0_0.distcp", 10**9, 5)
+
+
+def _elsewhere(metadata) -> None:
+    index = next(iter(metadata.storage_data))
+    metadata.storage_data[index] = _StorageInfo("../secret", 0, 5)
+
+
+def _absolute(metadata) -> None:
+    index = next(iter(metadata.storage_data))
+    metadata.storage_data[index] = _StorageInfo("/etc/hostname", 0, 5)
+
+
+def _negative(metadata) -> None:
+    index = next(iter(metadata.storage_data))
+    metadata.storage_data[index] = _StorageInfo("__0_0.distcp", -5, 5)
+
+
+def _large(metadata) -> None:
+    entry = metadata.state_dict_metadata["model.w"]
+    entry.size = torch.Size([10**6, 10**6])
+
+
+def _outside(metadata) -> None:
+    metadata.state_dict_metadata["model.w"].chunks = [ChunkStorageMetadata(torch.Size([5, 0]), torch.Size([2, 3]))]
+
+
+def _lost(metadata) -> None:
+    metadata.storage_data.pop(MetadataIndex("model.w", torch.Size([0, 0])))
+
+
+def _dtype(metadata) -> None:
+    metadata.state_dict_metadata["model.w"].properties.dtype = torch.float64
+
+
+def _odd_path(metadata) -> None:
+    metadata.planner_data = {"model.w": ("model",), "epoch": ("model", "epoch")}
+
+
+@pytest.mark.parametrize("change", [_far, _elsewhere, _absolute, _negative, _large, _outside, _lost, _dtype, _odd_path])
+def test_dcp_metadata_that_lies(tmp_path, change) -> None:
+    """Ranges out of files, paths out of the folder, shapes that do not add up: refused, and no checkpoint is made."""
+    (tmp_path / "secret").write_bytes(b"secret")
+    path = folder(tmp_path)
+    metadata = read_metadata((path / ".metadata").read_bytes())
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(hf.CheckpointError):
+        hf.import_checkpoint(path, tmp_path / "new")
+    assert not (tmp_path / "new/manifest.json").exists()
+
+
+def test_dcp_files_that_are_links_or_gone(tmp_path) -> None:
+    """A data file that leads out of the folder is not followed."""
+    path = folder(tmp_path)
+    (path / "__0_0.distcp").rename(tmp_path / "elsewhere")
+    with pytest.raises(hf.CorruptCheckpointError, match="is gone"):
+        hf.import_checkpoint(path, tmp_path / "new")
+    (path / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(hf.CorruptCheckpointError, match="symlink"):
+        hf.import_checkpoint(path, tmp_path / "new")
+
+
+def test_safetensors_that_lie(tmp_path) -> None:
+    """A header that does not fit its file is damage, and an index cannot name files elsewhere."""
+    (tmp_path / "a.safetensors").write_bytes((2**40).to_bytes(8, "little") + b"{}")
+    with pytest.raises(hf.CorruptCheckpointError):
+        hf.import_checkpoint(tmp_path / "a.safetensors", tmp_path / "new")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/model.safetensors.index.json").write_text('{"weight_map": {"w": "../a.safetensors"}}')
+    with pytest.raises(hf.CorruptCheckpointError, match="refused the path"):
+        hf.import_checkpoint(tmp_path / "hf", tmp_path / "new")
+
+
+def test_no_torch_file_at_all(tmp_path) -> None:
+    """Garbage, an empty file and a zip of something else are said to be no torch files."""
+    for number, data in enumerate((b"", b"hello", b"PK\x03\x04 and so on")):
+        path = tmp_path / f"{number}.pt"
+        path.write_bytes(data)
+        with pytest.raises(hf.HoldfastError, match=str(path)):
+            hf.import_checkpoint(path, tmp_path / "new")
+
+
+def test_a_pickle_cannot_change_classes(tmp_path) -> None:
+    """Not even attributes of the classes on the allow-list can be set."""
+    data = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\nN}X\x03\x00\x00\x00xyzK\x01s\x86b."
+    with pytest.raises(hf.CorruptCheckpointError, match="sets the state of a type"):
+        read_metadata(data)
+    assert not hasattr(Metadata, "xyz")

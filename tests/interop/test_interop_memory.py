@@ -1,0 +1,76 @@
+"""Export and import go tensor by tensor: what they need beside the interpreter does not grow with the checkpoint."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SLACK = 100_000_000
+
+SCRIPT = """
+import os, resource, sys, warnings
+import torch
+import torch.distributed.checkpoint
+import holdfast as hf
+from holdfast.interop import dcp_reader
+
+warnings.simplefilter("ignore")
+folder, total = sys.argv[1], int(sys.argv[2])
+os.chdir(folder)
+pid = os.fork()
+if pid == 0:  # the state is made by somebody else, so that its memory is not ours
+    try:
+        torch.manual_seed(0)
+        half = total // 4 // 2
+        state = {"model": {"large": torch.randn(8, half // 8), **{str(n): torch.randn(half // 64) for n in range(64)}}}
+        hf.save("ck", state)
+        torch.save(state, "theirs.pt")
+        torch.distributed.checkpoint.save(state, checkpoint_id="theirs")
+    finally:
+        os._exit(0)
+os.waitpid(pid, 0)
+hf.save("warm", {"a": torch.ones(2)})  # what is needed in any case
+hf.export("warm", "warm.pt", to="torch")
+hf.import_checkpoint("warm.pt", "warm2")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for name, options in (
+    ("a.pt", {"to": "torch"}),
+    ("a.safetensors", {"to": "safetensors"}),
+    ("b.safetensors", {"to": "safetensors", "dtype": "bfloat16"}),
+    ("hf", {"to": "hf", "max_shard_size": total // 3}),
+    ("dcp", {"to": "dcp"}),
+):
+    hf.export("ck", name, **options)
+for number, name in enumerate(("a.pt", "a.safetensors", "hf", "dcp", "theirs.pt", "theirs")):
+    hf.import_checkpoint(name, f"back{number}")
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def grown(folder, total: int) -> int:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(folder), str(total)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = int(done.stdout)
+    print(f"{found:,} bytes more for {total:,}")
+    return found
+
+
+def test_memory_of_every_route(tmp_path) -> None:
+    """All routes of 160 MB together, half of it one tensor, stay within the slack that 600 MB have."""
+    assert grown(tmp_path, 160_000_000) < SLACK
+
+
+@pytest.mark.slow
+def test_memory_of_600_mb(tmp_path) -> None:
+    """The same with 600 MB."""
+    assert grown(tmp_path, 600_000_000) < SLACK

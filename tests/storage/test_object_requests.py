@@ -1,0 +1,136 @@
+"""How many requests an object store gets, counted by the fault proxy."""
+
+import itertools
+
+import pytest
+import torch
+from object_kit import BUCKET, KEY, SECRET, moto
+
+import holdfast as hf
+from holdfast.errors import StorageError, StorageNotFoundError
+from holdfast.storage import LocalStorage, MemoryStorage, PrefixStorage
+from holdfast.storage.object import ObjectStorage
+from holdfast.testing import Fault, FaultProxy
+
+_names = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with moto() as url:
+        yield url
+
+
+@pytest.fixture
+def proxy(server):
+    with FaultProxy(server) as one:
+        yield one
+
+
+@pytest.fixture
+def storage(proxy):
+    options = {"endpoint": proxy.url, "access_key_id": KEY, "secret_access_key": SECRET, "max_retries": 2}
+    return ObjectStorage(f"s3://{BUCKET}/requests/{next(_names)}", options)
+
+
+def methods(proxy):
+    found = [one.method for one in proxy.exchanges]
+    proxy.forget()
+    return found
+
+
+def test_reading_takes_one_request(proxy, storage):
+    """Opening asks for the beginning: a small object is whole with that, a big one needs only what lies behind."""
+    small, big = b"s" * 1000, bytes(range(256)) * 40_000
+    storage.put("small", small)
+    storage.put("empty", b"")
+    with storage.create("big", len(big)) as writer:
+        writer.write(memoryview(big[: 8 << 20]))
+        writer.write(memoryview(big[8 << 20 :]))
+    proxy.forget()
+    assert storage.read("small") == small
+    with storage.open("small") as reader:
+        view = bytearray(reader.size)
+        reader.read_into(0, memoryview(view))
+    assert (bytes(view), reader.size) == (small, 1000)
+    assert methods(proxy) == ["GET", "GET"]
+    assert storage.read("big", 1000, 5000) == big[1000:6000]
+    assert methods(proxy) == ["GET"]
+    assert storage.read("big", 130_000, 300_000) == big[130_000:430_000]
+    assert [one.range for one in proxy.exchanges] == ["bytes=0-131071", "bytes=131072-429999"]
+    proxy.forget()
+    assert storage.read("big") == big
+    assert storage.read("empty") == b""
+    with storage.open("empty") as reader:
+        assert reader.size == 0
+    proxy.forget()
+    with pytest.raises(StorageNotFoundError):
+        storage.open("missing")
+    assert methods(proxy) == ["GET"]
+
+
+def test_loading_a_checkpoint(proxy, storage):
+    """Each file of a checkpoint is asked for once; no request only finds out how large something is."""
+    saved = hf.save(hf.Checkpoint.at(storage, "one"), {"w": torch.ones(5_000), "note": {"a": 1}})
+    proxy.forget()
+    hf.load(hf.Checkpoint.at(storage, "one"))
+    paths = [one.path.rpartition("/")[2] for one in proxy.exchanges]
+    assert "HEAD" not in methods(proxy)
+    assert len(paths) == len(set(paths)) == len(saved.manifest.files) + 1
+
+
+def test_the_trial_of_conditions_leaves_nothing(proxy, storage, monkeypatch):
+    """Whether a store keeps conditions is tried once; what killed processes left of such trials goes with it."""
+    from holdfast.storage import _object_conditions
+
+    monkeypatch.setattr(_object_conditions, "_known", {})
+    obs, key = storage._obs, f"{storage._prefix}/.tmp-probe/dead"
+    obs.put(storage._store, key, b"1")
+    assert storage.conditional is True
+    assert storage.child("deeper").conditional is True
+    assert [one["path"] for page in obs.list(storage._store, storage._prefix) for one in page] == [key], "it is young"
+    monkeypatch.setattr(_object_conditions, "_known", {})
+    monkeypatch.setattr(_object_conditions, "_OLD", _object_conditions.timedelta(seconds=-1))
+    assert storage.conditional is True
+    assert not [one for page in obs.list(storage._store, storage._prefix) for one in page]
+
+
+def test_a_lost_answer_to_the_trial(proxy, storage, monkeypatch):
+    """A trial whose first answer was lost meets its own object, and still finds that conditions are kept."""
+    from holdfast.storage import _object_conditions
+
+    monkeypatch.setattr(_object_conditions, "_known", {})
+    proxy.inject(Fault(kind="503", at=0, carried_out=True))
+    assert storage.put("a", b"1", if_absent=True)
+    assert storage.conditional is True
+
+
+def test_every_storage_says_whether_it_keeps_conditions(tmp_path):
+    """One property on every storage."""
+    memory = MemoryStorage("conditional")
+    assert LocalStorage(tmp_path).conditional is True
+    assert memory.conditional is True
+    assert PrefixStorage(memory, "a").conditional is True
+
+
+@pytest.mark.parametrize("kind", ["truncated", "short"])
+def test_answers_that_end_early(proxy, storage, kind):
+    """Reads, listings and the beginning of an upload are made again; an end without an end is an error, in time."""
+    data = bytes(range(256)) * 40_000
+    proxy.inject(Fault(kind=kind, every=2))
+    with storage.create("big", len(data)) as writer:
+        writer.write(memoryview(data[: 8 << 20]))
+        writer.write(memoryview(data[8 << 20 :]))
+    for number in range(3):
+        storage.put(f"many/{number}", b"1")
+    assert storage.read("big") == data
+    assert storage.read("big", 9_000_000, 1_000_000) == data[9_000_000:10_000_000]
+    assert sorted(info.path for info in storage.list()) == ["big", "many/0", "many/1", "many/2"]
+    assert sorted(info.path for info in storage.list(recursive=False)) == ["big", "many/"]
+    storage.copy("big", "copy")
+    assert storage.stat("copy").size == len(data)
+    storage.delete_tree("many")
+    assert not storage.exists("many/0")
+    proxy.inject(Fault(kind=kind, method="GET"))
+    with pytest.raises(StorageError):
+        storage.read("big")

@@ -1,0 +1,58 @@
+"""A trainer with two savers that dies before any one of its disk operations leaves complete checkpoints only."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.testing import CRASH_EXIT_CODE
+from holdfast.testing.crash import ForkServer
+
+FILE = Path(__file__).with_name("loop_crashes.py")
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    with ForkServer(preload=("torch", "numpy", "holdfast.core", str(FILE))) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def base(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root: Path = tmp_path_factory.mktemp("base") / "run"
+    server.run(f"{FILE}:prepare", str(root)).checked()
+    return root
+
+
+def killed(server: ForkServer, base: Path, tmp_path: Path, at: int) -> bool:
+    """Kill at one operation and look; True if there was such an operation."""
+    root = tmp_path / f"at-{at}"
+    shutil.copytree(base, root, symlinks=True)
+    died = server.run(f"{FILE}:third_batch", str(root), at)
+    assert died.status in (CRASH_EXIT_CODE, 0), (at, died)
+    looked = server.run(f"{FILE}:look", str(root))
+    assert looked.status == 0, f"killed at operation {at}: {looked.error}\n{looked.output}"
+    shutil.rmtree(root)
+    return died.status == CRASH_EXIT_CODE
+
+
+def test_some_operations(server: ForkServer, base: Path, tmp_path: Path) -> None:
+    """Killed at a few operations: each link leads to a complete checkpoint, and nothing is left behind."""
+    root = tmp_path / "whole"
+    shutil.copytree(base, root, symlinks=True)
+    total = server.run(f"{FILE}:third_batch", str(root), None).checked()
+    assert total > 30
+    for at in range(3, total, total // 7):
+        killed(server, base, tmp_path, at)
+
+
+@pytest.mark.slow
+def test_every_operation(server: ForkServer, base: Path, tmp_path: Path) -> None:
+    """Killed at every operation of a save with two savers, their links and their retention."""
+    at = 0
+    while killed(server, base, tmp_path, at):
+        at += 1
+    assert at > 30

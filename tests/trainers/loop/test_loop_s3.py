@@ -1,0 +1,78 @@
+"""The loop trainer on a real object store: an S3 server in a process of its own, and faults on the way to it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from loop_kit import Crash, CrashAt, plain
+
+import holdfast as hf
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.loggers import RemoteUploaderDownloader
+from holdfast.storage.resolve import resolve
+from holdfast.testing import assert_state_equal
+from holdfast.testing.fault_proxy import Fault, FaultProxy
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "storage"))
+from object_kit import BUCKET, moto, s3_environment
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with moto() as url:
+        yield url
+
+
+@pytest.fixture
+def proxy(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """The server behind a proxy, with endpoint and credentials in the environment."""
+    for name in [name for name in os.environ if name.startswith(("AWS_", "S3_", "GCS_"))]:
+        monkeypatch.delenv(name)
+    with FaultProxy(server) as between:
+        for name, value in s3_environment(between.url).items():
+            monkeypatch.setenv(name, value)
+        yield between
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_s3_folder(proxy: FaultProxy, tmp_path: Path, suffix: str) -> None:
+    """save_folder in a bucket: killed, autoresumed, loaded through the pointer; it ends as at home."""
+    uri = f"s3://{BUCKET}/loop{suffix}/runs"
+    options = {"save_filename": "ba{batch}" + suffix, "save_interval": "3ba"}
+    whole = plain(tmp_path)
+    whole.fit()
+    with pytest.raises(Crash):
+        plain(uri, callbacks=CrashAt(8), autoresume=True, **options).fit()
+    again = plain(uri, autoresume=True, **options)
+    assert int(again.state.timestamp.batch) == 6
+    again.fit()
+    assert_state_equal(again.state.model, whole.state.model)
+    assert resolve(uri).read("latest-rank0.symlink") == f"loop{suffix}/runs/ba12{suffix}".encode()
+    assert int(plain(None, load_path=f"{uri}/latest-rank0").state.timestamp.batch) == 12
+    if not suffix:
+        assert Catalog(resolve(uri)).records()[0].name == "ba12"
+
+
+def test_forbidden_is_not_nothing(proxy: FaultProxy) -> None:
+    """A bucket that refuses us is an error, never a training from zero."""
+    uri = f"s3://{BUCKET}/forbidden/runs"
+    plain(uri, max_duration="1ep", save_filename="e{epoch}.pt").fit()
+    proxy.inject(Fault(kind="403", times=None))
+    with pytest.raises(hf.StoragePermissionError):
+        plain(uri, autoresume=True, save_filename="e{epoch}.pt")
+
+
+def test_uploads_through_faults(proxy: FaultProxy, tmp_path: Path) -> None:
+    """Requests that fail now and then are repeated; what arrives is whole."""
+    uploader = RemoteUploaderDownloader(f"s3://{BUCKET}/through")
+    trainer = plain(tmp_path, loggers=uploader, run_name="r", save_filename="ba{batch}", save_interval="4ba")
+    proxy.inject(Fault(kind="503", method="PUT", every=5, times=4), Fault(kind="reset", method="PUT", every=7, times=2))
+    trainer.fit()
+    trainer.close()
+    proxy.forget()
+    for batch in (4, 8, 12):
+        assert hf.Checkpoint(f"s3://{BUCKET}/through/r/checkpoints/ba{batch}").verify().ok
