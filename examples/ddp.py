@@ -52,7 +52,7 @@ def train(arguments: argparse.Namespace, device: torch.device, parallel: Callabl
 
 def main(parallel: Callable[[GPT], nn.Module]) -> None:
     """Read the command line, join the other processes, train a model that ``parallel`` has made parallel."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser()  # torchrun takes --run and --log for abbreviations of options of its own
     parser.add_argument("--out", required=True, help="directory of the run; the same one again resumes")
     parser.add_argument("--steps", type=int, default=200, help="steps to train")
     parser.add_argument("--every", default="25ba", help='how often to save: "25ba", "10min"')

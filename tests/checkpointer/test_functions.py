@@ -238,7 +238,7 @@ def test_saves_from_many_threads(tmp_path):
 
 
 def test_several_ranks_that_cannot_meet_are_refused(tmp_path, monkeypatch):
-    """With RANK and WORLD_SIZE set and no process group, "all" is a ConfigError that names the ways out; "this" saves."""
+    """With RANK and WORLD_SIZE set and no process group, "all" is a ConfigError that names ways out; "this" saves."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for call in (hf.save, hf.save_async):

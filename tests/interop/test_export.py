@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from interop_kit import Odd, adamw, full_state, plain_state, trained
+from parts_kit import Tied, save_parts, train
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import holdfast as hf
 from holdfast.state.torch_plain import from_plain
+from holdfast.storage.local import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing import assert_state_equal
 
@@ -203,3 +205,26 @@ def test_dcp_folder_is_what_dcp_itself_would_plan(state, saved, tmp_path) -> Non
         assert type(other) is type(entry)
         assert getattr(other, "size", None) == getattr(entry, "size", None), key
     assert ours.planner_data == theirs.planner_data
+
+
+def test_checkpoints_of_several_ranks(tmp_path) -> None:
+    """What three ranks have divided comes out whole; of what each keeps for itself that of rank 0, and it says so."""
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    states = [
+        {"model": model, "optimizer": optimizer, "own": hf.PerRank({"cache": torch.full((2,), rank)})}
+        for rank in range(3)
+    ]
+    save_parts(LocalStorage(tmp_path), "ck", states)
+    done = hf.export(tmp_path / "ck", tmp_path / "x.pt", to="torch")
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert_state_equal(found["model"], model.state_dict())
+    assert_state_equal(found["optimizer"], optimizer.state_dict())
+    assert found["own"]["cache"].tolist() == [0, 0]
+    assert done.left_out == (("own", "the values of 2 other ranks: only that of rank 0 is written"),)
+    hf.export(tmp_path / "ck", tmp_path / "hf", to="hf")
+    hf.import_checkpoint(tmp_path / "hf", tmp_path / "back")
+    other = Tied()
+    hf.load(tmp_path / "back", {"model": other})
+    assert_state_equal(other, model)

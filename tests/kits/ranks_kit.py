@@ -37,7 +37,8 @@ class RankServer(ForkServer):
     ) -> list[Outcome]:
         """Run ``function(*args, **kwargs)`` on every rank; how each ended, in order of ranks.
 
-        Ranks that are not done after ``timeout_s`` are killed (status -9).
+        Ranks that are not done after ``timeout_s`` are killed (status -9), and those that are stopped (SIGSTOP) when
+        all others are done.
         """
         order = {"function": function, "args": args, "kwargs": kwargs, "world_size": world_size}
         order |= {"timeout_s": timeout_s, "group": group}
@@ -60,15 +61,18 @@ def launch(order: dict[str, Any]) -> list[dict[str, Any]]:
             children[pid] = rank
         deadline = time.monotonic() + order["timeout_s"]
         statuses: dict[int, int] = {}
+        stopped: set[int] = set()
         while children:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid in children:
+            pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
+            if pid in children and os.WIFSTOPPED(status):
+                stopped.add(pid)
+            elif pid in children:
                 statuses[children.pop(pid)] = os.waitstatus_to_exitcode(status)
             elif pid == 0:
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline or stopped.issuperset(children):
                     for late in children:
                         os.kill(late, signal.SIGKILL)
-                    deadline = float("inf")
+                    deadline, stopped = float("inf"), set()
                 time.sleep(0.005)
         return [_outcome(Path(scratch), rank, statuses[rank]) for rank in range(order["world_size"])]
 

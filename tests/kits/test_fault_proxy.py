@@ -116,8 +116,15 @@ def test_nothing_changes_without_rules(server, proxy, ask):
     assert proxy.exchanges == ()
 
 
-@pytest.mark.parametrize(("kind", "status", "code"), [("500", 500, b"InternalError"), ("503", 503, b"SlowDown"),
-                                                      ("403", 403, b"AccessDenied"), ("expired", 400, b"ExpiredToken")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "status", "code"),
+    [
+        ("500", 500, b"InternalError"),
+        ("503", 503, b"SlowDown"),
+        ("403", 403, b"AccessDenied"),
+        ("expired", 400, b"ExpiredToken"),
+    ],
+)
 @pytest.mark.parametrize("carried_out", [False, True])
 def test_answers(server, proxy, ask, kind, status, code, carried_out):
     """The client is told of an error, and the server has done its work or not, as the rule says."""

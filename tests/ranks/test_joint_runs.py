@@ -40,7 +40,7 @@ def test_saves_by_time_are_made_at_the_same_steps(ranks, tmp_path, world_size):
     """Ranks of uneven speed that never wait for each other: all save at the steps that rank 0 has proposed."""
     found = ranks.checked(f"{CASES}:jitter", str(tmp_path), 250, 1, world_size=world_size)
     assert all(one["saved"] == found[0]["saved"] for one in found), found
-    assert len(found[0]["saved"]) >= 4
+    assert len(found[0]["saved"]) >= 2
     assert [step for step in steps(tmp_path) if step > 1] == found[0]["saved"]
 
 

@@ -70,7 +70,7 @@ class Layout:
         )
 
 
-def save_ranks(world, make, *, storage=None, directory="one", keep=None):
+def save_ranks(world, make, *, storage=None, directory="one", keep=None, **options):
     """Save ``make(rank)`` of every rank as parts of one checkpoint; returns the storage rooted at it."""
     storage = storage or MemoryStorage(f"ranks-{next(_numbers)}")
     save_id = f"abcd0000-{next(_numbers):x}"
@@ -78,7 +78,7 @@ def save_ranks(world, make, *, storage=None, directory="one", keep=None):
     with WriterClient.start(thread=True) as client:
         for rank in range(world):
             with playing(rank, world):
-                snapshotter = Snapshotter(rank=rank, world_size=world)
+                snapshotter = Snapshotter(rank=rank, world_size=world, **options)
                 try:
                     arguments = {"directory": directory, "save_id": save_id, "manifest": fields, "part": world > 1}
                     snapshotter.submit(make(rank), client, storage, **arguments).future.result(60)

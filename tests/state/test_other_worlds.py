@@ -127,6 +127,14 @@ def test_generators_that_were_in_step_stay_in_step(storage):
     assert after[0][1][0].endswith("(the checkpoint has 4); those in step on all ranks go on in step: python")
 
 
+def test_generators_in_step_within_groups_only_are_derived(storage):
+    """Ranks 0 and 1 draw alike, as tensor-parallel ones do, and ranks 2 and 3: nobody else may draw as they do."""
+    save_generators(storage, [(rank // 2, rank // 2) for rank in range(4)])
+    after = [draws(storage, rank, 3) for rank in range(3)]
+    assert all(notes[0].endswith("(the checkpoint has 4)") for _, notes in after)
+    assert len({number for drawn, _ in after for number in drawn}) == 9
+
+
 def test_generators_of_one_process_are_derived_for_several(storage):
     """From one rank to two, and with NumPy on another bit generator."""
     bits = np.random.get_bit_generator()

@@ -196,7 +196,7 @@ def test_devices_of_another_number_of_ranks_get_states_of_their_own(monkeypatch)
     for rank in range(3):
         fake = FakeDevices([torch.zeros(16, dtype=torch.uint8)] * 2)
         monkeypatch.setattr(torch, "cuda", fake)
-        in_step, problems = restore_derived(first, second, step=4, rank=rank, world_size=3)
+        in_step, problems = restore_derived(first, [second], step=4, rank=rank, world_size=3)
         assert problems == []
         assert "cuda" not in in_step
         seen |= {bytes(state.tolist()) for state in fake.states}
@@ -208,15 +208,37 @@ def test_devices_that_were_in_step_stay_in_step(monkeypatch):
     first, second = captured_on(monkeypatch, [5, 0]), captured_on(monkeypatch, [0, 5])
     fake = FakeDevices([torch.zeros(16, dtype=torch.uint8)])
     monkeypatch.setattr(torch, "cuda", fake)
-    in_step, problems = restore_derived(first, second, step=4, rank=2, world_size=3)
+    in_step, problems = restore_derived(first, [second], step=4, rank=2, world_size=3)
     assert in_step == ["python", "numpy", "torch", "cuda"]
     assert problems == []
     assert fake.states[0].tolist() == [5] * 16
 
 
+def test_devices_that_only_rank_zero_used_are_derived(monkeypatch):
+    """Another rank without an entry is not in step, and no error."""
+    first = captured_on(monkeypatch, [5])
+    second = {name: value for name, value in first.items() if name not in ("devices", "numpy")}
+    in_step, problems = restore_derived(first, [second], step=4, rank=0, world_size=3)
+    assert (in_step, problems) == (["python", "torch"], [])
+
+
 def test_devices_that_are_not_here_are_named_when_derived():
     """As with any restore."""
     state = {**rng.capture(), "devices": {"nonesuch": [torch.zeros(16, dtype=torch.uint8)]}}
-    assert restore_derived(state, None, step=1, rank=0, world_size=2)[1] == [
+    assert restore_derived(state, [], step=1, rank=0, world_size=2)[1] == [
         "nonesuch generators: this machine has no nonesuch device"
     ]
+
+
+def test_damaged_entries_are_named_when_derived_and_the_rest_is_set():
+    """One line for each, as with any restore; a name out of NumPy that is no bit generator is not called."""
+    state = rng.capture()
+    state["numpy"] = {**state["numpy"], "bit_generator": "seed"}
+    state["devices"] = {"cuda": []}
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    in_step, problems = restore_derived(state, [], step=1, rank=1, world_size=2)
+    assert in_step == []
+    assert problems == ["numpy generator: ValueError: unknown bit generator 'seed'",
+                        "cuda generators: IndexError: list index out of range"]  # fmt: skip
+    assert not torch.equal(torch.get_rng_state(), before)

@@ -1,5 +1,7 @@
 """What is refused, who writes a box that several ranks hold, and what becomes of ties, metas and fresh optimizers."""
 
+import weakref
+
 import pytest
 import torch
 from mesh_kit import Layout, load_ranks, make_mesh, playing, save_ranks
@@ -231,6 +233,12 @@ def test_a_plain_meta_module_and_map_location():
     load_state(storage.child("one"), {"model": live}, map_location="cpu")
     assert live.weight.device.type == "cpu"
     assert optimizer.param_groups[0]["params"][0] is live.weight
+    with torch.device("meta"):
+        held = nn.Linear(2, 2)
+    keep = weakref.ref(held.weight)  # torch cannot change this object
+    load_state(storage.child("one"), {"model": held})
+    assert held.weight.device.type == "cpu"
+    assert keep() is not held.weight
     with pytest.raises(hf.StateMismatchError, match="meta device"):
         load_state(storage.child("one"), {"model": {"weight": loose, "bias": torch.empty(2)}})
 
@@ -258,3 +266,17 @@ def test_objects_get_tensors_laid_out_as_their_own():
         assert torch.equal(local_tensor(state["ema"].value), values[:, rank : rank + 1])
 
     load_ranks(storage, 2, lambda _: {"ema": Average(Layout((2,), (1,)).shard(torch.zeros(5, 2)))}, check)
+
+
+def test_names_after_an_evaluation():
+    """A forward pass alone leaves gathered parameters in place; the optimizer's are found by name all the same."""
+    with playing(0, 2):
+        model = sharded(nn.Linear(4, 4), 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+        assert not any(isinstance(one, DTensor) for one in model.parameters())
+        names = flatten({"m": model, "o": optimizer}, shared=True).names
+    assert "o/state/m/weight/momentum_buffer" in names

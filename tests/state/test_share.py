@@ -54,9 +54,9 @@ def test_division_is_nearly_linear():
         sizes = [rng.randrange(1 << 20) for _ in range(count)]
         best = float("inf")
         for _ in range(3):
-            begin = time.perf_counter()
+            begin = time.thread_time()
             divide(names, sizes, 64)
-            best = min(best, time.perf_counter() - begin)
+            best = min(best, time.thread_time() - begin)
         return best
 
     assert seconds(80_000) < 24 * seconds(10_000)

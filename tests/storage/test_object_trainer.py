@@ -98,7 +98,7 @@ def validate(checkpoint):
 
 @pytest.mark.parametrize("kind", ["object", "pyarrow"])
 def test_given_by_hand(endpoint, tmp_path, capfd, caplog, kind):
-    """Reports, states, questions, validations and restarts work with keys that only the driver has; nothing shows them."""
+    """Reports, states, validations and restarts work with keys that only the driver has; nothing shows them."""
     caplog.set_level(logging.DEBUG)
     filesystem, base = by_hand(endpoint, kind)
     prefix = f"runs-{kind}"

@@ -165,16 +165,18 @@ def wait_for(condition):
 def test_refusals_are_said(proxy, storage, kind, words):
     """Rights that were taken away and credentials that expire stop the run with what to do; what there was stays."""
     state = state_at(0)
-    with pytest.raises(StoragePermissionError, match=words) as caught:  # noqa: PT012 - at the next step or the end
-        with hf.Checkpointer(storage, state, every=1) as ck:
-            advance(state, 1)
-            ck.step(loss=1.0)
-            ck.wait()
-            proxy.forget()
-            proxy.inject(Fault(kind=kind, method="PUT"))
-            advance(state, 2)
-            ck.step(loss=2.0)
-            ck.wait()
+    with (
+        pytest.raises(StoragePermissionError, match=words) as caught,
+        hf.Checkpointer(storage, state, every=1) as ck,
+    ):
+        advance(state, 1)
+        ck.step(loss=1.0)
+        ck.wait()
+        proxy.forget()
+        proxy.inject(Fault(kind=kind, method="PUT"))
+        advance(state, 2)
+        ck.step(loss=2.0)
+        ck.wait()
     assert SECRET not in str(caught.value)
     refused = [one for one in proxy.exchanges if one.fault and "/step_00000002/" in one.path]
     assert len(refused) == len({one.path for one in refused}), "a refusal is not tried again"

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from object_kit import BUCKET, moto, s3_environment
 
 sys.path.append(str(Path(__file__).parents[1] / "kits"))
-import test_retention_oracle as oracle  # noqa: E402 - another folder of tests
+import test_retention_oracle as oracle
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import namedtuple
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
 
 import holdfast as hf
+from holdfast.state.data import ResumableBatches
 from holdfast.state.values import PerRank
 from holdfast.torch import PreparedLoader, prepare_data_loader
 from holdfast.trainers.transfer import Transfer
@@ -265,6 +267,22 @@ def test_the_rest_of_an_epoch_is_split_over_other_ranks() -> None:
     assert set(seen) == {sample for _, ((indices, noise),) in alone for sample in zip(indices, noise, strict=True)}
     assert state is not None
     assert state["epoch"] == 1
+
+
+def test_within_the_batches_of_a_checkpointer_it_is_split_again_too() -> None:
+    """A prepared loader given to `ck.batches` goes on by itself on other ranks."""
+    position, seen = None, []
+    for world_size, stop in ((4, 2), (2, None)):
+        positions = []
+        for rank in range(world_size):
+            batches = ResumableBatches(
+                on_rank(rank, world_size), position, seed=9, epoch=0, rank=rank, world_size=world_size, split=True
+            )
+            iterator = iter(batches)  # kept: one that is dropped has left the epoch
+            seen += [index for indices, _ in itertools.islice(iterator, stop) for index in indices.tolist()]
+            positions.append(batches.state_dict())
+        position = positions[0]
+    assert sorted(seen) == list(range(48))
 
 
 def test_an_epoch_that_begins_anew_can_be_left(caplog) -> None:

@@ -36,6 +36,11 @@ def checkpointer(model: torch.nn.Module, loader: Any) -> None:
         assert_type(ck.checkpoints(), list[hf.Checkpoint])
         assert_type(ck.stats.last_durable_step, int)
         assert_type(ck.should_stop, bool)
+    mirror = hf.Mirror("/scratch/run", keep=keep, max_behind=2, when_behind="wait", warn_after="1h")
+    with hf.Checkpointer("s3://bucket/run", {"model": model}, local_dir=mirror) as ck:
+        ck.wait(remote=True)
+        assert_type(ck.stats.last_remote_step, int)
+        assert_type(ck.stats.seconds_since_remote, float | None)
 
 
 def errors() -> None:
@@ -43,3 +48,12 @@ def errors() -> None:
     error: ValueError = hf.ConfigError("x")
     other: FileNotFoundError = hf.CheckpointNotFoundError("x")
     print(error, other)
+
+
+def other_formats(checkpoint: hf.Checkpoint) -> None:
+    """`export` and `import_checkpoint`."""
+    exported = hf.export(checkpoint, "x.pt", to="torch", only=["model"], dtype=torch.bfloat16)
+    assert_type(exported, hf.Exported)
+    assert_type(exported.left_out, tuple[tuple[str, str], ...])
+    imported = hf.import_checkpoint("x.pt", "y", format="torch")
+    assert_type(imported.checkpoint, hf.Checkpoint)

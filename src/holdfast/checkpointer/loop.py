@@ -236,7 +236,8 @@ class Checkpointer(Listing):
         """Wait until everything saved and reported so far is durable; raises what failed.
 
         Args:
-            remote: of a mirrored run (``local_dir``), wait for the remote side too; else the local disk is enough.
+            remote: of a mirrored run (``local_dir``), wait for the remote side too (rank 0 does); else the local disk
+                is enough.
         """
         self._live_course().wait(remote=remote)
 

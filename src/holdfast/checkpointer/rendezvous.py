@@ -14,7 +14,7 @@ import torch.distributed as dist
 from .._ranks import RankInfo
 from ..errors import ConfigError, HoldfastError
 from ..writer.control_saves import rank_list
-from ..writer.messages import error_from_json, error_to_json
+from ..writer.messages import error_from_json, error_to_ranks
 
 __all__ = ["Alone", "Meeting", "Rendezvous", "meet", "same_for_all"]
 
@@ -67,9 +67,9 @@ class Rendezvous:
         try:
             given = {"value": give()}
         except Exception as error:  # noqa: BLE001 - all ranks hear of it, this one raises it below
-            cause, given = error, {"error": error_to_json(error)}
+            cause, given = error, {"error": error_to_ranks(error)}
         except BaseException as error:
-            self._set(f"{topic}/{self.rank}", {"error": error_to_json(error)})
+            self._set(f"{topic}/{self.rank}", {"error": error_to_ranks(error)})
             raise
         if self.rank == 0:
             decision = self._decide(topic, given, decide)
@@ -91,7 +91,7 @@ class Rendezvous:
                 return {"error": _joined(failed, self.world_size)}
             return {"value": decide([one["value"] for one in given])}
         except Exception as error:  # noqa: BLE001 - all ranks hear of it
-            return {"error": error_to_json(error)}
+            return {"error": error_to_ranks(error)}
 
     def _wait(self, keys: dict[int, str], topic: str) -> None:
         deadline = time.monotonic() + self._timeout_s

@@ -17,7 +17,7 @@ from ..errors import HoldfastError
 from ..writer.arena import Arena
 from ..writer.board import BOARD_BYTES, Board
 from ..writer.client import WriterClient
-from ..writer.messages import error_from_json, error_to_json
+from ..writer.messages import error_from_json, error_to_ranks
 from .identity import version
 from .rendezvous import Meeting, same_for_all
 
@@ -75,7 +75,7 @@ class Team:
         try:
             yield
         except Exception as error:
-            told = error_to_json(error)
+            told = error_to_ranks(error)
             with contextlib.suppress(HoldfastError):
                 self.client.tell_ranks("part_failed", save=save, error=told)
             raise error_from_json({**told, "message": f"rank {self.rank}: {told['message']}"}) from error

@@ -197,7 +197,7 @@ class ResumableBatches:
         self._done = True
 
     def _keys(self, order: MapOrder, sizes: deque[int]) -> Iterator[Any]:
-        for indices, seeds in order.batches(self._samples):
+        for indices, seeds in order.batches(self._samples, seeded=self._seed_samples):
             sizes.append(len(indices))
             if not self._seed_samples:
                 yield indices if order.auto_batch else indices[0]
@@ -320,7 +320,7 @@ class ResumableBatches:
             self._say("every rank gets the same samples: give the loader a DistributedSampler to split them", once=True)
         if self._order is not None and not getattr(self._loader, "in_order", True):
             self._say("in_order=False is not used: a position is a prefix of the order", once=True)
-        if not self._seed_samples and getattr(self._loader, "num_workers", 1):
+        if not self._seed_samples and getattr(self._loader, "num_workers", None) != 0:
             self._say(
                 "seed_samples=False: sample ids are exact after a resume, random augmentation in workers is not",
                 once=True,

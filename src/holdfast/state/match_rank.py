@@ -23,8 +23,10 @@ def match_rng(matcher: Matcher, saved: Any, path: str) -> Any:
     if not (isinstance(saved, PerRankNode) and saved.rng):
         matcher.not_restored.append((path, "the checkpoint holds no generator states"))
     elif stored.resized is not None and (first := (stored.part(0) or {}).get(saved.key)) is not None:
-        second = (stored.part(1) or {}).get(saved.key)
-        states = [matcher.fresh(one["rng"], path) for one in (first, second) if one is not None]
+        # The neighbour and the last rank show what was in step on all of them: groups of ranks may be among themselves.
+        some = ({1, stored.manifest.world_size - 1} - {0}) & stored.parts.keys()
+        others = ((stored.part(rank) or {}).get(saved.key) for rank in sorted(some))
+        states = [matcher.fresh(one["rng"], path) for one in (first, *others) if one is not None]
         matcher.last.append(lambda: _derive(matcher, states, path))
         matcher.restored.append(path)
     elif parts is None or saved.key not in parts or stored.borrowed:
@@ -39,12 +41,10 @@ def match_rng(matcher: Matcher, saved: Any, path: str) -> Any:
 
 
 def _derive(matcher: Matcher, states: list[Any], path: str) -> None:
-    """Give this rank generators that follow from those of rank 0 (and of rank 1, which shows what was in step)."""
+    """Give this rank generators that follow from those of rank 0; the other states show what was in step."""
     manifest, now = matcher.stored.manifest, matcher.stored.resized or 1
     first, *others = map(matcher.filled, states)
-    in_step, problems = restore_derived(
-        first, others[0] if others else None, step=manifest.step, rank=matcher.rank, world_size=now
-    )
+    in_step, problems = restore_derived(first, others, step=manifest.step, rank=matcher.rank, world_size=now)
     note = f"random generators: derived for {now} rank(s) (the checkpoint has {manifest.world_size})"
     if in_step:
         note += f"; those in step on all ranks go on in step: {', '.join(in_step)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from .match import Matcher
 
 __all__ = ["Memory", "home_of", "without_memory"]
+
+_LOG = logging.getLogger("holdfast.state")
 
 
 def home_of(tensor: torch.Tensor, device: torch.device | None) -> torch.device:
@@ -48,7 +51,7 @@ class Memory:
 
     def install(self) -> None:
         """Put the memory into the module. Parameters stay the objects they are, so optimizers go on knowing them."""
-        done: set[int] = set()
+        new: dict[int, nn.Parameter | None] = {}  # by id: None where the old object has the new memory
         for key, tensor in self._tensors.items():
             made = self._made.get(id(tensor))
             if made is None:
@@ -57,11 +60,23 @@ class Memory:
             owner = self._module.get_submodule(path)
             if leaf in owner._buffers:
                 owner._buffers[leaf] = made
-            elif id(tensor) not in done:
-                done.add(id(tensor))
-                new = nn.Parameter(made, requires_grad=tensor.requires_grad)
-                new.__dict__.update(tensor.__dict__)
-                torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
+                continue
+            if id(tensor) not in new:
+                new[id(tensor)] = _filled(tensor, made, key)
+            if (other := new[id(tensor)]) is not None:
+                owner._parameters[leaf] = other
+
+
+def _filled(tensor: torch.Tensor, made: torch.Tensor, key: str) -> nn.Parameter | None:
+    """Give a parameter its memory; returns a new one where torch cannot change the old one."""
+    new = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    new.__dict__.update(tensor.__dict__)
+    try:
+        torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:  # somebody holds a weak reference
+        _LOG.warning("%s is a new parameter now; optimizers made before do not know it (%s)", key, error)
+        return new
+    return None
 
 
 def without_memory(module: nn.Module) -> Iterator[str]:

@@ -106,11 +106,12 @@ class MapOrder:
         size = self._batch_size or 1
         return left // size if self._drop_last else -(-left // size)
 
-    def batches(self, start: int) -> Iterator[tuple[list[Any], list[int]]]:
+    def batches(self, start: int, *, seeded: bool = True) -> Iterator[tuple[list[Any], list[int]]]:
         """Yield (indices, seeds) of each batch of this rank; of each sample where nothing batches.
 
         Args:
             start: samples of this epoch that all ranks together have had.
+            seeded: the seeds are wanted; without, they may be left out, which saves a microsecond for each sample.
         """
         key, split = self._epoch_key, self._split
         if self._batch_sampler is not None:
@@ -118,7 +119,7 @@ class MapOrder:
         elif self._known is not None and not self._draws_twice:
             mine = split.share(self._known, start) if split is not None else self._known[start // self.replicas :]
             for group in self._slices(mine):
-                yield group, [mix(key, index_id(index)) for index in group]
+                yield group, [mix(key, index_id(index)) for index in group] if seeded else []
         else:
             # Numbered before they are dealt out: a sample's random numbers do not depend on how many ranks there are.
             drawn = _numbered(self._drawn(self._sampler, _SAMPLES_AHEAD) if self._known is None else self._known)

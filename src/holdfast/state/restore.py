@@ -65,8 +65,8 @@ def load_state(
     """Load the checkpoint at the root of ``storage``. See `holdfast.load` for the arguments.
 
     ``lenient`` names (or globs) what need not fit: the rest is checked as ever, and what does not fit is listed as not
-    restored. With ``world_size``, the number of ranks that load, generators and values of single ranks follow the rules for
-    another number of ranks than have saved.
+    restored. With ``world_size``, the number of ranks that load, generators and values of single ranks follow the rules
+    for another number of ranks than have saved.
 
     Raises:
         StateMismatchError: ``into`` and the checkpoint do not fit; nothing was changed.

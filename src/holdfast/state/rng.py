@@ -17,12 +17,12 @@ import torch
 
 from .values import RNG, RngSentinel
 
-__all__ = ["RNG", "RngSentinel", "capture", "plain", "python_entry", "restore", "set_devices"]
+__all__ = ["REFUSALS", "RNG", "RngSentinel", "capture", "plain", "python_entry", "restore", "set_devices"]
 
 _MASK = (1 << 64) - 1
 _WORDS = struct.Struct("<625I")  # 624 words of the Mersenne Twister and the position in them
 # What a malformed or foreign entry makes the setters below raise: it is listed as not restored, never half trusted.
-_REFUSALS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, struct.error, ImportError)
+REFUSALS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, struct.error, ImportError)
 
 
 def capture(*, devices: bool = True) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _restore_one(problems: list[str], state: Mapping[str, Any], name: str, sette
         return
     try:
         setter(state[name])
-    except _REFUSALS as error:
+    except REFUSALS as error:
         problems.append(f"{name} generator: {type(error).__name__}: {error}")
 
 
@@ -85,8 +85,8 @@ def set_devices(kind: str, state: torch.Tensor | int) -> list[str]:
     Returns:
         One line if that cannot be done, else nothing.
     """
-    module = getattr(torch, kind, None)
-    if module is None or not hasattr(module, "set_rng_state") or not module.is_available():
+    module: Any = getattr(torch, kind, None)
+    if not hasattr(module, "set_rng_state") or not hasattr(module, "device_count") or not module.is_available():
         return [f"{kind} generators: this machine has no {kind} device"]
     try:
         for number in range(module.device_count()):
@@ -96,7 +96,7 @@ def set_devices(kind: str, state: torch.Tensor | int) -> list[str]:
                     _ = module.manual_seed((state + number) & _MASK)
                 else:
                     _ = module.set_rng_state(state.cpu())
-    except _REFUSALS as error:
+    except REFUSALS as error:
         return [f"{kind} generators: {type(error).__name__}: {error}"]
     return []
 
@@ -183,7 +183,7 @@ def _set_devices(kind: str, saved: Any) -> list[str]:
     for number, tensor in enumerate(saved[:here]):
         try:
             _ = module.set_rng_state(tensor.cpu()) if single else module.set_rng_state(tensor.cpu(), number)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             problems.append(f"{kind} generator {number}: {type(error).__name__}: {error}")
     if len(saved) > here:
         problems.append(f"{kind} generators {here} to {len(saved) - 1}: only {here} {kind} device(s) here")

@@ -31,6 +31,7 @@ class PreparedLoader:
     Attributes:
         loader: the loader inside.
         epoch: number of the epoch that an iteration is in, else of the one that the next iteration begins.
+        elastic: its state holds for any number of ranks, which `Checkpointer.batches` wants to know.
 
     Example:
         >>> make = lambda: PreparedLoader(DataLoader(range(6), batch_size=2), seed=1)
@@ -40,6 +41,8 @@ class PreparedLoader:
         >>> [batch.tolist() for batch in again], again.epoch
         ([[2, 3], [4, 5]], 0)
     """
+
+    elastic = True
 
     def __init__(
         self,

@@ -294,8 +294,8 @@ class ControlServer:
 
     def _on_left(self, rank: int, message: Message) -> None:
         self._act(self.saves.left(rank, message["why"]))
-        if message["dead"]:
-            self._post(self.steps.broken())
+        # Also of one that has left in order: all ranks leave at the same step, and who goes on cannot save any more.
+        self._post(self.steps.broken())
 
     def _on_bye(self, rank: int, message: Message) -> None:
         self._members[rank].gone = message["why"]

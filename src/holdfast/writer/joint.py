@@ -193,7 +193,7 @@ class Joint:
             return
         if dead:
             why = f"its trainer process has died{how_it_ended(self._trainer)}"
-        self._say({"do": "left", "why": why, "dead": dead})
+        self._say({"do": "left", "why": why})
         until = time.monotonic() + self._timeout_s + _MARGIN_S
         with self._changed:
             # Bounded by the server's own bounds, so this one is for the case that it is stuck itself.

@@ -22,6 +22,7 @@ __all__ = [
     "SaveResult",
     "error_from_json",
     "error_to_json",
+    "error_to_ranks",
 ]
 
 
@@ -320,6 +321,14 @@ def error_to_json(error: BaseException) -> dict[str, Any]:
     if isinstance(error, errors.HoldfastError):  # those of others may be anything, and must not stop the answer
         extra = {name: getattr(error, name) for name in ("file", "tensor", "chunk", "problems") if hasattr(error, name)}
     return {"type": type(error).__name__, "message": str(error), "extra": extra}
+
+
+def error_to_ranks(error: BaseException) -> dict[str, Any]:
+    """Describe an error of a trainer for the other ranks: one that is not Holdfast's keeps its name in the message."""
+    told = error_to_json(error)
+    if isinstance(error, errors.HoldfastError):
+        return told
+    return {**told, "type": "HoldfastError", "message": f"{told['type']}: {told['message']}"}
 
 
 def error_from_json(data: dict[str, Any]) -> errors.HoldfastError:

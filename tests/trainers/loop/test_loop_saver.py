@@ -266,6 +266,14 @@ def test_wrong_arguments(tmp_path: Path, options: dict[str, Any], word: str) -> 
         plain(**{"folder": tmp_path, **options} if "save_folder" not in options else {"folder": None, **options})
 
 
+def test_arguments_of_composer() -> None:
+    """Arguments that Composer has and we have not are answered with what to do instead."""
+    with pytest.raises(hf.ConfigError, match="grad_accum"):
+        plain(None, device_train_microbatch_size=2)
+    with pytest.raises(TypeError, match="apples"):
+        plain(None, apples=2)
+
+
 def test_savers_must_not_meet(tmp_path: Path) -> None:
     """Two savers with one name in one folder, or among the uploads, are refused."""
     with pytest.raises(hf.ConfigError, match="same name"):

@@ -363,7 +363,7 @@ def default_saver(folder: str | os.PathLike[str] | None, **options: Any) -> Chec
         return None
     if options["remote_file_name"] is None:
         del options["remote_file_name"]
-    latest = {} if options["latest_filename"] is not None else {"latest_remote_file_name": None}
+    latest: dict[str, Any] = {} if options["latest_filename"] is not None else {"latest_remote_file_name": None}
     return CheckpointSaver(folder, **options, **latest)
 
 

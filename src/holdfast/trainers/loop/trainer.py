@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...checkpointer.signals import StopSignals
+from ...config import _removed
 from ...errors import ConfigError, SessionError
 from ...state import rng
 from ...state.seeding import generators_kept, seed_all
@@ -42,8 +43,24 @@ __all__ = ["Trainer"]
 
 _LOG = logging.getLogger("holdfast.trainer")
 EXIT_CODE_FOR_REQUEUE = 85
+_ONE_PROCESS = "this trainer works in one process so far, leave it out"
 
 
+@_removed(
+    device_train_microbatch_size="give grad_accum, the number of parts of each batch",
+    spin_dataloaders="positions in the data are found without going through it, leave it out",
+    load_exclude_algorithms="algorithms of a checkpoint are never made by themselves, leave it out",
+    load_fsdp_monolith_rank0_only=_ONE_PROCESS,
+    parallelism_config=_ONE_PROCESS,
+    fsdp_config=_ONE_PROCESS,
+    deepspeed_config=_ONE_PROCESS,
+    dist_timeout=_ONE_PROCESS,
+    train_subset_num_batches="give max_duration in batches, such as '100ba'",
+    eval_subset_num_batches="give an eval_dataloader of that length",
+    log_to_console="give a holdfast.loggers.ConsoleLogger among the loggers",
+    console_log_interval="give a holdfast.loggers.ConsoleLogger(log_interval) among the loggers",
+    deterministic_mode="call torch.use_deterministic_algorithms(True)",
+)
 class Trainer:
     """Trains a model and saves it so that nothing is lost.
 
@@ -256,7 +273,8 @@ class Trainer:
         self._site.open()
         self._left_for = None
         self._signals = StopSignals()
-        self._signals.install()
+        if any(saver.is_full for saver in self._savers):  # otherwise there is nothing to do before leaving
+            self._signals.install()
         try:
             self._train()
         finally:

@@ -1,0 +1,97 @@
+"""Ranks that meet through a store: all get the same decision, or the same error, in bounded time."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import holdfast as hf
+from holdfast._ranks import RankInfo
+from holdfast.checkpointer import rendezvous
+from holdfast.checkpointer.rendezvous import Alone, Rendezvous, meet, same_for_all
+
+
+def meetings(count: int, store: Any, *, timeout_s: float = 20.0) -> list[Rendezvous]:
+    found = []
+    for rank in range(count):
+        rendezvous._met.clear()  # they are processes of their own
+        info = RankInfo(rank=rank, world_size=count)
+        found.append(Rendezvous(store, info, name="test", timeout_s=timeout_s))
+    return found
+
+
+def each(meetings: list[Rendezvous], call: Any) -> list[Any]:
+    """What ``call(meeting)`` gave, or raised, on every rank."""
+    found: dict[int, Any] = {}
+
+    def work(meeting: Rendezvous) -> None:
+        try:
+            found[meeting.rank] = call(meeting)
+        except Exception as error:
+            found[meeting.rank] = error
+
+    threads = [threading.Thread(target=work, args=(meeting,)) for meeting in meetings]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[meeting.rank] for meeting in meetings]
+
+
+def test_all_get_what_rank_0_decides_of_what_all_give() -> None:
+    """The values are in order of ranks; several topics follow each other; a later meeting is another one."""
+    store = dist.HashStore()
+    ranks = meetings(3, store)
+    assert each(ranks, lambda one: one.agree("sum", lambda: one.rank + 1, sum)) == [6, 6, 6]
+    assert each(ranks, lambda one: one.agree("first", lambda: f"of {one.rank}")) == ["of 0"] * 3
+    again = []
+    for one in ranks:
+        rendezvous._met.clear()
+        rendezvous._met["test"] = 1
+        info = RankInfo(rank=one.rank, world_size=3)
+        again.append(Rendezvous(store, info, name="test", timeout_s=20.0))
+    assert each(again, lambda one: one.agree("sum", lambda: one.rank + 2, sum)) == [9, 9, 9]
+
+
+def test_one_error_for_all() -> None:
+    """It keeps its kind and names the ranks that met it; one that all have met needs no names."""
+    ranks = meetings(3, dist.HashStore())
+
+    def some(one: Rendezvous) -> Any:
+        def give() -> None:
+            if one.rank:
+                raise hf.StateMismatchError("other shape", problems=("a",))
+
+        return one.agree("some", give)
+
+    found = each(ranks, some)
+    assert {type(one) for one in found} == {hf.StateMismatchError}
+    assert {str(one) for one in found} == {"ranks 1, 2: other shape"}
+    assert found[0].problems == ("a",)
+    found = each(ranks, lambda one: one.agree("every", lambda: 1 // 0))
+    assert len({str(one) for one in found}) == 1
+    assert str(found[0]) == "ZeroDivisionError: integer division or modulo by zero"
+    found = each(ranks, lambda one: one.agree("alike", lambda: one.rank // 2, lambda given: same_for_all(given, "it")))
+    assert {str(one) for one in found} == {"it must be the same on all ranks: rank 0 has 0, rank 2 has 1"}
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    """After the bound, on all ranks that came."""
+    ranks = meetings(4, dist.HashStore(), timeout_s=0.3)
+    found = each([ranks[0], ranks[2]], lambda one: one.agree("start", lambda: 1))
+    assert "ranks 1, 3 did not come within 0.3 s (start)" in str(found[0])
+    assert "did not come within 0.3 s" in str(found[1])
+
+
+def test_one_process_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It decides alone; several processes without a store are refused, with the ways out."""
+    assert isinstance(meet(RankInfo(), name="x", timeout_s=1.0, otherwise="save alone"), Alone)
+    assert Alone().agree("sum", lambda: 4, sum) == 4
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(
+        hf.ConfigError, match=r"rank 1 of 2.*init_process_group first, start with torchrun, or save alone"
+    ):
+        meet(RankInfo(rank=1, world_size=2), name="x", timeout_s=1.0, otherwise="save alone")
