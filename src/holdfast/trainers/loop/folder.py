@@ -15,6 +15,7 @@ from ...errors import ConfigError, HoldfastError, StorageNotFoundError
 from ...format.commit import remove
 from ...format.manifest import MANIFEST_NAME
 from ...storage.base import Storage
+from ...storage.ops import errors_of
 from ...storage.resolve import resolve, split_uri
 from ...writer.client import WriterClient
 from .finder import Found, look
@@ -115,9 +116,16 @@ class Folder:
         if not gone:
             remove(self.storage, one.name)
 
-    def sweep(self, wanted: Callable[[str], object]) -> None:
-        """Remove what killed saves and deletions left in sub-folders; the writer sweeps what lies directly here."""
-        for name in {PurePosixPath(info.path).parent.as_posix() for info in self.storage.list("")}:
+    def sweep(self, wanted: Callable[[str], object], *, nested: bool) -> None:
+        """Remove what killed saves and deletions left in sub-folders, and empty directories with names of ours.
+
+        The writer sweeps everything else that lies directly here; it does not know which names are ours.
+        """
+        for info in self.storage.list("", recursive=False) if self.storage.local_root is not None else ():
+            name = info.path.rstrip("/")
+            if name != info.path and wanted(name) and next(iter(self.storage.list(name)), None) is None:
+                self.storage.tidy(name)
+        for name in {PurePosixPath(one.path).parent.as_posix() for one in self.storage.list("")} if nested else ():
             if "/" in name and wanted(name) and not self.storage.exists(f"{name}/{MANIFEST_NAME}"):
                 files = [info.path for info in self.storage.list(name, recursive=False)]
                 if is_remains(files):
@@ -159,6 +167,11 @@ def link_latest(storage: Storage, latest: str, name: str) -> None:
         storage.put(f"{latest}.symlink", f"{storage_prefix(storage)}{name}".encode())
         return
     link = root / latest
+    with errors_of("link", str(link)):
+        _link(link, root, name)
+
+
+def _link(link: Path, root: Path, name: str) -> None:
     if link.is_dir() and not link.is_symlink():
         raise ConfigError(
             f"save_latest_filename: {link} is a directory, so no link can be made of it: use another name"

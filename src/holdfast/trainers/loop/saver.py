@@ -8,7 +8,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoint.retention import decide
@@ -199,8 +198,8 @@ class CheckpointSaver(Callback):
         folder.open(directories=self.container == "directory", nested=self.nested)
         self._track = Track(folder, self.container)
         pattern = self.filename.pattern(self._site.variables)
-        if self.nested and self.container == "directory":
-            folder.sweep(pattern.fullmatch)
+        if self.container == "directory":
+            folder.sweep(pattern.fullmatch, nested=self.nested)
         if self._site.resumed:
             found = look(folder.storage, nested=self.nested, wanted=pattern.fullmatch)
             now = self._site.state.timestamp.count("batch")
@@ -296,16 +295,14 @@ class CheckpointSaver(Callback):
         with self._lock:
             self._kept = [*(one for one in self._kept if one.name != saved.name), saved]
         if remote is not None:
-            for uploader in self._site.uploads_of(self):
-                self._uploading.append(saved.name)
-                sent = uploader.upload(storage, saved, remote, remote_latest)
-                sent.add_done_callback(lambda done: self._uploaded(saved.name, done))
+            uploaders = self._site.uploads_of(self)
+            self._uploading += [saved.name] * len(uploaders)
+            for uploader in uploaders:
+                uploader.upload(storage, saved, remote, remote_latest, after=lambda: self._uploaded(saved.name))
         self._retain()
 
-    def _uploaded(self, name: str, done: Future[None]) -> None:
-        if done.cancelled() or done.exception() is not None:
-            return  # it stays here, where it is safe
-        self._uploading.remove(name)
+    def _uploaded(self, name: str) -> None:
+        self._uploading.remove(name)  # one that cannot be uploaded stays here, where it is safe
         self._retain()
 
     def _retain(self) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,8 @@ class RemoteUploaderDownloader(LoggerDestination):
         self._workers = num_concurrent_uploads
         self._pool: ThreadPoolExecutor | None = None
         self._sent: list[Future[None]] = []
+        self._pointing = threading.Lock()
+        self._pointed: dict[str, tuple[int, int, str]] = {}
         self._run_name = ""
 
     def init(self, state: State, logger: Logger) -> None:
@@ -63,31 +66,39 @@ class RemoteUploaderDownloader(LoggerDestination):
             "/"
         )
 
-    def upload(self, source: Storage, saved: Found, remote: str, latest: str | None) -> Future[None]:
-        """Send a checkpoint, and then the pointer to it; returns at once."""
+    def upload(
+        self, source: Storage, saved: Found, remote: str, latest: str | None, *, after: Callable[[], object]
+    ) -> None:
+        """Send a checkpoint, then the pointer to it, and call ``after``; returns at once."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="holdfast-uploads")
-        future = self._pool.submit(self._send, source, saved, self.path_of(remote), latest)
-        self._sent.append(future)
-        return future
+        self._sent.append(self._pool.submit(self._send, source, saved, self.path_of(remote), latest, after))
 
-    def _send(self, source: Storage, saved: Found, path: str, latest: str | None) -> None:
+    def _send(self, source: Storage, saved: Found, path: str, latest: str | None, after: Callable[[], object]) -> None:
         for attempt in range(1, self.num_attempts + 1):
             try:
-                if saved.container == "directory":
-                    copy_checkpoint(source, saved.name, self.storage, path, overwrite=True)
-                else:
-                    copy_file(source, saved.name, self.storage, path)
-                if latest is not None:
-                    pointer = f"{self.path_of(latest)}.symlink"
-                    self.storage.put(pointer, f"{storage_prefix(self.storage)}{path}".encode())
-                return
+                self._copy(source, saved, path, latest)
+                break
             except StorageError as error:
                 if attempt == self.num_attempts or isinstance(error, StoragePermissionError):
                     raise
                 pause = 2.0 ** (attempt - 1)
                 _LOG.warning("upload of %s failed (%s): trying again in %.0f s", saved.name, error, pause)
                 time.sleep(pause)
+        after()
+
+    def _copy(self, source: Storage, saved: Found, path: str, latest: str | None) -> None:
+        if saved.container == "directory":
+            copy_checkpoint(source, saved.name, self.storage, path, overwrite=True)
+        else:
+            copy_file(source, saved.name, self.storage, path)
+        if latest is None:
+            return
+        pointer = f"{self.path_of(latest)}.symlink"
+        with self._pointing:  # with several uploads at once an older one may end last
+            if saved.order >= self._pointed.get(pointer, saved.order):
+                self.storage.put(pointer, f"{storage_prefix(self.storage)}{path}".encode())
+                self._pointed[pointer] = saved.order
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Raise what failed meanwhile."""
