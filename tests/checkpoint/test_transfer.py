@@ -257,7 +257,9 @@ def test_an_error_of_the_target_ends_all_threads_and_is_the_one_raised(source, t
     created.before = fail
     with pytest.raises(StorageError, match="no more"):
         copy_checkpoint(source, "c", target, "c")
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast-")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith(("holdfast-send", "holdfast-read"))
+    ]
 
 
 def test_buffers_are_bounded(source, target, monkeypatch) -> None:

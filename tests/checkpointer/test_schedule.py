@@ -65,7 +65,7 @@ def test_an_interval_that_is_none_is_refused_at_construction(every: Any, tmp_pat
 
 @pytest.mark.parametrize(
     "options",
-    [{"when_busy": "never"}, {"on_full": "panic"}, {"keep": 3}, {"timeout_s": 0}, {"local_dir": "/x"},
+    [{"when_busy": "never"}, {"on_full": "panic"}, {"keep": 3}, {"timeout_s": 0}, {"local_dir": "/"},
      {"max_staging_bytes": 10}, {"exit_code_for_requeue": 300}, {"state": [1]}, {"state": {"holdfast": 1}}],
 )  # fmt: skip
 def test_wrong_arguments_are_refused_at_construction(options: dict[str, Any], tmp_path: Path) -> None:

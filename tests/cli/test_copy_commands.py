@@ -190,12 +190,12 @@ def test_ctrl_c_leaves_what_the_same_command_finishes(tmp_path) -> None:
     source = LocalStorage(tmp_path / "source")
     made = build(source, "c", tensors=big)
     script = (
-        "import sys, time\n"
+        "import os, time\n"
         "from holdfast.checkpoint import _sending\n"
         "from holdfast.cli.main import main\n"
         "settled = _sending.Sender.settled\n"
         "def slow(self, nbytes):\n"
-        "    settled(self, nbytes); print('window', file=sys.stderr, flush=True); time.sleep(0.1)\n"
+        "    settled(self, nbytes); os.write(2, b'window\\n'); time.sleep(0.1)\n"
         "_sending.Sender.settled = slow\n"
         "main()\n"
     )

@@ -58,7 +58,7 @@ def test_a_signal_to_one_rank_stops_all(ranks, tmp_path, which, sign):
     (step,) = steps(tmp_path)
     assert hf.Checkpoint(tmp_path / f"step_{step:08d}").verify(deep=True).ok
     assert step >= 4
-    assert sign == 0 or step < 50
+    assert step < 100_000, "it ran to the end instead"
 
 
 def test_nothing_is_collective_between_start_and_end(ranks, tmp_path):

@@ -16,7 +16,7 @@ def _steps(root: Path) -> list[int]:
 
 
 def test_ranks_share_a_local_disk_in_front_of_a_remote(ranks, tmp_path):
-    """Parts of two ranks are committed on the disk and uploaded; killed and with the disk lost, all ranks go on alike."""
+    """Two ranks commit on the disk and upload; killed, and with the disk lost, both go on from the same place."""
     remote, local = str(tmp_path / "share"), tmp_path / "scratch"
     plain = ranks.checked(f"{CASES}:train", str(tmp_path / "plain"), 7)
     died = ranks.ranks(f"{CASES}:train", remote, 7, crash_at=5, local_dir=str(local))

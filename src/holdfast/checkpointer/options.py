@@ -131,7 +131,7 @@ def sides(root: Storage, mirror: Mirror | None) -> tuple[Storage, Storage | None
     local = LocalStorage(mirror.path)
     if root.local_root is not None:
         one, other = os.path.realpath(mirror.path), os.path.realpath(root.local_root)
-        if f"{one}/".startswith(f"{other}/") or f"{other}/".startswith(f"{one}/"):
+        if os.path.commonpath([one, other]) in (one, other):
             raise ConfigError(f"local_dir={one!r} and the run's {other!r} lie in each other: give another local_dir")
     return local, root
 
