@@ -68,6 +68,7 @@ class RunIndex:
 
         Raises:
             StoragePermissionError: the file is there and may not be read; that is not damage.
+            StorageError: a storage that is not a local disk did not answer; that is not damage either.
         """
         index = cls(storage)
         try:
@@ -77,6 +78,8 @@ class RunIndex:
         except StoragePermissionError:
             raise
         except (StorageError, ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
+            if isinstance(error, StorageError) and storage.local_root is None:
+                raise  # a disk that cannot read a file has lost it; a network may have it again in a moment
             index = cls(storage)
             index.damage = f"{type(error).__name__}: {error}"
         return index
