@@ -170,6 +170,18 @@ def test_files_and_foreign_directories(tmp_path, remote) -> None:
     assert (tmp_path / "back" / "d" / "sub" / "b.bin").read_bytes() == b"22"
 
 
+def test_another_file_is_not_replaced_unasked(tmp_path) -> None:
+    """A single file in the way stays without `--overwrite`; the same one is not sent again."""
+    one, other, place = tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "c.pt"
+    one.write_bytes(b"one"), other.write_bytes(b"two")
+    assert as_json("cp", one, place)["bytes_sent"] == 3
+    assert as_json("cp", one, place)["bytes_there"] == 3
+    assert as_json("cp", other, place, code=1)["error"] == "CheckpointExistsError"
+    assert place.read_bytes() == b"one"
+    assert as_json("cp", other, place, "--overwrite")["ok"]
+    assert place.read_bytes() == b"two"
+
+
 def test_a_directory_of_runs_is_not_taken_for_a_run(run, tmp_path) -> None:  # noqa: F811
     """One level too high: nothing is copied, and it says what to do."""
     found = as_json("cp", run.parent, tmp_path.parent / f"{tmp_path.name}-copy", code=1)

@@ -228,3 +228,19 @@ def test_checkpoints_of_several_ranks(tmp_path) -> None:
     other = Tied()
     hf.load(tmp_path / "back", {"model": other})
     assert_state_equal(other, model)
+
+
+@pytest.mark.parametrize("sizes", [(1300, None), (None, 1300)])
+def test_a_replaced_export_leaves_nothing_behind(tmp_path, sizes) -> None:
+    """One file where there were shards, or the other way round: asked for, and then no reader finds the old weights."""
+    old, new = (
+        hf.save(tmp_path / str(value), {"model": {"w": torch.full((300,), value), "v": torch.full((300,), value)}})
+        for value in (0.0, 1.0)
+    )
+    hf.export(old, tmp_path / "out", to="hf", max_shard_size=sizes[0])
+    with pytest.raises(hf.CheckpointExistsError, match="overwrite"):
+        hf.export(new, tmp_path / "out", to="hf", max_shard_size=sizes[1])
+    done = hf.export(new, tmp_path / "out", to="hf", max_shard_size=sizes[1], overwrite=True)
+    assert sorted(one.name for one in (tmp_path / "out").iterdir()) == sorted(name for name, _ in done.files)
+    back = hf.import_checkpoint(tmp_path / "out", tmp_path / "back").checkpoint
+    assert hf.load(back)["model"]["w"].tolist() == [1.0] * 300

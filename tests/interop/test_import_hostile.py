@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import sys
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 import holdfast as hf
-from holdfast.interop.unpickle import read_metadata
+from holdfast.interop.unpickle import read_metadata, read_torch_stream
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -101,6 +102,18 @@ def test_pickle_bombs_in_torch_files(tmp_path, monkeypatch, bomb) -> None:
         watched(lambda: hf.import_checkpoint(tmp_path / "old.pt", tmp_path / "c"))
     assert not (tmp_path / "canary").exists()
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: bomb.call.__name__)
+def test_pickle_bombs_where_items_of_dcp_are(tmp_path, monkeypatch, bomb) -> None:
+    """A bare pickle, and a file of before torch 1.6 that begins with one, are not run by the reader of items."""
+    monkeypatch.chdir(tmp_path)
+    old = io.BytesIO()
+    torch.save({"trap": bomb}, old, _use_new_zipfile_serialization=False)
+    for data in (pickle.dumps(bomb), pickle.dumps(bomb, 2) + old.getvalue()):
+        with pytest.raises(hf.CorruptCheckpointError):
+            watched(lambda data=data: read_torch_stream(io.BytesIO(data), "item"))
+    assert not (tmp_path / "canary").exists()
 
 
 def test_trusted_files_are_read_as_they_are(tmp_path, monkeypatch) -> None:

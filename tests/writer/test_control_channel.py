@@ -202,6 +202,22 @@ def test_a_silent_member_is_given_up() -> None:
         dumb.close()
 
 
+def test_a_job_that_was_suspended_goes_on(channel: Channel) -> None:
+    """The system had stopped rank 0's writer, as `scontrol suspend` does: silence in that time is nobody's fault."""
+    server = channel.server
+    until(lambda: all(member.link is not None for member in server._members))
+
+    def wake() -> None:
+        server._watched -= 60
+        for member in server._members:
+            member.heard -= 60
+
+    server._soon(wake)
+    channel.save("s-1")
+    assert channel.commits.get(timeout=LIMIT_S) == "s-1"
+    assert not any(member.gone for member in server._members)
+
+
 def test_an_address_where_nobody_listens_is_given_up_soon() -> None:
     """Rank 0 is gone, trainer and writer: nobody waits as long for it as for a network that does not answer."""
     with socket.create_server(("127.0.0.1", 0)) as gone:

@@ -13,7 +13,9 @@ from holdfast.errors import (
     CorruptCheckpointError,
     FormatVersionError,
     IncompleteCheckpointError,
+    StorageError,
     StorageExistsError,
+    StorageFullError,
     StorageNotFoundError,
 )
 from holdfast.format.commit import read_manifest, read_manifest_bytes, sweep
@@ -21,11 +23,11 @@ from holdfast.format.manifest import MANIFEST_NAME, Manifest
 from holdfast.format.names import REMOVING_NAME, SIDECARS, check_links, join, start_id_of
 from holdfast.storage.base import Storage
 
-from ._sending import File, Progress, Sender, Stop, TransferStopped, Windows
+from ._sending import WINDOW, File, Progress, Sender, Stop, TransferStopped, Windows
 from .remains import is_remains
 from .sidecar import METRICS_FILE, read_sidecar, write_sidecar
 
-__all__ = ["Copied", "TransferStopped", "copy_checkpoint", "copy_file"]
+__all__ = ["Copied", "TransferStopped", "copy_checkpoint", "copy_file", "is_same_file"]
 
 # Not among the files of a checkpoint: they go last, or not at all.
 _NOT_FILES = frozenset({MANIFEST_NAME, REMOVING_NAME, *SIDECARS})
@@ -124,6 +126,21 @@ def copy_file(source: Storage, path: str, target: Storage, new_path: str, *, pro
     """Copy one file in windows of bounded memory; durable on return."""
     sender = Sender(source, target, progress=progress)
     sender.each([File(path=new_path, source=path, target=new_path, size=source.stat(path).size)], sender.send)
+
+
+def is_same_file(source: Storage, path: str, target: Storage, new_path: str) -> bool:
+    """Tell whether two files hold the same bytes; reads both as far as they agree."""
+    with source.open(path) as one, target.open(new_path) as other:
+        if one.size != other.size:
+            return False
+        ours, theirs = (bytearray(min(WINDOW, one.size)) for _ in range(2))
+        for start in range(0, one.size, WINDOW):
+            nbytes = min(WINDOW, one.size - start)
+            one.read_into(start, memoryview(ours)[:nbytes])
+            other.read_into(start, memoryview(theirs)[:nbytes])
+            if ours[:nbytes] != theirs[:nbytes]:
+                return False
+    return True
 
 
 class _Copy:
@@ -230,12 +247,14 @@ class _Copy:
                 ) from error
 
     def _repeat(self, twin: File, file: File) -> bool:
-        """Copy a file of an earlier checkpoint at the target; False if that one is gone."""
+        """Copy a file of an earlier checkpoint at the target; False if that one is gone or the store cannot."""
         try:
             if file.path in self._there:
                 self._target.delete(file.target)
             self._target.copy(twin.target, file.target)
-        except (StorageNotFoundError, StorageExistsError):
+        except StorageFullError:
+            raise
+        except StorageError:  # it only would have saved time; one that does not answer says so to the sending too
             return False
         return True
 

@@ -88,6 +88,8 @@ class JointPace(Pace):
             if board.armed and board.target == target:
                 kind: Any = board.kind
                 board.act(target)
+                # What was wanted and is not done here is asked for again: wishes that are known count once.
+                self._wants_save = self._wants_stop = False
                 self._team.client.tell_ranks("acted", step=target)
                 return kind  # type: ignore[no-any-return]
             if board.broken:

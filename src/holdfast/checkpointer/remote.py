@@ -110,16 +110,17 @@ class RemoteWatch:
         self._take(future.result())
 
     def _follow(self) -> None:
-        future = self._client.run_op("follow", since=self._state["version"])
-        future.add_done_callback(self._heard)
+        since = self._state["version"]
+        future = self._client.run_op("follow", since=since)
+        future.add_done_callback(lambda done: self._heard(done, since))
 
-    def _heard(self, future: Future[Any]) -> None:
+    def _heard(self, future: Future[Any], since: str | None) -> None:
         # On a thread of the client: short, and without waiting.
         try:
             state = future.result()
-            is_news = state["version"] != self._state["version"]
             self._take(state)
-            if is_news:
+            # Not compared with what is known by now: `_ask` may have been told the same a moment before.
+            if state["version"] != since:
                 self._follow()
                 return
         except HoldfastError as error:  # the run is closed, or the writer gone

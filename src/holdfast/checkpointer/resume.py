@@ -82,11 +82,11 @@ def resume_run(
             continue
         for side in [storage] if sides is None else sides(name):
             home = side.child(name)
-            reason = meeting.agree(f"load {home.uri}", partial(_try, home, state, meeting, outcome), _first_bad)
+            # One side of a mirrored run may be damaged and the other one good.
+            more = {} if sides is None else {"side": side.uri}
+            judge = partial(_judge, partial(quarantine, name, **more))
+            reason = meeting.agree(f"load {home.uri}", partial(_try, home, state, meeting, outcome), judge)
             if reason is not None:
-                # One side of a mirrored run may be damaged and the other one good.
-                if meeting.rank == 0:
-                    quarantine(name, reason, **({} if sides is None else {"side": side.uri}))
                 outcome.skipped.append((name, reason))
                 continue
             outcome.checkpoint = Checkpoint.at(side, name)
@@ -112,6 +112,14 @@ def _try(home: Storage, state: Mapping[Any, Any], meeting: Meeting, outcome: Res
     except (CorruptCheckpointError, IncompleteCheckpointError, CheckpointNotFoundError) as error:
         return str(error)
     return None
+
+
+def _judge(set_aside: Quarantine, reasons: list[str | None]) -> str | None:
+    """On rank 0, whose own failure to set a bad candidate aside all ranks hear of: give the reason for all."""
+    reason = _first_bad(reasons)
+    if reason is not None:
+        set_aside(reason=reason)
+    return reason
 
 
 def _first_bad(reasons: list[str | None]) -> str | None:

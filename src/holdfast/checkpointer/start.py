@@ -97,6 +97,7 @@ def start_run(
         sides=lambda name: _sides(name, opened, storage, remote),
     )
     parent, mine = None, False
+    resumed: dict[str, Any] | None = None
     if outcome.checkpoint is not None:
         manifest = outcome.checkpoint.manifest
         parent = manifest.checkpoint_id if manifest is not None else None
@@ -104,10 +105,11 @@ def start_run(
             progress.step = manifest.step
         mine = any(is_within(outcome.checkpoint, side) for side in (storage, remote) if side is not None)
         name = outcome.checkpoint.name if mine else outcome.checkpoint.uri
-        if leads:
-            _answer(client.run_op("resumed", name=name, step=progress.step), storage, timeout_s)
+        resumed = {"name": name, "step": progress.step}
 
     def check(tensor_bytes: Sequence[int]) -> dict[str, Any]:
+        if resumed is not None:
+            _answer(client.run_op("resumed", **resumed), storage, timeout_s)
         room = _check_room(storage, client, sum(tensor_bytes), live, start_id, timeout_s)
         if remote is not None:
             _answer(client.probe(remote, directory=f".probe-{start_id}"), remote, timeout_s)
@@ -153,10 +155,7 @@ def _open(
         meeting.agree("options", lambda: told, lambda all_: same_for_all(all_, "the arguments of Checkpointer"))
     opened = RunOpened.from_json(meeting.agree("open", open_run))
     if meeting.world_size > 1:
-        meeting.agree("place", lambda: _sees(storage, mark), lambda seen: _check_shared(seen, storage))
-        if meeting.rank == 0:
-            storage.delete(mark)
-            storage.tidy(mark.partition("/")[0])
+        meeting.agree("place", lambda: _sees(storage, mark), lambda seen: _check_shared(seen, storage, mark))
     return opened
 
 
@@ -170,7 +169,9 @@ def _sees(storage: Storage, mark: str) -> bool:
     return True
 
 
-def _check_shared(seen: Sequence[bool], storage: Storage) -> None:
+def _check_shared(seen: Sequence[bool], storage: Storage, mark: str) -> None:
+    storage.delete(mark)
+    storage.tidy(mark.partition("/")[0])
     blind = [rank for rank, one in enumerate(seen) if not one]
     if blind:
         raise ConfigError(

@@ -13,9 +13,9 @@ from holdfast._progress import progress_bar
 from holdfast._units import format_bytes, format_duration
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.run_transfer import Outcome, RunPlan, check_apart, copy_run, plan_run
-from holdfast.checkpoint.transfer import Copied, copy_checkpoint, copy_file
+from holdfast.checkpoint.transfer import Copied, copy_checkpoint, copy_file, is_same_file
 from holdfast.checkpoint.verify import verify as verify_checkpoint
-from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, StorageError
+from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigError, HoldfastError, StorageError
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
@@ -155,8 +155,14 @@ def _one_job(old: Checkpoint, target: str, *, overwrite: bool) -> _Job:
     def steps(progress: Progress) -> Iterator[Outcome]:
         places = (old.storage, old.directory, new.storage, new.directory)
         if old.storage.exists(old.directory):
-            copy_file(*places, progress=progress)
-            copied = Copied(bytes_sent=plan.total_bytes, files=1, is_foreign=True)
+            there = new.storage.exists(new.directory)
+            if there and is_same_file(*places):
+                copied = Copied(bytes_there=plan.total_bytes, files=1, is_foreign=True)
+            elif there and not overwrite:
+                raise CheckpointExistsError(f"{new.uri} is another file: --overwrite replaces it, or give another name")
+            else:
+                copy_file(*places, progress=progress)
+                copied = Copied(bytes_sent=plan.total_bytes, files=1, is_foreign=True)
         else:
             copied = copy_checkpoint(*places, overwrite=overwrite, progress=progress)
         yield Outcome(name=new.directory, state="foreign" if copied.is_foreign else "ok", copied=copied)

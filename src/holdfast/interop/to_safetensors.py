@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -65,18 +66,33 @@ def write_safetensors(
     """Write one file, or several and an index that goes last."""
     shards = list(_shards(tensors, max_shard_bytes))
     if len(shards) == 1:
-        folder.check_free(name)
+        folder.check_free(name, f"{name}.index.json")
         _write(folder, name, shards[0])
+        _clear(folder, name, {name})
         return
     stem = name.removesuffix(".safetensors")
     names = [f"{stem}-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
-    folder.check_free(*names, f"{name}.index.json")
+    folder.check_free(name, *names, f"{name}.index.json")
     for shard, file in zip(shards, names, strict=True):
         _write(folder, file, shard)
     home = {tensor: file for shard, file in zip(shards, names, strict=True) for tensor in shard}
     total = sum(blob.nbytes for blob in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": home}
     folder.put(f"{name}.index.json", json.dumps(index, indent=2).encode() + b"\n")
+    _clear(folder, name, {*names, f"{name}.index.json"})
+
+
+def _clear(folder: Folder, name: str, written: set[str]) -> None:
+    """Remove what an export that is replaced had in other files: readers would take the old weights from there."""
+    if not folder.overwrite:
+        return
+    stem = re.escape(name.removesuffix(".safetensors"))
+    family = re.compile(rf"{stem}(-[0-9]{{5}}-of-[0-9]{{5}}\.safetensors|\.safetensors(\.index\.json)?)")
+    files = [info.path.rpartition("/")[2] for info in folder.storage.list(folder.prefix, recursive=False)]
+    # The index first: without it nobody looks for its shards.
+    for file in sorted(files, key=lambda file: not file.endswith(".json")):
+        if family.fullmatch(file) and file not in written:
+            folder.storage.delete(folder.path(file))
 
 
 def _write(folder: Folder, name: str, tensors: Mapping[str, Blob]) -> None:

@@ -194,7 +194,14 @@ class _LenientUnpickler(_Guarded):
 
 
 _LenientUnpickler.buildable = (np.ndarray, np.dtype, torch.Tensor, OrderedDict)
-_LENIENT = SimpleNamespace(Unpickler=_LenientUnpickler, load=pickle.load, __name__="holdfast lenient reader")
+
+
+def _lenient_load(file: Any, **options: Any) -> Any:
+    # torch reads the head of a file of before 1.6 with this one: `pickle.load` here would run what is in it.
+    return _LenientUnpickler(file, **options).load()
+
+
+_LENIENT = SimpleNamespace(Unpickler=_LenientUnpickler, load=_lenient_load, __name__="holdfast lenient reader")
 
 
 def read_torch(path: str, *, trusted: bool = False) -> Any:

@@ -8,7 +8,6 @@ import tempfile
 import threading
 from pathlib import Path
 
-from ..errors import HoldfastError
 from ..storage.base import Storage
 
 __all__ = ["LogCopies"]
@@ -64,7 +63,7 @@ class LogCopies:
                     self._storage.put(name, _read(path))
                     self._copied[name] = size
             self._failed = False
-        except (HoldfastError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - a thread edge: the folder must stay if the thread cannot go on
             if not self._failed:
                 _LOG.warning("the output of the workers could not be stored, trying again: %s", error)
             self._failed = True

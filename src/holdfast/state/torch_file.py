@@ -274,7 +274,8 @@ class _Pickler(pickle.Pickler):
 
     def _number(self, tensor: torch.Tensor) -> int:
         memory = tensor.untyped_storage()._cdata
-        key = (memory, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj())
+        as_read = (tensor.is_conj(), tensor.is_neg())
+        key = (memory, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride(), as_read)
         number = self._numbers.setdefault(key, len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(tensor)

@@ -243,7 +243,9 @@ class WriterClient:
         """
         with self._talk.lock:
             self._talk.check()
-            self._talk.send({"do": "joint", "what": what, "args": args})
+            header = {"do": "joint", "what": what, "args": args}
+            self._talk.remember(header)
+            self._talk.send(header)
 
     def ask_ranks(self, step: int) -> Future[bool]:
         """Ask rank 0's writer whether all ranks save ``step``: not while another save is under way."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
-import select
+import selectors
 import socket
 import threading
 import time
@@ -96,6 +96,7 @@ class ControlMember:
             while self.lost is None and self._connect():
                 if self._talk():
                     break
+                time.sleep(_PAUSE_S[0])  # whoever turns us away at once is not asked without end
         except Exception as error:  # noqa: BLE001 - a thread edge: saves that wait must not wait for ever
             _LOG.exception("the connection to rank 0's writer has failed")
             self.lost = f"the connection to rank 0's writer has failed: {error!r}"
@@ -132,7 +133,7 @@ class ControlMember:
                     f"rank 0's writer cannot be reached ({problem}): it has died, or the network does not let us"
                 )
                 return False
-            if select.select([self._woken], [], [], pause_s)[0]:
+            if _ready([self._woken], [], pause_s):
                 self._clear_wake()
                 if self._wants_end():
                     return False
@@ -153,8 +154,12 @@ class ControlMember:
         assert link is not None
         fine = link.send({"do": "hello", "token": self._token, "rank": self._rank, "standing": self._standing()})
         next_beat = 0.0
+        before = time.monotonic()
         while fine:
             now = time.monotonic()
+            if now - before > max(self._stale_s / 2, 2 * self._beat_s):
+                self._heard = now  # we were stopped ourselves, perhaps with all the others (a suspended job)
+            before = now
             if now - self._heard > self._stale_s:
                 self.lost = f"rank 0's writer gives no sign of life for {self._stale_s:g} s"
                 return True
@@ -162,7 +167,7 @@ class ControlMember:
                 next_beat = now + self._beat_s
                 fine = link.send({"do": "beat", "step": self._board.done, "stopped": self._stopped()})
             sources: list[Link | socket.socket] = [link, self._woken]
-            ready, _, _ = select.select(sources, [link] if link.unsent else [], [], max(0.0, next_beat - now))
+            ready = _ready(sources, [link] if link.unsent else [], max(0.0, next_beat - now))
             if self._woken in ready:
                 self._clear_wake()
             ended = self._say_all(link)
@@ -190,7 +195,7 @@ class ControlMember:
     def _flush(self, link: Link) -> None:
         until = time.monotonic() + _CONNECT_S
         while link.unsent and time.monotonic() < until:
-            select.select([], [link], [], 0.2)
+            _ready([], [link], 0.2)
             if not link.flush():
                 return
 
@@ -247,3 +252,12 @@ class ControlMember:
                 pass
         except (BlockingIOError, InterruptedError):
             return
+
+
+def _ready(reading: Sequence[Link | socket.socket], writing: Sequence[Link], timeout_s: float) -> list[Any]:
+    """Wait, and return what can be read; unlike `select.select` also where a thousand files are open."""
+    with selectors.DefaultSelector() as selector:
+        for one in dict.fromkeys([*reading, *writing]):
+            events = (selectors.EVENT_READ if one in reading else 0) | (selectors.EVENT_WRITE if one in writing else 0)
+            selector.register(one, events)
+        return [key.fileobj for key, events in selector.select(timeout_s) if events & selectors.EVENT_READ]

@@ -25,6 +25,7 @@ BEAT_S = 5.0
 STALE_S = 30.0
 _HELLO_BYTES = 64 << 10
 _FLUSH_S = 5.0
+_PAUSE_S = 0.2
 
 
 class _Member:
@@ -75,6 +76,7 @@ class ControlServer:
         self._wake, self._woken = socket.socketpair()
         self._ending: str | None = None
         self._next_beat = now + beat_s
+        self._watched = now
         listener.setblocking(False)
         for one in (self._wake, self._woken):
             one.setblocking(False)
@@ -150,6 +152,11 @@ class ControlServer:
             call()
 
     def _watch(self, now: float) -> None:
+        slept, self._watched = now - self._watched, now
+        if slept > max(self._stale_s / 2, 2 * self._beat_s):
+            for member in self._members:  # we were stopped ourselves, perhaps with all the others (a suspended job)
+                member.heard = now
+                member.cut = None if member.cut is None else now
         self._act(self.saves.expire(now))
         if now < self._next_beat and not any(member.cut is not None for member in self._members):
             return
@@ -186,6 +193,7 @@ class ControlServer:
             return
         except OSError as error:  # out of descriptors: those who wait are accepted later
             _LOG.warning("a writer could not connect: %s", error)
+            time.sleep(_PAUSE_S)  # it is asked again at once
 
     def _talk(self, link: Link) -> None:
         if link not in self._ranks and link not in self._strangers:

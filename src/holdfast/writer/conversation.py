@@ -30,6 +30,7 @@ _LOG = logging.getLogger("holdfast.writer")
 _END_S = 10.0
 _AT_EXIT_S = 600.0
 _RESTART_PAUSE_S = 600.0  # a writer that dies again within this time is not an accident: saving stops
+_TOLD_RANKS = 16
 _LIVE: weakref.WeakSet[Conversation] = weakref.WeakSet()
 
 
@@ -65,6 +66,7 @@ class Conversation:
         self.run: dict[str, Any] | None = None
         self.team: tuple[dict[str, Any], Arena, tuple[int, ...]] | None = None  # how the writer joins other ranks'
         self.process: subprocess.Popen[bytes] | None = None
+        self._told_ranks: list[dict[str, Any]] = []  # what a new writer has to tell the other ranks again
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
         self._lost: list[tuple[Call, str]] = []
@@ -165,6 +167,15 @@ class Conversation:
         self.send({"do": "arena", "number": arena.number, "size": arena.size}, fds=fds)
         reference = weakref.ref(self)
         arena.on_close(lambda closed: _drop_arena(reference, closed.number))
+
+    def remember(self, header: dict[str, Any]) -> None:
+        """Keep what the other ranks are told until it has been done: it may be lost with the writer."""
+        told = self._told_ranks
+        if header["what"] == "acted":
+            told[:] = [one for one in told if one["what"] != "want"]
+        elif header not in told:
+            told.append(header)
+            del told[:-_TOLD_RANKS]
 
     def drop_arena(self, number: int) -> None:
         """Let the writer unmap an arena once the jobs before are done."""
@@ -304,6 +315,8 @@ class Conversation:
             self.send({**self.run, "call": self.number()})
         if self.team is not None:
             self.tell_team()
+            for header in self._told_ranks:
+                self.send(header)
         for number, call in list(self._calls.items()):
             closed = call.arena is not None and call.arena.fd is None
             if not call.repeatable or closed:

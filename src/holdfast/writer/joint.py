@@ -22,7 +22,7 @@ from .control_member import ControlMember
 from .control_saves import named_error
 from .control_server import ControlServer
 from .messages import PartsJob, SaveJob, SaveResult, error_from_json, error_to_json
-from .parts import commit_parts
+from .parts import commit_parts, is_committed
 from .run import Run
 
 __all__ = ["Joint", "how_it_ended", "is_stopped"]
@@ -287,6 +287,8 @@ class Joint:
         """Remove our part, the part file first: what it names must be whole."""
         job = one.job
         with suppress(HoldfastError):
+            if is_committed(one.storage, job):
+                return  # by a writer of rank 0 that died before it could say so
             part = read_part(one.storage, job.directory, job.save_id, job.writer)
             if part is not None:
                 for path in (part_name(job.writer, job.save_id), *(entry.path for entry in part.files)):

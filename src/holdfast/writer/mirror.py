@@ -17,7 +17,7 @@ from typing import Any
 from holdfast._units import format_duration
 from holdfast.checkpoint.record import Record
 from holdfast.checkpoint.transfer import TransferStopped
-from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, HoldfastError
+from holdfast.errors import CheckpointError, HoldfastError
 
 from .mirror_plan import Limits, done_with, given_up, pause_s
 from .mirror_remote import RemoteRun
@@ -71,7 +71,7 @@ class Mirroring:
         self._num_given_up = self._num_lately = self._failures = 0
         self._error: str | None = None
         self._upload_s = 0.0
-        self._going = self._said_all = False
+        self._going = self._said_all = self._over = False
         self._deadline: float | None = None  # of the end
         self._next_try = self._next_sync = 0.0
         self._arrival = self._warned = time.monotonic()
@@ -166,7 +166,7 @@ class Mirroring:
     def follow(self, since: str | None, answer: Follower) -> None:
         """Call ``answer`` with the state once it is another than ``since``."""
         with self._lock:
-            if since == self._version and self._thread.is_alive():
+            if since == self._version and not self._over:
                 self._followers.append(answer)
                 return
             state = self._state()
@@ -229,6 +229,7 @@ class Mirroring:
             except Exception as error:  # noqa: BLE001 - a thread edge; the lease goes stale by itself
                 _LOG.warning("the lease of %s could not be given back: %s", self.uri, error)
             with self._lock:
+                self._over = True  # who follows from now on is answered at once
                 self._tell()
 
     def _next(self) -> Callable[[], None] | None:
@@ -249,7 +250,8 @@ class Mirroring:
                 self._warn(now)
                 moments = [self._next_sync] if self._going else []
                 if self._waiting:
-                    moments += [self._next_try, self._warned + self.limits.warn_after_s]
+                    moments.append(self._warned + self.limits.warn_after_s)
+                    moments += [self._next_try] if self._going else []
                 if self._deadline is not None:
                     moments.append(self._deadline)
                 self._lock.wait(max(0.0, min(moments) - now) + 0.001 if moments else None)
@@ -301,7 +303,7 @@ class Mirroring:
         try:
             self.remote.take(name, stop=self._is_to_stop)
             newest = next(iter(self.remote.catalog.records()), None)
-        except (CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError) as error:
+        except CheckpointError as error:
             problem = error  # trying again changes nothing
         finally:
             with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,12 +19,21 @@ from holdfast.checkpoint.runindex import RunIndex
 from holdfast.checkpoint.sidecar import Sidecar, read_sidecar
 from holdfast.checkpoint.transfer import Copied, copy_checkpoint
 from holdfast.config import Keep
-from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError, StorageError, StorageNotFoundError
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    StorageError,
+    StorageNotFoundError,
+)
 from holdfast.format.commit import read_manifest, sweep
-from holdfast.format.names import MANIFEST_NAME
+from holdfast.format.names import MANIFEST_NAME, join
 from holdfast.storage.base import Storage
 
 __all__ = ["RemoteRun"]
+
+_LOG = logging.getLogger("holdfast.writer")
 
 
 class RemoteRun:
@@ -131,12 +141,20 @@ class RemoteRun:
 
         Raises:
             TransferStopped: ``stop`` said so; what is complete stays.
+            CheckpointError: it cannot be done, now or later.
             HoldfastError: it could not be done now.
         """
         self.heartbeat.confirm()
+        if (why := self.catalog.index.quarantined.get(name)) is not None:
+            # Of the same name and sizes, so it would be taken for complete as it is.
+            raise CheckpointExistsError(
+                f"{join(self._storage.uri, name)} is quarantined ({why}): delete it there, then `holdfast push` brings "
+                "the one of the local disk"
+            )
         before = read_sidecar(self._local, name)
         previous = next((record.name for record in self.catalog.records() if record.name != name), None)
         copied = copy_checkpoint(self._local, name, self._storage, name, previous=previous, stop=stop)
+        self.heartbeat.confirm()  # it may have taken long, and from here on run.json is written and old ones go
         self._sidecars[name] = before
         self.both.add(name)
         self.catalog.add(name, read_manifest(self._storage, name))
@@ -145,8 +163,11 @@ class RemoteRun:
     def retain(self) -> list[Verdict]:
         """Save the index and apply the rules; give what was deleted."""
         self.bring_sidecars()
-        self.bring_head(save=self._keep is None)
-        return [] if self._keep is None else self.catalog.prune(self._keep)
+        self.bring_head(save=False)
+        if self._keep is not None:
+            return self.catalog.prune(self._keep)
+        self.catalog.index.save()
+        return []
 
     def bring_head(self, *, save: bool = True) -> None:
         """Copy what the local run.json says about the run itself; rows and quarantine are each side's own."""
@@ -208,10 +229,13 @@ class RemoteRun:
             self.catalog.record(name)
         except CheckpointNotFoundError:
             return  # deleted by retention
-        if metrics:
-            self.catalog.set_metrics(name, metrics)
-        if pinned is not None:
-            self.catalog.pin(name, on=pinned)
+        try:
+            if metrics:
+                self.catalog.set_metrics(name, metrics)
+            if pinned is not None:
+                self.catalog.pin(name, on=pinned)
+        except CheckpointError as error:  # removed by hand, or damaged: trying again for ever would hold up the rest
+            _LOG.warning("late metrics or a pin of %s could not be stored: %s", name, error)
 
     def drop(self, name: str) -> None:
         """Remove what was sent of a checkpoint that was given up."""

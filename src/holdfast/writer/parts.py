@@ -17,7 +17,7 @@ from .messages import PartsJob, SaveJob, SaveResult
 from .outcome import certainly_uncommitted, committed_already, outcome
 from .run import Run
 
-__all__ = ["commit_parts", "stored_part"]
+__all__ = ["commit_parts", "is_committed", "stored_part"]
 
 _LOG = logging.getLogger("holdfast.writer")
 # Part files of dead workers' writers announce themselves to nobody: looked for ever less often.
@@ -39,6 +39,18 @@ def stored_part(storage: Storage, job: SaveJob) -> PartSummary | None:
         return None
     mine = tuple(one for one in files if one.writer == job.writer and save_id_of(one.path) == job.save_id)
     return PartSummary(writer=job.writer, files=mine) if mine else None
+
+
+def is_committed(storage: Storage, job: SaveJob) -> bool:
+    """Tell whether the checkpoint that lies there is that of this very save.
+
+    Raises:
+        StorageError: nobody can tell.
+    """
+    try:
+        return any(save_id_of(one.path) == job.save_id for one in read_manifest(storage, job.directory).files)
+    except CheckpointError:
+        return False
 
 
 def commit_parts(storage: Storage, job: PartsJob, run: Run | None, *, again: bool) -> SaveResult:
@@ -101,8 +113,8 @@ def _missing(job: PartsJob, missing: list[int], waited: str) -> str:
     if job.stored:
         return (
             f"what {_ranks(missing)} stored there is not to be seen from rank 0{waited}: all ranks have to save to one "
-            "shared place. With a disk of its own on each machine, save to remote storage (for a run: local_dir= on "
-            "each machine and a remote path); the checkpoint before stays"
+            "shared place, a network file system or remote storage such as s3://bucket/run; with disks of their own, "
+            "save straight to remote storage; the checkpoint before stays"
         )
     return (
         f"no part has come{waited} from the writers of {_ranks(missing)}: they died or failed before theirs was "

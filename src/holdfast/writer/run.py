@@ -138,10 +138,14 @@ class Run:
         from .mirror_start import start_mirror
 
         self._mirror, told = start_mirror(far, self._catalog, limits, changed=lambda: later(self._uploaded))
+        now = self._catalog.index.current
+        has_saved = now is not None and any(row[1] == now.attempt for row in self._catalog.index.rows.values())
+        if now is not None and (now.resumed_from is not None or has_saved):
+            self._mirror.go()  # an earlier writer of this trainer died after the resume: nobody would say it again
         return replace(opened, **{**told, "swept": (*opened.swept, *told["swept"])})
 
     def _uploaded(self) -> None:
-        if not self._closed:
+        if not self._closed and self._heartbeat.lost is None:
             self.retain()
 
     # ---- saves
@@ -315,13 +319,17 @@ class Run:
 
     def close(self, reason: str, details: dict[str, Any] | None = None) -> None:
         """Write the last reports, note the end, upload what waits (bounded), give the lease back."""
+        mirror = self._mirror
         try:
-            self._reports.close()
-            if self._heartbeat.lost is None:
-                self._catalog.index.end_attempt(reason, details)
-                self._catalog.storage.delete_tree(f"{INCOMING}{self._start_id}")
-            if self._mirror is not None:
-                self._mirror.close()
+            try:
+                self._reports.close()
+                if self._heartbeat.lost is None:
+                    self._catalog.index.end_attempt(reason, details)
+                    self._catalog.storage.delete_tree(f"{INCOMING}{self._start_id}")
+            finally:  # a disk that is full keeps nothing from the remote
+                if mirror is not None:
+                    mirror.close()
+            if mirror is not None and self._heartbeat.lost is None:
                 self.retain()
         finally:
             self._closed = True

@@ -240,6 +240,31 @@ def test_run_name_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert int(plain(folder, autoresume=True, run_name="tuesday").state.timestamp.batch) == 6
 
 
+@pytest.mark.parametrize("where", ["callback", "filename", "uploads"])
+def test_run_name_is_needed_wherever_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """With a new name at every start nothing would ever be found again: refused, not begun from zero each time."""
+    for variable in ("RUN_NAME", "COMPOSER_RUN_NAME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.chdir(tmp_path)
+    options: dict[str, Any] = {
+        "callback": {"folder": None, "callbacks": CheckpointSaver()},
+        "filename": {"folder": "runs", "save_filename": "{run_name}-ep{epoch}"},
+        "uploads": {"folder": "runs", "loggers": RemoteUploaderDownloader("copies")},
+    }[where]
+    with pytest.raises(hf.ConfigError, match="run_name"):
+        plain(autoresume=True, **options)
+
+
+def test_runs_that_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With {run_name} in the file names a run goes on from its own checkpoints only, and says whose else there are."""
+    options: dict[str, Any] = {"save_filename": "{run_name}-ep{epoch}.pt", "save_latest_filename": None}
+    plain(tmp_path, run_name="one", max_duration="2ep", **options).fit()
+    plain(tmp_path, run_name="two", max_duration="1ep", autoresume=True, **options).fit()
+    assert "of other runs, by their names: one-ep1.pt, one-ep2.pt" in capsys.readouterr().err
+    assert int(plain(tmp_path, run_name="two", autoresume=True, **options).state.timestamp.epoch) == 1
+    assert int(plain(tmp_path, run_name="one", autoresume=True, **options).state.timestamp.epoch) == 2
+
+
 # ---- remote
 
 

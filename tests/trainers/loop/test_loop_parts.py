@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop_kit import Points, accuracy, loader, network, plain
+from loop_kit import Crash, CrashAt, Points, accuracy, loader, network, plain
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -348,3 +348,20 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(hf.ConfigError, match="one process so far"):
         plain(None)
+
+
+def test_json_lines_are_written_with_each_save(tmp_path: Path) -> None:
+    """No checkpoint is ahead of its metrics, and what a training that dies has logged is written."""
+    seen: list[int] = []
+
+    def count(state: Any, event: Any) -> bool:
+        seen.append(len(path.read_text().splitlines()) if path.exists() else 0)
+        return int(state.timestamp.batch) == 2
+
+    path = tmp_path / "log.jsonl"
+    trainer = plain(tmp_path / "runs", loggers=JSONLLogger(path), save_interval=count, callbacks=CrashAt(4))
+    with pytest.raises(Crash):
+        trainer.fit()
+    assert seen == [0, 0, 2]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+    trainer.close()

@@ -313,3 +313,20 @@ def test_save_checkpoint_anywhere(tmp_path: Path) -> None:
     assert names(tmp_path / "runs") == ["ep1-ba6"]
     with pytest.raises(hf.SessionError):
         trainer.fit("1ep")
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_an_upload_that_was_cut_off_is_made_up_for(tmp_path: Path, suffix: str) -> None:
+    """What is resumed from is uploaded if it was not, older ones that never were stay: 0 deletes after an upload."""
+    options: dict[str, Any] = {"save_filename": "ba{batch}" + suffix, "save_interval": "1ba", "run_name": "it"}
+    with pytest.raises(Crash):
+        plain(tmp_path / "runs", callbacks=CrashAt(3), **options).fit()
+    before = names(tmp_path / "runs")
+    remote = RemoteUploaderDownloader(str(tmp_path / "remote"))
+    options |= {"loggers": remote, "save_num_checkpoints_to_keep": 0, "autoresume": True, "max_duration": "5ba"}
+    with plain(tmp_path / "runs", **options) as again:
+        now = int(again.state.timestamp.batch)
+        again.fit()
+    sent = {f"ba{number}{suffix}" for number in range(now, 6)}
+    assert sent <= set(names(tmp_path / "remote" / "it" / "checkpoints"))
+    assert set(names(tmp_path / "runs")) == {one for one in before if one != f"ba{now}{suffix}"}

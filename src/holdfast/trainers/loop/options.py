@@ -77,7 +77,8 @@ def choose_run_name(run_name: str | None, *, needed: bool) -> str:
     if needed:
         raise ConfigError(
             "autoresume=True finds the run of an earlier start by its name: pass run_name=..., or set RUN_NAME, or "
-            "give a save_folder without {run_name}"
+            "leave {run_name} out of the names it saves and uploads to (save_folder, save_filename, "
+            "save_remote_file_name)"
         )
     return f"{int(time.time())}-{secrets.token_hex(3)}"
 

@@ -153,12 +153,23 @@ class Restart:
         """Say what lies there all the same: whoever expected a resume has to see why there is none."""
         storage = saver.place.storage
         names = [name for name in names_in(storage, nested=saver.nested) if name not in OWN_NAMES]
-        left = [name for name in names if (one := look_at(storage, name)) is None or one.weights_only]
-        shown = ", ".join(left[:8]) + (" ..." if len(left) > 8 else "")
-        return [f"weights only, never completed, or not written by Holdfast: {shown}"] if left else []
+        wanted = self._wanted(saver, storage)
+        other = [name for name in names if wanted is not None and not wanted(name)]
+        left = [
+            name
+            for name in names
+            if name not in other and ((one := look_at(storage, name)) is None or one.weights_only)
+        ]
+        rows = [
+            ("of other runs, by their names", other),
+            ("weights only, never completed, or not written by Holdfast", left),
+        ]
+        return [f"{what}: {', '.join(of[:8])}{' ...' if len(of) > 8 else ''}" for what, of in rows if of]
 
     def _wanted(self, saver: CheckpointSaver, storage: Storage) -> Any:
         """Return what tells the checkpoints of this run from others."""
         if storage is saver.place.storage:
-            return None
+            # Whatever lies in the folder is of this run, unless the names in it say whose they are.
+            named = "run_name" in saver.filename.variables
+            return saver.filename.pattern(self._site.variables).fullmatch if named else None
         return saver.remote_names(next(one for one in self._site.uploaders if one.storage is storage))

@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoint.retention import decide
@@ -15,6 +15,7 @@ from ...checkpointer.identity import plain_metrics
 from ...config import Keep
 from ...errors import CheckpointExistsError, ConfigError, StorageFullError
 from ...storage.base import Storage
+from ...storage.resolve import split_uri
 from .anatomy import check_ignore_keys, ignored
 from .callbacks import Callback
 from .events import Event
@@ -24,12 +25,12 @@ from .intervals import Every, parse_every
 from .naming import TIME_VARIABLES, NameTemplate, is_later
 from .timestamp import Timestamp
 from .track import Track
+from .uploads import RemoteUploaderDownloader
 
 if TYPE_CHECKING:
     from .loggers import Logger
     from .site import Site
     from .state import State
-    from .uploads import RemoteUploaderDownloader
 
 __all__ = ["CheckpointSaver", "default_saver"]
 
@@ -140,6 +141,14 @@ class CheckpointSaver(Callback):
                 "least 1, or give a RemoteUploaderDownloader among the loggers"
             )
 
+    def is_named_by_run(self, destinations: Iterable[Any]) -> bool:
+        """Tell whether what it saves for a resume is found again only by the name of the run."""
+        names = [self.folder.text, self.filename.text]
+        if self.remote_file_name is not None and split_uri(self.folder.text)[0] == "file":
+            uploaders = [one for one in destinations if isinstance(one, RemoteUploaderDownloader)]
+            names += [f"{one.file_path_format_string} {self.remote_file_name.text}" for one in uploaders]
+        return any("{run_name" in name for name in names)
+
     @property
     def nested(self) -> bool:
         """True when names lie in sub-folders."""
@@ -206,8 +215,13 @@ class CheckpointSaver(Callback):
             with self._lock:
                 good = [one for one in reversed(found) if one.problem is None and one.weights_only is self.weights_only]
                 self._kept = [one for one in good if one.step <= now]
-            if self._kept and self._kept[-1].step == now and self._site.resumed_from(folder):
+                here = self._kept[-1:] if self._site.resumed_from(folder) else []
+                newest = next((one for one in here if one.step == now), None)
+                if self.num_to_keep == 0:  # what an earlier life has left was never uploaded
+                    self._kept = [newest] if newest is not None else []
+            if newest is not None:
                 self._last_batch = now  # this moment is safe already
+                self._send_again(newest)
             self._repair_link()
 
     # -- saving
@@ -249,6 +263,7 @@ class CheckpointSaver(Callback):
             name=name, container=self.container, attempt=self.place.attempt, step=batch, created=time.time(),
             weights_only=self.weights_only, epoch=about["epoch"], metrics=about["metrics"],
         )  # fmt: skip
+        site.flush_logs()
         latest = self._named(self.latest_filename, state)
         remote = (self._named(self.remote_file_name, state), self._named(self.latest_remote_file_name, state))
         self._track.save(
@@ -295,11 +310,30 @@ class CheckpointSaver(Callback):
         with self._lock:
             self._kept = [*(one for one in self._kept if one.name != saved.name), saved]
         if remote is not None:
-            uploaders = self._site.uploads_of(self)
-            self._uploading += [saved.name] * len(uploaders)
-            for uploader in uploaders:
-                uploader.upload(storage, saved, remote, remote_latest, after=lambda: self._uploaded(saved.name))
+            self._send(saved, self._site.uploads_of(self), remote, remote_latest)
         self._retain()
+
+    def _send(
+        self, saved: Found, uploaders: Sequence[RemoteUploaderDownloader], remote: str, latest: str | None
+    ) -> None:
+        self._uploading += [saved.name] * len(uploaders)
+        for uploader in uploaders:
+            uploader.upload(self.place.storage, saved, remote, latest, after=lambda: self._uploaded(saved.name))
+
+    def _send_again(self, saved: Found) -> None:
+        """Upload what training goes on from, where the life that saved it did not come to that."""
+        assert self._site is not None
+        remote = self._named(self.remote_file_name, self._site.state)
+        if remote is None:
+            return
+        assert self.remote_file_name is not None
+        is_unique = bool(set(self.remote_file_name.variables) & set(TIME_VARIABLES))
+        missing = [
+            one
+            for one in self._site.uploads_of(self)
+            if not is_unique or look_at(one.storage, one.path_of(remote)) is None
+        ]
+        self._send(saved, missing, remote, self._named(self.latest_remote_file_name, self._site.state))
 
     def _uploaded(self, name: str) -> None:
         self._uploading.remove(name)  # one that cannot be uploaded stays here, where it is safe

@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..._ranks import RankInfo
 from ...errors import ConfigError
 from ...storage.resolve import resolve
@@ -43,6 +45,7 @@ class Site:
         self.state, self.savers = state, tuple(savers)
         self.variables = run_variables(state.run_name, ranks)
         self.uploaders = [one for one in destinations if isinstance(one, RemoteUploaderDownloader)]
+        self._destinations = tuple(destinations)
         self.resumed = False
         self.resumed_at: Folder | None = None
         self._folders: dict[str, Folder] = {}
@@ -70,6 +73,12 @@ class Site:
     def uploads_of(self, saver: CheckpointSaver) -> list[RemoteUploaderDownloader]:
         """Return where the checkpoints of a saver are uploaded to; nowhere if they are remote already."""
         return [] if saver.remote_file_name is None or saver.place.is_remote else self.uploaders
+
+    def flush_logs(self) -> None:
+        """Let loggers write what they keep: no checkpoint is ahead of its metrics."""
+        for one in self._destinations:
+            if callable(flush := getattr(one, "flush", None)):
+                flush()
 
     def resumed_from(self, folder: Folder) -> bool:
         """Tell whether training goes on from a checkpoint in ``folder``."""
@@ -123,7 +132,7 @@ class Site:
     def _close(self, reason: str, waits: Sequence[Callable[[], object]], *, patient: bool = True) -> None:
         problem: Exception | None = None
         closes = [lambda folder=folder: folder.close(reason, patient=patient) for folder in self._folders.values()]
-        for act in (*waits, *(saver.release for saver in self.savers), *closes):
+        for act in (*waits, self.flush_logs, *(saver.release for saver in self.savers), *closes):
             try:
                 act()
             except Exception as error:  # noqa: BLE001 - raised below, after everything else has been given back
@@ -161,7 +170,9 @@ class Site:
             if container == "torch":
                 image.take_torch(as_torch_file(expand(live)), note)
             else:
-                image.take_weights(expand(live)["state"]["model"], {**note, "weights_only": True})
+                model = expand(live)["state"]["model"]
+                weights = {key: one for key, one in model.items() if torch.is_tensor(one)}
+                image.take_weights(weights, {**note, "weights_only": True})
             image.store(resolve(head or ("/" if path.startswith("/") else ".")), tail)
         finally:
             image.close()

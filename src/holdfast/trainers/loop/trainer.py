@@ -176,8 +176,17 @@ class Trainer:
         if grad_clip_norm is not None and not grad_clip_norm > 0:
             raise ConfigError(f"grad_clip_norm={grad_clip_norm!r}: give a positive number, or None")
         precision, chosen = check_precision(precision), choose_device(device)
-        named_by_run = save_folder is not None and "{run_name}" in os.fspath(save_folder)
-        name = choose_run_name(run_name, needed=autoresume and named_by_run)
+        mine = default_saver(
+            save_folder, filename=save_filename, latest_filename=save_latest_filename,
+            remote_file_name=save_remote_file_name, overwrite=save_overwrite, save_interval=save_interval,
+            weights_only=save_weights_only, ignore_keys=save_ignore_keys,
+            num_checkpoints_to_keep=save_num_checkpoints_to_keep,
+        )  # fmt: skip
+        given, destinations = as_list(callbacks), as_list(loggers)
+        savers = [*([mine] if mine is not None else []), *(one for one in given if isinstance(one, CheckpointSaver))]
+        first = next((one for one in savers if one.is_full), None)  # the one that autoresume goes by
+        needed = autoresume and first is not None and first.is_named_by_run(destinations)
+        name = choose_run_name(run_name, needed=needed)
         if seed is not None:
             seed_all(seed)
             torch.manual_seed(seed)
@@ -199,15 +208,6 @@ class Trainer:
         for metrics in (state.train_metrics, *state.eval_metrics.values()):
             move_metrics(metrics, chosen)
         state.algorithms = as_list(algorithms)
-        given = as_list(callbacks)
-        destinations = as_list(loggers)
-        mine = default_saver(
-            save_folder, filename=save_filename, latest_filename=save_latest_filename,
-            remote_file_name=save_remote_file_name, overwrite=save_overwrite, save_interval=save_interval,
-            weights_only=save_weights_only, ignore_keys=save_ignore_keys,
-            num_checkpoints_to_keep=save_num_checkpoints_to_keep,
-        )  # fmt: skip
-        savers = [*([mine] if mine is not None else []), *(one for one in given if isinstance(one, CheckpointSaver))]
         others = [one for one in given if not isinstance(one, CheckpointSaver)]
         state.callbacks = [*others, *savers]
         self.logger = Logger(state, [*destinations, *([ProgressBar()] if progress_bar else [])])

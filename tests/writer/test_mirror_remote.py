@@ -1,0 +1,106 @@
+"""The remote side of a mirrored run, one step at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import writer_kit as kit
+
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.lease import make_owner
+from holdfast.checkpoint.runindex import RunIndex
+from holdfast.checkpointer.remote import RemoteWatch
+from holdfast.config import Mirror
+from holdfast.errors import CheckpointExistsError
+from holdfast.format.commit import remove
+from holdfast.storage.local import LocalStorage
+from holdfast.writer.client import WriterClient
+from holdfast.writer.mirror_remote import RemoteRun
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> LocalStorage:
+    """A run with one checkpoint."""
+    storage = LocalStorage(tmp_path / "local")
+    contents = [kit.noise(1, 5000)]
+    with WriterClient.start(storage) as client:
+        opened = client.open_run(storage, owner={"start_id": "aaaaaaaa"}).result(60)
+        fields = {"run_id": opened.run_id, "attempt": opened.attempt}
+        with kit.fill(contents) as arena:
+            job = kit.make_job(contents, step=1, start_id=opened.start_id, run=True, manifest=fields)
+            client.submit(storage, job, [b"{}"], arena).result(60)
+    return storage
+
+
+@pytest.fixture
+def remote(tmp_path: Path, local: LocalStorage) -> Iterator[RemoteRun]:
+    owner = make_owner("bbbbbbbb")
+    side = RemoteRun.open(
+        LocalStorage(tmp_path / "remote"), local, owner=owner, keep=None, wait_s=0.0, pause=time.sleep
+    )
+    side.register(())
+    yield side
+    side.heartbeat.close()
+
+
+def take(remote: RemoteRun, name: str) -> None:
+    remote.take(name, stop=lambda: False)
+
+
+def test_the_index_knows_what_arrived_without_rules(local: LocalStorage, remote: RemoteRun) -> None:
+    """Without rules of retention run.json of the remote has the checkpoint as soon as it is there."""
+    (name,) = Catalog(local).index.rows
+    take(remote, name)
+    assert list(RunIndex.load(remote.catalog.storage).rows) == [name]
+
+
+def test_a_quarantined_one_is_not_taken_for_complete(local: LocalStorage, remote: RemoteRun) -> None:
+    """Its sizes tell nothing of the damage: it stays quarantined, and the local one counts as not uploaded."""
+    (name,) = Catalog(local).index.rows
+    take(remote, name)
+    remote.catalog.index.quarantine(name, "rotten")
+    with pytest.raises(CheckpointExistsError, match="quarantined"):
+        take(remote, name)
+    assert remote.catalog.index.quarantined == {name: "rotten"}
+
+
+def test_late_metrics_of_one_removed_by_hand_hold_nothing_up(local: LocalStorage, remote: RemoteRun) -> None:
+    """They are dropped with a word in the log."""
+    (name,) = Catalog(local).index.rows
+    take(remote, name)
+    remove(remote.catalog.storage, name)
+    remote.late(name, {"val": 1.0}, None)
+
+
+class _Client:
+    """Answers like a writer, when told."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str | None, Future[Any]]] = []
+
+    def run_op(self, op: str, *, since: str | None) -> Future[Any]:
+        assert op == "follow"
+        self.asked.append((since, Future()))
+        return self.asked[-1][1]
+
+
+def test_an_answer_that_is_known_already_does_not_end_the_following() -> None:
+    """Only an answer with the version that was asked about says that the mirror has ended."""
+    client = _Client()
+    watch = RemoteWatch(cast("WriterClient", client), Mirror("unused"), "s3://bucket/run")
+
+    def state(version: str) -> dict[str, Any]:
+        return {"version": version, "waiting": [], "last_step": 1}
+
+    client.asked[0][1].set_result(state("a"))
+    watch._take(state("b"))  # what `finish` asked for was faster
+    client.asked[1][1].set_result(state("b"))
+    assert [since for since, _ in client.asked] == [None, "a", "b"]
+    assert not watch._ended
+    client.asked[2][1].set_result(state("b"))
+    assert watch._ended
