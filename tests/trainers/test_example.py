@@ -14,6 +14,7 @@ import holdfast as hf
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_digits(tmp_path: Path) -> None:
     """A worker is killed in mid-epoch, the run goes on, the best two checkpoints stay, the plot is there."""
     command = [sys.executable, str(ROOT / "examples" / "digits.py"), "--storage", str(tmp_path), "--epochs", "5"]

@@ -45,7 +45,7 @@ def test_some_operations(server: ForkServer, base: Path, tmp_path: Path) -> None
     shutil.copytree(base, root, symlinks=True)
     total = server.run(f"{FILE}:third_batch", str(root), None).checked()
     assert total > 30
-    for at in range(3, total, total // 7):
+    for at in range(5, total, total // 3):
         killed(server, base, tmp_path, at)
 
 

@@ -172,9 +172,10 @@ def link_latest(storage: Storage, latest: str, name: str) -> None:
 
 
 def _link(link: Path, root: Path, name: str) -> None:
-    if link.is_dir() and not link.is_symlink():
+    if not link.is_symlink() and link.exists():
+        kind = "directory" if link.is_dir() else "file"
         raise ConfigError(
-            f"save_latest_filename: {link} is a directory, so no link can be made of it: use another name"
+            f"save_latest_filename: {link} is a {kind} of somebody else, so no link can be made of it: use another name"
         )
     target = os.path.relpath(root / name, link.parent)
     if link.is_symlink() and os.readlink(link) == target:

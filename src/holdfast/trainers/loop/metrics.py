@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...checkpointer.identity import plain_metrics
 from ...errors import ConfigError
 
-__all__ = ["Averaged", "as_metrics", "computed", "move_metrics"]
+if TYPE_CHECKING:
+    from .state import State
+
+__all__ = ["Averaged", "as_metrics", "computed", "metrics_of", "move_metrics"]
 
 
 class Averaged:
@@ -95,3 +99,13 @@ def move_metrics(metrics: Mapping[str, Any], device: torch.device) -> None:
     for metric in metrics.values():
         if callable(getattr(metric, "to", None)):
             metric.to(device)
+
+
+def metrics_of(state: State) -> dict[str, Any]:
+    """Return the metrics that a checkpoint records, as plain numbers."""
+    found: dict[str, Any] = {label: values for label, values in state.eval_metric_values.items() if values}
+    if state.train_metric_values:
+        found["train"] = state.train_metric_values
+    if state.loss is not None and not isinstance(state.loss, (list, tuple)):
+        found["loss"] = state.loss
+    return plain_metrics(found)

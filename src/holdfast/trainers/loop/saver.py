@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoint.retention import decide
-from ...checkpointer.identity import plain_metrics
 from ...config import Keep
 from ...errors import CheckpointExistsError, ConfigError, StorageFullError
 from ...storage.base import Storage
@@ -22,6 +21,7 @@ from .events import Event
 from .finder import Found, container_of, is_foreign, look, look_at, names_in
 from .folder import Folder, link_latest
 from .intervals import Every, parse_every
+from .metrics import metrics_of
 from .naming import TIME_VARIABLES, NameTemplate, is_later
 from .timestamp import Timestamp
 from .track import Track
@@ -376,16 +376,6 @@ def _is_in_the_way(storage: Storage, name: str, match: re.Match[str] | None, now
         return is_foreign(storage, name)  # a name is all there is to go by
     # A name without counters tells nothing: what it says about itself does.
     return one.problem is None and (bool(after) or one.step > now.count("batch") or now.count("batch") == 0)
-
-
-def metrics_of(state: State) -> dict[str, Any]:
-    """Return the metrics that a checkpoint records, as plain numbers."""
-    found: dict[str, Any] = {label: values for label, values in state.eval_metric_values.items() if values}
-    if state.train_metric_values:
-        found["train"] = state.train_metric_values
-    if state.loss is not None and not isinstance(state.loss, (list, tuple)):
-        found["loss"] = state.loss
-    return plain_metrics(found)
 
 
 def default_saver(folder: str | os.PathLike[str] | None, **options: Any) -> CheckpointSaver | None:

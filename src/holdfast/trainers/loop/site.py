@@ -154,7 +154,7 @@ class Site:
     def save_at(self, name: str, *, weights_only: bool) -> str:
         """Save once at any path; durable on return."""
         from ...checkpointer.functions import save
-        from .saver import metrics_of
+        from .metrics import metrics_of
 
         state = self.state
         path = NameTemplate(os.fspath(name), what="name").format(self.variables, state.timestamp)
