@@ -86,6 +86,18 @@ def jitter(root: str, until: int, seed: int) -> dict[str, Any]:
     return {"saved": sorted(set(made) - {1}), "saves": made_by.stats.saves}  # the first state is taken to prepare
 
 
+def uneven(root: str, until: int) -> dict[str, Any]:
+    """Ranks whose batches are of different length, with saves by samples; each tells what it saved when."""
+    made: list[int] = []
+    with hf.Checkpointer(root, {"w": torch.ones(100), "note": Note(made)}, every="24sp", keep=None) as ck:
+        for _ in ck.epochs(1):
+            for _ in ck.batches([torch.ones(2 + dist.get_rank())] * until):
+                time.sleep(0.001)
+                Note.step = ck.global_step + 1
+                ck.step()
+    return {"saved": sorted(set(made) - {1})}
+
+
 class Note:
     """Notes each step whose state is taken."""
 

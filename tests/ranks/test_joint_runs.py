@@ -44,6 +44,13 @@ def test_saves_by_time_are_made_at_the_same_steps(ranks, tmp_path, world_size):
     assert [step for step in steps(tmp_path) if step > 1] == found[0]["saved"]
 
 
+def test_saves_by_samples_are_made_at_the_same_steps(ranks, tmp_path):
+    """Ranks that count samples differently, because their batches do: rank 0's count decides for all."""
+    found = ranks.checked(f"{CASES}:uneven", str(tmp_path), 60, world_size=2)
+    assert found[0]["saved"] == found[1]["saved"], found
+    assert len(found[0]["saved"]) >= 2
+
+
 @pytest.mark.parametrize(
     ("which", "sign"),
     [

@@ -19,9 +19,10 @@ _LOOK_S = 0.0005
 
 
 class JointPace(Pace):
-    """Decides as `Pace` does from counters, which are the same on all ranks, and asks the others for the rest.
+    """Decides as `Pace` does from steps and epochs, which are the same on all ranks, and asks the others for the rest.
 
-    Intervals of time and the deadline are rank 0's affair; a signal may come to any rank.
+    Intervals of time or samples (batches need not be equally long) and the deadline are rank 0's affair; a signal may
+    come to any rank.
 
     Args:
         schedule: when saves are due.
@@ -50,7 +51,7 @@ class JointPace(Pace):
         if not self._wants_stop and self._must_stop(now, step_s, save_s):
             self._wants_stop = True
             team.client.tell_ranks("want", kind="stop")
-        elif team.rank == 0 and not self._wants_save and now >= self._schedule.next_time:
+        elif team.rank == 0 and not self._wants_save and self._wished(now):
             self._wants_save = True
             team.client.tell_ranks("want", kind="save")
         return called or self._due(float("-inf")) or team.board.broken
@@ -72,6 +73,14 @@ class JointPace(Pace):
         """Count a save."""
         super().saved()
         self._wants_save = False
+
+    def _wished(self, now: float) -> bool:
+        """Tell whether rank 0 wants a save for what the others count differently."""
+        schedule = self._schedule
+        return now >= schedule.next_time or (schedule.counts_samples and self._progress.samples >= schedule.next_sample)
+
+    def _due(self, now: float) -> bool:
+        return self._schedule.due(step=self._progress.step, samples=0, now=now)
 
     def _must_stop(self, now: float, step_s: float, save_s: float) -> bool:
         if self._signals.received is not None:
