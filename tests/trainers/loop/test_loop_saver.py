@@ -169,6 +169,10 @@ def test_what_others_made_is_not_overwritten(tmp_path: Path) -> None:
     for filename in ("ba{batch}.pt", "ba{batch}"):
         with pytest.raises(hf.CheckpointExistsError, match=r"ba[34]"):
             plain(tmp_path, save_filename=filename).fit()
+    (tmp_path / "ba3.pt").write_text("no file of torch's at all")
+    with pytest.raises(hf.CheckpointExistsError, match="ba3"):
+        plain(tmp_path, save_filename="ba{batch}.pt").fit()
+    assert (tmp_path / "ba3.pt").read_text().startswith("no file")
 
 
 def test_uploads_are_not_overwritten(tmp_path: Path) -> None:

@@ -374,8 +374,11 @@ def _is_in_the_way(storage: Storage, name: str, match: re.Match[str] | None, now
     one = look_at(storage, name)
     if one is None:
         return is_foreign(storage, name)  # a name is all there is to go by
+    if one.problem is not None:
+        # Damage that a resume has set aside is written anew; where nothing was resumed it may be the user's own file.
+        return now.count("batch") == 0
     # A name without counters tells nothing: what it says about itself does.
-    return one.problem is None and (bool(after) or one.step > now.count("batch") or now.count("batch") == 0)
+    return bool(after) or one.step > now.count("batch") or now.count("batch") == 0
 
 
 def default_saver(folder: str | os.PathLike[str] | None, **options: Any) -> CheckpointSaver | None:
