@@ -267,7 +267,7 @@ class Executor:
 
     def _begin(self, action: Begin) -> None:
         attachments = [self._options.blob, action.memory or b"", self._options.secrets]
-        while not attachments[-1]:
+        while attachments and not attachments[-1]:
             attachments.pop()
         self._engine.send(action.rank, dict(action.header), attachments)
 
