@@ -1,6 +1,7 @@
 # One way to run things; CI runs the same. Everything is installed into .venv inside the checkout.
 PYTHON ?= python3
 VENV := .venv
+SWEEP ?= slow or long
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
@@ -16,7 +17,7 @@ demo: $(STAMP)  ## train a small GPT on real text, kill it three times, prove th
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)  ## the whole suite, under 12 minutes on 2 cores
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not long"
 
 test-frameworks: $(STAMP)  ## what needs servers from npm (two object stores, 370 MB): installed if npm is there
 	@if command -v npm > /dev/null; then \
@@ -32,7 +33,7 @@ lint: $(STAMP)  ## style, types, layers
 	$(BIN)/lint-imports
 
 sweep: $(STAMP)  ## every crash point, hundreds of kills and bit flips
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest -n 2 -m "$(SWEEP)"
 
 bench: $(STAMP)  ## against limits and peers, in one run; writes benchmarks/results/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement requirements-bench.txt

@@ -140,6 +140,7 @@ def sweep(forks, server, bucket, proxy, tmp_path, case, *, writer_too, stride=1)
 BOTH_SIDES = {"first": {0, 1}, "next": {3, 4}, "resume": {3}, "overwrite": {1, 2}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_some_requests(forks, server, bucket, proxy, tmp_path, case):
     """Trainer and writer killed together, at one in nineteen of the requests."""
@@ -147,7 +148,7 @@ def test_some_requests(forks, server, bucket, proxy, tmp_path, case):
     assert count >= 15
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_every_request(forks, server, bucket, proxy, tmp_path, case):
     """Trainer and writer killed together, at every request: exactly the previous or the new checkpoint, no litter."""
@@ -155,7 +156,7 @@ def test_every_request(forks, server, bucket, proxy, tmp_path, case):
     assert found == BOTH_SIDES[case]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_the_trainer_alone(forks, server, bucket, proxy, tmp_path, case):
     """Only the trainer killed, at one in three of the requests: its writer finishes what is complete, and lets go."""

@@ -77,7 +77,7 @@ def test_two_sharded_ranks_there_and_back(tmp_path) -> None:
     check_folder(tmp_path, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_other_world_sizes(tmp_path, world_size) -> None:
     """The same with 1 and 4 ranks, some of which hold nothing of the small tensors."""
@@ -85,7 +85,7 @@ def test_other_world_sizes(tmp_path, world_size) -> None:
     check_folder(tmp_path, world_size)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_any_layout_reads_any_other(tmp_path) -> None:
     """What 4 ranks have saved, and what one process has exported from it, is read by 1 and 2 ranks."""
     run_ranks(4, tmp_path, "save")

@@ -70,7 +70,7 @@ def test_memory_of_every_route(tmp_path) -> None:
     assert grown(tmp_path, 160_000_000) < SLACK
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_of_600_mb(tmp_path) -> None:
     """The same with 600 MB."""
     assert grown(tmp_path, 600_000_000) < SLACK

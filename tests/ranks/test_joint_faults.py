@@ -56,7 +56,7 @@ def cases():
         for rank in (0, 1):
             if (phase, what) == ("commit", "EIO") and rank == 1:
                 continue  # rank 1 does nothing then
-            marks = () if (rank, phase, what) in QUICK else pytest.mark.slow
+            marks = () if (rank, phase, what) in QUICK else pytest.mark.long
             yield pytest.param(rank, phase, what, expected, marks=marks, id=f"{rank}-{phase}-{what}".replace(" ", "_"))
 
 
@@ -116,7 +116,7 @@ def operations(ranks, tmp_path_factory):
 
 @pytest.mark.parametrize("what", ["rank", "writer"])
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("stride", [9, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [pytest.param(9, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.long)])
 def test_a_death_before_any_operation_of_a_save(ranks, operations, tmp_path, rank, what, stride):
     """One rank, or its writer alone, is killed before operation k: the old or the new checkpoint, bit-exact, no litter.
 

@@ -35,7 +35,7 @@ def test_a_killed_run_goes_on_bit_exact(ranks, tmp_path):
     assert checkpoint.manifest.writers == (0, 1)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_saves_by_time_are_made_at_the_same_steps(ranks, tmp_path, world_size):
     """Ranks of uneven speed that never wait for each other: all save at the steps that rank 0 has proposed."""
     found = ranks.checked(f"{CASES}:jitter", str(tmp_path), 250, 1, world_size=world_size)
@@ -55,7 +55,7 @@ def test_saves_by_samples_are_made_at_the_same_steps(ranks, tmp_path):
     ("which", "sign"),
     [
         (1, signal.SIGTERM),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, signal.SIGTERM), (1, signal.SIGUSR1), (0, 0))),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in ((0, signal.SIGTERM), (1, signal.SIGUSR1), (0, 0))),
     ],
 )
 def test_a_signal_to_one_rank_stops_all(ranks, tmp_path, which, sign):

@@ -38,7 +38,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["group", "store"])
 def test_torchrun_starts_it_again(tmp_path, how):
     """With a process group or without one: a rank dies, torchrun starts all again, and they go on from step 2."""
@@ -84,6 +84,7 @@ def in_the_trainer(config):
     hf.report({"began": begun, "saves": ck.stats.saves})
 
 
+@pytest.mark.slow
 def test_in_the_function_trainer(tmp_path):
     """Four workers, one of which fails: the trainer starts all again, and their `Checkpointer` goes on from step 2."""
     trainer = TorchTrainer(

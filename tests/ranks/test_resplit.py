@@ -38,7 +38,7 @@ def samples(found: list[dict[str, Any]], epoch: int) -> list[int]:
 
 @pytest.mark.parametrize(("loader", "parallel"), [
     ("plain", "ddp"),
-    pytest.param("distributed", "ddp", marks=pytest.mark.slow),
+    pytest.param("distributed", "ddp", marks=pytest.mark.long),
     ("plain", "fsdp2"),
     ("stream", "ddp"),
 ])  # fmt: skip
@@ -65,7 +65,7 @@ def test_four_two_three_ranks_see_every_sample_once(ranks, tmp_path, loader, par
 
 @pytest.mark.parametrize("chain", [
     pytest.param([(1, 3), (3, None)], id="1-3"),
-    pytest.param([(2, 3), (1, None)], id="2-1", marks=pytest.mark.slow),
+    pytest.param([(2, 3), (1, None)], id="2-1", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_one_process_and_several_share_a_run(ranks, tmp_path, chain) -> None:
     """A run of one process goes on with three and one of two with one."""
@@ -77,7 +77,7 @@ def test_one_process_and_several_share_a_run(ranks, tmp_path, chain) -> None:
         assert len(seen) == SAMPLES + (filled if epoch == 0 else 0)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)])
 def test_two_ranks_killed_in_mid_epoch_are_their_twin(ranks, tmp_path, parallel) -> None:
     """With as many ranks as before every sample, weight and random number is that of the run that was never killed."""
     live(ranks, tmp_path, [(2, None)], name="whole", parallel=parallel)

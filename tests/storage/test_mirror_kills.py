@@ -138,19 +138,20 @@ def _sweep(proxy: FaultProxy, tmp_path: Path, name: str, result: str, kills: lis
     assert [record.step for record in Catalog(remote).records()][:3] == [_STEPS, _STEPS - 1, _STEPS - 2]
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_an_upload(proxy: FaultProxy, tmp_path: Path, calm: str) -> None:
     """A machine dies with its disk while a checkpoint is half sent: resumed from the newest complete one, bit-exact."""
     _sweep(proxy, tmp_path, "one-kill", calm, [(5, True, True)])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_at_many_moments(proxy: FaultProxy, tmp_path: Path, calm: str) -> None:
     """Trainer alone or with its writer, at every request of an upload, the disk surviving or not: always bit-exact."""
     kills = [(request, request % 2 == 0, request % 3 == 0) for request in range(10)]
     _sweep(proxy, tmp_path, "many-kills", calm, kills)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_writer_does_not_hang_on_a_silent_remote(proxy: FaultProxy, tmp_path: Path) -> None:
     """The remote answers nothing any more and the trainer is killed: its writer ends all the same."""
     life = Life(proxy, "silent", tmp_path / "scratch", pause=0.2)

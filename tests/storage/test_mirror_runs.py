@@ -210,7 +210,7 @@ def test_a_save_may_wait_for_the_remote(remote, local):
     assert steps(remote) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("rule", ["raise", pytest.param("wait", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rule", ["raise", pytest.param("wait", marks=pytest.mark.long)])
 def test_being_behind_may_end_the_run(remote, local, proxy, rule):
     """With the remote away "raise" ends training at once, "wait" after timeout_s; both say what is where."""
     with (
@@ -345,7 +345,7 @@ def test_local_runs_move_to_a_remote(remote, local):
     assert steps(remote) == [2, 3, 4]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_behind_for_long_is_said(remote, local, proxy, capfd):
     """When nothing arrives for warn_after, the log says so with the age and the cause."""
     with running(remote, hf.Mirror(local, warn_after="1s")) as (ck, state):
@@ -359,7 +359,7 @@ def test_behind_for_long_is_said(remote, local, proxy, capfd):
     assert "1 checkpoint(s) wait on the local disk" in "".join(seen)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_faults_lose_nothing(remote, local, proxy):
     """A fifth of all requests goes wrong: everything is uploaded in the end."""
     chosen = [
@@ -374,7 +374,7 @@ def test_faults_lose_nothing(remote, local, proxy):
     assert steps(remote) == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_saving_does_not_wait_for_a_slow_remote(remote, local, proxy):
     """A remote that takes seconds for each request holds no save: six are durable before the second has arrived."""
     with running(remote, hf.Mirror(local, max_behind=9)) as (ck, state):

@@ -104,20 +104,21 @@ def a_fifth(proxy, storage, name):
     return sum(bool(one.fault) for one in proxy.exchanges)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_a_fifth_goes_wrong(proxy, storage, name):
     """Saves, retention, late metrics and a resume work, and nothing is lost."""
     assert a_fifth(proxy, storage, name) >= 10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(set(PASSING) - set(QUICK)))
 def test_a_fifth_goes_wrong_in_other_ways(proxy, storage, name):
     """The same for the other faults."""
     assert a_fifth(proxy, storage, name) >= 10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["500-done", "reset-done", "short", "silence-done", "truncated"])
 def test_every_nth_goes_wrong(proxy, storage, name):
     """The same when each seventh, sixth, ... second request is hit, another n at each save."""

@@ -32,14 +32,14 @@ def test_a_random_history(root, capsys):
     oracle.play(2, steps=12, home=root)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(200, 204))
 def test_more_histories(root, capsys, seed):
     """The same for longer ones."""
     oracle.play(seed, steps=40, home=root)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_machine(root, capsys):
     """Hypothesis finds no short history that breaks it."""
     from hypothesis.stateful import run_state_machine_as_test

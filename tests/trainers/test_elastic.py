@@ -83,8 +83,8 @@ def rows(root: Path, name: str = "run") -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("chain", [
-    pytest.param([(2, 5), (1, None)], id="2-1"),
-    pytest.param([(4, 2), (2, 4), (3, None)], id="4-2-3", marks=pytest.mark.slow),
+    pytest.param([(2, 5), (1, None)], id="2-1", marks=pytest.mark.slow),
+    pytest.param([(4, 2), (2, 4), (3, None)], id="4-2-3", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_every_sample_once_over_other_numbers_of_workers(tmp_path: Path, chain, capfd) -> None:
     """Killed in mid-epoch, started with other workers: an epoch holds each sample once, the weights are the saved."""
@@ -112,7 +112,7 @@ def test_every_sample_once_over_other_numbers_of_workers(tmp_path: Path, chain, 
         assert f"samples is split over {now} rank(s), was {before}" in said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_the_same_number_of_workers_is_the_run_that_was_never_killed(tmp_path: Path) -> None:
     """Two workers, killed twice in mid-epoch with dropout and DDP: every step is that of the twin, bit for bit."""

@@ -39,6 +39,7 @@ def killed(server: ForkServer, base: Path, tmp_path: Path, at: int) -> bool:
     return died.status == CRASH_EXIT_CODE
 
 
+@pytest.mark.slow
 def test_some_operations(server: ForkServer, base: Path, tmp_path: Path) -> None:
     """Killed at a few operations: each link leads to a complete checkpoint, and nothing is left behind."""
     root = tmp_path / "whole"
@@ -49,7 +50,7 @@ def test_some_operations(server: ForkServer, base: Path, tmp_path: Path) -> None
         killed(server, base, tmp_path, at)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("first", range(4))
 def test_every_operation(server: ForkServer, base: Path, tmp_path: Path, first: int) -> None:
     """Killed at every operation of a save with two savers, their links and their retention."""

@@ -102,7 +102,7 @@ def check_folder(folder: Path) -> None:
         load_path(link, state, options=options)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("suffix", ["", ".pt"])
 def test_killed_at_random(tmp_path: Path, suffix: str) -> None:
     """Killed a dozen times while two savers save after every batch.
