@@ -34,6 +34,7 @@ class Term(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("event", "batch", "saved"),
     [
