@@ -13,7 +13,7 @@ import mirror_kit as kit
 import pytest
 import torch
 from mirror_kit import DOWN, be_impatient, bucket, puts, running, step_to, steps, train
-from object_kit import KEY, SECRET, moto
+from object_kit import KEY, SECRET
 
 import holdfast as hf
 from holdfast.checkpoint.catalog import Catalog
@@ -27,18 +27,6 @@ from holdfast.storage.local import LocalStorage
 from holdfast.storage.resolve import resolve
 from holdfast.testing import Fault, FaultProxy
 from holdfast.testing.crash import wait_until
-
-
-@pytest.fixture(scope="module")
-def server():
-    with moto() as url:
-        yield url
-
-
-@pytest.fixture
-def proxy(server):
-    with FaultProxy(server) as one:
-        yield one
 
 
 @pytest.fixture

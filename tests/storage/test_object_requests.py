@@ -4,27 +4,15 @@ import itertools
 
 import pytest
 import torch
-from object_kit import BUCKET, KEY, SECRET, moto
+from object_kit import BUCKET, KEY, SECRET
 
 import holdfast as hf
 from holdfast.errors import StorageError, StorageNotFoundError
 from holdfast.storage import LocalStorage, MemoryStorage, PrefixStorage
 from holdfast.storage.object import ObjectStorage
-from holdfast.testing import Fault, FaultProxy
+from holdfast.testing import Fault
 
 _names = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server():
-    with moto() as url:
-        yield url
-
-
-@pytest.fixture
-def proxy(server):
-    with FaultProxy(server) as one:
-        yield one
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ import time
 
 import pytest
 import torch
-from object_kit import BUCKET, KEY, SECRET, moto
+from object_kit import BUCKET, KEY, SECRET
 
 import holdfast as hf
 from holdfast.errors import StoragePermissionError
 from holdfast.storage.object import ObjectStorage
-from holdfast.testing import Fault, FaultProxy
+from holdfast.testing import Fault
 
 # What passes: the run goes on and loses nothing.
 PASSING = {
@@ -27,18 +27,6 @@ PASSING = {
 }
 QUICK = ["503", "reset-done", "truncated"]
 _names = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def server():
-    with moto() as url:
-        yield url
-
-
-@pytest.fixture
-def proxy(server):
-    with FaultProxy(server) as one:
-        yield one
 
 
 @pytest.fixture

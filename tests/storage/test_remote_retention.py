@@ -6,16 +6,10 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from object_kit import BUCKET, moto, s3_environment
+from object_kit import BUCKET, s3_environment
 
 sys.path.append(str(Path(__file__).parents[1] / "kits"))
 import test_retention_oracle as oracle
-
-
-@pytest.fixture(scope="module")
-def server():
-    with moto() as url:
-        yield url
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from .progress import Progress
 from .rendezvous import Alone, Meeting, same_for_all
 from .resume import is_within, resume_run
 
-__all__ = ["Started", "start_run"]
+__all__ = ["Started", "answer", "start_run"]
 
 _LEASE_S = 60.0
 _MARGIN = 16 << 20
@@ -90,7 +90,7 @@ def start_run(
         options.resume,
         candidates=committed,
         quarantined=opened.quarantined,
-        quarantine=lambda name, reason, **more: _answer(
+        quarantine=lambda name, reason, **more: answer(
             client.run_op("quarantine", name=name, reason=reason, **more), storage, timeout_s
         ),
         meeting=meeting,
@@ -109,10 +109,10 @@ def start_run(
 
     def check(tensor_bytes: Sequence[int]) -> dict[str, Any]:
         if resumed is not None:
-            _answer(client.run_op("resumed", **resumed), storage, timeout_s)
+            answer(client.run_op("resumed", **resumed), storage, timeout_s)
         room = _check_room(storage, client, sum(tensor_bytes), live, start_id, timeout_s)
         if remote is not None:
-            _answer(client.probe(remote, directory=f".probe-{start_id}"), remote, timeout_s)
+            answer(client.probe(remote, directory=f".probe-{start_id}"), remote, timeout_s)
         return {"room": room, "taken": sorted(_taken(storage, committed, opened)), "seed": progress.own_seed()}
 
     ready = meeting.agree("ready", lambda: snapshotter.plan(live).tensor_bytes, check)
@@ -139,7 +139,7 @@ def _open(
     def open_run() -> dict[str, Any] | None:
         if meeting.rank > 0:
             return None
-        opened: RunOpened = _answer(
+        opened: RunOpened = answer(
             client.open_run(
                 storage, owner={"start_id": start_id}, keep=None if keep is None else keep.to_json(), wait_s=lease_s,
                 mirror=options.mirror, remote=remote,
@@ -181,15 +181,21 @@ def _check_shared(seen: Sequence[bool], storage: Storage, mark: str) -> None:
         )
 
 
-def _answer(future: Future[Any], storage: Storage, timeout_s: float) -> Any:
+def answer(future: Future[Any], storage: Storage, timeout_s: float, *, bound: str = " (timeout_s)") -> Any:
     """Wait for the writer, but not for ever.
+
+    Args:
+        future: what the writer is to say.
+        storage: named if it says nothing.
+        timeout_s: how long to wait.
+        bound: names the argument that ``timeout_s`` is, for the message.
 
     Raises:
         HoldfastError: what the writer says, or that it says nothing.
     """
     wait([future], timeout=timeout_s)
     if not future.done():
-        raise HoldfastError(f"no answer after {timeout_s:.0f} s (timeout_s): {storage.uri} is stuck or very slow")
+        raise HoldfastError(f"no answer after {timeout_s:.0f} s{bound}: {storage.uri} is stuck or very slow")
     return future.result()
 
 
@@ -219,7 +225,7 @@ def _check_room(
     Returns:
         A line about size and space.
     """
-    found = _answer(client.probe(storage, directory=f".probe-{start_id}"), storage, timeout_s)
+    found = answer(client.probe(storage, directory=f".probe-{start_id}"), storage, timeout_s)
     expected = tensor_bytes + _future_optimizer_bytes(state.values())
     free = found["free_bytes"]
     if free is not None and free < expected + _MARGIN:

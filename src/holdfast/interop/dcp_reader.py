@@ -30,13 +30,14 @@ from ..state.reader import ReadRequest, read_tensors
 from ..state.spans import spans
 from ..state.targets import box_of
 from ..state.torch_plain import from_plain
+from .dcp_place import Placed
 from .source import Source
 from .to_dcp import flatten_for_dcp
 
 __all__ = ["HoldfastReader"]
 
 
-class HoldfastReader(StorageReader):
+class HoldfastReader(Placed, StorageReader):
     """Makes ``dcp.load`` read Holdfast checkpoints, also those of `holdfast.save` and of a `Checkpointer`.
 
     A tensor of a module saved as "model" is called "model.<its name>", what an optimizer keeps
@@ -58,23 +59,8 @@ class HoldfastReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load, from ``checkpoint_id`` if that is given."""
-        if checkpoint_id is not None:
-            self.path = os.fspath(checkpoint_id)
+        super().reset(checkpoint_id)
         self._close()
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """Where the checkpoint is."""
-        return self.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether this is a location."""
-        try:
-            Checkpoint(checkpoint_id)
-        except ConfigError:
-            return False
-        return True
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Describe the checkpoint in DCP's terms."""

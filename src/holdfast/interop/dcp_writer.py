@@ -29,6 +29,7 @@ from ..state.arrays import check_tensor, dtype_name
 from ..state.sharded import is_spread, local_tensor
 from ..state.torch_file import tensor_bytes
 from .blobs import Blob
+from .dcp_place import Placed
 from .part import PartWriter, Row
 from .tree import nested, node_of, tensor_name
 
@@ -45,7 +46,7 @@ class _Told:
     part: Any = None
 
 
-class HoldfastWriter(StorageWriter):
+class HoldfastWriter(Placed, StorageWriter):
     """Makes ``dcp.save`` and ``dcp.async_save`` write Holdfast checkpoints.
 
     Each rank writes its own files, durably; the coordinator commits when all have. Until then there is no checkpoint.
@@ -70,25 +71,6 @@ class HoldfastWriter(StorageWriter):
         self.path = None if path is None else os.fspath(path)
         self.overwrite, self.step, self.metrics = overwrite, step, dict(metrics or {})
         self._rank = 0
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save, at ``checkpoint_id`` if that is given."""
-        if checkpoint_id is not None:
-            self.path = os.fspath(checkpoint_id)
-
-    @property
-    def checkpoint_id(self) -> str | None:
-        """Where the checkpoint goes."""
-        return self.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether this is a location."""
-        try:
-            Checkpoint(checkpoint_id)
-        except ConfigError:
-            return False
-        return True
 
     def storage_meta(self) -> StorageMeta | None:
         """Describe this save to the planner."""

@@ -6,12 +6,11 @@ import contextlib
 import os
 import secrets
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from ...checkpoint.remains import is_remains
-from ...errors import ConfigError, HoldfastError, StorageNotFoundError
+from ...checkpointer.start import answer
+from ...errors import ConfigError, StorageNotFoundError
 from ...format.commit import remove
 from ...format.manifest import MANIFEST_NAME
 from ...storage.base import Storage
@@ -76,7 +75,7 @@ class Folder:
         self.client = client = WriterClient.start(self.storage)
         try:
             future = client.open_run(self.storage, owner={"start_id": self.start_id}, keep=None, wait_s=_LEASE_S)
-            opened = answer(future, self.storage, _LEASE_S + TIMEOUT_S)
+            opened = answer(future, self.storage, _LEASE_S + TIMEOUT_S, bound="")
         except BaseException:
             self.client = None
             client.close(TIMEOUT_S)
@@ -102,7 +101,7 @@ class Folder:
         """Set a bad checkpoint aside: it is never picked again, its files stay."""
         self.quarantined[name] = reason
         if self.client is not None and "/" not in name:
-            answer(self.client.run_op("quarantine", name=name, reason=reason), self.storage, TIMEOUT_S)
+            answer(self.client.run_op("quarantine", name=name, reason=reason), self.storage, TIMEOUT_S, bound="")
 
     def delete(self, one: Found) -> None:
         """Delete a checkpoint; the index of the run forgets it first, so that remains of a deletion are swept."""
@@ -112,7 +111,7 @@ class Folder:
         gone: list[str] = []
         if self.client is not None and "/" not in one.name:
             future = self.client.run_op("discard", names=[one.name], why="not kept by its saver")
-            gone = answer(future, self.storage, TIMEOUT_S)
+            gone = answer(future, self.storage, TIMEOUT_S, bound="")
         if not gone:
             remove(self.storage, one.name)
 
@@ -140,21 +139,9 @@ class Folder:
         self.start_id, self.attempt, self._number = secrets.token_hex(4), 0, 0
         try:
             if patient and not client.closed:
-                answer(client.run_op("close_run", reason=reason), self.storage, TIMEOUT_S)
+                answer(client.run_op("close_run", reason=reason), self.storage, TIMEOUT_S, bound="")
         finally:
             client.close(TIMEOUT_S if patient else 0.0)
-
-
-def answer(future: Future[Any], storage: Storage, timeout_s: float) -> Any:
-    """Wait for the writer, but not for ever.
-
-    Raises:
-        HoldfastError: what the writer says, or that it says nothing.
-    """
-    wait([future], timeout=timeout_s)
-    if not future.done():
-        raise HoldfastError(f"no answer after {timeout_s:.0f} s: {storage.uri} is stuck or very slow")
-    return future.result()
 
 
 def link_latest(storage: Storage, latest: str, name: str) -> None:
