@@ -200,6 +200,28 @@ def test_a_handler_kept_by_somebody_passes_signals_on_after_the_run() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_run_that_ended_below_another_stands_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs in one process, the first of them ends first: a signal is the second one's, and kills nobody.
+
+    Called as an earlier handler, the ended run would do what the signal does by default: end the process.
+    """
+    killed: list[tuple[int, int]] = []
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    first, second = StopSignals(), StopSignals()
+    try:
+        assert first.install()
+        assert second.install()
+        first.remove()
+        monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
+        signal.raise_signal(signal.SIGTERM)
+        assert second.received == "SIGTERM"
+        assert not killed
+        second.remove()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_signal_counts_although_nobody_reads_standard_error() -> None:
     """Ctrl-C ends the other side of `2>&1 | tee log` too: a broken pipe must not take the place of the save."""
     read, write = os.pipe()

@@ -55,10 +55,10 @@ class StopSignals:
         for number, handler in self._before.items():
             # A handler that somebody set after us stays: it may call us, and we then pass the signal on.
             if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, _settable(handler))
+                signal.signal(number, _settable(_below(handler, number)))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        before = self._before.get(number)
+        before = _below(self._before.get(number), number)
         if self._removed:
             _pass_on(number, before, frame)
             return
@@ -104,6 +104,17 @@ class _FirstInTrainer:
         signal.signal(number, _settable(self._before))
         if os.getppid() != self._trainer or os.getpid() != self._pid:
             _pass_on(number, self._before, frame)
+
+
+def _below(handler: Any, number: int) -> Any:
+    """The handler that is meant under ours.
+
+    A session may end while another's handler lies over its own, which then cannot be taken out of the chain. It stands
+    aside: were it called, it would do what the signal does by default, and end the process that the other is to save.
+    """
+    while isinstance(owner := getattr(handler, "__self__", None), StopSignals) and owner._removed:
+        handler = owner._before.get(number)
+    return handler
 
 
 def _pass_on(number: int, handler: Any, frame: FrameType | None) -> None:
