@@ -19,12 +19,13 @@ demo: $(STAMP)  ## train a small GPT on real text, kill it three times, prove th
 test: $(STAMP)  ## the whole suite, under 12 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 -m "not slow and not long"
 
-test-frameworks: $(STAMP)  ## what needs servers from npm (two object stores, 370 MB): installed if npm is there
+test-frameworks: $(STAMP)  ## object stores from npm (370 MB, if npm is there), and real frameworks in environments of their own
 	@if command -v npm > /dev/null; then \
 	  npm install --prefix tests/stores --no-package-lock --no-audit --no-fund --loglevel=error \
 	    || echo "npm could not install the stores: the tests that need s3rver and Azurite are skipped"; \
 	else echo "npm is not installed: the tests that need s3rver and Azurite are skipped"; fi
 	$(BIN)/python -m pytest -n 2 -m frameworks -rs
+	$(BIN)/python tests/frameworks/run.py
 
 lint: $(STAMP)  ## style, types, layers
 	$(BIN)/ruff check .
