@@ -2,9 +2,9 @@
 
     python tests/frameworks/run.py [--venvs DIR] [GROUP ...] [-- ARGUMENTS OF PYTEST]
 
-A group is a folder beside this file with a `requirements.txt` whose versions are pinned. Its environment is a layer over
-the one that runs this script: torch and the test tools are installed once, and what a framework pins otherwise shadows
-them. Without groups all of them run; the exit status says whether all passed.
+A group is a folder beside this file with a `requirements.txt` whose versions are pinned. Its environment is a layer
+over the one that runs this script: torch and the test tools are installed once, and what a framework pins otherwise
+shadows them. Without groups all of them run; the exit status says whether all passed.
 """
 
 from __future__ import annotations
