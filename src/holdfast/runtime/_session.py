@@ -198,6 +198,19 @@ class Session:
             for row in answer().header["value"]["checkpoints"]
         ]
 
+    @property
+    def score_attribute(self) -> str | None:
+        """Name of the metric by which the run ranks checkpoints."""
+        score = self._begin["score"]
+        return None if score is None else str(score["attribute"])
+
+    def new_place(self, name: str) -> str:
+        """Return a path, the same on all ranks, where a directory may be written that will be reported.
+
+        On the disk of the run if it has one here, so that reporting costs a rename. Nothing is made.
+        """
+        return self._place.new(name)
+
     # -- the end -------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:

@@ -11,11 +11,13 @@ import contextlib
 import logging
 import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.handle import METADATA_FILE, Checkpoint
+from ..checkpoint.remains import INCOMING
 from ..errors import CheckpointNotFoundError, ConfigError
 from ..format.names import MANIFEST_NAME
 from ..storage.base import Storage
@@ -51,7 +53,12 @@ class Place:
     def incoming(self, index: int) -> str | None:
         """A place inside the run for the directory of one report."""
         local = self.local
-        return None if local is None else os.path.join(local, f".incoming-{self.start_id}", f"{index}-{self.rank}")
+        return None if local is None else os.path.join(local, f"{INCOMING}{self.start_id}", f"{index}-{self.rank}")
+
+    def new(self, name: str) -> str:
+        """A place to write something that will be reported; the same for all ranks. In the run if that is local."""
+        base = self.local or os.path.join(tempfile.gettempdir(), f"holdfast-new-{os.getuid()}")
+        return os.path.join(base, f"{INCOMING}{self.start_id}", name)
 
     def sibling(self, path: str, index: int) -> str:
         """A hidden place beside the caller's directory: on the same file system, whatever that is."""
