@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.runtime.engine import Exited, GroupSpec, Started
-from holdfast.runtime.local import LocalEngine
+from holdfast.runtime.local.engine import LocalEngine
 from holdfast.runtime.transit import pack_call
 from holdfast.storage.local import LocalStorage
 

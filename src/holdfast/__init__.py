@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from .interop.export import export as export
     from .interop.import_ import Imported as Imported
     from .interop.import_ import import_checkpoint as import_checkpoint
-    from .runtime.result import Result as Result
-    from .runtime.session import get_all_reported_checkpoints as get_all_reported_checkpoints
-    from .runtime.session import get_checkpoint as get_checkpoint
-    from .runtime.session import get_context as get_context
-    from .runtime.session import load_checkpoint as load_checkpoint
-    from .runtime.session import report as report
-    from .runtime.session import save_checkpoint as save_checkpoint
+    from .runtime.control.result import Result as Result
     from .runtime.types import CheckpointUploadMode as CheckpointUploadMode
     from .runtime.types import ReportedCheckpoint as ReportedCheckpoint
     from .runtime.types import ReportedCheckpointStatus as ReportedCheckpointStatus
+    from .runtime.worker.session import get_all_reported_checkpoints as get_all_reported_checkpoints
+    from .runtime.worker.session import get_checkpoint as get_checkpoint
+    from .runtime.worker.session import get_context as get_context
+    from .runtime.worker.session import load_checkpoint as load_checkpoint
+    from .runtime.worker.session import report as report
+    from .runtime.worker.session import save_checkpoint as save_checkpoint
     from .trainers.loop.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -67,13 +67,13 @@ _HOME = {
     "export": "interop.export",
     "Imported": "interop.import_",
     "import_checkpoint": "interop.import_",
-    "Result": "runtime.result",
-    "get_all_reported_checkpoints": "runtime.session",
-    "get_checkpoint": "runtime.session",
-    "get_context": "runtime.session",
-    "load_checkpoint": "runtime.session",
-    "report": "runtime.session",
-    "save_checkpoint": "runtime.session",
+    "Result": "runtime.control.result",
+    "get_all_reported_checkpoints": "runtime.worker.session",
+    "get_checkpoint": "runtime.worker.session",
+    "get_context": "runtime.worker.session",
+    "load_checkpoint": "runtime.worker.session",
+    "report": "runtime.worker.session",
+    "save_checkpoint": "runtime.worker.session",
     "CheckpointUploadMode": "runtime.types",
     "ReportedCheckpoint": "runtime.types",
     "ReportedCheckpointStatus": "runtime.types",

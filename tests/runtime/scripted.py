@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from holdfast.runtime.actions import Action, Commit, FindStart, NextAttempt, OpenRun, Outcome, StopRequested, Tick
-from holdfast.runtime.controller import Controller
+from holdfast.runtime.control.actions import (
+    Action,
+    Commit,
+    FindStart,
+    NextAttempt,
+    OpenRun,
+    Outcome,
+    StopRequested,
+    Tick,
+)
+from holdfast.runtime.control.controller import Controller
+from holdfast.runtime.control.finder import Found
+from holdfast.runtime.control.plan import Plan
+from holdfast.runtime.control.shelf import Kept
+from holdfast.runtime.control.states import RunState
 from holdfast.runtime.engine import Exited, Received, Started
 from holdfast.runtime.failure import error_to_wire
-from holdfast.runtime.finder import Found
-from holdfast.runtime.plan import Plan
-from holdfast.runtime.shelf import Kept
-from holdfast.runtime.states import RunState
 from holdfast.writer.messages import RunOpened, SaveResult
 from holdfast.writer.wire import Message
 

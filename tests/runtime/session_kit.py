@@ -11,7 +11,7 @@ from typing import Any
 
 import holdfast as hf
 from holdfast.runtime.failure import error_to_wire
-from holdfast.runtime.session import Session
+from holdfast.runtime.worker.session import Session
 from holdfast.storage.local import LocalStorage
 from holdfast.writer.wire import Channel, Message
 

@@ -6,7 +6,7 @@ import pytest
 from scripted import Play, kept, location
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError, RunBusyError, TrainingError, TrainingFailedError
-from holdfast.runtime.actions import (
+from holdfast.runtime.control.actions import (
     Begin,
     Details,
     End,
@@ -21,9 +21,9 @@ from holdfast.runtime.actions import (
     Send,
     StartGroup,
 )
+from holdfast.runtime.control.plan import Limits
+from holdfast.runtime.control.states import RunState, check_transition
 from holdfast.runtime.engine import Started
-from holdfast.runtime.plan import Limits
-from holdfast.runtime.states import RunState, check_transition
 
 
 def test_a_fresh_run_starts() -> None:

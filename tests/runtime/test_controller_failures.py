@@ -16,7 +16,7 @@ from holdfast.errors import (
     TrainingFailedError,
     WorkerHangError,
 )
-from holdfast.runtime.actions import (
+from holdfast.runtime.control.actions import (
     Answer,
     Begin,
     Call,
@@ -31,10 +31,10 @@ from holdfast.runtime.actions import (
     Say,
     StartGroup,
 )
+from holdfast.runtime.control.plan import Limits
+from holdfast.runtime.control.policy import FailurePolicy
+from holdfast.runtime.control.states import RunState
 from holdfast.runtime.engine import Started
-from holdfast.runtime.plan import Limits
-from holdfast.runtime.policy import FailurePolicy
-from holdfast.runtime.states import RunState
 
 ONCE = FailurePolicy(max_failures=1)
 

@@ -6,7 +6,7 @@ import pytest
 from scripted import Play, kept, location
 
 from holdfast.errors import ConfigError, HoldfastError, ReportMismatchError
-from holdfast.runtime.actions import (
+from holdfast.runtime.control.actions import (
     Answer,
     Call,
     CommitParts,
@@ -17,8 +17,8 @@ from holdfast.runtime.actions import (
     Send,
     Source,
 )
+from holdfast.runtime.control.plan import Limits
 from holdfast.runtime.failure import error_to_wire
-from holdfast.runtime.plan import Limits
 
 
 def troubles(play: Play) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from scripted import Play, kept
 
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.runtime.actions import (
+from holdfast.runtime.control.actions import (
     Answer,
     Commit,
     End,
@@ -16,8 +16,8 @@ from holdfast.runtime.actions import (
     StopValidation,
     Validate,
 )
-from holdfast.runtime.plan import Limits
-from holdfast.runtime.policy import FailurePolicy
+from holdfast.runtime.control.plan import Limits
+from holdfast.runtime.control.policy import FailurePolicy
 
 
 def commit(play: Play, index: int, **header: object) -> list[object]:

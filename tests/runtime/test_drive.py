@@ -14,13 +14,13 @@ from fake_engine import FakeEngine, Script
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep
 from holdfast.errors import RunBusyError, StorageError, TrainingFailedError
-from holdfast.runtime.drive import Driver, Options
+from holdfast.runtime.control.drive import Driver, Options
+from holdfast.runtime.control.plan import Limits, Plan
+from holdfast.runtime.control.policy import FailurePolicy
+from holdfast.runtime.control.result import Result
+from holdfast.runtime.control.states import RunState
+from holdfast.runtime.control.stops import Stops
 from holdfast.runtime.failure import error_to_wire
-from holdfast.runtime.plan import Limits, Plan
-from holdfast.runtime.policy import FailurePolicy
-from holdfast.runtime.result import Result
-from holdfast.runtime.states import RunState
-from holdfast.runtime.stops import Stops
 from holdfast.storage.local import LocalStorage
 
 

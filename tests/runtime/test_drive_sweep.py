@@ -11,12 +11,12 @@ import pytest
 from fake_engine import FakeEngine
 
 from holdfast.config import Keep
-from holdfast.runtime.drive import Driver, Options
+from holdfast.runtime.control.drive import Driver, Options
+from holdfast.runtime.control.plan import Plan
+from holdfast.runtime.control.policy import FailurePolicy
+from holdfast.runtime.control.result import Result
+from holdfast.runtime.control.states import RunState
 from holdfast.runtime.failure import error_to_wire
-from holdfast.runtime.plan import Plan
-from holdfast.runtime.policy import FailurePolicy
-from holdfast.runtime.result import Result
-from holdfast.runtime.states import RunState
 from holdfast.storage.base import Storage
 from holdfast.storage.local import LocalStorage
 from holdfast.testing.faults import FaultyStorage

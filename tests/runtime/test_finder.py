@@ -10,7 +10,7 @@ import pytest
 from holdfast import checkpointer
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.errors import CorruptCheckpointError
-from holdfast.runtime.finder import Found, find_start
+from holdfast.runtime.control.finder import Found, find_start
 from holdfast.storage.local import LocalStorage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import IngestJob, IngestSource

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine_suite import EngineTests
 
 from holdfast.runtime.engine import Engine
-from holdfast.runtime.local import LocalEngine
+from holdfast.runtime.local.engine import LocalEngine
 
 
 class TestLocalEngine(EngineTests):

@@ -15,7 +15,7 @@ from engine_kit import Driver
 
 from holdfast.errors import TrainingError
 from holdfast.runtime.engine import TaskEnded
-from holdfast.runtime.local import LocalEngine
+from holdfast.runtime.local.engine import LocalEngine
 
 
 @pytest.fixture(scope="module")

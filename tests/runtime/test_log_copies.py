@@ -6,8 +6,8 @@ import logging
 import pytest
 
 from holdfast.errors import StorageError
-from holdfast.runtime import log_copies
-from holdfast.runtime.log_copies import LogCopies
+from holdfast.runtime.control import log_copies
+from holdfast.runtime.control.log_copies import LogCopies
 from holdfast.storage import MemoryStorage
 
 _names = itertools.count()

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from holdfast.errors import SessionError
-from holdfast.runtime.outbox import Outbox
+from holdfast.runtime.worker.outbox import Outbox
 from holdfast.writer.wire import Channel
 
 

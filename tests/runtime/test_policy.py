@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from holdfast.runtime.policy import Cause, FailurePolicy, GiveUp, Restart, ended_by_preemption, is_worth_writing
+from holdfast.runtime.control.policy import Cause, FailurePolicy, GiveUp, Restart, ended_by_preemption, is_worth_writing
 
 F, P = Cause.FAILURE, Cause.PREEMPTION
 

@@ -13,8 +13,8 @@ from session_kit import Pair, begin, make, silent
 
 import holdfast as hf
 from holdfast.errors import CheckpointNotFoundError, ConfigError, SessionError
-from holdfast.runtime.session import Session
 from holdfast.runtime.types import CheckpointUploadMode
+from holdfast.runtime.worker.session import Session
 
 SYNC, ASYNC, NO_UPLOAD = CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC, CheckpointUploadMode.NO_UPLOAD
 

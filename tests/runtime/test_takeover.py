@@ -13,8 +13,8 @@ from session_kit import START_ID
 
 import holdfast as hf
 from holdfast.errors import CheckpointNotFoundError, ConfigError
-from holdfast.runtime import reflink, takeover
-from holdfast.runtime.takeover import Place, name_in_run, take
+from holdfast.runtime.worker import reflink, takeover
+from holdfast.runtime.worker.takeover import Place, name_in_run, take
 from holdfast.storage.local import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 

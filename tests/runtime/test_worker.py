@@ -17,7 +17,7 @@ from worker_entry import tell
 from holdfast.errors import ConfigError, TrainingError
 from holdfast.runtime.engine import Exited, Received
 from holdfast.runtime.failure import error_from_wire
-from holdfast.runtime.local import LocalEngine
+from holdfast.runtime.local.engine import LocalEngine
 from holdfast.runtime.transit import pack_call, takes_config
 
 HERE = Path(__file__).parent
@@ -103,7 +103,7 @@ def test_exception(driver: Driver, capfd: pytest.CaptureFixture[str]) -> None:
     assert isinstance(error, ZeroDivisionError)
     shown = str(error.__cause__)
     assert "in failing" in shown
-    assert "runtime/worker.py" not in shown
+    assert "runtime/worker/main.py" not in shown
     assert messages[-1].exit_code == 1
     assert "(rank 0) ZeroDivisionError: by hand" in capfd.readouterr().err
 
@@ -176,7 +176,7 @@ import threading, torch
 from engine_kit import Driver
 from worker_entry import tell
 import beside_the_script
-from holdfast.runtime.local import LocalEngine
+from holdfast.runtime.local.engine import LocalEngine
 from holdfast.runtime.engine import Exited, Received
 from holdfast.runtime.transit import pack_call
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.runtime import worker
+from holdfast.runtime.worker import main as worker
 from holdfast.writer.wire import Channel
 
 CURRENT: list[StandIn] = []

@@ -1,7 +1,7 @@
 """What the controller needs of an engine, and the events that an engine delivers.
 
 An engine starts one group of workers at a time, carries messages, and tells of exits. It decides nothing: what a death
-means is the controller's business. `holdfast.runtime.local` runs workers on this machine.
+means is the controller's business. `holdfast.runtime.local.engine` runs workers on this machine.
 """
 
 from __future__ import annotations

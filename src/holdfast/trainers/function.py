@@ -13,16 +13,16 @@ from typing import Any, TypeAlias
 from ..checkpoint.handle import Checkpoint
 from ..config import CheckpointConfig, CheckpointStrategy, FailureConfig, Keep, RunConfig, ScalingConfig
 from ..errors import CheckpointNotFoundError, ConfigError
-from ..runtime.drive import Driver, Options
-from ..runtime.local import LocalEngine
+from ..runtime.control.drive import Driver, Options
+from ..runtime.control.plan import Limits, Plan
+from ..runtime.control.policy import FailurePolicy
+from ..runtime.control.result import Result
+from ..runtime.control.stops import Stops
+from ..runtime.control.words import say
+from ..runtime.local.engine import LocalEngine
 from ..runtime.location import describe_location, pack_secrets
-from ..runtime.plan import Limits, Plan
-from ..runtime.policy import FailurePolicy
-from ..runtime.result import Result
-from ..runtime.stops import Stops
 from ..runtime.transit import pack_call, pack_value, takes_config
 from ..runtime.values import TIMESTAMP, pack_checkpoint, unpack_checkpoint
-from ..runtime.words import say
 from ..storage.base import Storage
 from ..storage.resolve import resolve
 from .callbacks import RunContext

@@ -1,0 +1,1 @@
+"""The engine that runs workers as processes of this machine."""

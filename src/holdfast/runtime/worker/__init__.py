@@ -1,0 +1,1 @@
+"""The worker's side of a run: what train_func calls, and how it travels to the driver."""

@@ -1,0 +1,135 @@
+"""What train_func calls on its worker: `report`, `get_checkpoint`, `get_context` and their kin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...checkpoint.handle import Checkpoint
+from ..types import CheckpointUploadMode, ReportedCheckpoint
+from ._session import Session, current_session
+from .context import Context
+
+__all__ = [
+    "Session",
+    "get_all_reported_checkpoints",
+    "get_checkpoint",
+    "get_context",
+    "load_checkpoint",
+    "report",
+    "save_checkpoint",
+]
+
+
+def report(
+    metrics: Mapping[str, Any],
+    checkpoint: Checkpoint | None = None,
+    *,
+    state: Mapping[Any, Any] | None = None,
+    checkpoint_dir_name: str | None = None,
+    checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
+    delete_local_checkpoint_after_upload: bool | None = None,
+    checkpoint_upload_fn: Callable[[Checkpoint, str], Checkpoint] | None = None,
+    validation: bool | Mapping[str, Any] = False,
+) -> None:
+    """Report metrics, and with them a checkpoint: a directory (`checkpoint`) or live objects (`state`).
+
+    Every rank calls this equally often. Metrics of rank 0 are kept; the directories of all ranks become one
+    checkpoint, and ranks may come without one. Without a checkpoint this takes microseconds and waits for nobody.
+
+    Args:
+        metrics: numbers, strings, None, one-element tensors, and dicts and lists of these.
+        checkpoint: files that are written already: a directory, or one file.
+        state: what `holdfast.save` takes, the same on all ranks. Copied when this returns, stored in the background by
+            all ranks together; no temporary directory, and ``checkpoint_upload_mode`` has no say.
+        checkpoint_dir_name: name of the checkpoint's directory; ``checkpoint_000000``, ... by default.
+        checkpoint_upload_mode: SYNC returns when the checkpoint is committed. ASYNC returns when the caller may change
+            or delete the directory: at once where it could be renamed (deletion is the default here) or cloned, else
+            when it has been copied. NO_UPLOAD: it lies in the run's storage already.
+        delete_local_checkpoint_after_upload: None means True for ASYNC, False else. Without it the directory is never
+            changed.
+        checkpoint_upload_fn: brings the files into the run's storage in place of the built-in way, and returns where
+            they are. In the background under ASYNC; the directory then has to stay until it is done.
+        validation: run the trainer's validation function on this checkpoint; a dict gives it arguments.
+
+    Raises:
+        ConfigError: an argument is wrong, or a metric is none; names it.
+        CheckpointNotFoundError: there are no such files on this rank.
+        ReportMismatchError: other ranks did not call this.
+        SessionError: called outside of train_func.
+        HoldfastError: the commit failed; under ASYNC and with ``state`` the next call of any function here raises it.
+
+    Example:
+        >>> hf.report({"loss": 0.3}, state={"model": model, "optimizer": optimizer})       # doctest: +SKIP
+    """
+    current_session("report").report(
+        metrics,
+        checkpoint,
+        state=state,
+        checkpoint_dir_name=checkpoint_dir_name,
+        checkpoint_upload_mode=checkpoint_upload_mode,
+        delete_local_checkpoint_after_upload=delete_local_checkpoint_after_upload,
+        checkpoint_upload_fn=checkpoint_upload_fn,
+        validation=validation,
+    )
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """Return the newest committed checkpoint, the same on all ranks; at the start, what to resume from.
+
+    Waits for checkpoints that were reported with SYNC before. None if there is nothing to go on from.
+
+    Raises:
+        SessionError: called outside of train_func.
+    """
+    return current_session("get_checkpoint").get_checkpoint()
+
+
+def get_context() -> Context:
+    """Return who this worker is: rank, world size, name and storage of the run.
+
+    Raises:
+        SessionError: called outside of train_func.
+    """
+    return current_session("get_context").context
+
+
+def get_all_reported_checkpoints(
+    consistency_mode: str = "validated", timeout_s: float | None = None
+) -> list[ReportedCheckpoint]:
+    """Return all checkpoints of the run that still exist, oldest first, once what was reported before has ended.
+
+    Args:
+        consistency_mode: "committed" waits for commits, "validated" also for validations.
+        timeout_s: return what there is after so many seconds.
+
+    Raises:
+        SessionError: called outside of train_func.
+    """
+    return current_session("get_all_reported_checkpoints").get_all_reported_checkpoints(consistency_mode, timeout_s)
+
+
+def save_checkpoint(**values: Any) -> None:
+    """Save a dictionary of values, as in Ray 1.x; those of rank 0 are kept. Counts as a report.
+
+    Returns on rank 0 when it is committed, or when ``CheckpointStrategy`` says that it is not worth keeping. Takes what
+    `holdfast.save` takes; state dicts lose a ``module.`` that all their names have.
+
+    Raises:
+        ConfigError: (rank 0) the score attribute of ``CheckpointStrategy`` is missing or no number.
+        SessionError: called outside of train_func.
+
+    Example:
+        >>> hf.save_checkpoint(epoch=3, model=model.state_dict())                          # doctest: +SKIP
+    """
+    current_session("save_checkpoint").save_checkpoint(**values)
+
+
+def load_checkpoint() -> dict[str, Any] | None:
+    """Return the values of the newest `save_checkpoint`, or of ``resume_from_checkpoint``; None at a fresh start.
+
+    Raises:
+        ConfigError: the newest checkpoint is a directory of files, not a dictionary.
+        SessionError: called outside of train_func.
+    """
+    return current_session("load_checkpoint").load_checkpoint()
