@@ -1,0 +1,126 @@
+"""Trials of a real Ray Tune that save, die, are restarted and cloned, through Holdfast's checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import ray.tune
+import trials
+from object_kit import BUCKET, moto, s3_environment
+from ray.tune.schedulers import PopulationBasedTraining
+
+import holdfast as hf
+import holdfast.ray_tune
+
+# Warnings of Ray about itself.
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::ResourceWarning")]
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An S3 server, and a Ray of two CPUs whose trials know it."""
+    with moto() as endpoint, pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_environment(endpoint).items():
+            patch.setenv(name, value)
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        # Ray's own logs are longer than everything else here, and its sockets need a short path.
+        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
+        try:
+            yield f"s3://{BUCKET}"
+        finally:
+            ray.shutdown()
+
+
+def tuned(trainable: Any, folder: Path, config: dict[str, Any], *, keep: int | None = None, **options: Any) -> Any:
+    """Run trials of one CPU each; every trial is restarted twice at most."""
+    tuner = ray.tune.Tuner(
+        ray.tune.with_resources(trainable, {"cpu": 1}),
+        param_space={**config, "folder": str(folder)},
+        tune_config=ray.tune.TuneConfig(metric="loss", mode="min", **options),
+        run_config=ray.tune.RunConfig(
+            name="t", storage_path=str(folder / "tune"), verbose=0,
+            failure_config=ray.tune.FailureConfig(max_failures=2),
+            checkpoint_config=ray.tune.CheckpointConfig(
+                num_to_keep=keep, checkpoint_score_attribute="loss" if keep else None, checkpoint_score_order="min"
+            ),
+        ),
+    )  # fmt: skip
+    return tuner.fit()
+
+
+def uninterrupted() -> tuple[list[float], list[float]]:
+    state = trials.objects()
+    losses = [trials.train_one(state) for _ in range(10)]
+    return trials.weights(state), losses
+
+
+def test_killed(tmp_path: Path) -> None:
+    """A trial killed with SIGKILL goes on from its newest checkpoint and ends with the weights of one that was not.
+
+    Tune keeps the two best by the metric, and each is a checkpoint of ours with every byte as it was.
+    """
+    (result,) = tuned(trials.killed_once, tmp_path, {}, keep=2)
+    expected, losses = uninterrupted()
+    assert (tmp_path / "died").exists()
+    assert json.loads(result.metrics["weights"]) == expected
+    kept = [hf.Checkpoint(one.path, one.filesystem) for one, _ in result.best_checkpoints]
+    assert all(one.verify().ok for one in kept)
+    best = sorted(range(10), key=lambda step: losses[step])[:2]
+    # The newest stays as well as the two best: a trial goes on from it.
+    assert {one.load()["steps"] for one in kept} >= {step + 1 for step in best}
+    assert max(one.load()["steps"] for one in kept) == 10
+    assert len(kept) <= 3
+
+
+def test_population(tmp_path: Path) -> None:
+    """Population based training clones the better trial: the worse one goes on from a checkpoint of the other."""
+    scheduler = PopulationBasedTraining(
+        time_attr="training_iteration", perturbation_interval=4, quantile_fraction=0.5, synch=True,
+        hyperparam_mutations={"lr": [0.05, 0.0001]},
+    )  # fmt: skip
+    config = {"lr": ray.tune.grid_search([0.05, 0.0001])}
+    results = tuned(trials.population, tmp_path, config, scheduler=scheduler)
+    assert not results.errors
+    starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    cloned = [one for one in starts if one["from"] != one["trial"]]
+    assert cloned
+    assert all(one["steps"] % 4 == 0 for one in cloned)
+    assert all(result.metrics["steps"] == 8 for result in results)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_by_reference(tmp_path: Path, store: str, remote: bool) -> None:
+    """A checkpoint of a run is reported by its place: Tune stores one small file; a killed trial goes on."""
+    run = f"{store}/run" if remote else str(tmp_path / "run")
+    (result,) = tuned(trials.by_reference, tmp_path, {"run": run})
+    assert json.loads(result.metrics["weights"]) == uninterrupted()[0]
+    stored = list((tmp_path / "tune").rglob("checkpoint_*/*"))
+    assert {path.name for path in stored if not path.name.startswith(".")} == {holdfast.ray_tune.REFERENCE_NAME}
+    assert sum(path.stat().st_size for path in stored) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("gone", "not there|no committed checkpoint"), ("other", "another checkpoint")]
+)
+def test_not_there(tmp_path: Path, how: str, said: str) -> None:
+    """A reported checkpoint that was deleted or replaced is an error that names it, never a fresh start."""
+    results = tuned(trials.gone, tmp_path, {"where": str(tmp_path / "c"), "how": how})
+    (error,) = results.errors
+    assert said in str(error)
+    assert str(tmp_path / "c") in str(error)
+
+
+def test_outside_of_a_trial() -> None:
+    """Nothing to report to is said at once."""
+    with pytest.raises(hf.errors.SessionError, match="trial"):
+        holdfast.ray_tune.report({"loss": 1.0})
+    with pytest.raises(hf.errors.SessionError, match="trial"):
+        holdfast.ray_tune.get_checkpoint()

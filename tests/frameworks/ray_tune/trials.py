@@ -1,0 +1,101 @@
+"""What the trials of the tests run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import ray.tune
+import torch
+
+import holdfast as hf
+import holdfast.ray_tune
+
+
+def objects(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(4, 1)
+    return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.05), "steps": 0}
+
+
+def train_one(state: dict[str, Any]) -> float:
+    """One step on data that follows from its number."""
+    generator = torch.Generator().manual_seed(state["steps"])
+    x = torch.randn(16, 4, generator=generator)
+    loss = ((state["model"](x) - x.sum(1, keepdim=True)) ** 2).mean()
+    state["optimizer"].zero_grad()
+    loss.backward()
+    state["optimizer"].step()
+    state["steps"] += 1
+    return float(loss)
+
+
+def weights(state: dict[str, Any]) -> list[float]:
+    return [value for one in state["model"].parameters() for value in one.detach().flatten().tolist()]
+
+
+def killed_once(config: dict[str, Any]) -> None:
+    """Ten steps; the process dies of SIGKILL in the sixth, the first time."""
+    state = objects()
+    checkpoint = holdfast.ray_tune.get_checkpoint()
+    if checkpoint is not None:
+        state = hf.load(checkpoint, state)
+    for _ in range(state["steps"], 10):
+        loss = train_one(state)
+        died = Path(config["folder"]) / "died"
+        if state["steps"] == 6 and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        metrics = {"loss": loss, "weights": str(weights(state)), "started_at": state["steps"]}
+        holdfast.ray_tune.report(metrics, state=state)
+
+
+def population(config: dict[str, Any]) -> None:
+    """Steps with a learning rate that Tune changes; says whose checkpoint it goes on from."""
+    trial = ray.tune.get_context().get_trial_id()
+    state = {**objects(), "trial": trial}
+    checkpoint = holdfast.ray_tune.get_checkpoint()
+    if checkpoint is not None:
+        state = hf.load(checkpoint, state)
+        with (Path(config["folder"]) / "starts.jsonl").open("a") as file:
+            file.write(json.dumps({"trial": trial, "from": state["trial"], "steps": state["steps"]}) + "\n")
+    state["trial"] = trial
+    for group in state["optimizer"].param_groups:
+        group["lr"] = config["lr"]
+    for _ in range(state["steps"], 8):
+        loss = train_one(state)
+        holdfast.ray_tune.report({"loss": loss, "lr": config["lr"], "steps": state["steps"]}, state=state)
+
+
+def by_reference(config: dict[str, Any]) -> None:
+    """A run of the trial's own in a storage of ours; Tune is only told where its checkpoints are. Dies once."""
+    state = objects()
+    given = holdfast.ray_tune.get_checkpoint()
+    kept = {"model": state["model"], "optimizer": state["optimizer"]}
+    with hf.Checkpointer(config["run"], kept, every=None, keep=hf.Keep(last=3), resume=given or "never") as ck:
+        for step in range(ck.global_step, 10):
+            state["steps"] = step
+            loss = train_one(state)
+            ck.step(loss=loss)
+            ck.save()
+            ck.wait()
+            holdfast.ray_tune.report({"loss": loss, "weights": str(weights(state))}, checkpoint=ck.latest())
+            died = Path(config["folder"]) / "died"
+            if step == 5 and not died.exists():
+                died.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def gone(config: dict[str, Any]) -> None:
+    """Reports a checkpoint by its place, takes it away or replaces it, and fails."""
+    if holdfast.ray_tune.get_checkpoint() is None:
+        checkpoint = hf.save(config["where"], {"x": 1})
+        holdfast.ray_tune.report({"loss": 1.0}, checkpoint=checkpoint)
+        shutil.rmtree(config["where"])
+        if config["how"] == "other":
+            hf.save(config["where"], {"x": 2})
+        raise RuntimeError("on purpose")
