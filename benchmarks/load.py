@@ -13,7 +13,7 @@ from .limits import Limits
 from .peers import make_peers
 from .states import gpt2_state
 
-__all__ = ["run"]
+__all__ = ["read_all", "run"]
 
 _PEERS = ("torch.save", "torch.load(mmap)", "safetensors", "DCP save", "torch_checkpointing", "torchsnapshot take")
 
@@ -52,14 +52,14 @@ def run(context: Context) -> Outcome:
             for cold in (False, True):
                 kind = "cold" if cold else "warm"
                 if not cold:
-                    _read_all(raw)
+                    read_all(raw)
                 outcome.add("limit", first=not turn, **{kind: limits.read(raw, cold=cold)})
                 for name in list(ways):
                     path, load = ways[name]
                     if cold:
                         drop_cache(path)
                     else:
-                        _read_all(path)
+                        read_all(path)
                     if not turn:
                         state.clear()
                     try:
@@ -77,7 +77,7 @@ def run(context: Context) -> Outcome:
     return outcome
 
 
-def _read_all(path: Path) -> None:
+def read_all(path: Path) -> None:
     """Bring files into the page cache."""
     buffer = memoryview(bytearray(8 << 20))
     for one in [path] if path.is_file() else path.rglob("*"):

@@ -1,7 +1,14 @@
-"""The loop trainer: what a step costs beside a hand-written loop, and how long a save holds training."""
+"""The loop trainer: what a step costs beside a hand-written loop, how long a save holds training, and its start-up.
+
+``HOLDFAST_BENCH_COMPOSER=/path/to/python`` names an interpreter that has Composer: then it is measured beside.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,11 +26,13 @@ __all__ = ["run"]
 
 
 def run(context: Context) -> Outcome:
-    """Interleave the two loops; then save after every batch, in a directory and in a ``.pt`` file."""
+    """Interleave the two loops; save after every batch, in a directory and in a ``.pt`` file; start from nothing."""
     outcome = Outcome()
     steps(context, outcome)
     for name, suffix, goal in (("directory", "", 1.25), ("pt", ".pt", 1.5)):
         saves(context, outcome, name, suffix, goal)
+    startup(context, outcome)
+    composer(context, outcome)
     return outcome
 
 
@@ -34,8 +43,18 @@ def network(width: int) -> torch.nn.Module:
     )  # fmt: skip
 
 
+def sizes(context: Context) -> tuple[int, int, int]:
+    """Return width of the model, samples of a batch and epochs of the small training."""
+    return (32, 16, 1) if context.quick else (512, 128, 4)
+
+
+def big_width(context: Context) -> int:
+    """Return the width of the model whose saves are measured."""
+    return 64 if context.quick else int(4096 * context.scale**0.5)
+
+
 def steps(context: Context, outcome: Outcome) -> None:
-    width, batch, epochs = (32, 16, 1) if context.quick else (512, 128, 4)
+    width, batch, epochs = sizes(context)
     data = TensorDataset(torch.randn(batch * 40, width), torch.randint(10, (batch * 40,)))
     for turn in range(context.repeat + 1):
         for name, loop in (("by hand", by_hand), ("Trainer", by_trainer)):
@@ -92,7 +111,7 @@ class Held(Callback):
 
 
 def saves(context: Context, outcome: Outcome, name: str, suffix: str, goal: float) -> None:
-    width = 64 if context.quick else int(4096 * context.scale**0.5)
+    width = big_width(context)
     torch.manual_seed(0)
     model, folder = network(width), context.folder(f"loop-{name}")
     held = Held(folder)
@@ -121,3 +140,72 @@ def saves(context: Context, outcome: Outcome, name: str, suffix: str, goal: floa
     ratio = outcome.median(name, "seconds") / outcome.median(f"memcpy {name}", "seconds")
     outcome.ratios[f"held by a save ({name}) / memcpy"] = ratio
     outcome.goals.append(Goal(what=f"held by a save ({name}), {nbytes / 2**20:.0f} MiB", value=ratio, at_most=goal))
+
+
+_START = """
+import json, time
+begun = time.perf_counter()
+import torch
+torch_s = time.perf_counter() - begun
+begun = time.perf_counter()
+from holdfast import Trainer
+import_s = time.perf_counter() - begun
+begun = time.perf_counter()
+model = torch.nn.Linear(4, 2)
+data = [(torch.randn(2, 4), torch.tensor([0, 1]))]
+trainer = Trainer(model=model, loss_fn=torch.nn.functional.cross_entropy, train_dataloader=data, max_duration="1ba",
+                  save_folder=FOLDER, save_filename="ba{batch}", autoresume=True, progress_bar=False)
+made_s = time.perf_counter() - begun
+begun = time.perf_counter()
+trainer.fit()
+fit_s = time.perf_counter() - begun
+print(json.dumps({"torch_s": torch_s, "import_s": import_s, "made_s": made_s, "fit_s": fit_s}))
+"""
+
+
+def startup(context: Context, outcome: Outcome) -> None:
+    """Start an interpreter that trains one batch and saves it; what comes on top of importing torch is ours."""
+    for turn in range(context.repeat + 1):
+        folder = context.folder("loop-startup")
+        code = _START.replace("FOLDER", repr(str(folder)))
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        outcome.add("start-up", first=not turn, **json.loads(ran.stdout.splitlines()[-1]))
+        remove(folder)
+    for what, name in (
+        ("import torch", "torch_s"),
+        ("import holdfast.Trainer after it", "import_s"),
+        ("Trainer(autoresume=True) on an empty folder", "made_s"),
+        ("fit of one batch, saved and durable", "fit_s"),
+    ):
+        outcome.goals.append(Goal(what=f"start-up: {what}", value=outcome.median("start-up", name), unit="s"))
+
+
+def composer(context: Context, outcome: Outcome) -> None:
+    """Let Composer's trainer do the same work, in the Python that has it."""
+    python = os.environ.get("HOLDFAST_BENCH_COMPOSER")
+    if not python:
+        outcome.notes.append("Composer is not installed (HOLDFAST_BENCH_COMPOSER names a Python that has it)")
+        return
+    out, folder = context.folder("composer.json"), context.folder("loop-composer")
+    asked = {
+        "step": sizes(context), "repeat": context.repeat, "width": big_width(context), "folder": str(folder),
+        "out": str(out),
+    }  # fmt: skip
+    script = Path(__file__).with_name("loop_peer.py")
+    ran = subprocess.run([python, str(script), json.dumps(asked)], capture_output=True, text=True, check=False)
+    if ran.returncode != 0:
+        outcome.notes.append(f"Composer did not run: {ran.stderr.strip().splitlines()[-1:]}")
+        return
+    found = json.loads(out.read_text())
+    out.unlink()
+    for turn, milliseconds in enumerate(found["step_ms"]):
+        outcome.add("Composer", first=not turn, milliseconds=milliseconds)
+    for turn, seconds in enumerate(found["save_s"]):
+        outcome.add("Composer save", first=not turn, seconds=seconds)
+    hand, copied = outcome.median("by hand", "milliseconds"), outcome.median("memcpy pt", "seconds")
+    rows = (
+        ("step of Composer / of a hand-written loop", outcome.median("Composer", "milliseconds") / hand, "x"),
+        ("held by a save of Composer (.pt) / memcpy", outcome.median("Composer save", "seconds") / copied, "x"),
+        ("import composer after torch", found["import_s"], "s"),
+    )
+    outcome.goals += [Goal(what=what, value=value, unit=unit) for what, value, unit in rows]

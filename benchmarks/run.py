@@ -27,6 +27,7 @@ BENCHMARKS = {
     "small": ("small", "run"),
     "plan": ("plan", "run"),
     "control": ("control", "run"),
+    "ranks": ("ranks", "run"),
     "memory": ("memory", "run"),
     "step": ("step", "run"),
     "catalog": ("catalog", "run"),

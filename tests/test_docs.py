@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+from docs_kit import PAGES, ROOT, blocks, group_of, pages_of, run_page
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return [body for kind, body in BLOCK.findall(page.read_text()) if kind == language]
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", pages_of(None), ids=lambda page: page.name)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """All Python blocks of a page run one after the other in a clean folder, in a process of their own."""
-    script = tmp_path / "page.py"
-    script.write_text("\n\n".join(blocks(page, "python")))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_page(page, tmp_path)
+
+
+def test_pages_of_frameworks_are_run() -> None:
+    """A page that leaves its blocks to a framework's group names one whose tests run it."""
+    for page in PAGES:
+        group = group_of(page)
+        assert group is None or (ROOT / f"tests/frameworks/{group}/test_docs.py").exists(), f"{page.name}: {group}"
 
 
 def test_commands_exist() -> None:

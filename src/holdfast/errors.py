@@ -11,7 +11,8 @@
     │   ├── StoragePermissionError (PermissionError)
     │   ├── StorageFullError
     │   ├── StorageExistsError (FileExistsError) a conditional write found an object
-    │   └── StorageConflictError                 a conditional write found another version
+    │   ├── StorageConflictError                 a conditional write found another version
+    │   └── StorageUnavailableError              no answer, or none but errors, until the deadline: may work later
     ├── CheckpointError                          a checkpoint is not what was asked for
     │   ├── CheckpointNotFoundError (FileNotFoundError)
     │   ├── CheckpointExistsError (FileExistsError)
@@ -53,6 +54,7 @@ __all__ = [
     "StorageFullError",
     "StorageNotFoundError",
     "StoragePermissionError",
+    "StorageUnavailableError",
     "TrainingError",
     "TrainingFailedError",
     "UnsupportedStateError",
@@ -102,6 +104,10 @@ class StorageExistsError(StorageError, FileExistsError):
 
 class StorageConflictError(StorageError):
     """A conditional replacement found a version other than the expected one."""
+
+
+class StorageUnavailableError(StorageError):
+    """The storage was asked again until its deadline, and did not answer or answered with errors of its own."""
 
 
 class CheckpointError(HoldfastError):

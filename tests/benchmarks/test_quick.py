@@ -13,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
-    "save", "loaded", "lost", "load", "small", "plan", "control", "memory", "step", "catalog", "frozen", "startup",
-    "startup_trainer", "trainer", "remote", "loop",
+    "save", "loaded", "lost", "load", "small", "plan", "control", "ranks", "memory", "step", "catalog", "frozen",
+    "startup", "startup_trainer", "trainer", "remote", "loop",
 )  # fmt: skip
 METHODS = {
     "save": {"save_async", "Checkpointer", "save", "torch.save", "safetensors", "DCP save", "DCP async_save"},
@@ -24,6 +24,7 @@ METHODS = {
     "small": {"holdfast", "torch.save", "safetensors"},
     "plan": {"4 ranks", "16 ranks", "40 ranks"},
     "control": {"4 writers", "16 writers"},
+    "ranks": {"save_async", "save", "DCP save", "DCP async_save", "1 -> 2", "2 -> 2", "2 -> 2 columns", "DCP 2 -> 2"},
     "memory": {"save: holdfast.save_async", "load: holdfast.load"},
     "step": {"tensor", "float", "none"},
     "catalog": {"10 checkpoints", "100 checkpoints"},

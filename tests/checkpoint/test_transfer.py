@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from build import MODEL, Shape, build, small
 
 from holdfast.checkpoint import _sending
-from holdfast.checkpoint._sending import NUM_WINDOWS, WINDOW
+from holdfast.checkpoint._sending import WINDOW, Windows, num_windows
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.sidecar import Sidecar, read_sidecar, write_sidecar
 from holdfast.checkpoint.transfer import Copied, TransferStopped, copy_checkpoint
@@ -19,6 +22,7 @@ from holdfast.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
+from holdfast.storage.base import FileReader
 from holdfast.storage.local import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 
@@ -231,6 +235,65 @@ def test_late_metrics_and_pins_of_both_sides_are_kept(source, target) -> None:
     assert Checkpoint.at(target, "c").verify().ok
 
 
+def test_a_kill_while_a_checkpoint_is_replaced_mixes_nothing(source, tmp_path) -> None:
+    """Whatever change at the target is the last: no checkpoint has late metrics or a pin of the other one."""
+    small(source, "old", step=1)
+    small(source, "new", step=2)
+    for name in ("old", "new"):
+        write_sidecar(source, name, Sidecar(metrics={"of": name}, pinned=True))
+        Checkpoint.at(source, name).set_metadata({"of": name})
+    seen = set()
+    for number in range(100):
+        target = MemoryStorage(f"t{number}-{tmp_path.name}")
+        copy_checkpoint(source, "old", target, "c")
+        changes = iter(range(number))
+
+        def change(path: str, changes: Iterator[int] = changes) -> None:
+            if next(changes, None) is None:
+                raise StorageError("killed")
+
+        with pytest.MonkeyPatch.context() as patch:
+            Recorded(patch, target, "put", "create", "delete", "copy").before = change
+            with contextlib.suppress(StorageError):
+                copy_checkpoint(source, "new", target, "c", overwrite=True)
+        here = Checkpoint.at(target, "c")
+        of = {1: "old", 2: "new"}[here.manifest.step]
+        said = read_sidecar(target, "c"), here.get_metadata()
+        assert said[0] in (Sidecar(), Sidecar(metrics={"of": of}, pinned=True)), number
+        assert said[1] in ({}, {"of": of}), number
+        seen.add(of)
+        copy_checkpoint(source, "new", target, "c", overwrite=True)
+        assert (read_sidecar(target, "c").metrics, here.get_metadata()) == ({"of": "new"}, {"of": "new"})
+        if next(changes, None) is not None:
+            break
+    assert seen == {"old", "new"}
+    assert number > 5
+
+
+def test_a_file_that_is_alone_gets_all_windows() -> None:
+    """The windows are nobody's own: files under way have equal shares, the last one reads ahead into all of them."""
+
+    class Asked(FileReader):
+        def __init__(self, size: int) -> None:
+            self.size, self.offsets = size, []
+
+        def read_into(self, offset: int, view: memoryview) -> None:
+            self.offsets.append(offset)
+
+        def close(self) -> None:
+            pass
+
+    small, big = Asked(1000), Asked(20 * WINDOW)
+    with ThreadPoolExecutor(4) as readers:
+        windows = Windows(readers, 4)
+        with contextlib.closing(windows.read(small)) as first, contextlib.closing(windows.read(big)) as views:
+            next(first)
+            next(views)
+            assert next(first, None) is None
+            next(views)
+    assert sorted(big.offsets) == [number * WINDOW for number in range(5)]
+
+
 def test_a_foreign_directory_is_copied_as_it_is(source, target) -> None:
     """No manifest, no digests: all files, subdirectories included, each time."""
     source.put("c/a/b.bin", b"1")
@@ -263,13 +326,14 @@ def test_an_error_of_the_target_ends_all_threads_and_is_the_one_raised(source, t
 
 
 def test_buffers_are_bounded(source, target, monkeypatch) -> None:
-    """However many threads are asked for, all windows of a copy together are 64 MiB."""
+    """However many threads are asked for, all windows of a copy together are 128 MiB, 32 MiB where a client uploads."""
     build(source, "c", tensors=tuple(Shape(f"m{number}/w", (2_200_000,)) for number in range(10)))
     made = []
     real = _sending.mmap.mmap
     monkeypatch.setattr(_sending.mmap, "mmap", lambda *args: made.append(args[1]) or real(*args))
     copy_checkpoint(source, "c", target, "c", num_threads=100)
-    assert 0 < sum(made) <= NUM_WINDOWS * WINDOW == 64 << 20
+    assert 0 < sum(made) <= num_windows(source, target) * WINDOW
+    assert num_windows(source, target) * WINDOW == (32 << 20 if target.local_root is None else 128 << 20)
 
 
 def test_links_out_of_the_checkpoint_are_not_followed(tmp_path, target) -> None:

@@ -77,7 +77,7 @@ def test_a_disk_full_later_follows_the_policy(
         assert kit.steps(tmp_path)[-1] == 4
         assert ck.stats.skipped >= 1
         assert "was NOT saved, the storage is full" in caplog.text
-        assert "lost to a full storage" in caplog.text
+        assert "were lost, the storage was full" in caplog.text
 
 
 def test_a_final_step_that_finds_no_space_is_an_error(tmp_path: Path) -> None:
@@ -92,6 +92,23 @@ def test_a_final_step_that_finds_no_space_is_an_error(tmp_path: Path) -> None:
         ck.wait()
         _fill(storage, 1 << 14)
         ck.step()
+    assert kit.steps(tmp_path) == [1]
+
+
+def test_ten_lost_saves_in_a_row_are_an_error(tmp_path: Path) -> None:
+    """Who trains on without a place to save to trains for nothing: also with on_full="skip" there is an end."""
+    storage = FaultyStorage(tmp_path, ops=_disk(64 << 20))
+    with (
+        pytest.raises(hf.StorageFullError),
+        hf.Checkpointer(storage, {"weights": torch.zeros(1 << 18)}, every=1, keep=None) as ck,
+    ):
+        ck.step()
+        ck.wait()
+        _fill(storage, 1 << 14)
+        for _ in range(20):
+            ck.step()
+            ck.wait()
+    assert ck.global_step == 11
     assert kit.steps(tmp_path) == [1]
 
 

@@ -83,7 +83,23 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     ranks = meetings(4, dist.HashStore(), timeout_s=0.3)
     found = each([ranks[0], ranks[2]], lambda one: one.agree("start", lambda: 1))
     assert "ranks 1, 3 did not come within 0.3 s (start)" in str(found[0])
-    assert "did not come within 0.3 s" in str(found[1])
+    assert str(found[1]) == str(found[0]), "and all hear the same"
+
+
+def test_rank_0_may_be_longer_at_work_than_the_others_wait_for_it_to_come() -> None:
+    """The lease of a dead trainer is waited for by rank 0 alone: the others know that it is there, and wait for it."""
+    ranks = meetings(3, dist.HashStore(), timeout_s=0.3)
+
+    def work(one: Rendezvous) -> int:
+        if one.rank == 0:
+            threading.Event().wait(0.9)
+        return one.rank
+
+    rendezvous._ANSWER_S, before = 0.0, rendezvous._ANSWER_S
+    try:
+        assert each(ranks, lambda one: one.agree("open", lambda: work(one), sum, work_s=20.0)) == [3, 3, 3]
+    finally:
+        rendezvous._ANSWER_S = before
 
 
 def test_one_process_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,3 +111,26 @@ def test_one_process_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         hf.ConfigError, match=r"rank 1 of 2.*init_process_group first, start with torchrun, or save alone"
     ):
         meet(RankInfo(rank=1, world_size=2), name="x", timeout_s=1.0, otherwise="save alone")
+
+
+def test_a_topic_is_taken_back_from_the_store() -> None:
+    """What was agreed on, and nobody reads any more, leaves nothing behind."""
+    store = dist.HashStore()
+    ranks = meetings(2, store)
+    before = store.num_keys()
+    assert each(ranks, lambda one: one.agree("topic", lambda: one.rank, sum)) == [1, 1]
+    assert store.num_keys() > before
+    ranks[0].forget("topic")
+    assert store.num_keys() == before
+
+
+def test_a_wait_that_is_in_vain_ends() -> None:
+    """Who knows that a rank is gone does not wait for it; a word that was given before counts."""
+    waiting, _ = meetings(2, dist.HashStore(), timeout_s=600.0)
+    waiting.watch = lambda: hf.HoldfastError("rank 1: it has died")
+    with pytest.raises(hf.HoldfastError, match="rank 1: it has died"):
+        waiting.agree("topic", lambda: 0)
+    given = meetings(2, dist.HashStore())
+    given[1]._set("topic/1", {"value": 1})
+    given[0].watch = waiting.watch
+    assert given[0].agree("topic", lambda: 0, sum) == 1

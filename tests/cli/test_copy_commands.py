@@ -135,6 +135,39 @@ def test_another_run_and_a_run_that_went_on_are_not_mixed(run, tmp_path) -> None
     assert as_json("cp", run, tmp_path / "copy", "--overwrite")["ok"]
 
 
+def test_another_run_is_known_without_its_index(run, tmp_path) -> None:  # noqa: F811
+    """A run whose run.json is lost is told by its checkpoints; what is left of a copy is no other run."""
+    other = LocalStorage(tmp_path / "other")
+    build(other, "step_1", run_id="b" * 16, step=1)
+    assert "another run" in as_json("cp", run, tmp_path / "other", code=1)["message"]
+    assert names(other) == {"step_1"}
+    as_json("cp", run, tmp_path / "copy")
+    (tmp_path / "copy" / "run.json").unlink()
+    assert as_json("cp", run, tmp_path / "copy")["ok"]
+    assert (tmp_path / "copy" / "run.json").exists()
+
+
+def test_what_is_quarantined_at_the_destination_stays_so(run, tmp_path) -> None:  # noqa: F811
+    """Copying again neither forgets it nor takes the damaged files for whole; `--overwrite` sends them anew."""
+    copy = tmp_path / "copy"
+    as_json("cp", run, copy)
+    flip(copy, "step_20")
+    build(LocalStorage(copy), "step_5", run_id=RunIndex.load(LocalStorage(run)).run_id, step=5)
+    there = Catalog(LocalStorage(copy)).index
+    there.quarantine("step_20", "rot")
+    there.quarantine("step_5", "of earlier")
+    found = as_json("cp", run, copy, code=1)
+    assert rows(found)["step_20"]["state"] == "failed"
+    assert "--overwrite" in rows(found)["step_20"]["problems"][0]
+    assert rows(found)["step_10"]["state"] == "ok"
+    assert {"step_20", "step_5"} <= RunIndex.load(LocalStorage(copy)).quarantined.keys()
+    assert as_json("cp", run, copy, "--overwrite")["ok"]
+    index = RunIndex.load(LocalStorage(copy))
+    assert "step_20" not in index.quarantined
+    assert "step_5" in index.quarantined
+    assert Checkpoint(copy / "step_20").verify(deep=True).ok
+
+
 def test_damage_is_found_and_the_others_are_copied(run, tmp_path) -> None:  # noqa: F811
     """A checkpoint whose bytes differ fails by name, with status 1; `--overwrite` decides about one in the way."""
     flip(run, "step_20")
@@ -180,6 +213,20 @@ def test_another_file_is_not_replaced_unasked(tmp_path) -> None:
     assert place.read_bytes() == b"one"
     assert as_json("cp", other, place, "--overwrite")["ok"]
     assert place.read_bytes() == b"two"
+
+
+def test_a_file_that_was_half_copied_is_finished(tmp_path) -> None:
+    """What a killed copy leaves is the beginning of the file: the same command again replaces it, unasked."""
+    one, place = tmp_path / "a.pt", tmp_path / "c.pt"
+    one.write_bytes(b"one" * 4_000_000)
+    for done in (0, 4096, 11_000_000):
+        place.write_bytes(one.read_bytes()[:done])
+        assert as_json("cp", one, place)["bytes_sent"] == 12_000_000
+        assert place.read_bytes() == one.read_bytes()
+    for other in (one.read_bytes() + b"more", one.read_bytes()[:9_000_000] + b"other"):
+        place.write_bytes(other)
+        assert as_json("cp", one, place, code=1)["error"] == "CheckpointExistsError"
+        assert place.read_bytes() == other
 
 
 def test_a_directory_of_runs_is_not_taken_for_a_run(run, tmp_path) -> None:  # noqa: F811

@@ -16,7 +16,7 @@ from test_cli import as_json, invoke
 
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.errors import StorageError
+from holdfast.errors import ConfigError, StorageError
 from holdfast.storage.local import LocalStorage
 from holdfast.storage.resolve import resolve
 from holdfast.storage.unfinished import UnfinishedUploads
@@ -196,6 +196,15 @@ def begin(server, key: str) -> None:
     s3 = client(server[0])
     upload = s3.create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"]
     s3.upload_part(Bucket=BUCKET, Key=key, UploadId=upload, PartNumber=1, Body=b"x" * 1000)
+
+
+def test_settings_that_boto3_refuses_are_said(monkeypatch) -> None:
+    """No exception of the client reaches the user, also before the first request."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "not an address")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    with pytest.raises(ConfigError, match="boto3 refuses these settings") as caught:
+        UnfinishedUploads(resolve(f"s3://{BUCKET}/x"))
+    assert SECRET not in str(caught.value)
 
 
 def test_unfinished_uploads_below_a_prefix_are_removed(server, root) -> None:

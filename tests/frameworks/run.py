@@ -4,7 +4,8 @@
 
 A group is a folder beside this file with a `requirements.txt` whose versions are pinned. Its environment is a layer
 over the one that runs this script: torch and the test tools are installed once, and what a framework pins otherwise
-shadows them. Without groups all of them run; the exit status says whether all passed.
+shadows them. Without groups all run but those with a file `LOCAL`, which says why; the exit status says whether all
+passed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def main() -> int:
     if unknown := sorted(set(options.groups) - set(groups)):
         parser.error(f"no such group: {', '.join(unknown)}. There are: {', '.join(groups)}")
     failed = []
-    for group in options.groups or groups:
+    for group in options.groups or [name for name in groups if not (_HERE / name / "LOCAL").exists()]:
         started = time.monotonic()
         python = _environment(options.venvs.resolve() / group, _HERE / group / "requirements.txt")
         installed = time.monotonic()

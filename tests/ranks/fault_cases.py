@@ -36,8 +36,8 @@ class Trap:
 def run(root: str, notes: str, fault: dict[str, Any] | None = None, until: int = 6) -> dict[str, Any]:
     """Train to ``until``; how it went on, with what this rank has seen.
 
-    ``fault``: rank, phase ("before copy", "while writing", "part", "commit", "between saves"), what ("exception",
-    "EIO", or a signal to "trainer" or "writer").
+    ``fault``: rank, phase ("before copy", "while writing", "part", "commit", "between saves"), what ("exception", the
+    name of an errno, or a signal to "trainer" or "writer").
     """
     team.BEAT_S, team.STALE_S, team.ANSWER_MARGIN_S = 0.2, 4.0, 4.0
     rank = dist.get_rank()
@@ -60,7 +60,7 @@ def run(root: str, notes: str, fault: dict[str, Any] | None = None, until: int =
                     _prepare(fault, trap, notes)
                 ck.step()
                 ck.wait()
-    except hf.HoldfastError as error:
+    except (hf.HoldfastError, ValueError) as error:
         return {
             "start": start,
             "error": str(error),
@@ -79,6 +79,7 @@ def _events(notes: str, fault: dict[str, Any], rank: int) -> dict[str, Any]:
         more = {"crash_with": f"{notes}/trainer-{rank}"} if what == "rank" else {}
         return {"crash_at": fault["at"], "crash_once": f"{notes}/happened", **more}
     acts = {"while writing": "pwrite:step_00000004/", "commit": "link:step_00000004/manifest.json"}
+    acts["part"] = f"rename:step_00000004/part-{rank:05d}"
     if phase not in acts or rank != (0 if phase == "commit" else fault["rank"]):
         return {}
     sign = what if what.startswith("E") else f"{what.split()[0]}:{notes}/{what.split()[1]}-{fault['rank']}"

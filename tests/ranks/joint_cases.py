@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast as hf
-from holdfast.checkpointer import place, start
+from holdfast.checkpointer import course, functions, place, start
 from holdfast.testing.faults import FaultyStorage
 
 
@@ -206,6 +209,51 @@ def odd_calls(root: str) -> dict[str, Any]:
         time.sleep(2.0)
         found["late"] = hf.save(Path(root, "alone"), {"n": 1}, ranks="this").name
     return found
+
+
+def one_fails_early(root: str) -> dict[str, Any]:
+    """Calls that fail on rank 1 before anything is written, each followed by one that works; then its writer dies."""
+    rank = dist.get_rank()
+    found = {}
+
+    def note(name: str, call: Any) -> None:
+        try:
+            call()
+            found[name] = "fine"
+        except hf.HoldfastError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    def interrupted() -> None:
+        functions._copying = rank == 1
+        try:
+            hf.save_async(Path(root, "b"), {"n": 1}).result(30)
+        finally:
+            functions._copying = False
+
+    note("path", lambda: hf.save("nonsense://x" if rank else Path(root, "a"), {"n": 1}))
+    note("after path", lambda: hf.save(Path(root, "c"), {"n": hf.PerRank(rank)}))
+    note("interrupted", interrupted)
+    note("after interrupted", lambda: hf.save_async(Path(root, "d"), {"n": 1}).result(30))
+    client = next(iter(place._teams.values()))[0].client
+    for _ in range(2 if rank else 0):
+        os.kill(client.process_id, signal.SIGKILL)
+        known = client.process_id
+        while client.process_id == known and not client.closed:
+            time.sleep(0.01)
+    begun = time.monotonic()
+    note("dead writer", lambda: hf.save(Path(root, "e"), {"n": 1}))
+    return {**found, "quick": time.monotonic() - begun < 30}
+
+
+def full_and_signal(root: str) -> None:
+    """``on_full="wait"``: rank 1 never has space, and gets a signal while all are held."""
+    course._FULL_RETRY_S = 0.05
+    rank = dist.get_rank()
+    storage = FaultyStorage(root, **({"fail_on": {"pwrite": errno.ENOSPC}} if rank else {}))
+    with hf.Checkpointer(storage, {"w": torch.ones(10)}, every=1, on_full="wait", timeout_s=40.0) as ck:
+        if rank:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        ck.step()
 
 
 def busy(root: str) -> dict[str, Any]:

@@ -64,8 +64,14 @@ def test_a_signal_to_one_rank_stops_all(ranks, tmp_path, which, sign):
     assert [one.status for one in ended] == [85, 85], ended
     (step,) = steps(tmp_path)
     assert hf.Checkpoint(tmp_path / f"step_{step:08d}").verify(deep=True).ok
-    assert step >= 4
+    assert step >= (4 if sign else 1), "a slow machine may have spent the deadline on its start"
     assert step < 100_000, "it ran to the end instead"
+
+
+def test_a_signal_is_heard_while_a_full_disk_holds_all_ranks(ranks, tmp_path):
+    """``on_full="wait"``: the rank that got it and the others leave together, long before the time is up."""
+    ended = ranks.ranks(f"{CASES}:full_and_signal", str(tmp_path), timeout_s=30.0)
+    assert [one.status for one in ended] == [85, 85], ended
 
 
 def test_nothing_is_collective_between_start_and_end(ranks, tmp_path):

@@ -21,6 +21,26 @@ def test_all_ranks_save_one_checkpoint(ranks, tmp_path):
         assert not list((tmp_path / name).glob("part-*"))
 
 
+def test_what_fails_on_one_rank_fails_on_all_and_moves_nothing(ranks, tmp_path):
+    """A path, or a state, that is bad for one rank: one error for all; the next saves belong together again.
+
+    A rank whose writer has ended for good ends the saves of all of them, and nobody waits for it.
+    """
+    first, second = ranks.checked(f"{CASES}:one_fails_early", str(tmp_path))
+    for name in ("path", "interrupted"):
+        assert first[name] == second[name]
+    assert "rank 1: " in first["path"]
+    assert "nonsense" in first["path"]
+    assert first["interrupted"].startswith("SessionError: rank 1: save_async was interrupted")
+    for name in ("after path", "after interrupted"):
+        assert (first[name], second[name]) == ("fine", "fine")
+    assert hf.load(tmp_path / "c")["n"] == 0
+    assert "rank 1: its writer process has died" in first["dead writer"]
+    assert "the writer process of this rank has ended" in second["dead writer"]
+    assert first["quick"]
+    assert second["quick"]
+
+
 def test_ranks_that_do_not_do_the_same_are_told(ranks, tmp_path):
     """Other paths, an unsupported value or other weights on one rank, a missing rank: one error for all, in time."""
     first, second = ranks.checked(f"{CASES}:odd_calls", str(tmp_path))

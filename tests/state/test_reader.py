@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+import threading
 
 import pytest
 import torch
@@ -172,3 +173,46 @@ def test_a_load_reads_each_byte_once(tmp_path):
     loaded = load_state(LocalStorage(tmp_path / "one"), {"model": net(1, width=400)})
     size = next((tmp_path / "one").glob("model-*")).stat().st_size
     assert loaded.bytes_read <= size + 65536
+
+
+def test_no_byte_is_written_beyond_the_memory_of_a_tensor():
+    """A tensor whose storage was freed or is smaller than the bytes that are to come is refused, untouched."""
+    storage, _ = blob(1_000_000)
+    freed = torch.zeros(500_000, dtype=torch.uint8)
+    freed.untyped_storage().resize_(0)
+    cut = torch.zeros(500_000, dtype=torch.uint8)
+    cut.untyped_storage().resize_(100_000)
+    for target in (freed, cut):
+        with pytest.raises(hf.StateMismatchError, match="freed or resized"):
+            read_tensors(storage, [request(0, target, 500_000)], None)
+    small = torch.zeros(10, dtype=torch.uint8)
+    with pytest.raises(hf.StateMismatchError, match="500000 bytes are to be read into a tensor of 10"):
+        read_tensors(storage, [request(0, small, 500_000)], None)
+    assert not small.any()
+
+
+def test_a_tensor_without_memory_is_not_saved(tmp_path):
+    """A tensor whose storage was freed is named, instead of a copy from nowhere."""
+    freed = torch.zeros(500)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(hf.UnsupportedStateError, match=r"'w', a tensor of shape \[500\], has no memory"):
+        hf.save(tmp_path / "one", {"w": freed})
+    with pytest.raises(hf.UnsupportedStateError, match="has no memory"):
+        hf.save(tmp_path / "one", {"m": [torch.nn.Parameter(freed)], "n": torch.ones(2)})
+
+
+def test_an_interrupt_waits_for_the_other_thread():
+    """When a Ctrl-C ends a read, nothing is written to the targets any more by the time the caller hears of it."""
+    storage, _ = blob(40_000_000)
+    target = torch.zeros(40_000_000, dtype=torch.uint8)
+    main = threading.current_thread()
+
+    def interrupt(_):
+        if threading.current_thread() is main:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        read_tensors(storage, [request(0, target)], None, progress=interrupt)
+    before = target.clone()
+    assert not [one for one in threading.enumerate() if one.name == "holdfast-read"]
+    assert torch.equal(target, before)

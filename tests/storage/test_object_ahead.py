@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.storage._object_ahead import _MAX_BYTES, _PIECE, Ahead
 
-SIZE = 100 << 20
+SIZE = 120 << 20
 SOURCE = bytes(range(251)) * (SIZE // 251 + 1)
 
 
@@ -31,12 +31,12 @@ def ahead(reads):
 
 def test_what_was_asked_for_is_taken_once(ahead, reads) -> None:
     """Small takes in order are filled from few large reads; what was not asked for is not there."""
-    ahead.ask(1000, 10 << 20)
+    ahead.ask(1000, 20 << 20)
     found = bytearray(1 << 20)
-    for start in range(1000, 1000 + (10 << 20), 1 << 20):
+    for start in range(1000, 1000 + (20 << 20), 1 << 20):
         assert ahead.take(start, memoryview(found)) == 1 << 20
         assert found == SOURCE[start : start + (1 << 20)]
-    assert sorted(reads) == [(1000, _PIECE), (1000 + _PIECE, _PIECE), (1000 + 2 * _PIECE, 2 << 20)]
+    assert sorted(reads) == [(1000, _PIECE), (1000 + _PIECE, _PIECE), (1000 + 2 * _PIECE, 4 << 20)]
     assert ahead.take(1000, memoryview(found)) == 0
     assert ahead.take(50 << 20, memoryview(found)) == 0
 

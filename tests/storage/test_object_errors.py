@@ -17,6 +17,7 @@ from holdfast.errors import (
     StorageFullError,
     StorageNotFoundError,
     StoragePermissionError,
+    StorageUnavailableError,
 )
 from holdfast.storage import from_description, resolve
 from holdfast.storage.object import ObjectStorage
@@ -107,8 +108,8 @@ _OPERATIONS = {
         (403, "RequestTimeTooSkewed", StoragePermissionError),
         (404, "NoSuchBucket", StorageNotFoundError),
         (507, "XMinioStorageFull", StorageFullError),
-        (500, "InternalError", StorageError),
-        (503, "SlowDown", StorageError),
+        (500, "InternalError", StorageUnavailableError),
+        (503, "SlowDown", StorageUnavailableError),
         (400, "InvalidRequest", StorageError),
     ],
 )
@@ -167,13 +168,13 @@ def test_silence(stub):
 
 
 def test_a_dead_server():
-    """A server that is not there is a StorageError, soon."""
+    """A server that is not there is a StorageUnavailableError, soon."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
     with pytest.raises(StorageError) as caught:
         _storage(url).list().__next__()
-    assert type(caught.value) is StorageError
+    assert type(caught.value) is StorageUnavailableError
 
 
 def test_lost_answer_of_a_conditional_put(stub, monkeypatch):

@@ -1,6 +1,8 @@
 """How many requests an object store gets, counted by the fault proxy."""
 
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -83,6 +85,76 @@ def test_the_trial_of_conditions_leaves_nothing(proxy, storage, monkeypatch):
     assert not [one for page in obs.list(storage._store, storage._prefix) for one in page]
 
 
+def test_credentials_that_may_not_delete_leave_one_probe(proxy, storage, monkeypatch):
+    """Who may write and not delete leaves an object behind, once: later processes try it on the same one."""
+    from holdfast.storage import _object_conditions
+
+    monkeypatch.setattr(_object_conditions, "_OLD", _object_conditions.timedelta(seconds=-60))
+    monkeypatch.setattr(_object_conditions, "_with_old_ones", lambda storage, folder, key: [key])
+    proxy.inject(Fault(kind="403", method="DELETE"), Fault(kind="403", method="POST", path="delete"))
+    left = set()
+    for _ in range(3):
+        monkeypatch.setattr(_object_conditions, "_known", {})
+        assert storage.conditional is True
+        left |= {one["path"] for page in storage._obs.list(storage._store, storage._prefix) for one in page}
+    assert len(left) == 1
+
+
+def test_a_slow_store_holds_up_no_other_one(proxy, storage, monkeypatch):
+    """Each store is asked by itself, once, however many threads want to know."""
+    from holdfast.storage import _object_conditions
+
+    asked, go_on, slow_is_asked = [], threading.Event(), threading.Event()
+
+    def ask(one):
+        asked.append(one.uri)
+        if "slow" in one.uri:
+            slow_is_asked.set()
+            assert go_on.wait(30)
+        return True
+
+    monkeypatch.setattr(_object_conditions, "_known", {})
+    monkeypatch.setattr(_object_conditions, "_try_out", ask)
+    options = {"endpoint": proxy.url, "access_key_id": KEY, "secret_access_key": SECRET}
+    slow = ObjectStorage("s3://slow-bucket", options)
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(lambda: slow.conditional) for _ in range(2)]
+        try:
+            assert slow_is_asked.wait(30)
+            assert storage.conditional is True
+        finally:
+            go_on.set()
+        assert [one.result() for one in waiting] == [True, True]
+    assert sorted(asked) == sorted([slow.uri, storage.uri])
+
+
+def test_an_upload_whose_beginning_fails_is_given_up(storage, monkeypatch):
+    """A try that got as far as an upload id aborts it before the next one begins another upload."""
+    events = []
+
+    class Upload:
+        def write(self, data):
+            events.append("write")
+            if events.count("write") == 1:
+                raise GenericError("connection closed before message completed")
+
+        def __exit__(self, kind, error, trace):
+            events.append("abort" if kind else "close")
+
+        def close(self):
+            events.append("close")
+
+    class GenericError(Exception):
+        pass
+
+    monkeypatch.setattr(storage._obs, "open_writer", lambda *args, **options: Upload())
+    writer = storage.create("big", 20 << 20)
+    writer.write(memoryview(bytes(20 << 20)))
+    writer.close()
+    assert events[:3] == ["write", "abort", "write"]
+    assert events[-1] == "close"
+
+
 def test_a_lost_answer_to_the_trial(proxy, storage, monkeypatch):
     """A trial whose first answer was lost meets its own object, and still finds that conditions are kept."""
     from holdfast.storage import _object_conditions
@@ -104,15 +176,15 @@ def test_every_storage_says_whether_it_keeps_conditions(tmp_path):
 @pytest.mark.parametrize("kind", ["truncated", "short"])
 def test_answers_that_end_early(proxy, storage, kind):
     """Reads, listings and the beginning of an upload are made again; an end without an end is an error, in time."""
-    data = bytes(range(256)) * 40_000
+    data = bytes(range(256)) * 80_000
     proxy.inject(Fault(kind=kind, every=2))
     with storage.create("big", len(data)) as writer:
-        writer.write(memoryview(data[: 8 << 20]))
-        writer.write(memoryview(data[8 << 20 :]))
+        writer.write(memoryview(data[: 16 << 20]))
+        writer.write(memoryview(data[16 << 20 :]))
     for number in range(3):
         storage.put(f"many/{number}", b"1")
     assert storage.read("big") == data
-    assert storage.read("big", 9_000_000, 1_000_000) == data[9_000_000:10_000_000]
+    assert storage.read("big", 9_000_000, 9_000_000) == data[9_000_000:18_000_000]
     assert sorted(info.path for info in storage.list()) == ["big", "many/0", "many/1", "many/2"]
     assert sorted(info.path for info in storage.list(recursive=False)) == ["big", "many/"]
     storage.copy("big", "copy")

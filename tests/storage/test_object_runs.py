@@ -23,6 +23,7 @@ from holdfast.cli.main import cli
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from holdfast.storage import resolve
 from holdfast.storage.object import ObjectStorage
+from holdfast.testing import FaultProxy
 
 _SCRIPT = Path(__file__).parents[1] / "kits" / "kill_training.py"
 
@@ -240,6 +241,38 @@ def test_directories_and_dictionaries(root, tmp_path):
     assert torch.equal(hf.load(target)["w"], torch.ones(5))
     with saved.as_directory() as folder:
         assert (Path(folder) / "manifest.json").exists()
+
+
+_USER = """
+import sys
+from holdfast import Checkpoint
+with Checkpoint(sys.argv[1]).as_directory() as path:
+    print(path, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_machine_downloads_once(root, endpoint, tmp_path, monkeypatch):
+    """Several processes that want the same checkpoint as a directory share one download, which goes with the last."""
+    saved = hf.save(f"{root}/one", {"w": torch.randn(500_000)})
+    (tmp_path / "tmp").mkdir()
+    with FaultProxy(endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        command = [sys.executable, "-c", _USER, saved.uri]
+        environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+        users = [
+            subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for _ in range(3)
+        ]
+        paths = {user.stdout.readline().strip() for user in users}
+        assert len(paths) == 1
+        received = sum(one.received_bytes for one in proxy.exchanges if ".safetensors" in one.path)
+        assert torch.equal(hf.load(paths.pop())["w"], hf.load(saved.uri)["w"])
+        for user in users:
+            user.communicate("\n", timeout=60)
+            assert user.returncode == 0
+    assert 2_000_000 <= received < 3_000_000
+    assert not list((tmp_path / "tmp").glob("*/*/data"))
 
 
 def test_run_through_faults(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from object_kit import BUCKET, KEY, SECRET
 
 import holdfast as hf
-from holdfast.errors import StoragePermissionError
+from holdfast.errors import StoragePermissionError, StorageUnavailableError
 from holdfast.storage.object import ObjectStorage
 from holdfast.testing import Fault
 
@@ -140,6 +140,32 @@ def test_steps_do_not_wait_for_a_writer_that_tries_again(proxy, storage):
         ck.wait()
         assert ck.stats.last_durable_step == 1
     assert hf.Checkpoint.at(storage, "step_00000001").verify().ok
+
+
+def test_a_remote_that_is_down_for_long_costs_saves_alone(proxy, storage, caplog):
+    """Without a local disk, too: what cannot be saved until the deadline is left out and said, training goes on."""
+    place = ObjectStorage(storage.uri, {**storage._place.options, "max_retries": 0}, secrets=storage.secrets())
+    state = state_at(0)
+    with hf.Checkpointer(place, state, every=1, keep=None) as ck:
+        for step in range(1, 5):
+            proxy.inject(*([Fault(kind="503")] if step in (2, 3) else []))
+            advance(state, step)
+            ck.step(loss=float(step))
+            ck.wait()
+            assert ck.stats.last_durable_step == (step if step in (1, 4) else 1)
+        assert ck.stats.skipped == 2
+    assert "step 2 was NOT saved, the storage does not answer" in caplog.text
+    assert [record.step for record in hf.checkpoint.catalog.Catalog(place).records()] == [4, 1]
+    with (
+        pytest.raises(StorageUnavailableError, match="the final step 6 was NOT saved"),
+        hf.Checkpointer(place, state, every=1, keep=None) as ck,
+    ):
+        advance(state, 5)
+        ck.step()
+        ck.wait()
+        proxy.inject(Fault(kind="503", path="/step_00000006"))
+        advance(state, 6)
+        ck.step()
 
 
 def wait_for(condition):

@@ -100,8 +100,8 @@ def test_a_save_and_a_step_go_around(channel: Channel) -> None:
     channel.members[2].say({"do": "want", "kind": "stop"})
     until(lambda: all(board.armed for board in channel.boards))
     assert {(board.target, board.kind) for board in channel.boards} == {(2, "stop")}
-    channel.members[1].say({"do": "ask", "step": 7})
-    assert channel.outcome(1) == {"do": "verdict", "step": 7, "go": True}
+    channel.members[1].say({"do": "ask", "about": "save 7"})
+    assert channel.outcome(1) == {"do": "verdict", "about": "save 7", "go": True}
 
 
 def test_strangers_are_turned_away(channel: Channel) -> None:
@@ -153,6 +153,20 @@ def test_a_new_server_at_the_old_address_goes_on(channel: Channel) -> None:
         again.append({"do": "stored", "save": "s-1"})
         member.say(again[-1])
     assert channel.commits.get(timeout=LIMIT_S) == "s-1"
+
+
+def test_an_answer_outlives_the_writer_that_gave_it(channel: Channel) -> None:
+    """It was lost on its way to one rank, and rank 0's writer was killed: that rank is told what the others were."""
+    until(lambda: channel.server.steps.gathered)
+    channel.members[0].say({"do": "begun", "save": "s-1", "directory": "d", "step": 1})
+    channel.members[0].say({"do": "ask", "about": "save 7"})
+    assert channel.outcome(0) == {"do": "verdict", "about": "save 7", "go": False}
+    channel.server._farewell = lambda why: None  # a death says nothing
+    channel.server.close("killed")
+    # Of the save under way the new one never hears: asked now, it would say something else.
+    channel.again[1] = [{"do": "ask", "about": "save 7"}]
+    channel.server = channel.start_server()
+    assert channel.outcome(1) == {"do": "verdict", "about": "save 7", "go": False}
 
 
 def test_who_leaves_is_not_waited_for(channel: Channel) -> None:

@@ -96,19 +96,31 @@ def test_whether_to_save_is_decided_once_for_all() -> None:
     """The first who asks gets the answer of the moment; the others get the same, whatever has changed since."""
     one = saves(2)
     begin(one, 0, 1)
-    assert one.ask(0, 8) == [Verdict(rank=0, step=8, go=False)]
-    one.stored(0, "s-1")
-    one.stored(1, "s-1")
-    one.committed("s-1", value=None, error=None)
-    assert one.ask(1, 8) == [Verdict(rank=1, step=8, go=False)]
-    one.begun(0, "s-2", "d", 9, 0.0)
+    assert one.ask(0, "save 8", now=False) == [Verdict(rank=0, about="save 8", go=False)]
+    assert one.ask(1, "save 8", now=True) == [Verdict(rank=1, about="save 8", go=False)]
     for step in range(13, 60):
-        one.ask(0, step)
-    assert one.ask(1, 59) == [Verdict(rank=1, step=59, go=False)], "a rank that is far behind gets the same answer"
-    one.stored(0, "s-2")
-    one.stored(1, "s-2")
-    one.committed("s-2", value=None, error=None)
-    assert one.ask(1, 12) == [Verdict(rank=1, step=12, go=True)]
+        one.ask(0, f"save {step}", now=False)
+    told = one.ask(1, "save 59", now=True)
+    assert told == [Verdict(rank=1, about="save 59", go=False)], "a rank that is far behind gets the same answer"
+    assert one.ask(1, "save 12", now=True) == [Verdict(rank=1, about="save 12", go=True)]
+
+
+def test_an_answer_that_was_lost_is_given_again() -> None:
+    """All have asked, and the connection of one breaks before it hears the answer: it hears the same one."""
+    one = saves(2)
+    one.ask(0, "save 8", now=False)
+    one.ask(1, "save 8", now=False)
+    assert one.ask(1, "save 8", now=True) == [Verdict(rank=1, about="save 8", go=False)]
+    assert one.ask(0, "save 8", now=True) == [Verdict(rank=0, about="save 8", go=False)]
+    assert one.ask(0, "save 9", now=True) == [Verdict(rank=0, about="save 9", go=True)]
+
+
+def test_a_new_server_gives_the_answer_that_a_rank_has_heard() -> None:
+    """Rank 0's writer was killed after it had told one of them."""
+    one = saves(3)
+    one.judged(1, "save 8", go=False)
+    assert one.ask(0, "save 8", now=True) == [Verdict(rank=0, about="save 8", go=False)]
+    assert one.ask(2, "save 8", now=True) == [Verdict(rank=2, about="save 8", go=False)]
 
 
 def test_a_new_server_learns_outcomes_from_those_who_have_heard_them() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import queue
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -16,10 +18,12 @@ from holdfast.checkpoint.lease import make_owner
 from holdfast.checkpoint.runindex import RunIndex
 from holdfast.checkpointer.remote import RemoteWatch
 from holdfast.config import Mirror
-from holdfast.errors import CheckpointExistsError
+from holdfast.errors import CheckpointExistsError, RunBusyError
 from holdfast.format.commit import remove
 from holdfast.storage.local import LocalStorage
 from holdfast.writer.client import WriterClient
+from holdfast.writer.mirror import Mirroring
+from holdfast.writer.mirror_plan import Limits
 from holdfast.writer.mirror_remote import RemoteRun
 
 
@@ -104,3 +108,24 @@ def test_an_answer_that_is_known_already_does_not_end_the_following() -> None:
     assert not watch._ended
     client.asked[2][1].set_result(state("b"))
     assert watch._ended
+
+
+def test_a_lost_lease_wakes_the_uploading_thread(local: LocalStorage, remote: RemoteRun) -> None:
+    """Who follows the mirror hears at once that another trainer took the remote, not some seconds later."""
+    heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    mirror = Mirroring(remote, Limits(), waiting=(), uploaded=(), changed=lambda: None)
+    mirror.go()
+    try:
+        mirror.follow("none", heard.put)
+        since = heard.get(timeout=30)["version"]
+        remote.catalog.storage.put("lease.json", json.dumps({**make_owner("cccccccc"), "pid": 1, "beat": 1}).encode())
+        mirror.follow(since, heard.put)
+        with pytest.raises(RunBusyError):
+            remote.heartbeat.confirm()
+        state = heard.get(timeout=5)
+        while state["lost"] is None:
+            mirror.follow(state["version"], heard.put)
+            state = heard.get(timeout=5)
+        assert "lost to process" in state["lost"]
+    finally:
+        mirror.close()

@@ -1,7 +1,7 @@
 """Files from one storage to another: several at once, each through its own few windows of memory.
 
-While a window is written, the next ones are read; the digest is made of what was read, in passing. All windows
-together are `NUM_WINDOWS` * `WINDOW` bytes, however many files there are and however large they be.
+While a window is written, the next ones are read; the digest is made of what was read, in passing. All files share the
+windows: together they are `num_windows` * `WINDOW` bytes, however many files there are and however large they be.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -18,14 +18,13 @@ from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
 from holdfast.format.digest import ChunkHasher, file_digest
 from holdfast.storage.base import BLOCK, FileReader, Storage
 
-__all__ = ["NUM_WINDOWS", "WINDOW", "File", "Sender", "TransferStopped", "Windows"]
+__all__ = ["WINDOW", "File", "Sender", "TransferStopped", "Windows", "num_windows"]
 
 WINDOW = 8 << 20
-NUM_WINDOWS = 8
-# A client that uploads holds up to 13 parts of 8 MiB for each big object, so of those only two go at once, and with
-# half of the windows: 240 MiB in all.
+# A client that uploads holds up to 7 parts of 16 MiB for each big object, so of those only two go at once, and with few
+# windows: 256 MiB in all.
 _NUM_UPLOADS = 2
-_BIG = 8 << 20
+_BIG = 4 << 20
 
 Progress = Callable[[int], None]
 Stop = Callable[[], bool]
@@ -56,13 +55,20 @@ class File:
     shared: bool = False
 
 
+def num_windows(source: Storage, target: Storage) -> int:
+    """Return how many windows a copy has: enough to keep a remote busy, few where the client takes memory itself."""
+    if target.local_root is None:
+        return 4
+    return 8 if source.local_root is not None else 16
+
+
 class Sender:
     """Copies files between two storages with bounded memory.
 
     Args:
         source: where they are.
         target: where they go.
-        num_threads: files under way at once, `NUM_WINDOWS` at most.
+        num_threads: files under way at once, as many as there are windows at most.
         progress: called with the bytes just written, by one thread at a time.
         stop: asked between windows; true ends everything with `TransferStopped`.
     """
@@ -80,10 +86,9 @@ class Sender:
         self._progress, self._stop = progress, stop
         self._lock = threading.Lock()
         self._halt = threading.Event()
-        is_local = target.local_root is not None
-        self._num_windows = NUM_WINDOWS if is_local else NUM_WINDOWS // 2
+        self._num_windows = num_windows(source, target)
         self._num_threads = max(1, min(num_threads, self._num_windows))
-        self._uploads = None if is_local else threading.Semaphore(_NUM_UPLOADS)
+        self._uploads = None if target.local_root is not None else threading.Semaphore(_NUM_UPLOADS)
 
     def each(self, files: Sequence[File], action: Callable[[File, Windows], None]) -> None:
         """Call ``action`` for all files, several at once; the first error ends the others and is raised.
@@ -100,9 +105,9 @@ class Sender:
             ThreadPoolExecutor(self._num_windows, "holdfast-read") as readers,
             ThreadPoolExecutor(num_threads, "holdfast-send") as threads,
         ):
+            windows = Windows(readers, self._num_windows)
 
             def work() -> None:
-                windows = Windows(readers, self._num_windows // num_threads)
                 while True:
                     self.check()
                     try:
@@ -143,11 +148,12 @@ class Sender:
                 raise _damaged(self._source, file, f"has {reader.size} bytes where {file.size} were written or listed")
             with self._target.create(file.target, file.size) as writer:
                 hasher = ChunkHasher()
-                for view, nbytes in windows.read(reader):
-                    self.check()
-                    hasher.update(view[:nbytes])
-                    writer.write(view)
-                    self.settled(nbytes)
+                with contextlib.closing(windows.read(reader)) as views:
+                    for view, nbytes in views:
+                        self.check()
+                        hasher.update(view[:nbytes])
+                        writer.write(view)
+                        self.settled(nbytes)
                 if file.digest is not None and file_digest(hasher.table) != file.digest:
                     raise _damaged(self._source, file, "does not hold the bytes that were written (digest differs)")
 
@@ -167,52 +173,71 @@ class Sender:
 
 
 class Windows:
-    """The memory of one thread: a few page-aligned buffers, filled ahead by the readers."""
+    """Page-aligned buffers, filled ahead by the readers; the files under way have equal shares of them.
+
+    A file that is alone has all of them, so that the end of the last big one is as fast as the middle.
+    """
 
     def __init__(self, readers: ThreadPoolExecutor, number: int) -> None:
-        self._readers = readers
-        self._number = max(1, number)
-        self._buffers: list[mmap.mmap] = []
+        self._readers, self._number = readers, number
+        self._free: list[mmap.mmap] = []
+        self._num_made = self._num_files = 0
+        self._changed = threading.Condition()
 
-    def read(self, reader: FileReader) -> Iterator[tuple[memoryview, int]]:
+    def read(self, reader: FileReader) -> Generator[tuple[memoryview, int]]:
         """Yield a file window by window: a view padded to whole blocks, and how many of its bytes are the file's.
 
-        Each view is valid until the next is asked for.
+        Each view is valid until the next is asked for. To be closed: others may wait for the windows.
         """
-        ahead: deque[tuple[Future[None], memoryview, int]] = deque()
-        starts = iter(range(0, reader.size, WINDOW))
-        free = deque(self._take(-(-reader.size // WINDOW)))
+        ahead: deque[tuple[Future[None], mmap.mmap, int]] = deque()
+        starts = deque(range(0, reader.size, WINDOW))
+        self._count(1)
         try:
-            while True:
-                for start in starts if free else ():
-                    buffer = free.popleft()
+            while starts or ahead:
+                while starts and (buffer := self._take(len(ahead))) is not None:
+                    start = starts.popleft()
                     nbytes = min(WINDOW, reader.size - start)
-                    view = memoryview(buffer)
-                    future = self._readers.submit(reader.read_into, start, view[:nbytes])
-                    ahead.append((future, view, nbytes))
-                    if not free:
-                        break
-                if not ahead:
-                    return
-                future, view, nbytes = ahead.popleft()
+                    future = self._readers.submit(reader.read_into, start, memoryview(buffer)[:nbytes])
+                    ahead.append((future, buffer, nbytes))
+                future, buffer, nbytes = ahead[0]
                 future.result()
-                yield view[: -(-nbytes // BLOCK) * BLOCK], nbytes
-                free.append(view.obj)  # type: ignore[arg-type]
+                yield memoryview(buffer)[: -(-nbytes // BLOCK) * BLOCK], nbytes
+                self._give(ahead.popleft()[1])
         finally:
             wait([future for future, _, _ in ahead])  # nothing may touch buffers or reader after this
+            for _, buffer, _ in ahead:
+                self._give(buffer)
+            self._count(-1)
 
-    def _take(self, wanted: int) -> list[mmap.mmap]:
-        number = min(self._number, wanted)
-        while len(self._buffers) < number:
-            self._buffers.append(mmap.mmap(-1, WINDOW))
-        return self._buffers[:number]
+    def _take(self, held: int) -> mmap.mmap | None:
+        """Give a file another window, None if it has its share; one that has none waits for one."""
+        with self._changed:
+            while True:
+                may_have = held < max(1, self._number // self._num_files)
+                if may_have and self._free:
+                    return self._free.pop()
+                if may_have and self._num_made < self._number:
+                    self._num_made += 1
+                    return mmap.mmap(-1, WINDOW)
+                if held:
+                    return None
+                self._changed.wait()  # those who have more than their share give one back with each view
+
+    def _give(self, buffer: mmap.mmap) -> None:
+        with self._changed:
+            self._free.append(buffer)
+            self._changed.notify()
+
+    def _count(self, change: int) -> None:
+        with self._changed:
+            self._num_files += change
 
 
 def _digest_of(storage: Storage, path: str, windows: Windows, check: Callable[[], None]) -> str:
     """Return the digest of a stored file."""
     hasher = ChunkHasher()
-    with storage.open(path) as reader:
-        for view, nbytes in windows.read(reader):
+    with storage.open(path) as reader, contextlib.closing(windows.read(reader)) as views:
+        for view, nbytes in views:
             check()
             hasher.update(view[:nbytes])
     return file_digest(hasher.table)

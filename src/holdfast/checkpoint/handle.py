@@ -21,8 +21,8 @@ from holdfast.errors import (
     IncompleteCheckpointError,
     StorageNotFoundError,
 )
-from holdfast.format.commit import read_manifest, remove
-from holdfast.format.manifest import Manifest
+from holdfast.format.commit import read_manifest, read_manifest_bytes, remove
+from holdfast.format.manifest import Manifest, body_digest
 from holdfast.storage.base import Storage, check_path
 from holdfast.storage.local import LocalStorage
 from holdfast.storage.resolve import from_description, resolve, split_uri
@@ -243,6 +243,11 @@ class Checkpoint:
             if is_remains(info.path for info in self._storage.list(self._name, recursive=False)):
                 raise
             return None
+
+    @property
+    def digest(self) -> str | None:
+        """Digest of the manifest, which holds those of all files; None for a foreign one."""
+        return None if self.manifest is None else body_digest(read_manifest_bytes(self._storage, self._name))
 
     @property
     def step(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 from holdfast.errors import HoldfastError, StorageError
 
@@ -20,11 +21,13 @@ class Heartbeat:
     Attributes:
         lease: the lease.
         lost: why it is not ours any more; None while it is.
+        on_lost: called once when that is found out, by the thread that does; whoever sleeps may be woken by it.
     """
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
         self.lost: HoldfastError | None = None
+        self.on_lost: Callable[[], None] | None = None
         self._trainer_alive = True
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -67,7 +70,9 @@ class Heartbeat:
             except StorageError:
                 raise
             except HoldfastError as error:
-                self.lost = error
+                is_new, self.lost = self.lost is None, error
+                if is_new and self.on_lost is not None:
+                    self.on_lost()
                 raise
 
     def _work(self) -> None:

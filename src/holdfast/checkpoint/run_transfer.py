@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.errors import (
@@ -18,6 +18,7 @@ from holdfast.errors import (
     ConfigError,
     StorageNotFoundError,
 )
+from holdfast.format.commit import remove
 from holdfast.storage.base import Storage
 
 from ._sending import Progress, Stop
@@ -123,13 +124,22 @@ def copy_run(
             heartbeat.check()  # raises if another process took the run over meanwhile
             return stop is not None and stop()
 
-        _check_target(RunIndex.load(source), RunIndex.load(target), target, overwrite=overwrite)
+        # The catalog knows which run lives in a directory even if its run.json is gone, or not yet there.
+        theirs = Catalog(target).index
+        _check_target(Catalog(source).index, theirs, target, overwrite=overwrite)
+        quarantined = dict(theirs.quarantined)
         previous: str | None = None
         for name in plan.names:
+            if name in quarantined:
+                if not overwrite:
+                    yield Outcome(name=name, state="failed", problem=_set_aside(target, name, quarantined[name]))
+                    continue
+                remove(target, name)
+                del quarantined[name]
             outcome = _copy_one(source, name, target, previous, overwrite=overwrite, progress=progress, stop=ended)
             previous = name if outcome.state == "ok" else previous
             yield outcome
-        _copy_rest(source, target)
+        _copy_rest(source, target, quarantined)
 
 
 def check_apart(source: Storage, target: Storage) -> None:
@@ -164,8 +174,15 @@ def _copy_one(
     return Outcome(name=name, state="foreign" if copied.is_foreign else "ok", copied=copied)
 
 
+def _set_aside(target: Storage, name: str, why: str) -> str:
+    return (
+        f"{target.uri}/{name} was quarantined there ({why}): files of the same name and size would be taken for whole. "
+        "Delete it there, or copy with --overwrite, which sends all of it again"
+    )
+
+
 def _check_target(ours: RunIndex, theirs: RunIndex, target: Storage, *, overwrite: bool) -> None:
-    if theirs.damage is not None or not theirs.run_id:
+    if not theirs.run_id:
         return
     if theirs.run_id != ours.run_id:
         raise CheckpointExistsError(
@@ -181,8 +198,14 @@ def _check_target(ours: RunIndex, theirs: RunIndex, target: Storage, *, overwrit
         )
 
 
-def _copy_rest(source: Storage, target: Storage) -> None:
-    """Copy reports, logs and loose files, all of them each time: they are small and may have grown."""
+def _copy_rest(source: Storage, target: Storage, quarantined: Mapping[str, str]) -> None:
+    """Copy reports, logs and loose files, all of them each time: they are small and may have grown.
+
+    Args:
+        source: the run.
+        target: where it goes.
+        quarantined: checkpoints at the target that are never to be picked there, and why.
+    """
     for _ in range(_TRIES):
         with contextlib.suppress(StorageNotFoundError):  # segments are merged while a run goes on: look again
             paths = [info.path for tree in (REPORTS, LOGS) for info in source.list(tree)]
@@ -192,4 +215,11 @@ def _copy_rest(source: Storage, target: Storage) -> None:
                     target.put(path, source.read(path))
             break
     with contextlib.suppress(StorageNotFoundError):
-        target.put(RUN_FILE, source.read(RUN_FILE))
+        data = source.read(RUN_FILE)
+        if quarantined:
+            index = RunIndex.load(source)
+            index.quarantined = {**quarantined, **index.quarantined}
+            data = index.to_bytes()
+            if index.damage is not None:
+                return  # that of the target stays: without it nobody would know what was set aside
+        target.put(RUN_FILE, data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from holdfast.errors import (
     CheckpointError,
@@ -19,7 +20,7 @@ from holdfast.errors import (
     StorageNotFoundError,
 )
 from holdfast.format.commit import read_manifest, read_manifest_bytes, sweep
-from holdfast.format.manifest import MANIFEST_NAME, Manifest
+from holdfast.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from holdfast.format.names import REMOVING_NAME, SIDECARS, check_links, join, start_id_of
 from holdfast.storage.base import Storage
 
@@ -27,7 +28,7 @@ from ._sending import WINDOW, File, Progress, Sender, Stop, TransferStopped, Win
 from .remains import is_remains
 from .sidecar import METRICS_FILE, read_sidecar, write_sidecar
 
-__all__ = ["Copied", "TransferStopped", "copy_checkpoint", "copy_file", "is_same_file"]
+__all__ = ["Copied", "TransferStopped", "compare_files", "copy_checkpoint", "copy_file", "send_entries"]
 
 # Not among the files of a checkpoint: they go last, or not at all.
 _NOT_FILES = frozenset({MANIFEST_NAME, REMOVING_NAME, *SIDECARS})
@@ -89,7 +90,7 @@ def copy_checkpoint(
         overwrite: replace another checkpoint that is there.
         progress: called with bytes that are at the target now; all calls together add up to the whole.
         stop: asked between windows of 8 MiB.
-        num_threads: files sent at once. Buffers take at most 64 MiB, besides those of the client of the target.
+        num_threads: files sent at once. Buffers take 256 MiB at most, those of the client of the target included.
 
     Raises:
         CheckpointNotFoundError: there is nothing under ``name``, or it was deleted meanwhile.
@@ -114,9 +115,13 @@ def copy_checkpoint(
         before = None
     copy.look_at_target()
     copy.bring(files, trusted=not is_new, twins=_twins(target, previous))
+    if raw is not None and before is not None and is_new:
+        # What was said about one of the two must never be found beside the other, not even after a kill.
+        copy.drop_sidecars()
+        copy.commit(raw, replace=True)
     copy.bring_sidecars(is_new=is_new)
-    if raw is not None and is_new:
-        copy.commit(raw, replace=before is not None)
+    if raw is not None and before is None:
+        copy.commit(raw, replace=False)
     for path in (stale or {}).keys() - {file.path for file in files}:
         target.delete(join(directory, path))
     return copy.copied
@@ -128,19 +133,38 @@ def copy_file(source: Storage, path: str, target: Storage, new_path: str, *, pro
     sender.each([File(path=new_path, source=path, target=new_path, size=source.stat(path).size)], sender.send)
 
 
-def is_same_file(source: Storage, path: str, target: Storage, new_path: str) -> bool:
-    """Tell whether two files hold the same bytes; reads both as far as they agree."""
+def send_entries(source: Storage, target: Storage, directory: str, entries: Sequence[FileEntry]) -> None:
+    """Send files of a save, whose manifest comes later, as far as they are not there yet; digests are checked."""
+    is_local = target.local_root is not None
+    there = {info.path: info.size for info in target.list(directory, recursive=False)}
+    sender = Sender(source, target)
+
+    def bring(file: File, windows: Windows) -> None:
+        # The name carries the save's id. On a disk a file that looks whole may be one whose writer died.
+        if there.get(file.target) != file.size or (is_local and not sender.is_at_target(file, windows)):
+            sender.send(file, windows)
+
+    paths = [(entry, join(directory, entry.path)) for entry in entries]
+    files = [File(path=one.path, source=path, target=path, size=one.size, digest=one.digest) for one, path in paths]
+    sender.each(files, bring)
+
+
+def compare_files(source: Storage, path: str, target: Storage, new_path: str) -> Literal["same", "unfinished", "other"]:
+    """Tell what the file at the target is; reads both as far as they agree.
+
+    "unfinished" is the beginning of the same bytes: what a copy that was killed leaves, with nothing to lose in it.
+    """
     with source.open(path) as one, target.open(new_path) as other:
-        if one.size != other.size:
-            return False
-        ours, theirs = (bytearray(min(WINDOW, one.size)) for _ in range(2))
-        for start in range(0, one.size, WINDOW):
-            nbytes = min(WINDOW, one.size - start)
+        if other.size > one.size:
+            return "other"
+        ours, theirs = (bytearray(min(WINDOW, other.size)) for _ in range(2))
+        for start in range(0, other.size, WINDOW):
+            nbytes = min(WINDOW, other.size - start)
             one.read_into(start, memoryview(ours)[:nbytes])
             other.read_into(start, memoryview(theirs)[:nbytes])
             if ours[:nbytes] != theirs[:nbytes]:
-                return False
-    return True
+                return "other"
+        return "same" if other.size == one.size else "unfinished"
 
 
 class _Copy:
@@ -215,6 +239,13 @@ class _Copy:
             self._count(None, bytes_sent=file.size)
 
         self._sender.each(files, bring)
+
+    def drop_sidecars(self) -> None:
+        """Forget what was said about the checkpoint that is replaced."""
+        self._sender.check()
+        for name in SIDECARS:
+            if self._there.pop(name, None) is not None:
+                self._target.delete(join(self._directory, name))
 
     def bring_sidecars(self, *, is_new: bool) -> None:
         """Bring what was said about the checkpoint after its commit."""

@@ -64,6 +64,7 @@ def start_block(
     room: str,
     options: Options,
     remote: Storage | None = None,
+    staged: Storage | None = None,
 ) -> ResumeBlock:
     """Say what a start found and did."""
     block = ResumeBlock()
@@ -99,6 +100,11 @@ def start_block(
         waiting = opened.remote["waiting"]
         told = f"; still to be uploaded: {_listed(waiting)}" if waiting else ""
         notes.append(f"saves go to {storage.uri} first and are uploaded to {remote.uri}{told}")
+    if staged is not None:
+        notes.append(
+            f"the ranks do not share {staged.uri}: each stages its part of a save there, on its own machine, and "
+            f"brings it to {storage.uri}"
+        )
     notes.append(room)
     return block
 

@@ -139,7 +139,7 @@ class Course:
             saver.settle(wait_for_it=True)
             if not saver.wants_retry:
                 return
-            if self.pace.stop_asked:
+            if self.pace.must_end(tries):
                 self.stop()
             tries -= 1
             if tries < 1 or (saver.team is None and time.monotonic() + _FULL_RETRY_S > until):

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from .._ranks import current_ranks
 from ..checkpoint.handle import Checkpoint
-from ..errors import SessionError
-from ..state.restore import load_state
+from ..errors import ConfigError, SessionError
+from ..state.restore import Loaded, load_state
 from ..state.snapshot import Snapshotter, Submitted
 from .place import open_place
+from .rendezvous import Alone, Meeting, meet
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["SaveHandle", "load", "save", "save_async"]
 
 _LOG = logging.getLogger("holdfast.state")
+_LOAD_S = 600.0  # that ranks which load together wait for each other
 _SYNC_STAGING = 64 << 20  # `save` streams through two windows of half this size
 
 # May be asked for again by a signal handler of the user in the middle of what it guards.
@@ -99,7 +101,8 @@ def save(
     place = open_place(path, ranks=ranks, unsupported=unsupported)
     snapshotter = place.snapshotter(max_staging_bytes=_SYNC_STAGING)
     try:
-        submitted = place.submit(snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported)
+        with place.told():
+            submitted = place.submit(snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported)
         place.wait(submitted)
     finally:
         snapshotter.close()
@@ -127,7 +130,7 @@ def save_async(
     """
     global _copying
     place = open_place(path, ranks=ranks, unsupported=unsupported)
-    with _lock:
+    with _lock, place.told():
         if _copying:
             raise SessionError(
                 "save_async was interrupted by a signal handler that calls it again: let the handler set a flag that "
@@ -139,8 +142,7 @@ def save_async(
             snapshotter = _async.setdefault(arena, place.snapshotter())
             before = _pending.get(arena)
             if before is not None:
-                # The arena is in use until then. Its own handle reports how that save ended.
-                before.future.exception()
+                place.wait_for_arena(before)
             try:
                 _pending[arena] = submitted = place.submit(
                     snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported
@@ -166,6 +168,7 @@ def load(
     dtype: torch.dtype | None = None,
     map_location: torch.device | str | None = None,
     verify: bool = True,
+    ranks: str = "this",
 ) -> Any:
     """Load a checkpoint.
 
@@ -183,30 +186,48 @@ def load(
         dtype: cast floating tensors to this.
         map_location: device of new tensors (without ``into``).
         verify: check the digest of everything read.
+        ranks: "this" (this rank reads for itself, whatever the others do) or "all" (every rank calls, as often: what
+            several ranks of one machine need is read once and shared, and an error of one rank is raised by all).
 
     Raises:
+        ConfigError: an argument is wrong, or the ranks have no process group to meet through.
+        HoldfastError: with "all": another rank failed, or did not come within ten minutes.
         StateMismatchError: checkpoint and ``into`` differ; raised before the live state changes, lists every entry.
         CorruptCheckpointError: stored bytes are damaged; names file and tensor.
         CheckpointNotFoundError: there is no checkpoint at ``source``.
     """
     checkpoint = _checkpoint(source)
     storage = checkpoint.storage.child(checkpoint.directory)
-    ranks = current_ranks()
-    loaded = load_state(
-        storage,
-        into,
-        only=only,
-        skip=skip,
-        strict=strict,
-        allow_missing=allow_missing,
-        rename=rename,
-        dtype=dtype,
-        map_location=map_location,
-        verify=verify,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-    )
-    for note in loaded.notes if ranks.rank == 0 else ():
+    if ranks not in ("all", "this"):
+        raise ConfigError(f"ranks={ranks!r}: use 'all' (every rank calls load) or 'this' (only the calling rank loads)")
+    info = current_ranks()
+    together = ranks == "all" and info.world_size > 1
+    meeting: Meeting = Alone()
+    if together:
+        meeting = meet(info, name="load", timeout_s=_LOAD_S, otherwise="load with ranks='this'")
+    outcome: list[Loaded] = []
+
+    def once() -> None:
+        loaded = load_state(
+            storage,
+            into,
+            only=only,
+            skip=skip,
+            strict=strict,
+            allow_missing=allow_missing,
+            rename=rename,
+            dtype=dtype,
+            map_location=map_location,
+            verify=verify,
+            rank=info.rank,
+            world_size=info.world_size,
+            swap=meeting.swap if together else None,
+        )
+        outcome.append(loaded)
+
+    meeting.agree("load", once)
+    (loaded,) = outcome
+    for note in loaded.notes if info.rank == 0 else ():
         _LOG.warning("%s: %s", checkpoint.uri, note)
     return loaded.state
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
@@ -12,12 +12,24 @@ import torch
 
 from ..errors import ConfigError
 
-__all__ = ["manifest_fields", "new_start_id", "plain_metrics", "version"]
+__all__ = ["free_name", "manifest_fields", "new_start_id", "plain_metrics", "version"]
 
 
 def new_start_id() -> str:
     """Return an id for one life of a process; part of file names, so two lives never share a file."""
     return secrets.token_hex(4)
+
+
+def free_name(step: int, *, attempt: int, taken: Collection[str]) -> str:
+    """Return a directory name for a step; one that is taken (a branch, a quarantined one) gets the attempt added."""
+    name = f"step_{step:08d}"
+    if name in taken:
+        name = f"{name}-a{attempt}"
+    base, number = name, 1
+    while name in taken:
+        number += 1
+        name = f"{base}.{number}"
+    return name
 
 
 def version() -> str:

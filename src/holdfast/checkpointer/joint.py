@@ -13,7 +13,7 @@ from .schedule import Deadline, Schedule
 from .signals import StopSignals
 from .team import Team
 
-__all__ = ["JointPace", "NoLog"]
+__all__ = ["JointPace", "NoLog", "agreed"]
 
 _LOOK_S = 0.0005
 
@@ -48,9 +48,8 @@ class JointPace(Pace):
         """Publish the step; tell whether it may call for anything."""
         team = self._team
         called = team.board.calls(self._progress.step)
-        if not self._wants_stop and self._must_stop(now, step_s, save_s):
-            self._wants_stop = True
-            team.client.tell_ranks("want", kind="stop")
+        if self._must_stop(now, step_s, save_s):
+            self._want_stop()
         elif team.rank == 0 and not self._wants_save and self._wished(now):
             self._wants_save = True
             team.client.tell_ranks("want", kind="save")
@@ -69,10 +68,21 @@ class JointPace(Pace):
         """Tell whether the run is to stop: never between steps, where ranks would leave at different places."""
         return self.stopping
 
+    def must_end(self, tries: int) -> bool:
+        """Tell whether to stop where all ranks are held at the same step; the same on all of them."""
+        if self._must_stop(time.monotonic(), 0.0, 0.0):
+            self._want_stop()
+        return not self._team.may_go_on(self._progress.step, tries)
+
     def saved(self) -> None:
         """Count a save."""
         super().saved()
         self._wants_save = False
+
+    def _want_stop(self) -> None:
+        if not self._wants_stop:
+            self._wants_stop = True
+            self._team.client.tell_ranks("want", kind="stop")
 
     def _wished(self, now: float) -> bool:
         """Tell whether rank 0 wants a save for what the others count differently."""
@@ -90,26 +100,37 @@ class JointPace(Pace):
 
     def _agreed(self) -> Call:
         """Return what all ranks do at this step, if it is one they agreed on."""
-        board, step, timeout_s = self._team.board, self._progress.step, self._team.timeout_s
-        until = time.monotonic() + timeout_s
-        while board.calls(step):
-            target = board.target
-            if board.armed and board.target == target:
-                kind: Any = board.kind
-                board.act(target)
-                # What was wanted and is not done here is asked for again: wishes that are known count once.
-                self._wants_save = self._wants_stop = False
-                self._team.client.tell_ranks("acted", step=target)
-                return kind  # type: ignore[no-any-return]
-            if board.broken:
-                return None
-            if time.monotonic() > until:
-                raise HoldfastError(
-                    f"rank {self._team.rank} waits at step {step} for the word of rank 0's writer, which has not come "
-                    f"within {timeout_s:g} s (timeout_s)"
-                )
-            time.sleep(_LOOK_S)
-        return None
+        kind = agreed(self._team, self._progress.step)
+        if kind is not None:
+            # What was wanted and is not done here is asked for again: wishes that are known count once.
+            self._wants_save = self._wants_stop = False
+        return kind
+
+
+def agreed(team: Team, step: int) -> Call:
+    """Return what all ranks do at ``step``, if it is one they agreed on; while they are about to agree on it, wait.
+
+    Raises:
+        HoldfastError: the word of rank 0's writer does not come.
+    """
+    board, timeout_s = team.board, team.timeout_s
+    until = time.monotonic() + timeout_s
+    while board.calls(step):
+        target = board.target
+        if board.armed and board.target == target:
+            kind: Any = board.kind
+            board.act(target)
+            team.client.tell_ranks("acted", step=target)
+            return kind  # type: ignore[no-any-return]
+        if board.broken:
+            return None
+        if time.monotonic() > until:
+            raise HoldfastError(
+                f"rank {team.rank} waits at step {step} for the word of rank 0's writer, which has not come within "
+                f"{timeout_s:g} s (timeout_s)"
+            )
+        time.sleep(_LOOK_S)
+    return None
 
 
 class NoLog(MetricLog):

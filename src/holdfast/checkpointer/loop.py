@@ -19,6 +19,7 @@ from ..state.rng import RNG
 from ..state.snapshot import Snapshotter
 from ..storage.resolve import resolve
 from ..writer.client import WriterClient
+from .announce import Announcer, Listener
 from .course import Course
 from .identity import new_start_id
 from .joint import JointPace, NoLog
@@ -52,7 +53,8 @@ class Checkpointer(Listing):
         keep: which checkpoints stay.
         resume: "auto" (newest good one, else a fresh start), "must", "never", or a checkpoint.
         when_busy: when the save before is still being written: "wait" or "skip".
-        on_full: when the storage is full: "skip" (say so and train on), "wait" (up to ``timeout_s``) or "raise".
+        on_full: when the storage is full, or a remote answers nothing for minutes: "skip" (say so and train on), "wait"
+            (up to ``timeout_s``) or "raise".
         local_dir: a directory of this machine in front of a remote ``path``: every save is committed there, at the
             speed of the disk, and uploaded in the background. A path, or a `Mirror` with its rules; see
             docs/storage.md.
@@ -61,6 +63,8 @@ class Checkpointer(Listing):
         exit_code_for_requeue: exit status after a signal or the deadline.
         timeout_s: bound of every wait; of a save of several ranks, from the first rank to the last.
         seed_samples: make random augmentation in ``__getitem__`` a function of (seed, epoch, index).
+        on_commit: functions that rank 0 calls with each committed `Checkpoint`, on a thread of their own: they hold
+            nothing up, and what they raise is logged. See `holdfast.trackers`.
 
     Raises:
         ConfigError: an argument is wrong.
@@ -91,11 +95,12 @@ class Checkpointer(Listing):
         exit_code_for_requeue: int = 85,
         timeout_s: float = 600.0,
         seed_samples: bool = True,
+        on_commit: Listener | Sequence[Listener] | None = None,
     ) -> None:
         self.options = Options.check(
             every=every, keep=keep, resume=resume, when_busy=when_busy, on_full=on_full, local_dir=local_dir,
             max_staging_bytes=max_staging_bytes, deadline=deadline, exit_code_for_requeue=exit_code_for_requeue,
-            timeout_s=timeout_s, seed_samples=seed_samples,
+            timeout_s=timeout_s, seed_samples=seed_samples, on_commit=on_commit,
         )  # fmt: skip
         self.state = check_state(state)
         self.storage, self.remote = sides(resolve(path), self.options.mirror)
@@ -166,6 +171,7 @@ class Checkpointer(Listing):
             # What is sealed is committed in any case; somebody who pressed Ctrl-C twice does not wait for it.
             limit_s = 0.0 if self._signals.impatient else self.options.timeout_s
             self._close(client, limit_s, "it has left the run" + (f" ({kind.__name__}: {error})" if kind else ""))
+            saver.announcer.close(limit_s)
         if kind is None and course.pace.stop_asked:
             raise SystemExit(self.options.exit_code)
 
@@ -293,6 +299,7 @@ class Checkpointer(Listing):
             when_busy=options.when_busy, on_full=options.on_full, timeout_s=options.timeout_s, team=self._team,
         )  # fmt: skip
         saver.parent = started.parent
+        saver.announcer = Announcer(options.on_commit)
         if options.mirror is not None and self.remote is not None and saver.leads:
             saver.remote = RemoteWatch(client, options.mirror, self.remote.uri)
         if self.resumed_from is not None and started.in_this_run:

@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..state.snapshot import Snapshotter
 from ..storage.base import Storage
 from ..storage.local import LocalStorage
+from .announce import Listener, listeners
 from .schedule import Deadline, Schedule
 
 __all__ = ["RESERVED", "Options", "check_root", "check_state", "sides"]
@@ -40,6 +41,7 @@ class Options:
         timeout_s: bound of every wait.
         seed_samples: whether ``__getitem__`` gets seeds.
         mirror: the local side of a mirrored run.
+        on_commit: told of each committed checkpoint.
     """
 
     intervals: tuple[Interval, ...]
@@ -53,6 +55,7 @@ class Options:
     timeout_s: float
     seed_samples: bool
     mirror: Mirror | None = None
+    on_commit: tuple[Listener, ...] = ()
 
     @classmethod
     def check(
@@ -69,6 +72,7 @@ class Options:
         exit_code_for_requeue: int,
         timeout_s: float,
         seed_samples: bool,
+        on_commit: Listener | Sequence[Listener] | None = None,
     ) -> Options:
         """Check every argument.
 
@@ -102,6 +106,7 @@ class Options:
             timeout_s=timeout_s,
             seed_samples=seed_samples,
             mirror=local_dir if local_dir is None or isinstance(local_dir, Mirror) else Mirror(local_dir),
+            on_commit=listeners(on_commit),
         )
 
 

@@ -52,6 +52,10 @@ class Pace:
             self.stopping = self._deadline.near(now=time.monotonic(), step_s=step_s, save_s=save_s)
         return self.stop_asked
 
+    def must_end(self, tries: int) -> bool:
+        """Tell, while the step is held, whether to stop; asked for the ``tries``-th time in a row."""
+        return self.stop_asked
+
     def epoch_due(self, epochs_done: int) -> bool:
         """Tell whether the end of an epoch calls for a save."""
         return self._schedule.epoch_due(epochs_done)

@@ -25,6 +25,7 @@ from .team import ANSWER_MARGIN_S, Team
 
 __all__ = ["Place", "open_place"]
 
+_PROCESS, _THREAD = "process", "thread"  # kinds of writers
 _TIMEOUT_S = 600.0  # of a save of several ranks, from the first of them to the last
 
 _lock = threading.RLock()  # a signal handler of the user may save in the middle of what it guards
@@ -66,6 +67,10 @@ class Place:
             max_staging_bytes=max_staging_bytes,
         )
 
+    def told(self) -> contextlib.AbstractContextManager[None]:
+        """Let the other ranks, which wait for our part, hear of an error."""
+        return contextlib.nullcontext() if self.team is None else self.team.told(self.save_id)
+
     def submit(
         self,
         snapshotter: Snapshotter,
@@ -76,45 +81,51 @@ class Place:
         overwrite: bool,
         unsupported: str,
     ) -> Submitted:
-        """Copy the state and hand it to the writer.
+        """Copy the state and hand it to the writer; within `told`.
 
         Raises:
             CheckpointExistsError: there is a committed checkpoint and ``overwrite`` is False.
         """
         joint = self.team is not None
-        with contextlib.nullcontext() if self.team is None else self.team.told(self.save_id):
-            self._check_free(overwrite=overwrite)
-            fields = manifest_fields(
-                run_id=None,
-                checkpoint_id=uuid.uuid4().hex,
-                parent=None,
-                attempt=1,
-                step=step,
-                epoch=None,
-                metrics=metrics or {},
-                world_size=1 if self.team is None else self.team.world_size,
-            )
-            return snapshotter.submit(
-                state,
-                self.client,
-                self.target.storage,
-                directory=self.target.directory,
-                save_id=self.save_id,
-                manifest=fields,
-                overwrite=overwrite,
-                part=joint,
-                joint=joint,
-                unsupported=unsupported,
-            )
+        self._check_free(overwrite=overwrite)
+        fields = manifest_fields(
+            run_id=None,
+            checkpoint_id=uuid.uuid4().hex,
+            parent=None,
+            attempt=1,
+            step=step,
+            epoch=None,
+            metrics=metrics or {},
+            world_size=1 if self.team is None else self.team.world_size,
+        )
+        return snapshotter.submit(
+            state,
+            self.client,
+            self.target.storage,
+            directory=self.target.directory,
+            save_id=self.save_id,
+            manifest=fields,
+            overwrite=overwrite,
+            part=joint,
+            joint=joint,
+            unsupported=unsupported,
+        )
 
     def wait(self, submitted: Submitted) -> None:
         """Wait until the checkpoint is durable."""
-        if self.team is not None:
-            limit_s = self.team.timeout_s + ANSWER_MARGIN_S
-            wait([submitted.future], timeout=limit_s)
-            if not submitted.future.done():
-                raise HoldfastError(f"rank {self.team.rank}: {self.target.uri} is not durable after {limit_s:.0f} s")
+        self._await(submitted, self.target.uri)
         submitted.future.result()
+
+    def wait_for_arena(self, before: Submitted) -> None:
+        """Wait until an earlier save has let go of the arena; its own handle reports how it ended."""
+        self._await(before, "the save before this one, whose memory is needed,")
+
+    def _await(self, submitted: Submitted, what: str) -> None:
+        limit_s = None if self.team is None else self.team.timeout_s + ANSWER_MARGIN_S
+        wait([submitted.future], timeout=limit_s)
+        if not submitted.future.done():
+            whose = "" if self.team is None else f"rank {self.team.rank}: "
+            raise HoldfastError(f"{whose}{what} is not durable after {limit_s:.0f} s")
 
     def _check_free(self, *, overwrite: bool) -> None:
         target = self.target
@@ -136,23 +147,43 @@ def open_place(path: str | os.PathLike[str] | Checkpoint, *, ranks: str, unsuppo
         raise ConfigError(f"ranks={ranks!r}: use 'all' (every rank calls save) or 'this' (only the calling rank saves)")
     if unsupported not in ("raise", "drop"):
         raise ConfigError(f"unsupported={unsupported!r}: use 'raise' or 'drop'")
-    target = path if isinstance(path, Checkpoint) else Checkpoint(path)
     info = current_ranks()
     if ranks == "this" or info.world_size == 1:
+        target = path if isinstance(path, Checkpoint) else Checkpoint(path)
         return Place(target=target, client=_client(target.storage), save_id=_next_save_id())
+    found = _try_path(path)
+    kind = _PROCESS if isinstance(found, HoldfastError) else _kind(found.storage)
     with _lock:
-        team, numbers = _team(info, target.storage)
-        return Place(target=target, client=team.client, save_id=f"{team.start_id}-{next(numbers):x}", team=team)
+        team, numbers = _team(info, kind)
+        # Counted whatever happens: the n-th saves of all ranks belong together, also after one that failed here alone.
+        save_id = f"{team.start_id}-{next(numbers):x}"
+    if isinstance(found, HoldfastError):
+        with team.told(save_id):
+            raise found
+    if team.client.closed:
+        # Not met again: nobody knows whether the others come, too.
+        raise HoldfastError(
+            f"rank {team.rank}: the writer process of this rank has ended, and with it the saves of all ranks: start "
+            "the ranks again, or save on one of them with ranks='this'"
+        )
+    return Place(target=found, client=team.client, save_id=save_id, team=team)
 
 
-def _team(info: RankInfo, storage: Storage) -> tuple[Team, itertools.count[int]]:
-    kind = _kind(storage)
+def _try_path(path: str | os.PathLike[str] | Checkpoint) -> Checkpoint | HoldfastError:
+    """Find out where a path is; what is wrong with it the other ranks have to hear of, which may see it otherwise."""
+    try:
+        return path if isinstance(path, Checkpoint) else Checkpoint(path)
+    except HoldfastError as error:
+        return error
+
+
+def _team(info: RankInfo, kind: str) -> tuple[Team, itertools.count[int]]:
     key = (kind, info.rank, info.world_size)
     known = _teams.get(key)
-    if known is None or known[0].client.closed:
+    if known is None:
         otherwise = "save on one rank alone with ranks='this'"
         meeting = meet(info, name=f"save-{kind}", timeout_s=_TIMEOUT_S, otherwise=otherwise)
-        client = WriterClient.start(storage)
+        client = WriterClient.start(thread=kind == _THREAD or None)
         try:
             team = Team(meeting, client, timeout_s=_TIMEOUT_S)
         except BaseException:
@@ -163,7 +194,7 @@ def _team(info: RankInfo, storage: Storage) -> tuple[Team, itertools.count[int]]
 
 
 def _kind(storage: Storage) -> str:
-    return "thread" if storage.describe() is None else "process"
+    return _THREAD if storage.describe() is None else _PROCESS
 
 
 def _client(storage: Storage) -> WriterClient:

@@ -149,6 +149,13 @@ class Progress:
             self._drawn[name] += 1
             yield batch
 
+    def left(self, name: str) -> int | None:
+        """Number of batches that the loader ``name`` has left in this epoch, None if it cannot know."""
+        try:
+            return len(self._live[name])
+        except (KeyError, TypeError):
+            return None
+
     @staticmethod
     def own_seed() -> int:
         """Return the data seed that follows from torch's; rank 0's is a good `first_seed` for all."""

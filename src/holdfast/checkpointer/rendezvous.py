@@ -19,6 +19,7 @@ from ..writer.messages import error_from_json, error_to_ranks
 __all__ = ["Alone", "Meeting", "Rendezvous", "meet", "same_for_all"]
 
 _PAUSE_S = (0.002, 0.2)
+_ANSWER_S = 5.0  # that rank 0 says who has not come
 _CONNECT = timedelta(seconds=60)
 _met: dict[str, int] = {}  # meetings of each name in this process: all ranks count alike
 
@@ -29,10 +30,19 @@ class Alone:
     rank, world_size = 0, 1
 
     def agree(
-        self, topic: str, give: Callable[[], Any], decide: Callable[[list[Any]], Any] = lambda values: values[0]
+        self,
+        topic: str,
+        give: Callable[[], Any],
+        decide: Callable[[list[Any]], Any] = lambda values: values[0],
+        *,
+        work_s: float = 0.0,
     ) -> Any:
         """Decide on our own value; see `Rendezvous.agree`."""
         return decide([give()])
+
+    def swap(self, group: str, value: Any) -> list[Any]:
+        """Give our own value back; see `Rendezvous.swap`."""
+        return [value]
 
 
 class Rendezvous:
@@ -43,27 +53,40 @@ class Rendezvous:
         info: who we are.
         name: of what the ranks meet for; a name met under again is another meeting.
         timeout_s: bound of every wait.
+
+    Attributes:
+        watch: asked during every wait whether it is in vain: returns why, or None.
     """
 
     def __init__(self, store: Any, info: RankInfo, *, name: str, timeout_s: float) -> None:
+        self.watch: Callable[[], HoldfastError | None] | None = None
         self._store, self.rank, self.world_size, self._timeout_s = store, info.rank, info.world_size, timeout_s
         number = _met[name] = _met.get(name, 0) + 1
         self._prefix = f"{name}/{number}"
+        self._swaps = 0
 
     def agree(
-        self, topic: str, give: Callable[[], Any], decide: Callable[[list[Any]], Any] = lambda values: values[0]
+        self,
+        topic: str,
+        give: Callable[[], Any],
+        decide: Callable[[list[Any]], Any] = lambda values: values[0],
+        *,
+        work_s: float = 0.0,
     ) -> Any:
         """Let every rank give a value and rank 0 decide; all return, or raise, the same.
 
         Args:
-            topic: used once in a meeting.
+            topic: used once in a meeting; the same text on all ranks.
             give: makes this rank's value, plain data; what it raises ends the meeting on all ranks.
             decide: on rank 0, makes one value of those of all ranks, in order; default: rank 0's own.
+            work_s: how long rank 0 may be at it (``give`` and ``decide``) beyond the bound of a wait.
 
         Raises:
             HoldfastError: a rank failed, or did not come within the bound; the message names it.
         """
         cause: BaseException | None = None
+        if self.rank == 0:
+            self._set(f"{topic}/come", True)
         try:
             given = {"value": give()}
         except Exception as error:  # noqa: BLE001 - all ranks hear of it, this one raises it below
@@ -76,15 +99,46 @@ class Rendezvous:
             self._set(f"{topic}/all", decision)
         else:
             self._set(f"{topic}/{self.rank}", given)
-            self._wait({0: f"{topic}/all"}, topic)
+            self._wait({0: f"{topic}/come"}, topic, self._timeout_s)
+            # Rank 0 is there; it may have come just now, and waits as long for the others.
+            self._wait({0: f"{topic}/all"}, topic, self._timeout_s + work_s + _ANSWER_S)
             decision = self._get(f"{topic}/all")
         if "error" in decision:
             raise error_from_json(decision["error"]) from cause
         return decision["value"]
 
+    def swap(self, group: str, value: Any) -> list[Any]:
+        """Give a value, plain data, and get those of all ranks that name the same group, in their order.
+
+        All ranks call this equally often. What passes through rank 0's store grows with the number of ranks, not with
+        its square.
+
+        Raises:
+            HoldfastError: as `agree`.
+        """
+        self._swaps += 1
+        topic = f"swap {self._swaps}"
+
+        def sort(given: list[Any]) -> None:
+            groups: dict[str, list[Any]] = {}
+            for name, one in given:
+                groups.setdefault(name, []).append(one)
+            for name, values in groups.items():
+                self._set(f"{topic}/of {name}", {"value": values})
+
+        self.agree(topic, lambda: [group, value], sort)
+        found: list[Any] = self._get(f"{topic}/of {group}")["value"]
+        return found
+
+    def forget(self, topic: str) -> None:
+        """Take back from the store what ranks gave for a topic that all of them are done with; rank 0 does it."""
+        if self.rank == 0:
+            for giver in ("come", "all", *range(1, self.world_size)):
+                self._store.delete_key(self._key(f"{topic}/{giver}"))
+
     def _decide(self, topic: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
         try:
-            self._wait({rank: f"{topic}/{rank}" for rank in range(1, self.world_size)}, topic)
+            self._wait({rank: f"{topic}/{rank}" for rank in range(1, self.world_size)}, topic, self._timeout_s)
             given = [mine, *(self._get(f"{topic}/{rank}") for rank in range(1, self.world_size))]
             failed = {rank: one["error"] for rank, one in enumerate(given) if "error" in one}
             if failed:
@@ -93,11 +147,13 @@ class Rendezvous:
         except Exception as error:  # noqa: BLE001 - all ranks hear of it
             return {"error": error_to_ranks(error)}
 
-    def _wait(self, keys: dict[int, str], topic: str) -> None:
-        deadline = time.monotonic() + self._timeout_s
+    def _wait(self, keys: dict[int, str], topic: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         pause_s = _PAUSE_S[0]
         missing = dict(keys)
         while missing:
+            # Before the look at the store: who leaves in order has given its word there first.
+            vain = None if self.watch is None else self.watch()
             try:
                 missing = {rank: key for rank, key in missing.items() if not self._store.check([self._key(key)])}
             except RuntimeError as error:
@@ -105,9 +161,11 @@ class Rendezvous:
                     f"the ranks cannot meet ({topic}): the store of the process group is gone, and with it the "
                     f"process that held it, usually rank 0: {error}"
                 ) from error
+            if missing and vain is not None:
+                raise vain
             if missing and time.monotonic() > deadline:
                 raise HoldfastError(
-                    f"{rank_list(missing)} did not come within {self._timeout_s:g} s ({topic}): all ranks have to make "
+                    f"{rank_list(missing)} did not come within {timeout_s:g} s ({topic}): all ranks have to make "
                     "the same calls in the same order; what only some of them do (`if rank == 0:`) has to be "
                     "holdfast.save(..., ranks='this')"
                 )

@@ -21,7 +21,7 @@ from .load_bar import load_bar
 from .options import RESERVED
 from .rendezvous import Alone, Meeting
 
-__all__ = ["Resumed", "resume_run"]
+__all__ = ["Resumed", "first_good", "resume_run"]
 
 Quarantine = Callable[..., object]
 
@@ -77,32 +77,79 @@ def resume_run(
     if mode == "never":
         return Resumed()
     outcome = Resumed()
-    for name in candidates:
-        if name in quarantined:
-            continue
-        for side in [storage] if sides is None else sides(name):
-            home = side.child(name)
-            # One side of a mirrored run may be damaged and the other one good.
-            more = {} if sides is None else {"side": side.uri}
-            judge = partial(_judge, partial(quarantine, name, **more))
-            reason = meeting.agree(f"load {home.uri}", partial(_try, home, state, meeting, outcome), judge)
-            if reason is not None:
-                outcome.skipped.append((name, reason))
-                continue
-            outcome.checkpoint = Checkpoint.at(side, name)
-            return outcome
-    bad = {**quarantined, **dict(outcome.skipped)}
-    if bad:
-        rows = "\n".join(f"  {name}: {reason}" for name, reason in bad.items())
-        raise CorruptCheckpointError(
-            f"{storage.uri} has {len(bad)} checkpoint(s) and none of them is good; not starting from zero:\n{rows}\n"
-            "what to do: repair or copy one back, name one with resume=<path>, or start afresh with resume='never'"
-        )
-    if mode == "must":
+
+    def attempt(checkpoint: Checkpoint) -> str | None:
+        home = checkpoint.storage.child(checkpoint.directory)
+        return _try(home, state, meeting, outcome)
+
+    outcome.checkpoint = first_good(
+        storage,
+        candidates=candidates,
+        quarantined=quarantined,
+        quarantine=quarantine,
+        meeting=meeting,
+        attempt=attempt,
+        what_else="name one with resume=<path>, or start afresh with resume='never'",
+        sides=sides,
+        skipped=outcome.skipped,
+    )
+    if outcome.checkpoint is None and mode == "must":
         raise CheckpointNotFoundError(
             f"resume='must', but there is no checkpoint under {storage.uri}: check the path, or use resume='auto'"
         )
     return outcome
+
+
+def first_good(
+    storage: Storage,
+    *,
+    candidates: Sequence[str],
+    quarantined: Mapping[str, str],
+    quarantine: Quarantine,
+    meeting: Meeting,
+    attempt: Callable[[Checkpoint], str | None],
+    what_else: str,
+    sides: Callable[[str], Sequence[Storage]] | None = None,
+    skipped: list[tuple[str, str]] | None = None,
+) -> Checkpoint | None:
+    """Return the first candidate that is good for all ranks; those that are not are set aside.
+
+    Args:
+        storage: root of the run.
+        candidates: names of committed checkpoints, in the order to try them.
+        quarantined: names set aside by earlier starts, with reasons.
+        quarantine: records a bad checkpoint.
+        meeting: of the ranks.
+        attempt: tries one on this rank; gives the reason if it is bad.
+        what_else: the user may do if none is good, for the error.
+        sides: as in `resume_run`.
+        skipped: gets (name, reason) of those that were set aside now.
+
+    Raises:
+        CorruptCheckpointError: there are checkpoints and none of them is good.
+    """
+    skipped = [] if skipped is None else skipped
+    for name in candidates:
+        if name in quarantined:
+            continue
+        for number, side in enumerate([storage] if sides is None else sides(name), 1):
+            checkpoint = Checkpoint.at(side, name)
+            # One side of a mirrored run may be damaged and the other one good.
+            more = {} if sides is None else {"side": side.uri}
+            judge = partial(_judge, partial(quarantine, name, **more))
+            # Not by its URI: the local side need not have the same path on all machines.
+            reason = meeting.agree(f"load {name} ({number})", partial(attempt, checkpoint), judge)
+            if reason is None:
+                return checkpoint
+            skipped.append((name, reason))
+    bad = {**quarantined, **dict(skipped)}
+    if bad:
+        rows = "\n".join(f"  {name}: {reason}" for name, reason in bad.items())
+        raise CorruptCheckpointError(
+            f"{storage.uri} has {len(bad)} checkpoint(s) and none of them is good; not starting from zero:\n{rows}\n"
+            f"what to do: repair or copy one back, {what_else}"
+        )
+    return None
 
 
 def _try(home: Storage, state: Mapping[Any, Any], meeting: Meeting, outcome: Resumed) -> str | None:
@@ -116,13 +163,13 @@ def _try(home: Storage, state: Mapping[Any, Any], meeting: Meeting, outcome: Res
 
 def _judge(set_aside: Quarantine, reasons: list[str | None]) -> str | None:
     """On rank 0, whose own failure to set a bad candidate aside all ranks hear of: give the reason for all."""
-    reason = _first_bad(reasons)
+    reason = first_bad(reasons)
     if reason is not None:
         set_aside(reason=reason)
     return reason
 
 
-def _first_bad(reasons: list[str | None]) -> str | None:
+def first_bad(reasons: list[str | None]) -> str | None:
     """Choose the reason that is given for all."""
     for rank, reason in enumerate(reasons):
         if reason is not None:
@@ -139,6 +186,7 @@ def _load(home: Storage, state: Mapping[Any, Any], meeting: Meeting, *, allow_mi
             rank=meeting.rank,
             world_size=meeting.world_size,
             progress=progress,
+            swap=meeting.swap if meeting.world_size > 1 else None,
         )
 
 
@@ -155,7 +203,7 @@ def _explicit(mode: str | os.PathLike[str] | Checkpoint, state: Mapping[Any, Any
     def load() -> None:
         outcome.loaded = _load(home, state, meeting, allow_missing=own)
 
-    meeting.agree(f"load {home.uri}", load)
+    meeting.agree(f"load {checkpoint.name}", load)
     assert outcome.loaded is not None
     outcome.lacks_progress = RESERVED in dict(outcome.loaded.not_restored)
     return outcome

@@ -13,13 +13,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._units import format_bytes
-from ..errors import CheckpointNotFoundError, HoldfastError, StorageError, StorageFullError
+from ..checkpoint.handle import Checkpoint
+from ..errors import (
+    CheckpointNotFoundError,
+    HoldfastError,
+    StorageError,
+    StorageFullError,
+    StorageUnavailableError,
+)
 from ..format.names import MANIFEST_NAME
 from ..state.snapshot import Snapshotter, Submitted
 from ..storage.base import Storage
 from ..writer.client import WriterClient
 from ..writer.messages import RunOpened, SaveResult
-from .identity import manifest_fields
+from .announce import Announcer
+from .identity import free_name, manifest_fields
 from .remote import RemoteWatch
 from .stats import Stats, StepClock
 from .team import ANSWER_MARGIN_S, Team
@@ -27,6 +35,8 @@ from .team import ANSWER_MARGIN_S, Team
 __all__ = ["Saver"]
 
 _LOG = logging.getLogger("holdfast.checkpointer")
+_PASSING = (StorageFullError, StorageUnavailableError)  # what ``on_full`` decides about
+_MAX_LOST = 10  # saves in a row: who trains on after that trains for nothing
 _SLOW_DISK = 200e6  # bytes/s, for the time of a save before the first one was measured
 
 
@@ -84,11 +94,12 @@ class Saver:
         self.stats = Stats()
         self.clock = StepClock()
         self.remote: RemoteWatch | None = None  # of a mirrored run
+        self.announcer = Announcer(())
         self.parent: str | None = None
         self.last_step = -1  # newest step with a save started
         self.last_name: str | None = None
         self.deleted: list[tuple[str, str]] = []
-        self.lost_to_full: StorageFullError | None = None  # why the last save was left out, if it was
+        self._lost: StorageError | None = None  # why the last save was left out, if it was
         self._pending: _Pending | None = None
         self._side: list[Future[Any]] = []  # reports and late metrics on their way
         self._ended = threading.Event()  # something that `settle` has to take in
@@ -142,7 +153,8 @@ class Saver:
             return False
         self.settle(wait_for_it=True)
         begun = time.perf_counter()
-        name, checkpoint_id, team = self._name(step), uuid.uuid4().hex, self.team
+        name = free_name(step, attempt=self.opened.attempt, taken=self.names)
+        checkpoint_id, team = uuid.uuid4().hex, self.team
         self._number += 1
         save_id = f"{self.opened.start_id}-{self._number:x}"
         with contextlib.nullcontext() if team is None else team.told(save_id):
@@ -236,9 +248,9 @@ class Saver:
         # This step is not saved: the final save must not take it for done, nor the next one for its parent.
         self._free_name(self.last_name)
         self.last_step, self.last_name, self.parent = pending.before
-        if not isinstance(error, StorageFullError):
+        if not isinstance(error, _PASSING):
             raise error
-        self._full(error, pending.step)
+        self._leave_out(error, pending.step)
 
     def fence(self) -> None:
         """Make the device wait for copies of its tensors that are still under way; costs the CPU nothing."""
@@ -261,19 +273,24 @@ class Saver:
 
     @property
     def wants_retry(self) -> bool:
-        """True when ``on_full="wait"`` and the last save found no space."""
+        """True when ``on_full="wait"`` and the last save found no space, or no answer."""
         return self._retry
 
     def say_lost(self) -> None:
-        """Log, at the end of the run, what a full storage cost."""
+        """Log, at the end of the run, what a storage that was full or did not answer cost."""
         if self._num_lost:
-            _LOG.warning("%d save(s) of this run were lost to a full storage; %s", self._num_lost, self._newest_safe())
+            _LOG.warning(
+                "%d save(s) of this run were lost, the storage was full or did not answer; %s", self._num_lost,
+                self._newest_safe(),
+            )  # fmt: skip
 
-    def final_is_missing(self, step: int) -> StorageFullError:
+    def final_is_missing(self, step: int) -> StorageError:
         """Return the error for a run whose last step could not be saved."""
-        return StorageFullError(
-            f"the final step {step} was NOT saved, the storage is full ({self.lost_to_full}); {self._newest_safe()}: "
-            "free some space and start the same command again, it goes on from there"
+        down = isinstance(self._lost, StorageUnavailableError)
+        return (StorageUnavailableError if down else StorageFullError)(
+            f"the final step {step} was NOT saved, {_state(self._lost)} ({self._lost}); {self._newest_safe()}: "
+            f"{'when it answers again,' if down else 'free some space and'} start the same command again, it goes on "
+            "from there"
         )
 
     def _newest_safe(self) -> str:
@@ -290,7 +307,7 @@ class Saver:
     def _committed(self, result: SaveResult, pending: _Pending) -> None:
         self._lost_in_a_row = 0
         self._retry = False
-        self.lost_to_full = None
+        self._lost = None
         stats = self.stats
         stats.saves += 1
         stats.bytes_written += result.bytes_written
@@ -301,17 +318,19 @@ class Saver:
         stats.seconds_lost += self.clock.take_lost()
         self.deleted.extend(result.deleted)
         self.snapshotter.observe(result.unchanged)
+        if self.leads:
+            self.announcer.tell(Checkpoint.at(self.storage, result.directory))
 
-    def _full(self, error: StorageFullError, step: int) -> None:
+    def _leave_out(self, error: StorageError, step: int) -> None:
         self.stats.skipped += 1
         self._num_lost += 1
         self._lost_in_a_row += 1
-        self.lost_to_full = error
-        if self.on_full == "raise":
+        self._lost = error
+        if self.on_full == "raise" or self._lost_in_a_row >= _MAX_LOST:
             raise error
         _LOG.warning(
-            "step %d was NOT saved, the storage is full (%s); older checkpoints are untouched, training goes on "
-            "(save %d in a row)", step, error, self._lost_in_a_row,
+            "step %d was NOT saved, %s (%s); older checkpoints are untouched, training goes on (save %d in a row)",
+            step, _state(error), error, self._lost_in_a_row,
         )  # fmt: skip
         self._retry = self.on_full == "wait"
 
@@ -319,8 +338,8 @@ class Saver:
         self._side = [one for one in self._side if one not in done]
         for future in done:
             error = future.exception()
-            if isinstance(error, StorageFullError) and self.on_full != "raise":
-                _LOG.warning("metrics were not recorded, the storage is full: %s", error)
+            if isinstance(error, _PASSING) and self.on_full != "raise":
+                _LOG.warning("metrics were not recorded, %s: %s", _state(error), error)
             elif isinstance(error, CheckpointNotFoundError) and self._num_lost:
                 _LOG.warning("metrics were not bound, the save of their step was lost: %s", error)
             elif error is not None:
@@ -340,13 +359,6 @@ class Saver:
         """Tell whether the save before is still being written; the same answer on all ranks."""
         return self.busy if self.team is None else not self.team.may_save(step)
 
-    def _name(self, step: int) -> str:
-        """Return a directory name; one that is taken (a branch, a quarantined one) gets the attempt added."""
-        name = f"step_{step:08d}"
-        if name in self.names:
-            name = f"{name}-a{self.opened.attempt}"
-        base, number = name, 1
-        while name in self.names:
-            number += 1
-            name = f"{base}.{number}"
-        return name
+
+def _state(error: StorageError | None) -> str:
+    return "the storage does not answer" if isinstance(error, StorageUnavailableError) else "the storage is full"

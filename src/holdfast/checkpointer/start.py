@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,21 +12,24 @@ import torch
 from .._units import format_bytes
 from ..checkpoint.handle import Checkpoint
 from ..checkpoint.record import record_from_row
-from ..errors import ConfigError, HoldfastError, StorageFullError
+from ..errors import ConfigError, StorageFullError
 from ..state.snapshot import Snapshotter
 from ..storage.base import Storage
 from ..writer.client import WriterClient
 from ..writer.control_saves import rank_list
 from ..writer.messages import RunOpened
+from .awaiting import answer
 from .block import start_block
 from .options import Options
 from .progress import Progress
 from .rendezvous import Alone, Meeting, same_for_all
 from .resume import is_within, resume_run
+from .spread import share_a_disk, take_up
 
-__all__ = ["Started", "answer", "start_run"]
+__all__ = ["Started", "answer", "see_together", "start_run"]
 
 _LEASE_S = 60.0
+_CALLS = 3  # of the writer, that rank 0 makes one after the other
 _MARGIN = 16 << 20
 _VISIBLE_S = 5.0
 _ALIKE = ("intervals", "keep", "when_busy", "on_full", "timeout_s", "exit_code", "resume")  # the same on all ranks
@@ -70,8 +72,9 @@ def start_run(
 ) -> Started:
     """Take the lease, resume, check that a save can work, print the block.
 
-    With ``remote`` the run is mirrored, and ``storage`` is its local side. With several ranks, rank 0 alone talks to
-    the run; what it finds, and whether each rank could follow, is agreed in ``meeting``.
+    With ``remote`` the run is mirrored, and ``storage`` is its local side; if the ranks have none in common, the run is
+    at the remote, and each rank stages its part of a save in ``storage``, on its own machine. With several ranks,
+    rank 0 alone talks to the run; what it finds, and whether each rank could follow, is agreed in ``meeting``.
 
     Raises:
         RunBusyError: another live process holds the run.
@@ -81,20 +84,29 @@ def start_run(
     timeout_s = options.timeout_s
     meeting = meeting or Alone()
     leads = meeting.rank == 0
-    opened = _open(storage, client, options, start_id, remote, meeting)
+    local, root = storage, storage
+    spread = _is_spread(storage, options, start_id, remote, meeting)
+    if spread and remote is not None and options.mirror is not None:
+        # The run is at the remote then, and the disks are where saves wait for it.
+        root, remote = remote, None
+        opened = _open(root, client, options, start_id, None, meeting)
+        client.stage(local, root, options.mirror)
+        opened = take_up(meeting, client, local, root, opened, start_id=start_id, timeout_s=timeout_s)
+    else:
+        opened = _open(root, client, options, start_id, remote, meeting)
     live = state()
     committed = [record_from_row(row).name for row in opened.records]
     outcome = resume_run(
-        storage,
+        root,
         live,
         options.resume,
         candidates=committed,
         quarantined=opened.quarantined,
         quarantine=lambda name, reason, **more: answer(
-            client.run_op("quarantine", name=name, reason=reason, **more), storage, timeout_s
+            client.run_op("quarantine", name=name, reason=reason, **more), root, timeout_s
         ),
         meeting=meeting,
-        sides=lambda name: _sides(name, opened, storage, remote),
+        sides=lambda name: _sides(name, opened, root, remote),
     )
     parent, mine = None, False
     resumed: dict[str, Any] | None = None
@@ -103,19 +115,19 @@ def start_run(
         parent = manifest.checkpoint_id if manifest is not None else None
         if progress.step == 0 and manifest is not None and manifest.step is not None and outcome.lacks_progress:
             progress.step = manifest.step
-        mine = any(is_within(outcome.checkpoint, side) for side in (storage, remote) if side is not None)
+        mine = any(is_within(outcome.checkpoint, side) for side in (root, remote) if side is not None)
         name = outcome.checkpoint.name if mine else outcome.checkpoint.uri
         resumed = {"name": name, "step": progress.step}
 
     def check(tensor_bytes: Sequence[int]) -> dict[str, Any]:
         if resumed is not None:
-            answer(client.run_op("resumed", **resumed), storage, timeout_s)
-        room = _check_room(storage, client, sum(tensor_bytes), live, start_id, timeout_s)
-        if remote is not None:
-            answer(client.probe(remote, directory=f".probe-{start_id}"), remote, timeout_s)
-        return {"room": room, "taken": sorted(_taken(storage, committed, opened)), "seed": progress.own_seed()}
+            answer(client.run_op("resumed", **resumed), root, timeout_s)
+        room = _check_room(local, client, sum(tensor_bytes), live, start_id, timeout_s)
+        for far in {one for one in (root, remote) if one is not None and one is not local}:
+            answer(client.probe(far, directory=f".probe-{start_id}"), far, timeout_s)
+        return {"room": room, "taken": sorted(_taken(root, committed, opened)), "seed": progress.own_seed()}
 
-    ready = meeting.agree("ready", lambda: snapshotter.plan(live).tensor_bytes, check)
+    ready = meeting.agree("ready", lambda: snapshotter.plan(live).tensor_bytes, check, work_s=_CALLS * timeout_s)
     if meeting.world_size > 1:
         progress.first_seed = ready["seed"]
     finished = None
@@ -123,9 +135,20 @@ def start_run(
         finished = int(opened.finished.get("epoch", 0))
     if leads:
         start_block(
-            storage, opened, outcome, progress, finished=finished, room=ready["room"], options=options, remote=remote
-        ).show()
+            root, opened, outcome, progress, finished=finished, room=ready["room"], options=options, remote=remote,
+            staged=local if spread else None,
+        ).show()  # fmt: skip
     return Started(opened, outcome.checkpoint, mine, parent, set(ready["taken"]), finished)
+
+
+def _is_spread(local: Storage, options: Options, start_id: str, remote: Storage | None, meeting: Meeting) -> bool:
+    """See that all ranks were told the same; tell whether they have no local disk in common for a mirrored run."""
+    if meeting.world_size == 1:
+        return False
+    told = {name: _told(getattr(options, name)) for name in _ALIKE}
+    told["local_dir"] = "given" if options.mirror is not None else "None"
+    meeting.agree("options", lambda: told, lambda all_: same_for_all(all_, "the arguments of Checkpointer"))
+    return remote is not None and not share_a_disk(meeting, local, start_id)
 
 
 def _open(
@@ -150,13 +173,24 @@ def _open(
             storage.put(mark, b"all ranks see this file")
         return opened.to_json()
 
+    opened = RunOpened.from_json(meeting.agree("open", open_run, work_s=lease_s + timeout_s))
     if meeting.world_size > 1:
-        told = {name: repr(getattr(options, name)) for name in _ALIKE}
-        meeting.agree("options", lambda: told, lambda all_: same_for_all(all_, "the arguments of Checkpointer"))
-    opened = RunOpened.from_json(meeting.agree("open", open_run))
-    if meeting.world_size > 1:
-        meeting.agree("place", lambda: _sees(storage, mark), lambda seen: _check_shared(seen, storage, mark))
+        see_together(meeting, storage, mark)
     return opened
+
+
+def see_together(meeting: Meeting, storage: Storage, mark: str) -> None:
+    """See that all ranks have a file before their eyes that rank 0 has made, and remove it.
+
+    Raises:
+        ConfigError: naming those that have not.
+    """
+    meeting.agree("place", lambda: _sees(storage, mark), lambda seen: _check_shared(seen, storage, mark))
+
+
+def _told(option: Any) -> str:
+    """Spell an argument out, alike on machines that have mounted the same storage at different places."""
+    return f"Checkpoint {option.name}" if isinstance(option, Checkpoint) else repr(option)
 
 
 def _sees(storage: Storage, mark: str) -> bool:
@@ -179,24 +213,6 @@ def _check_shared(seen: Sequence[bool], storage: Storage, mark: str) -> None:
             "checkpoints, so the run needs a place that all machines share: a network file system, or remote storage "
             "such as s3://bucket/run"
         )
-
-
-def answer(future: Future[Any], storage: Storage, timeout_s: float, *, bound: str = " (timeout_s)") -> Any:
-    """Wait for the writer, but not for ever.
-
-    Args:
-        future: what the writer is to say.
-        storage: named if it says nothing.
-        timeout_s: how long to wait.
-        bound: names the argument that ``timeout_s`` is, for the message.
-
-    Raises:
-        HoldfastError: what the writer says, or that it says nothing.
-    """
-    wait([future], timeout=timeout_s)
-    if not future.done():
-        raise HoldfastError(f"no answer after {timeout_s:.0f} s{bound}: {storage.uri} is stuck or very slow")
-    return future.result()
 
 
 def _taken(storage: Storage, committed: Sequence[str], opened: RunOpened) -> set[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from .._ranks import current_ranks
 from ..errors import HoldfastError
 from ..writer.arena import Arena
-from ..writer.board import BOARD_BYTES, Board
+from ..writer.board import BOARD_BYTES, WHO_LEFT, Board
 from ..writer.client import WriterClient
 from ..writer.messages import error_from_json, error_to_ranks
 from .identity import version
@@ -82,12 +82,26 @@ class Team:
 
     def may_save(self, step: int) -> bool:
         """Ask whether ``step`` is saved while the save before may still be under way; the same on all ranks."""
-        asked = self.client.ask_ranks(step)
+        return self._ask(f"save {step}", f"whether to save step {step}")
+
+    def may_go_on(self, step: int, tries: int) -> bool:
+        """Ask, while all ranks are held at ``step`` for the same reason, whether none of them wants to stop."""
+        return not self._ask(f"stop {step} {tries}", f"whether to stop at step {step}")
+
+    def trouble(self) -> HoldfastError | None:
+        """Return which rank is gone, and why; None while all are there, which costs nothing to ask."""
+        if not self.board.broken:
+            return None
+        asked = self.client.ask_ranks(WHO_LEFT)
+        wait([asked], timeout=ANSWER_MARGIN_S)
+        error = asked.exception() if asked.done() else None
+        return error if isinstance(error, HoldfastError) else HoldfastError("a rank is gone, nobody knows why")
+
+    def _ask(self, about: str, what: str) -> bool:
+        asked = self.client.ask_ranks(about)
         wait([asked], timeout=self.timeout_s)
         if not asked.done():
-            raise HoldfastError(
-                f"no word from rank 0's writer within {self.timeout_s:g} s on whether to save step {step}"
-            )
+            raise HoldfastError(f"no word from rank 0's writer within {self.timeout_s:g} s on {what}")
         return asked.result()
 
     def close(self) -> None:

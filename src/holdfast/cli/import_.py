@@ -15,7 +15,7 @@ __all__ = ["import_"]
 @click.option(
     "--from",
     "kind",
-    type=click.Choice(["auto", "safetensors", "torch", "dcp", "hf", "lightning"]),
+    type=click.Choice(["auto", "safetensors", "torch", "dcp", "hf", "lightning", "deepspeed"]),
     default="auto",
     show_default=True,
     help="What SOURCE is; hf: a folder of Transformers or Accelerate.",

@@ -13,7 +13,7 @@ from holdfast._progress import progress_bar
 from holdfast._units import format_bytes, format_duration
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.run_transfer import Outcome, RunPlan, check_apart, copy_run, plan_run
-from holdfast.checkpoint.transfer import Copied, copy_checkpoint, copy_file, is_same_file
+from holdfast.checkpoint.transfer import Copied, compare_files, copy_checkpoint, copy_file
 from holdfast.checkpoint.verify import verify as verify_checkpoint
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigError, HoldfastError, StorageError
 from holdfast.storage.base import Storage
@@ -155,10 +155,10 @@ def _one_job(old: Checkpoint, target: str, *, overwrite: bool) -> _Job:
     def steps(progress: Progress) -> Iterator[Outcome]:
         places = (old.storage, old.directory, new.storage, new.directory)
         if old.storage.exists(old.directory):
-            there = new.storage.exists(new.directory)
-            if there and is_same_file(*places):
+            there = compare_files(*places) if new.storage.exists(new.directory) else None
+            if there == "same":
                 copied = Copied(bytes_there=plan.total_bytes, files=1, is_foreign=True)
-            elif there and not overwrite:
+            elif there == "other" and not overwrite:
                 raise CheckpointExistsError(f"{new.uri} is another file: --overwrite replaces it, or give another name")
             else:
                 copy_file(*places, progress=progress)

@@ -26,7 +26,16 @@ from .division import Division, disagreement
 from .manifest import MAX_MANIFEST_BYTES, FileEntry, Manifest
 from .names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, check_links, join, start_id_of
 
-__all__ = ["PartSummary", "commit", "read_manifest", "read_manifest_bytes", "remove", "sweep"]
+__all__ = [
+    "PartSummary",
+    "assemble",
+    "commit",
+    "commit_manifest",
+    "read_manifest",
+    "read_manifest_bytes",
+    "remove",
+    "sweep",
+]
 
 _FIELDS = frozenset(item.name for item in fields(Manifest)) - {"files", "total_bytes", "reused_bytes", "writers"}
 
@@ -97,11 +106,22 @@ def commit(
         CheckpointExistsError: there is a manifest, and ``overwrite`` is false.
         CheckpointError: parts are missing, or they are no parts of one state.
     """
+    manifest = assemble(directory, manifest_fields, parts)
+    commit_manifest(storage, directory, manifest, overwrite=overwrite, keep_sidecars=keep_sidecars)
+    return manifest
+
+
+def assemble(directory: str, manifest_fields: Mapping[str, Any], parts: Sequence[PartSummary]) -> Manifest:
+    """Make the manifest of ``parts`` without writing it; see `commit`.
+
+    Raises:
+        CheckpointError: parts are missing, or they are no parts of one state.
+    """
     given = dict(manifest_fields)
     entries = _merge(directory, given.pop("writers", None), parts)
     values = {name: given.pop(name) for name in tuple(given) if name in _FIELDS}
     values.setdefault("created", datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
-    manifest = Manifest(
+    return Manifest(
         **{
             **values,
             "extra": {**values.get("extra", {}), **given},
@@ -111,6 +131,13 @@ def commit(
             "files": entries,
         }
     )
+
+
+def commit_manifest(
+    storage: Storage, directory: str, manifest: Manifest, *, overwrite: bool = False, keep_sidecars: bool = False
+) -> None:
+    """Write a manifest whose files are all there; fine if this very one is there already. See `commit`."""
+    entries = manifest.files
     data = manifest.to_bytes()
     if len(data) > MAX_MANIFEST_BYTES:
         raise CheckpointError(
@@ -133,7 +160,6 @@ def commit(
     if overwrite and _read_bytes(storage, target) == data:  # else somebody replaces ours just now, and cleans up
         stale = replaced | _ours(storage, directory) | {REMOVING_NAME, *(() if keep_sidecars else SIDECARS)}
         _delete(storage, directory, stale - {entry.path for entry in entries})
-    return manifest
 
 
 def read_manifest(storage: Storage, directory: str, *, check_sizes: bool = False) -> Manifest:

@@ -17,7 +17,16 @@ from .digest import bytes_digest, num_chunks
 from .names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, check_path
 from .strict_json import dumps, loads
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "MANIFEST_NAME", "MAX_MANIFEST_BYTES", "ROLES", "FileEntry", "Manifest"]
+__all__ = [
+    "FORMAT",
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "MAX_MANIFEST_BYTES",
+    "ROLES",
+    "FileEntry",
+    "Manifest",
+    "body_digest",
+]
 
 FORMAT = "holdfast-checkpoint"
 FORMAT_VERSION = "1.0"
@@ -182,6 +191,12 @@ class Manifest:
     def with_role(self, role: str) -> tuple[FileEntry, ...]:
         """Return the files of one role."""
         return tuple(entry for entry in self.files if entry.role == role)
+
+
+def body_digest(data: bytes) -> str:
+    """Return the digest in the closing line of a manifest that was checked."""
+    closing = _CLOSING.fullmatch(data, max(0, len(data) - _CLOSING_BYTES))
+    return "" if closing is None else closing[1].decode()
 
 
 def _check_version(tree: dict[str, Any], where: str) -> None:

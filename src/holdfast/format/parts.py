@@ -23,18 +23,21 @@ __all__ = [
     "clear_planned",
     "is_passing",
     "is_plan",
+    "is_staged",
     "part_name",
     "plan_name",
     "put_part",
     "put_plan",
     "read_part",
     "read_plan",
+    "remove_part",
+    "staged_name",
     "sweep_passing",
     "sweep_planned",
 ]
 
 _LOG = logging.getLogger("holdfast.format")
-_PART, _PLAN = "part-", "plan-"
+_PART, _PLAN, _STAGED = "part-", "plan-", "staged-"
 
 
 def part_name(writer: int, save_id: str) -> str:
@@ -45,6 +48,16 @@ def part_name(writer: int, save_id: str) -> str:
 def plan_name(save_id: str) -> str:
     """Name the plan file of an intake."""
     return f"{_PLAN}00000-{save_id}.json"
+
+
+def staged_name(save_id: str) -> str:
+    """Name the file that holds the manifest to be of a save whose parts lie on the disks of several machines."""
+    return f"{_STAGED}00000-{save_id}.json"
+
+
+def is_staged(name: str) -> bool:
+    """Tell whether a file directly in a checkpoint's directory is such a file."""
+    return name.startswith(_STAGED) and name.endswith(".json") and save_id_of(name) is not None
 
 
 def is_passing(name: str) -> bool:
@@ -80,6 +93,15 @@ def read_part(storage: Storage, directory: str, save_id: str, writer: int) -> Pa
     if part.writer != writer:
         raise CorruptCheckpointError(f"{path} is the part of writer {part.writer!r}", file=path)
     return part
+
+
+def remove_part(storage: Storage, directory: str, save_id: str, writer: int) -> None:
+    """Remove the part of one writer, its part file first: a part that is named is whole."""
+    part = read_part(storage, directory, save_id, writer)
+    if part is not None:
+        for path in (part_name(writer, save_id), *(entry.path for entry in part.files)):
+            storage.delete(join(directory, path))
+        storage.tidy(directory)
 
 
 def put_plan(storage: Storage, directory: str, save_id: str, paths: Iterable[str], work: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ import torch
 from ..checkpoint._location import Stream
 from ..errors import CorruptCheckpointError, StorageNotFoundError
 from ..format.boxes import Box
-from ..format.names import check_links, check_path
+from ..format.names import MANIFEST_NAME, check_links, check_path
 from ..state.arrays import dtype_name
 from ..state.torch_file import tensor_bytes
 from ..state.torch_plain import from_plain
@@ -67,7 +67,7 @@ def from_dcp(folder: str, stack: ExitStack) -> Gathered:
     for key in gathered.tree:
         count = sum(row.name == key or row.name.startswith(f"{key}/") for row in gathered.rows)
         gathered.taken.append((key, f"{count} tensors" if count else "plain data"))
-    known = {METADATA_NAME, *files.used}
+    known = {METADATA_NAME, MANIFEST_NAME, *files.used}  # that of ours, if the directory was reported as it is
     gathered.not_taken += [
         (one, "a file that .metadata does not name") for one in sorted(set(os.listdir(folder)) - known)
     ]

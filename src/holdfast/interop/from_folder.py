@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -33,6 +34,8 @@ _TORCH = {
     "F8_E8M0": "float8_e8m0fnu",
 }
 _BIN = "pytorch_model.bin"
+# What Accelerate calls the second model and those after it.
+_OTHER_MODEL = re.compile(r"(?:model|pytorch_model)_(\d+)\.(safetensors|bin)")
 _MAX_INDEX = 256 << 20
 # Files of a folder that are torch files, and what they are called in the state.
 _TORCH_FILES = {
@@ -72,15 +75,23 @@ def from_hf(folder: str, stack: ExitStack, *, trusted: bool = False) -> Gathered
     state: dict[str, Any] = {}
     mapped: list[tuple[int, int]] = []
     files = _indexed(folder, INDEX_NAME) or [name for name in (WEIGHTS_NAME,) if name in names]
+    models: dict[str, dict[str, Blob]] = {}
     if files:
         used |= {*files, INDEX_NAME}
-        blobs = _blobs(folder, files, stack, gathered)
+        models["model"] = _blobs(folder, files, stack, gathered)
     else:
-        blobs = {}
         weights = _indexed(folder, f"{_BIN}.index.json") or [name for name in (_BIN,) if name in names]
         used |= {*weights, f"{_BIN}.index.json"}
         for name in weights:
             state.setdefault("model", {}).update(_torch_file(os.path.join(folder, name), mapped, trusted=trusted))
+    for name in names:
+        if found := _OTHER_MODEL.fullmatch(name):
+            used.add(name)
+            label = f"model_{found[1]}"
+            if found[2] == "safetensors":
+                models[label] = _blobs(folder, [name], stack, gathered)
+            else:
+                _take(state, label, os.path.join(folder, name), mapped, gathered, trusted=trusted)
     for key, choices in _TORCH_FILES.items():
         for name in names:
             stem, _, number = name.partition("_")
@@ -99,25 +110,28 @@ def from_hf(folder: str, stack: ExitStack, *, trusted: bool = False) -> Gathered
             state["trainer_state"] = told = json.load(file)
         step = told.get("global_step") if isinstance(told, dict) else None
         gathered.step = step if type(step) is int else None
-    _finish(gathered, state, blobs, mapped)
+    _finish(gathered, state, models, mapped)
     gathered.not_taken += [(name, "a file that is no training state") for name in names if name not in used]
     return gathered
 
 
-def _finish(gathered: Gathered, state: dict[str, Any], blobs: dict[str, Blob], mapped: list[tuple[int, int]]) -> None:
+def _finish(
+    gathered: Gathered, state: dict[str, Any], models: dict[str, dict[str, Blob]], mapped: list[tuple[int, int]]
+) -> None:
     """Put everything together; the shapes of safetensors tell whose state an optimizer holds."""
-    if blobs:
-        import torch
+    import torch
 
-        shapes = {
+    shapes: dict[str, Any] = {
+        label: {
             name: torch.empty(blob.shape, dtype=getattr(torch, blob.dtype), device="meta")
             for name, blob in blobs.items()
         }
-        state, what = take_optimizers({"model": shapes, **state}, gathered)
-        del state["model"]
-        gathered.weights("model", blobs)
-    else:
-        state, what = take_optimizers(state, gathered)
+        for label, blobs in models.items()
+    }
+    state, what = take_optimizers({**shapes, **state}, gathered)
+    for label, blobs in models.items():
+        del state[label]
+        gathered.weights(label, blobs)
     gathered.values(state, what=what, mapped=mapped)
 
 

@@ -22,7 +22,7 @@ from .boxes import WINDOW
 from .part import Row
 from .tree import top_items
 
-__all__ = ["Gathered", "mapped_ranges"]
+__all__ = ["Gathered", "forget", "mapped_ranges", "streamed"]
 
 _MADV_DONTNEED = 4
 _SAMPLE = 64 << 10
@@ -88,7 +88,7 @@ class Gathered:
                 self.aliases[name] = flat.names[tied[number]]
                 continue
             shape = tuple(tensor.shape)
-            blob = Blob(name, dtype_name(tensor.dtype), shape, partial(_streamed, tensor, mapped), tensor.itemsize)
+            blob = Blob(name, dtype_name(tensor.dtype), shape, partial(streamed, tensor, mapped), tensor.itemsize)
             self.rows.append(Row(name, blob, shape))
 
     def tie_equal(self) -> None:
@@ -134,7 +134,7 @@ def mapped_ranges(path: str) -> list[tuple[int, int]]:
     return [(int(low, 16), int(high, 16)) for low, high in found]
 
 
-def _streamed(tensor: torch.Tensor, mapped: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
+def streamed(tensor: torch.Tensor, mapped: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
     """Yield the bytes of a tensor; pages mapped from a file go back to the kernel behind, or they would all add up."""
     address = tensor.data_ptr()
     whole = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
@@ -146,12 +146,12 @@ def _streamed(tensor: torch.Tensor, mapped: Sequence[tuple[int, int]]) -> Iterat
             part = view[start : start + WINDOW]
             yield part
             if is_mapped and whole:
-                _forget(address + start, len(part))
+                forget(address + start, len(part))
     if is_mapped:
-        _forget(first, last - first)
+        forget(first, last - first)
 
 
-def _forget(address: int, size: int) -> None:
+def forget(address: int, size: int) -> None:
     """Give back clean pages of a private file mapping: they are read from the file again if anybody asks."""
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - first

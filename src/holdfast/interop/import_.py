@@ -14,6 +14,7 @@ from ..format.codec import dumps
 from ..format.commit import PartSummary, commit, sweep
 from ..format.names import MANIFEST_NAME
 from .from_dcp import from_dcp
+from .from_deepspeed import from_deepspeed, is_deepspeed
 from .from_folder import from_hf, from_safetensors, is_hf
 from .from_torch import from_lightning, from_torch
 from .gathered import Gathered
@@ -22,7 +23,7 @@ from .to_dcp import METADATA_NAME
 
 __all__ = ["SOURCES", "Imported", "import_checkpoint"]
 
-SOURCES = ("auto", "safetensors", "torch", "dcp", "hf", "lightning")
+SOURCES = ("auto", "safetensors", "torch", "dcp", "hf", "lightning", "deepspeed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +61,10 @@ def import_checkpoint(
 
     Args:
         source: path or URI: a file of ``torch.save`` (``.pt``, ``.bin``, Lightning's ``.ckpt``), a safetensors file, or
-            a directory of safetensors, of torch.distributed.checkpoint, Transformers or Accelerate.
+            a directory of safetensors, of torch.distributed.checkpoint, Transformers, Accelerate or DeepSpeed.
         destination: path or URI of the new checkpoint.
-        format: "safetensors", "torch", "dcp", "hf" (Transformers and Accelerate), "lightning"; "auto" looks at it.
+        format: "safetensors", "torch", "dcp", "hf" (Transformers and Accelerate), "lightning",
+            "deepspeed"; "auto" looks at it.
         trusted: for torch files of old or with objects of classes: make these, which runs what the file says. Only for
             files from people you trust.
         overwrite: replace a committed checkpoint at the destination.
@@ -115,10 +117,12 @@ def _kind(path: str) -> str:
     """Tell what a file or directory is."""
     if os.path.isdir(path):
         names = os.listdir(path)
-        if MANIFEST_NAME in names:
-            raise ConfigError(f"{path} is a checkpoint of Holdfast already: nothing to import")
+        if is_deepspeed(path):
+            return "deepspeed"  # this and the next also if reported as they were, and so with a manifest of ours
         if METADATA_NAME in names:
             return "dcp"
+        if MANIFEST_NAME in names:
+            raise ConfigError(f"{path} is a checkpoint of Holdfast already: nothing to import")
         if is_hf(path):
             return "hf"
         if any(name.endswith(".safetensors") for name in names):
@@ -133,7 +137,7 @@ def _kind(path: str) -> str:
 
 
 def _gather(path: str, kind: str, stack: ExitStack, *, trusted: bool) -> Gathered:
-    if kind in ("dcp", "hf") and not os.path.isdir(path):
+    if kind in ("dcp", "deepspeed", "hf") and not os.path.isdir(path):
         raise ConfigError(f"{path} is a file: {kind} is a directory")
     if kind in ("torch", "lightning") and os.path.isdir(path):
         raise ConfigError(f"{path} is a directory: {kind} is one file")
@@ -141,6 +145,8 @@ def _gather(path: str, kind: str, stack: ExitStack, *, trusted: bool) -> Gathere
         return from_dcp(path, stack)
     if kind == "hf":
         return from_hf(path, stack, trusted=trusted)
+    if kind == "deepspeed":
+        return from_deepspeed(path, trusted=trusted)
     if kind == "safetensors":
         return from_safetensors(path, stack)
     return (from_lightning if kind == "lightning" else from_torch)(path, trusted=trusted)

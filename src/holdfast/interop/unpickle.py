@@ -27,6 +27,7 @@ from ..errors import CorruptCheckpointError, UnsupportedStateError
 __all__ = ["MAX_METADATA", "Opaque", "is_zip", "read_metadata", "read_torch", "read_torch_stream"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
 _ALLOWED_IN_METADATA = {
     _METADATA: frozenset(
         {
@@ -40,6 +41,8 @@ _ALLOWED_IN_METADATA = {
             "_MEM_FORMAT_ENCODING",
         }
     ),
+    # Plain data too: Megatron-Core keeps the plans of its ranks there.
+    _PLANNER: frozenset({"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"}),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
     "torch.serialization": frozenset({"_get_layout"}),
     "torch": frozenset({"Size"}),  # and dtypes
@@ -93,10 +96,12 @@ class _MetadataUnpickler(_Guarded):
 @cache
 def _metadata_types() -> tuple[type, ...]:
     import torch.distributed.checkpoint.metadata as theirs
+    import torch.distributed.checkpoint.planner as plans
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     names = _ALLOWED_IN_METADATA[_METADATA] - {"_MEM_FORMAT_ENCODING"}
-    return (_StorageInfo, *(getattr(theirs, name) for name in sorted(names)))
+    planned = [found for name in sorted(_ALLOWED_IN_METADATA[_PLANNER]) if (found := getattr(plans, name, None))]
+    return (_StorageInfo, *(getattr(theirs, name) for name in sorted(names)), *planned)
 
 
 def _text_of_path(*parts: str) -> str:

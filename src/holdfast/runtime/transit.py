@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import io
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -46,7 +48,7 @@ def pack_call(function: Callable[..., Any], config: Any = None) -> bytes:
     """
     _by_value_if_not_importable(function)
     try:
-        return bytes(cloudpickle.dumps((function, config)))
+        return _dumps((function, config))
     except Exception as error:  # noqa: BLE001 - pickling runs code of any kind; what is wrong is found out below
         failure = error
     for name, value in (("train_func", function), ("train_loop_config", config)):
@@ -61,7 +63,7 @@ def pack_value(value: Any, name: str) -> bytes:
         ConfigError: it cannot be pickled; the message names it and, in a mapping or function, the part.
     """
     try:
-        return bytes(cloudpickle.dumps(value))
+        return _dumps(value)
     except Exception as error:
         path, culprit = _culprit(value, name)
         raise ConfigError(
@@ -84,6 +86,21 @@ def unpack_call(data: bytes) -> tuple[Callable[..., Any], Any]:
     return function, config
 
 
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle sends along what a function may mean by ``torch`` and ``.ops``: ``torch.ops``, no plain module."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)
+        return super().reducer_override(obj)
+
+
+def _dumps(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
 def _by_value_if_not_importable(function: Callable[..., Any]) -> None:
     """Send a module by value that workers could not import, such as one made with `runpy` or a notebook's loader."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
@@ -100,7 +117,7 @@ def _culprit(value: Any, path: str, depth: int = 4) -> tuple[str, Any]:
     """Walk to the smallest named part that does not pickle."""
     for name, part in _parts(value, path) if depth else ():
         try:
-            cloudpickle.dumps(part)
+            _dumps(part)
         except Exception:  # noqa: BLE001 - the same failure again, one level down
             return _culprit(part, name, depth - 1)
     return path, value

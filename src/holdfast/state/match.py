@@ -298,9 +298,9 @@ class Matcher:
         """Plan reading every tensor in a stored value into new memory; `filled` gives the value afterwards."""
         for ref in self._refs(saved):
             if ref.value is None:
+                entry = self.stored.entry(ref.name)  # first: what it is tied to may be in an index not read so far
                 source = self.stored.aliases.get(ref.name, ref.name)
                 if source not in self._fresh:
-                    entry = self.stored.entry(ref.name)
                     self._fresh[source] = torch.empty(entry.shape, dtype=arrays.dtype_of(entry.dtype))
                     self.targets.append(source, self._fresh[source])
                 ref.value = self._fresh[source]

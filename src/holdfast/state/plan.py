@@ -56,7 +56,7 @@ def signature(flat: Flat) -> Signature:
         [tensor.shape for tensor in flat.tensors],
         flat.files,
         flat.frozen,
-        _aliases(flat.tensors, flat.regions),
+        _aliases(flat),
         flat.own,
         flat.replicated,
         flat.regions,
@@ -75,13 +75,20 @@ def fits(sig: Signature, flat: Flat) -> bool:
         and sig.replicated == flat.replicated
         and sig.own == flat.own
         and sig.regions == flat.regions
-        and sig.aliases == _aliases(tensors, flat.regions)
+        and sig.aliases == _aliases(flat)
     )
 
 
-def _aliases(tensors: list[torch.Tensor], regions: dict[int, Region]) -> dict[int, int]:
-    """Find tensors that are the same memory seen the same way (tied weights)."""
+def _aliases(flat: Flat) -> dict[int, int]:
+    """Find tensors that are the same memory seen the same way (tied weights).
+
+    Raises:
+        UnsupportedStateError: a tensor has no memory (any more).
+    """
+    tensors, regions = flat.tensors, flat.regions
     pointers = [tensor.data_ptr() for tensor in tensors]
+    if 0 in pointers:
+        _check_memory(flat, pointers)
     if len(set(pointers)) == len(pointers):
         return {}
     first: dict[tuple[object, ...], int] = {}
@@ -95,6 +102,15 @@ def _aliases(tensors: list[torch.Tensor], regions: dict[int, Region]) -> dict[in
         if original != number:
             aliases[number] = original
     return aliases
+
+
+def _check_memory(flat: Flat, pointers: list[int]) -> None:
+    for name, tensor, pointer in zip(flat.names, flat.tensors, pointers, strict=True):
+        if not pointer and tensor.is_cpu and tensor.numel():
+            raise UnsupportedStateError(
+                f"{name!r}, a tensor of shape {list(tensor.shape)}, has no memory: somebody has freed its storage (fully "
+                "sharded modules do that with gathered parameters): save between two steps"
+            )
 
 
 @dataclass(slots=True)

@@ -12,10 +12,12 @@ import ctypes
 import mmap
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,14 +25,15 @@ from ..errors import CorruptCheckpointError, StateMismatchError, StorageNotFound
 from ..format.digest import CHUNK, chunk_digests
 from ..storage.base import FileReader, Storage
 from ..writer.side import Side
+from .feed import BLOCK, Feed, split
 from .memory import move
+
+if TYPE_CHECKING:
+    from .shared_reads import Block, FileBlocks, SharedReads
 
 __all__ = ["BATCH", "Digests", "ReadRequest", "is_direct", "read_tensors"]
 
-_BLOCK = 2 << 20  # read and checked at a time: near enough for the cache, and few turns at the interpreter lock
-_AHEAD = 32 << 20  # the storage is told what will be read this far ahead
 _DIRECT = 4 * CHUNK  # a tensor with fewer whole chunks than this is not worth blocks of its own
-_HINT = 8 << 20  # in steps of this size
 BATCH = 32 << 20  # tensors that need a detour (other device, dtype, strides) are read in batches of this size
 
 
@@ -63,16 +66,20 @@ class Digests:
 
     tables: Mapping[str, bytes]
 
+    def fit(self, file: str, first_chunk: int, view: memoryview) -> bool:
+        """Tell whether a block of whole chunks is what was written; a file without a table matches nothing."""
+        found = chunk_digests(view)
+        return found == self.tables.get(file, b"")[8 * first_chunk : 8 * first_chunk + len(found)]
+
     def check(self, file: str, first_chunk: int, view: memoryview, names: Callable[[int, int], str | None]) -> None:
         """Compare a block of whole chunks with the table.
 
         Raises:
             CorruptCheckpointError: naming the file, the chunk and the tensor it belongs to.
         """
-        table = self.tables.get(file, b"")  # a file without a table matches nothing
-        found = chunk_digests(view)
-        if found == table[8 * first_chunk : 8 * first_chunk + len(found)]:
+        if self.fit(file, first_chunk, view):
             return
+        table, found = self.tables.get(file, b""), chunk_digests(view)
         for number in range(len(found) // 8):
             at = 8 * (first_chunk + number)
             if found[8 * number : 8 * number + 8] != table[at : at + 8]:
@@ -94,6 +101,7 @@ def read_tensors(
     digests: Digests | None,
     *,
     progress: Callable[[int], None] | None = None,
+    shared: SharedReads | None = None,
 ) -> int:
     """Read every request; blocks until done. Returns the number of bytes read from the storage.
 
@@ -102,6 +110,7 @@ def read_tensors(
         requests: what to read, in any order.
         digests: tables to check against; None reads unchecked.
         progress: told the bytes of each finished block, from worker threads.
+        shared: what other ranks of this machine read as well.
 
     Raises:
         CorruptCheckpointError: a chunk differs from its digest. Targets may be partly written by then.
@@ -117,13 +126,12 @@ def read_tensors(
             rows = sorted(by_file[file], key=attrgetter("offset"))
             with _open(storage, file, rows) as reader:
                 job = _FileJob(reader, file, digests, side, progress)
-                for batch in _apart(rows):
-                    direct: list[ReadRequest] = []
-                    detours: list[ReadRequest] = []
-                    for row in batch:
-                        (direct if row.within is None and is_direct(row.target, row.dtype) else detours).append(row)
-                    total += job.read(direct, [row.target.data_ptr() for row in direct])
-                    total += job.read_detours(detours)
+                for number, batch in enumerate(_apart(rows)):
+                    # Shared blocks come in the order of the file, so only one pass can take from them.
+                    job.shared = shared.file(file) if shared is not None and number == 0 else None
+                    total += job.read_all(batch)
+            if shared is not None:
+                shared.done_with(file)
     return total
 
 
@@ -161,6 +169,38 @@ def _apart(rows: list[ReadRequest]) -> list[list[ReadRequest]]:
 
 def _span(row: ReadRequest) -> tuple[int, int, bool]:
     return row.offset, row.nbytes, row.within is not None
+
+
+def _groups(rows: list[ReadRequest]) -> Iterator[list[tuple[list[ReadRequest], bool]]]:
+    """Cut rows into groups whose detours need little memory: the rows of each range, and whether by a detour."""
+    group: list[tuple[list[ReadRequest], bool]] = []
+    size = 0
+    for _, same in groupby(rows, _span):
+        members = list(same)
+        first = members[0]
+        detour = first.within is not None or not is_direct(first.target, first.dtype)
+        if detour:
+            if size and size + first.nbytes > BATCH:
+                yield group
+                group, size = [], 0
+            size += first.nbytes
+        group.append((members, detour))
+    if group:
+        yield group
+
+
+def _address(row: ReadRequest) -> int:
+    """Return where the bytes of a row go; refuses to write a byte beyond the memory of its target."""
+    target, memory = row.target, row.target.untyped_storage()
+    end = target.storage_offset() * target.itemsize + row.nbytes
+    if target.nbytes != row.nbytes or end > memory.nbytes():
+        raise StateMismatchError(
+            f"{row.name}: {row.nbytes} bytes are to be read into a tensor of {target.nbytes} whose memory ends after "
+            f"{memory.nbytes() - end + row.nbytes}: its memory was freed or resized (fully sharded parameters while "
+            "they are gathered, say); load between two steps",
+            problems=(f"wrong: {row.name}",),
+        )
+    return target.data_ptr()
 
 
 def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -203,67 +243,98 @@ class _FileJob:
         progress: Callable[[int], None] | None,
     ) -> None:
         self.reader, self.file, self.digests, self.side, self.progress = reader, file, digests, side, progress
+        self.shared: FileBlocks | None = None
         self.rows: Sequence[ReadRequest] = ()
         self.starts: list[int] = []
         self.addresses: list[int] = []
         self.failed = threading.Event()
+        self.alone = 0  # bytes of shared blocks that nobody read for us
+
+    def read_all(self, rows: list[ReadRequest]) -> int:
+        """Read rows (sorted by offset) from the first to the last; those whose targets are no plain memory by a detour.
+
+        These go into a temporary batch, from where torch copies them.
+        """
+        total = 0
+        for group in _groups(rows):
+            heads, addresses, detours = [], [], []
+            for members, detour in group:
+                head = members[0]
+                heads.append(head)
+                if detour:
+                    memory = torch.empty(head.nbytes, dtype=torch.uint8)
+                    detours.append((members, memory))
+                    addresses.append(memory.data_ptr())
+                else:
+                    addresses.append(_address(head))
+            total += self.read(heads, addresses)
+            for members, memory in detours:
+                for row in members:
+                    shape, wanted = row.within or (row.target.shape, ...)
+                    _copy_into(row.target, memory.view(row.dtype).view(shape)[wanted], row.name)
+        return total
 
     def read(self, rows: Sequence[ReadRequest], addresses: list[int]) -> int:
         """Read rows (sorted by offset) to plain memory addresses."""
         if not rows:
             return 0
-        self.rows, self.addresses, self.starts = rows, addresses, [row.offset for row in rows]
-        blocks = self._blocks()
-        feed = _Feed(blocks, self.reader)
+        self.rows, self.addresses, self.starts, self.alone = rows, addresses, [row.offset for row in rows], 0
+        blocks, parts = self._blocks()
+        feed = Feed(blocks, self.reader)
 
-        def work() -> None:
+        def work(parts: Sequence[tuple[int, int, Block]] = ()) -> None:
             # Not closed by hand: the frames of an error hold parts of it, and closing would hide that error.
-            buffer = mmap.mmap(-1, _BLOCK)
+            buffer = mmap.mmap(-1, BLOCK)
             view = memoryview(buffer)
             base = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
             try:
-                while not self.failed.is_set() and (block := feed.take()) is not None:
-                    self._block(*block, view, base)
+                for offset, size, block in parts:
+                    if not self.failed.is_set():
+                        self._shared_block(offset, size, block, view, base)
+                while not self.failed.is_set() and (next_one := feed.take()) is not None:
+                    self._block(*next_one, view, base)
             except BaseException:
                 self.failed.set()
                 raise
 
         other = self.side.run(work) if len(blocks) > 4 else None
         try:
-            work()
+            work(parts)
         finally:
-            error = None if other is None else other.exception()
+            error = None if other is None else self._outcome(other)
         if error is not None:
             raise error
-        return sum(size for _, size, _ in blocks)
+        return sum(size for _, size, _ in blocks) + self.alone
 
-    def read_detours(self, rows: list[ReadRequest]) -> int:
-        """Read rows whose targets are no plain memory: into a temporary batch, then copied by torch."""
-        total = 0
-        start = 0
-        groups = [list(group) for _, group in groupby(rows, _span)]
-        while start < len(groups):
-            stop, size = start, 0
-            while stop < len(groups) and (stop == start or size + groups[stop][0].nbytes <= BATCH):
-                size += groups[stop][0].nbytes
-                stop += 1
-            batch = [group[0] for group in groups[start:stop]]
-            temporary = [torch.empty(row.nbytes, dtype=torch.uint8) for row in batch]
-            total += self.read(batch, [one.data_ptr() for one in temporary])
-            for group, one in zip(groups[start:stop], temporary, strict=True):
-                for row in group:
-                    shape, wanted = row.within or (row.target.shape, ...)
-                    _copy_into(row.target, one.view(row.dtype).view(shape)[wanted], row.name)
-            start = stop
-        return total
+    def _outcome(self, other: Future[None]) -> BaseException | None:
+        """Wait for the other thread, whatever happens: the memory it writes to is the caller's again afterwards."""
+        try:
+            return other.exception()
+        except BaseException:  # a Ctrl-C
+            self.failed.set()
+            other.exception()
+            raise
 
-    def _blocks(self) -> list[tuple[int, int, int]]:
+    def _blocks(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, Block]]]:
         """Cover the wanted ranges with (offset, size, row) blocks of whole chunks; gaps between ranges are left out.
 
-        ``row`` is the number of the row a block lies in as a whole, -1 for a block to be scattered.
+        ``row`` is the number of the row a block lies in as a whole, -1 for a block to be scattered. Apart from these
+        come the ranges of blocks that are shared with other ranks.
         """
         end_of_file = self.reader.size
         blocks: list[tuple[int, int, int]] = []
+        parts: list[tuple[int, int, Block]] = []
+
+        def add(start: int, stop: int, owner: int) -> None:
+            if self.shared is None:
+                split(start, stop, owner, blocks)
+                return
+            for low, high, block in self.shared.cut(start, stop):
+                if block is None:
+                    split(low, high, owner, blocks)
+                else:
+                    parts.append((low, high - low, block))
+
         done = 0  # everything before this is covered
         for number, row in enumerate(self.rows):
             stop = row.offset + row.nbytes
@@ -280,12 +351,12 @@ class _FileJob:
             start = max(done, row.offset // CHUNK * CHUNK)
             last = min(-(-stop // CHUNK) * CHUNK, end_of_file)
             if inner[1] - inner[0] >= _DIRECT and start <= inner[0]:
-                _split(start, inner[0], -1, blocks)
-                _split(inner[0], inner[1], number, blocks)
+                add(start, inner[0], -1)
+                add(inner[0], inner[1], number)
                 start = inner[1]
-            _split(start, last, -1, blocks)
+            add(start, last, -1)
             done = max(done, last)
-        return blocks
+        return blocks, parts
 
     def _block(self, offset: int, size: int, owner: int, buffer: memoryview, base: int) -> None:
         if owner >= 0:
@@ -301,6 +372,23 @@ class _FileJob:
         if self.progress is not None:
             self.progress(size)
 
+    def _shared_block(self, offset: int, size: int, block: Block, buffer: memoryview, base: int) -> None:
+        """Take a range from the rank that reads it; read it ourselves if there is none, or not what was written."""
+        assert self.shared is not None
+        found = self.shared.take(block, offset, size)
+        if found is None or not self._is_good(offset, found[0]):
+            self._block(offset, size, -1, buffer, base)
+            self.alone += size
+            return
+        view, address = found
+        self._scatter(offset, offset + size, address)
+        del view  # kept the memory until here
+        if self.progress is not None:
+            self.progress(size)
+
+    def _is_good(self, offset: int, view: memoryview) -> bool:
+        return self.digests is None or self.digests.fit(self.file, offset // CHUNK, view)
+
     def _scatter(self, offset: int, end: int, base: int) -> None:
         starts, rows, addresses = self.starts, self.rows, self.addresses
         for number in range(max(0, bisect_right(starts, offset) - 1), bisect_left(starts, end)):
@@ -315,49 +403,3 @@ class _FileJob:
             if row.offset < stop and row.offset + row.nbytes > start:
                 return row.name
         return None
-
-
-class _Feed:
-    """Hands blocks to the threads in file order and tells the storage what comes next."""
-
-    def __init__(self, blocks: list[tuple[int, int, int]], reader: FileReader) -> None:
-        self._blocks, self._reader = blocks, reader
-        self._next = self._hinted = 0
-        self._lock = threading.Lock()
-
-    def take(self) -> tuple[int, int, int] | None:
-        """Return the next block, None at the end."""
-        with self._lock:
-            if self._next == len(self._blocks):
-                return None
-            block = self._blocks[self._next]
-            self._next += 1
-            while self._hinted < len(self._blocks) and self._blocks[self._hinted][0] < block[0] + _AHEAD:
-                self._hint()
-            return block
-
-    def _hint(self) -> None:
-        start, stop = self._blocks[self._hinted][0], self._blocks[self._hinted][0]
-        while self._hinted < len(self._blocks) and stop - start < _HINT:
-            offset, size, _ = self._blocks[self._hinted]
-            if offset != stop:
-                break
-            stop += size
-            self._hinted += 1
-        self._reader.will_read(start, stop - start)
-
-
-def _split(start: int, stop: int, owner: int, blocks: list[tuple[int, int, int]]) -> None:
-    """Append blocks for a range; one to be scattered goes on with the block before it while there is room."""
-    while start < stop:
-        if owner < 0 and blocks:
-            offset, size, before = blocks[-1]
-            room = _BLOCK - size
-            if before < 0 and offset + size == start and room > 0:
-                take = min(room, stop - start)
-                blocks[-1] = (offset, size + take, -1)
-                start += take
-                continue
-        size = min(_BLOCK, stop - start)
-        blocks.append((start, size, owner))
-        start += size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,9 @@ from ..format.strict_json import paused_gc
 from ..storage.base import Storage
 from .fill import fill
 from .match import Matcher, Problems
-from .reader import read_tensors
+from .reader import ReadRequest, read_tensors
 from .selection import Selection
+from .shared_reads import Swap, no_part, reading_together, tensor_files
 from .stored import Stored, open_stored
 from .targets import Targets
 from .values import ObjectNode, PerRankNode, TensorRef
@@ -46,7 +47,7 @@ class Loaded:
 
 @paused_gc()
 def load_state(
-    storage: Storage,
+    storage: Storage | Stored,
     into: Mapping[Any, Any] | None = None,
     *,
     only: str | Iterable[str] | None = None,
@@ -61,12 +62,14 @@ def load_state(
     rank: int = 0,
     world_size: int | None = None,
     progress: Callable[[int], None] | None = None,
+    swap: Swap | None = None,
 ) -> Loaded:
-    """Load the checkpoint at the root of ``storage``. See `holdfast.load` for the arguments.
+    """Load the checkpoint at the root of ``storage``, or an opened one. See `holdfast.load` for the arguments.
 
     ``lenient`` names (or globs) what need not fit: the rest is checked as ever, and what does not fit is listed as not
     restored. With ``world_size``, the number of ranks that load, generators and values of single ranks follow the rules
-    for another number of ranks than have saved.
+    for another number of ranks than have saved. With ``swap`` all ranks load together, and those of one machine
+    read what several of them need once.
 
     Raises:
         StateMismatchError: ``into`` and the checkpoint do not fit; nothing was changed.
@@ -74,17 +77,26 @@ def load_state(
     """
     selection = Selection(only, skip, rename)
     allowed = (allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing)
-    stored = open_stored(storage, rank=rank, world_size=world_size)
-    selection.check(paths(stored))
-    if into is None:
-        return _load_fresh(stored, selection, dtype, map_location, verify=verify, progress=progress)
     device = None if map_location is None else torch.device(map_location)
-    matcher = Matcher(stored, selection, allow_missing=allowed, cast=dtype, rank=rank, device=device)
-    state = matcher.run(into)
-    if strict and (refused := matcher.problems.without(tuple(lenient))):
-        raise _mismatch(refused, storage.uri)
+    try:
+        stored = _opened(storage, rank, world_size, own_first=into is not None)
+        selection.check(paths(stored))
+        if into is None:
+            tree, requests = _plan_fresh(stored, selection, dtype, device)
+            matcher = None
+        else:
+            matcher = Matcher(stored, selection, allow_missing=allowed, cast=dtype, rank=rank, device=device)
+            state, requests = matcher.run(into), matcher.targets.requests
+            if strict and (refused := matcher.problems.without(tuple(lenient))):
+                raise _mismatch(refused, stored.storage.uri)
+    except Exception:
+        if swap is not None:
+            no_part(swap)
+        raise
     with torch.no_grad():
-        read = read_tensors(storage, matcher.targets.requests, stored.digests if verify else None, progress=progress)
+        read = _read(stored, requests, swap, verify=verify, progress=progress)
+        if matcher is None:
+            return Loaded(fill(tree, stored.per_rank), bytes_read=read)
         for action in matcher.actions:
             action()
         state = matcher.filled(state)
@@ -95,19 +107,35 @@ def load_state(
     return Loaded(state, matcher.restored, matcher.not_restored, read, matcher.notes)
 
 
-def _load_fresh(
+def _opened(storage: Storage | Stored, rank: int, world_size: int | None, *, own_first: bool) -> Stored:
+    if isinstance(storage, Stored):
+        return storage
+    return open_stored(storage, rank=rank, world_size=world_size, own_first=own_first)
+
+
+def _read(
     stored: Stored,
-    selection: Selection,
-    dtype: torch.dtype | None,
-    map_location: torch.device | str | None,
+    requests: Sequence[ReadRequest],
+    swap: Swap | None,
     *,
     verify: bool,
     progress: Callable[[int], None] | None,
-) -> Loaded:
-    """Load without a live state: everything selected comes back as nested dicts with new tensors."""
+) -> int:
+    """Read, alone or together with other ranks; returns the bytes that this one has read."""
+    digests = stored.digests_of({one.file for one in requests}) if verify else None
+    if swap is None:
+        return read_tensors(stored.storage, requests, digests, progress=progress)
+    with reading_together(stored.storage, tensor_files(stored.manifest), requests, swap) as shared:
+        read = read_tensors(stored.storage, requests, digests, progress=progress, shared=shared)
+    return read + (0 if shared is None else shared.bytes_read)
+
+
+def _plan_fresh(
+    stored: Stored, selection: Selection, dtype: torch.dtype | None, device: torch.device | None
+) -> tuple[Any, list[ReadRequest]]:
+    """Plan a load without a live state: everything selected comes back as nested dicts with new tensors."""
     tree = stored.tree if selection.everything else select(stored.tree, "", selection)
     targets = Targets(stored)
-    device = torch.device("cpu" if map_location is None else map_location)
     by_tensor: dict[str, torch.Tensor] = {}
     for ref in _live_refs(tree, stored):
         original = stored.aliases.get(ref.name, ref.name)
@@ -115,12 +143,11 @@ def _load_fresh(
             entry = stored.entry(ref.name)
             own = targets.dtype(entry.dtype)
             cast = dtype if dtype is not None and own.is_floating_point and ref.kind != "array" else own
-            home = torch.device("cpu") if ref.kind == "array" else device
+            home = torch.device("cpu") if ref.kind == "array" or device is None else device
             by_tensor[original] = torch.empty(entry.shape, dtype=cast, device=home)
             targets.append(original, by_tensor[original])
         ref.value = by_tensor[original]
-    read = read_tensors(stored.storage, targets.requests, stored.digests if verify else None, progress=progress)
-    return Loaded(fill(tree, stored.per_rank), bytes_read=read)
+    return tree, targets.requests
 
 
 def select(value: Any, path: str, selection: Selection) -> Any:

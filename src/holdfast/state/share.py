@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Share", "divide", "share_of"]
 
+# Rank 0 writes them all (the step counts of optimizers, say): with its own index and that of rank 0, a rank of what is
+# spread over ranks then has all it needs to load.
+_SMALL = 64  # bytes
 _SAMPLED = 64  # tensors whose values the ranks compare
 
 
@@ -97,6 +100,7 @@ def share_of(sig: Signature, sizes: Sequence[int], *, rank: int, num_ranks: int)
     names, lengths = [sig.names[one] for one in divided], [sizes[one] for one in divided]
     frozen = frozenset(place for place, one in enumerate(divided) if one in sig.frozen)
     owners = divide(names, lengths, num_ranks, last=frozen)
+    owners = [0 if size <= _SMALL else owner for owner, size in zip(owners, lengths, strict=True)]
     writes = {one for one, owner in zip(divided, owners, strict=True) if owner == rank}
     writes.update(number for number in own if number not in aliases)
     boxes, shared_boxes = _of_regions(sig, sizes, aliases, rank=rank, num_ranks=num_ranks)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from ..errors import CorruptCheckpointError, StorageNotFoundError
@@ -21,9 +22,10 @@ from . import arrays
 from .reader import Digests
 from .values import ObjectNode, PerRankNode, TensorRef
 
-__all__ = ["Stored", "open_stored", "unite"]
+__all__ = ["Stored", "decode_tree", "open_stored", "unite"]
 
 _LOG = logging.getLogger("holdfast.state")
+_FEW = 2  # so many indexes are read at once
 _MAX_JSON = 2 << 30  # bound for index and state files before they are read
 
 
@@ -60,20 +62,58 @@ class Stored:
     resized: int | None = None
     parts: dict[int, FileEntry] = field(default_factory=dict)
     _said: bool = False
+    _indexes: list[Index] = field(default_factory=list)
+    _unread: list[FileEntry] = field(default_factory=list)  # indexes of other ranks, which may not be needed
+    _lazy_digests: bool = False
 
     def entry(self, name: str) -> TensorEntry:
         """Return where a tensor is stored, through its tie if it has one."""
         found = self.entries.get(self.aliases.get(name, name))
+        if found is None and self.complete():
+            found = self.entries.get(self.aliases.get(name, name))
         if found is None:
             raise CorruptCheckpointError(
                 f"the structure names a tensor {name!r} that no index lists: the checkpoint is damaged", tensor=name
             )
         return found
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the indexes of all ranks have been read; else ``entries`` may lack tensors, and pieces of them."""
+        return not self._unread
+
+    def complete(self) -> bool:
+        """Read the indexes of all ranks; False if that has been done already.
+
+        Raises:
+            CorruptCheckpointError: one is damaged, or they do not go together.
+        """
+        if not self._unread:
+            return False
+        sizes = {entry.path: entry.size for entry in self.manifest.files}
+        found = [*self._indexes, *(_read_index(self.storage, entry, sizes) for entry in self._unread)]
+        self._unread, self._indexes, self.entries, self.aliases = [], [], {}, {}
+        unite(self, sorted(found, key=attrgetter("writer")))
+        _check_lost(self)
+        return True
+
+    def digests_of(self, files: Collection[str]) -> Digests:
+        """Return the digests of some files.
+
+        Raises:
+            CorruptCheckpointError: they are damaged.
+        """
+        if not self._lazy_digests:
+            return self.digests
+        wanted = [entry for entry in self.manifest.files if entry.path in files and entry.chunks is not None]
+        paths = {entry.chunks[0] for entry in wanted if entry.chunks is not None}
+        tables = {entry.path: _checked(self.storage, entry) for entry in self.manifest.files if entry.path in paths}
+        return Digests(dict(_tables(wanted, tables)))
+
     def part(self, rank: int) -> dict[str, Any] | None:
         """Read what a rank stored for itself; None if there is no such rank."""
         entry = self.parts.get(rank)
-        return None if entry is None else _decode(_checked(self.storage, entry), entry.path, {})
+        return None if entry is None else decode_tree(_checked(self.storage, entry), entry.path, {})
 
     def say_borrowed(self) -> None:
         """Log, once, that values kept per rank come from another rank than this one."""
@@ -85,64 +125,77 @@ class Stored:
             )
 
 
-def open_stored(storage: Storage, *, rank: int = 0, world_size: int | None = None) -> Stored:
+def open_stored(storage: Storage, *, rank: int = 0, world_size: int | None = None, own_first: bool = False) -> Stored:
     """Open the checkpoint at the root of ``storage``: reads manifest, indexes and structure, checks their digests.
 
     Args:
         storage: rooted at the checkpoint.
         rank: whose own values are wanted.
         world_size: how many ranks load; None: as many as have saved, if this rank is one of these.
+        own_first: of many ranks' indexes read that of this rank and that of rank 0, which is all that a rank needs in
+            the layout it has saved in; `Stored.complete` reads the others when something is missing. Digests are read
+            when they are asked for (`Stored.digests_of`).
 
     Raises:
         CheckpointNotFoundError, IncompleteCheckpointError: there is no committed checkpoint.
         CorruptCheckpointError: a small file differs from its digest, or a rank's part is missing.
     """
     manifest = read_manifest(storage, "")
-    stored = Stored(storage, manifest)
-    tables: dict[str, bytes] = {}
-    for entry in manifest.files:
-        if entry.role == "digests":
-            tables[entry.path] = _checked(storage, entry)
-    stored.digests = Digests(dict(_tables(manifest, tables)))
+    stored = Stored(storage, manifest, _lazy_digests=own_first)
+    if not own_first:
+        tables = {entry.path: _checked(storage, entry) for entry in manifest.files if entry.role == "digests"}
+        stored.digests = Digests(dict(_tables(manifest.files, tables)))
     sizes = {entry.path: entry.size for entry in manifest.files}
+    now = world_size if world_size is not None else max(manifest.world_size, rank + 1)
+    stored.resized = now if now != manifest.world_size else None
+    listed = [entry for entry in manifest.files if entry.role == "index"]
+    if own_first and stored.resized is None and len(listed) > _FEW:
+        stored._unread = [entry for entry in listed if entry.writer not in (0, rank)]
+    unread = {entry.path for entry in stored._unread}
     indexes: list[Index] = []
     ranks: dict[int, FileEntry] = {}
     for entry in manifest.files:
-        if entry.role == "index":
-            index = Index.from_bytes(
-                _checked(storage, entry), where=entry.path, save_id=_save_id(entry.path), sizes=sizes
-            )
-            missing = [path for path in index.files if path not in sizes]
-            if missing:
-                raise CorruptCheckpointError(
-                    f"{entry.path} refers to {missing[0]}, which the manifest does not list", file=entry.path
-                )
-            indexes.append(index)
+        if entry.role == "index" and entry.path not in unread:
+            indexes.append(_read_index(storage, entry, sizes))
         elif entry.role == "state":
-            stored.tree = _decode(_checked(storage, entry), entry.path, stored.refs)
+            stored.tree = decode_tree(_checked(storage, entry), entry.path, stored.refs)
         elif entry.role == "rank":
             ranks[entry.writer] = entry
     if stored.tree is None:
         raise CorruptCheckpointError("the manifest lists no state file: this checkpoint holds no state to load")
     unite(stored, indexes)
     stored.parts = ranks
-    now = world_size if world_size is not None else max(manifest.world_size, rank + 1)
-    stored.resized = now if now != manifest.world_size else None
     if chosen := ranks.get(rank) or ranks.get(0):
         refs: dict[str, TensorRef] = {}
-        stored.per_rank = _decode(_checked(storage, chosen), chosen.path, refs)
+        stored.per_rank = decode_tree(_checked(storage, chosen), chosen.path, refs)
         stored.refs.update(refs)
         stored.borrowed = chosen.writer != rank
-        stored.own = frozenset(refs) if len(indexes) > 1 else frozenset()
-    if len(indexes) > 1:
-        lost = stored.refs.keys() - stored.entries.keys() - stored.aliases.keys()
-        if lost:
-            stored.entry(min(lost))
+        stored.own = frozenset(refs) if len(listed) > 1 else frozenset()
+    _check_lost(stored)
     return stored
 
 
+def _read_index(storage: Storage, entry: FileEntry, sizes: Mapping[str, int]) -> Index:
+    data = _checked(storage, entry)
+    index = Index.from_bytes(data, where=entry.path, save_id=_save_id(entry.path), sizes=sizes)
+    missing = [path for path in index.files if path not in sizes]
+    if missing:
+        raise CorruptCheckpointError(
+            f"{entry.path} refers to {missing[0]}, which the manifest does not list", file=entry.path
+        )
+    return index
+
+
+def _check_lost(stored: Stored) -> None:
+    """See that several indexes list all tensors of the structure."""
+    if stored.is_complete and sum(entry.role == "index" for entry in stored.manifest.files) > 1:
+        lost = stored.refs.keys() - stored.entries.keys() - stored.aliases.keys()
+        if lost:
+            stored.entry(min(lost))
+
+
 def unite(stored: Stored, indexes: Sequence[Index]) -> None:
-    """Put the indexes of all writers together.
+    """Put the indexes of all writers together; those of some of them if others are left for later.
 
     Raises:
         CorruptCheckpointError: one is missing, or two of them do not go together.
@@ -151,7 +204,9 @@ def unite(stored: Stored, indexes: Sequence[Index]) -> None:
         stored.entries, stored.aliases = indexes[0].tensors, indexes[0].aliases
         return
     where = stored.storage.uri
-    if problem := disagreement({index.writer: index.division for index in indexes}):
+    if not stored.is_complete:
+        stored._indexes = list(indexes)
+    elif problem := disagreement({index.writer: index.division for index in indexes}):
         raise CorruptCheckpointError(f"{where}: {problem}: this checkpoint is damaged; use another one")
     writers: dict[str, int] = {}
     pieces: dict[str, list[Piece]] = {}  # of tensors that several ranks have boxes of
@@ -204,9 +259,9 @@ def _checked(storage: Storage, entry: FileEntry) -> bytes:
     return bytes(data)
 
 
-def _tables(manifest: Manifest, tables: dict[str, bytes]) -> Iterator[tuple[str, bytes]]:
+def _tables(files: Iterable[FileEntry], tables: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
     """Cut the digest tables of the files out of the tables of their writers, and check them against the manifest."""
-    for entry in manifest.files:
+    for entry in files:
         if entry.chunks is None:
             continue
         path, offset = entry.chunks
@@ -219,7 +274,9 @@ def _tables(manifest: Manifest, tables: dict[str, bytes]) -> Iterator[tuple[str,
         yield entry.path, table
 
 
-def _decode(data: bytes, where: str, refs: dict[str, TensorRef]) -> Any:
+def decode_tree(data: bytes, where: str, refs: dict[str, TensorRef]) -> Any:
+    """Return the structure that a state file describes; its tensors go to ``refs`` by name."""
+
     def tensor(name: str, kind: str = "tensor", **extra: Any) -> TensorRef:
         ref = refs.setdefault(name, TensorRef(name, kind))
         ref.extra = {**ref.extra, **extra}

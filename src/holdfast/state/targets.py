@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from operator import sub
 
 import torch
 
@@ -110,16 +111,23 @@ class Targets:
     def _boxes(self, entry: TensorEntry, dtype: torch.dtype, parts: list[tuple[Box, torch.Tensor]]) -> None:
         """Read boxes of a tensor, each into memory of its own, from stored boxes that may be others."""
         stored = [(piece, box_of(piece, entry.shape)) for piece in entry.pieces]
+        if not self.stored.is_complete and not _made_up(parts, [box for _, box in stored]):
+            self.stored.complete()
+            entry = self.stored.entry(entry.name)
+            stored = [(piece, box_of(piece, entry.shape)) for piece in entry.pieces]
         if entry.name not in self._complete:
             short = [box for piece, box in stored if piece.nbytes != prod(box.shape) * dtype.itemsize]
             problem = f"its bytes do not make {entry.dtype} {list(short[0].shape)}" if short else None
-            if problem := problem or flaw(entry.shape, (box for _, box in stored)):
+            if not problem and self.stored.is_complete:
+                problem = flaw(entry.shape, (box for _, box in stored))
+            if problem:
                 raise CorruptCheckpointError(
                     f"tensor {entry.name!r}: {problem}: this checkpoint is damaged; use another one",
                     file=entry.pieces[0].file if entry.pieces else None,
                     tensor=entry.name,
                 )
-            self._complete.add(entry.name)
+            if self.stored.is_complete:
+                self._complete.add(entry.name)
         for wanted, target in parts:
             for piece, box in stored:
                 common = overlap(box, wanted)
@@ -135,6 +143,16 @@ def box_of(piece: Piece, shape: tuple[int, ...]) -> Box:
     """Return the part of a tensor of ``shape`` that a piece is."""
     start, size = piece.box_start, piece.box_shape
     return _whole(shape) if start is None or size is None else Box(start, size)
+
+
+def _made_up(parts: list[tuple[Box, torch.Tensor]], stored: list[Box]) -> bool:
+    """Tell whether stored boxes, of which not all may be known, make up all that is wanted, each element once."""
+    for wanted, _ in parts:
+        found = [common for box in stored if (common := overlap(box, wanted)) is not None]
+        moved = (tuple(map(sub, one.start, wanted.start)) for one in found)
+        if flaw(wanted.shape, [Box(start, one.shape) for start, one in zip(moved, found, strict=True)]):
+            return False
+    return True
 
 
 def _within(target: torch.Tensor, box: Box, part: Box) -> torch.Tensor:

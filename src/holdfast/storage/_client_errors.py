@@ -17,6 +17,7 @@ from ..errors import (
     StorageFullError,
     StorageNotFoundError,
     StoragePermissionError,
+    StorageUnavailableError,
 )
 from .ops import translate
 
@@ -65,12 +66,13 @@ def translate_client(error: Exception, action: str, where: str) -> StorageError:
     if status == 507:
         return StorageFullError(f"{head}; free some space or use another place")
     if status:
-        return StorageError(f"{head}; the server answered {status}: try again, and look at its log")
+        kind = StorageUnavailableError if status >= 500 or status in (408, 429) else StorageError
+        return kind(f"{head}; the server answered {status}: try again, and look at its log")
     if isinstance(error, FileNotFoundError):
         # With another exception below it, it is the client's guess: the server may only have been out of reach.
         if all(isinstance(one, (FileNotFoundError, NotADirectoryError, LookupError)) for one in chain):
             return StorageNotFoundError(f"{head}; check the path: there is no such object")
-        return StorageError(f"{head}; the server could not be asked: check the network")
+        return StorageUnavailableError(f"{head}; the server could not be asked: check the network")
     if isinstance(error, OSError) and error.errno:
         found = translate(error, action, where)
         if type(found) is not StorageError:
@@ -79,7 +81,8 @@ def translate_client(error: Exception, action: str, where: str) -> StorageError:
         return StoragePermissionError(f"{head}; check the credentials and what they may do there")
     if isinstance(error, NotImplementedError):
         return StorageError(f"{head}; this file system cannot do that: use another one for checkpoints")
-    return StorageError(f"{head} ({type(error).__name__})")
+    gone = any(isinstance(one, (ConnectionError, TimeoutError)) for one in chain)
+    return (StorageUnavailableError if gone else StorageError)(f"{head} ({type(error).__name__})")
 
 
 class client_errors(contextlib.AbstractContextManager[None]):  # noqa: N801  # reads as a verb phrase

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 __all__ = ["Ahead"]
 
-_PIECE = 4 << 20
-_MAX_BYTES = 48 << 20  # of one object; what is asked for beyond is read when it is wanted
+_PIECE = 8 << 20
+_MAX_BYTES = 96 << 20  # of one object; what is asked for beyond is read when it is wanted
 
 
 @dataclass(slots=True)

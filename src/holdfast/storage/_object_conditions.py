@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 
 from ..errors import StorageError
@@ -29,8 +29,9 @@ _PROBES = f"{TEMPORARY}probe"
 _OLD = timedelta(minutes=15)
 _LOG = logging.getLogger("holdfast.storage")
 _REFUSALS = ("AlreadyExistsError", "PreconditionError")
-_lock = threading.RLock()
+_lock = threading.Lock()  # of the two below; never held while a store is asked
 _known: dict[tuple[str, str], bool] = {}
+_asking: dict[tuple[str, str], threading.Lock] = {}
 
 
 def conditions_of(storage: ObjectStorage) -> bool:
@@ -42,6 +43,10 @@ def conditions_of(storage: ObjectStorage) -> bool:
     place = storage._place
     key = (f"{place.scheme}://{place.netloc}", place.options.get("endpoint", ""))
     with _lock:
+        if (found := _known.get(key)) is not None:
+            return found
+        asking = _asking.setdefault(key, threading.Lock())
+    with asking:  # one thread asks, for each store by itself: a slow one holds up nobody else
         found = _known.get(key)
         if found is None:
             found = _known[key] = _try_out(storage)
@@ -56,16 +61,34 @@ def conditions_of(storage: ObjectStorage) -> bool:
 
 
 def _try_out(storage: ObjectStorage) -> bool:
-    obs, store = storage._obs, storage._store
     folder = f"{storage._prefix}/{_PROBES}" if storage._prefix else _PROBES
-    key = f"{folder}/{uuid.uuid4().hex}"
+    left = _left_behind(storage, folder)
+    # Credentials may have the right to write without the one to delete: then the same one serves for ever.
+    if left is not None and _ask(storage, folder, left):
+        return True
+    return _ask(storage, folder, f"{folder}/{uuid.uuid4().hex}")
+
+
+def _left_behind(storage: ObjectStorage, folder: str) -> str | None:
+    """Return the probe of a process that could not remove it, None if there is none or nobody may look."""
+    try:
+        pages = again_if_broken(lambda: list(storage._obs.list(storage._store, folder)))
+    except Exception as error:  # noqa: BLE001 - rights to write without those to list
+        _LOG.debug("%s cannot be listed: %s", folder, type(error).__name__)
+        return None
+    now = datetime.now(timezone.utc)
+    return min((meta["path"] for page in pages for meta in page if now - meta["last_modified"] > _OLD), default=None)
+
+
+def _ask(storage: ObjectStorage, folder: str, key: str) -> bool:
+    obs, store = storage._obs, storage._store
     with storage._errors("write", key):
         try:
             again_if_broken(lambda: obs.put(store, key, b"1", use_multipart=False, mode="create"))
         except Exception as error:
             if _is_unsupported(error):
                 return False
-            # Nobody else has this name: a refusal means that our own first try got there, and its answer was lost.
+            # A refusal means that it is there: left behind, or by our own first try, whose answer was lost.
             if type(error).__name__ not in _REFUSALS:
                 raise
         try:
@@ -73,7 +96,7 @@ def _try_out(storage: ObjectStorage) -> bool:
         finally:
             try:
                 again_if_broken(lambda: obs.delete(store, _with_old_ones(storage, folder, key)))
-            except Exception as error:  # noqa: BLE001 - rights to write without those to delete: an empty object stays
+            except Exception as error:  # noqa: BLE001 - it stays, and the next process uses it
                 _LOG.debug("the probe %s could not be removed: %s", key, type(error).__name__)
 
 

@@ -14,6 +14,7 @@ from ..errors import (
     StorageFullError,
     StorageNotFoundError,
     StoragePermissionError,
+    StorageUnavailableError,
 )
 
 __all__ = ["NO_BUCKET", "errors_of", "said", "status_of", "was_retried"]
@@ -30,6 +31,7 @@ _NO_CREDENTIALS = (
     "169.254.169.254", "metadata.google.internal", "latest/api/token", "latest/meta-data", "computeMetadata/v1",
     "metadata/identity/oauth2", "performing token request", "no credentials",
 )  # fmt: skip
+_BROKEN = ("error sending request", "response body error", "connection closed", "HTTP error: connection")
 _TIMEOUT = ("timed out", "kind: Timeout", "TimedOut", "deadline has elapsed")
 
 
@@ -102,7 +104,9 @@ def _translated(error: Exception, action: str, where: str, secrets: tuple[str, .
     if isinstance(error, FileNotFoundError) or status == 404:
         return StorageNotFoundError(f"{start}: there is no such object; check the path")
     if any(mark in text for mark in _TIMEOUT):
-        return StorageError(f"{start}: the storage did not answer in time ({told}); it may work later")
+        return StorageUnavailableError(f"{start}: the storage did not answer in time ({told}); it may work later")
+    if status in (408, 429) or (status is not None and status >= 500) or any(mark in text for mark in _BROKEN):
+        return StorageUnavailableError(f"{start}: {told}")
     if status == 400 and _CODE.search(text) is None:
         # What S3 says to a HEAD, whose answers have no body, when a session has ended.
         return StorageError(f"{start}: {told}; no reason was given: credentials that have expired are the usual one")

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["NUM_PARALLEL", "PART_BYTES", "ObjectWriter", "part_bytes"]
 
-PART_BYTES = 8 << 20
-NUM_PARALLEL = 12
-"""Parts under way at once. A file being closed and the next one being written use 2 * 13 * 8 MiB at most."""
+PART_BYTES = 16 << 20
+"""Every part costs the store about the same work, however large it is."""
+
+NUM_PARALLEL = 6
+"""Parts under way at once. A file being closed and the next one being written use 2 * 7 * 16 MiB at most."""
 
 _MAX_PARTS = 9_000  # the stores allow 10,000
 _CHUNK = 4 << 20
@@ -71,7 +73,11 @@ class ObjectWriter(FileWriter):
             max_concurrency=NUM_PARALLEL,
             attributes={MARK: self._mark},
         )
-        upload.write(self._begun)
+        try:
+            upload.write(self._begun)
+        except BaseException:
+            _abort(upload)  # it may have been begun: the next try begins another one
+            raise
         return upload
 
     def close(self) -> None:
@@ -104,7 +110,11 @@ class ObjectWriter(FileWriter):
         self._ended, self._begun = True, bytearray()
         upload, self._upload = self._upload, None
         if upload is not None:
-            # Leaving its block by an exception is how the client is told to abort. A store that has gone away keeps the
-            # parts: docs/storage.md has the rule of life cycle that removes them.
-            with suppress(Exception):
-                upload.__exit__(StorageError, StorageError("aborted"), None)
+            _abort(upload)
+
+
+def _abort(upload: Any) -> None:
+    # Leaving its block by an exception is how the client is told to abort. A store that has gone away keeps the parts:
+    # docs/storage.md has the rule of life cycle that removes them.
+    with suppress(Exception):
+        upload.__exit__(StorageError, StorageError("aborted"), None)

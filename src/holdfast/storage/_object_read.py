@@ -12,7 +12,6 @@ from ..errors import StorageError
 from ._object_again import Errors, ShortAnswerError, again_if_broken
 from ._object_ahead import Ahead
 from ._object_errors import status_of
-from ._object_io import NUM_PARALLEL, PART_BYTES
 from .base import FileReader
 
 if TYPE_CHECKING:
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ObjectReader", "list_all", "open_reader", "read_whole"]
 
+_RANGE_BYTES = 8 << 20
+_NUM_RANGES = 12  # asked for at once, in this process
 _FIRST_BYTES = 128 << 10
 """What opening reads: nearly every manifest, index and report is whole with that, in one request."""
 
@@ -32,7 +33,7 @@ def _readers() -> ThreadPoolExecutor:
     global _pool
     with _lock:
         if _pool is None:
-            _pool = ThreadPoolExecutor(NUM_PARALLEL, thread_name_prefix="holdfast-ranges")
+            _pool = ThreadPoolExecutor(_NUM_RANGES, thread_name_prefix="holdfast-ranges")
         return _pool
 
 
@@ -114,6 +115,8 @@ def list_all(storage: ObjectStorage, base: str) -> Iterator[Any]:
 class ObjectReader(FileReader):
     """Reads ranges of the version of an object that was opened, several at once."""
 
+    ahead_bytes = 8 * _RANGE_BYTES
+
     def __init__(
         self, storage: ObjectStorage, key: str, errors: Errors, path: str, *, first: bytes, size: int, etag: str | None
     ) -> None:
@@ -142,13 +145,13 @@ class ObjectReader(FileReader):
         offset, target = offset + taken, target[taken:]
         if not len(target):
             return
-        if len(target) <= PART_BYTES:
+        if len(target) <= _RANGE_BYTES:
             self._read_range(offset, target)
             return
         pool = _readers()
         pieces = [
-            pool.submit(self._read_range, begin, target[begin - offset : min(begin + PART_BYTES, end) - offset])
-            for begin in range(offset, end, PART_BYTES)
+            pool.submit(self._read_range, begin, target[begin - offset : min(begin + _RANGE_BYTES, end) - offset])
+            for begin in range(offset, end, _RANGE_BYTES)
         ]
         wait(pieces)  # each ends: every request has its deadline
         for piece in pieces:

@@ -95,9 +95,11 @@ class FileReader(ABC):
 
     Attributes:
         size: bytes in the object when it was opened.
+        ahead_bytes: how far ahead of the reading it is worth to announce ranges.
     """
 
     size: int
+    ahead_bytes: int = 32 << 20
 
     @abstractmethod
     def read_into(self, offset: int, view: memoryview) -> None:

@@ -72,7 +72,13 @@ class UnfinishedUploads:
             )
         self._storage, self._place = storage, place
         self._prefix = f"{storage._prefix}/" if storage._prefix else ""
-        self._client = _client(place)
+        try:
+            self._client = _client(place)
+        except HoldfastError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, only its essence may be seen: it may show the keys
+            told = said(str(error), tuple(place.secrets.values()))
+            raise ConfigError(f"{storage.uri}: boto3 refuses these settings: {told}") from None
 
     def find(self) -> list[Upload]:
         """List them, oldest first."""

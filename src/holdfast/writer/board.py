@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["BOARD_BYTES", "KINDS", "NEVER", "Board"]
+__all__ = ["BOARD_BYTES", "KINDS", "NEVER", "WHO_LEFT", "Board"]
 
 BOARD_BYTES: Final = 4096
 NEVER: Final = (1 << 62) - 1
 KINDS: Final = ("save", "stop", "settle")
+WHO_LEFT: Final = "who left"  # asked of our own writer once the board says that a rank is gone
 
 _DONE, _ACTED, _TARGET, _ARMED, _KIND, _BROKEN = range(6)
 

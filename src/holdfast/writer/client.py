@@ -235,6 +235,23 @@ class WriterClient:
             self._talk.team = ({**header, "beat_s": beat_s, "stale_s": stale_s}, board, fds)
             self._talk.tell_team()
 
+    def stage(self, local: Storage, remote: Storage, mirror: Mirror) -> None:
+        """Stage the parts of joint saves on a local disk and bring them to the remote, where the run is open.
+
+        Args:
+            local: where jobs go from now on; a disk of this machine.
+            remote: the run.
+            mirror: how far the remote may be behind.
+        """
+        with self._talk.lock:
+            self._talk.check()
+            assert self._talk.team is not None
+            header, board, fds = self._talk.team
+            keys = {"local": self._talk.tell_storage(local), "remote": self._talk.tell_storage(remote)}
+            told = {**keys, "limits": limits_of(mirror).to_json()}
+            self._talk.team = ({**header, "stage": told}, board, fds)
+            self._talk.send({"do": "joint", "what": "stage", "args": told})
+
     def tell_ranks(self, what: str, **args: Any) -> None:
         """Tell the other ranks something.
 
@@ -247,9 +264,13 @@ class WriterClient:
             self._talk.remember(header)
             self._talk.send(header)
 
-    def ask_ranks(self, step: int) -> Future[bool]:
-        """Ask rank 0's writer whether all ranks save ``step``: not while another save is under way."""
-        return self._call({"do": "ask", "step": step})
+    def ask_ranks(self, about: str) -> Future[bool]:
+        """Ask rank 0's writer something that it decides once for all ranks.
+
+        "save <step>": whether to save that step, which is not done while another save is under way. "stop <anything>":
+        whether a rank wants all of them to stop. `WHO_LEFT`: fails with the reason, once the board is broken.
+        """
+        return self._call({"do": "ask", "about": about})
 
     def open_run(
         self,

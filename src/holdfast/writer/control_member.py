@@ -35,8 +35,8 @@ class ControlMember:
         addresses: (host, port) of rank 0's writer, to be tried in turn.
         token: proves that we belong to this run.
         board: shared with the trainer.
-        hear: called on the thread with each "outcome" and "verdict", and once with {"do": "lost", "why"} when there
-            is nothing more to come.
+        hear: called on the thread with each "outcome", "verdict", "upload", "clear", and once with
+            {"do": "lost", "why"} when there is nothing more to come.
         again: gives what has to be said again after a new connection.
         stopped: tells whether the trainer is stopped by the system.
         beat_s: seconds between signs of life.
@@ -64,6 +64,7 @@ class ControlMember:
         for one in (self._wake, self._woken):
             one.setblocking(False)
         self._link: Link | None = None
+        self._judged: Message | None = None  # the last verdict
         self._heard = time.monotonic()
         self.lost: str | None = None
         self._thread = threading.Thread(target=self._run, name="holdfast-member", daemon=True)
@@ -152,7 +153,8 @@ class ControlMember:
         """Talk until the connection breaks (False) or all is said (True)."""
         link = self._link
         assert link is not None
-        fine = link.send({"do": "hello", "token": self._token, "rank": self._rank, "standing": self._standing()})
+        hello = {"do": "hello", "token": self._token, "rank": self._rank, "standing": self._standing()}
+        fine = link.send({**hello, "judged": self._judged})
         next_beat = 0.0
         before = time.monotonic()
         while fine:
@@ -213,7 +215,9 @@ class ControlMember:
     def _take(self, link: Link, message: Message) -> bool:
         kind = message["do"]
         board = self._board
-        if kind in ("outcome", "verdict"):
+        if kind in ("outcome", "verdict", "upload", "clear"):
+            if kind == "verdict":
+                self._judged = {"about": message["about"], "go": message["go"]}
             self._hear(message)
         elif kind == "welcome":
             return all(link.send(one) for one in self._again())
@@ -224,6 +228,7 @@ class ControlMember:
         elif kind == "withdraw":
             board.withdraw()
         elif kind == "broken":
+            self._hear(message)
             board.break_up()
         elif kind == "bye":
             self.lost = message["why"]

@@ -44,10 +44,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Tell a rank whether the save of ``step`` is made, where the one before may still be under way."""
+    """Answer what a rank has asked: the same for all ranks."""
 
     rank: int
-    step: int
+    about: str
     go: bool
 
 
@@ -76,7 +76,8 @@ class JointSaves:
         self._world_size, self._timeout_s = world_size, timeout_s
         self._saves: dict[str, _Save] = {}
         self._ended: dict[str, Outcome] = {}
-        self._verdicts: dict[int, tuple[bool, set[int]]] = {}  # by step, with the ranks that have not asked yet
+        self._verdicts: dict[str, tuple[bool, set[int]]] = {}  # by question, with the ranks that have not asked yet
+        self._last_verdict: tuple[str, bool] | None = None  # the last one that all have asked for
         self._left: dict[int, str] = {}  # ranks that begin no more saves, and why
         self._stopped: set[int] = set()  # ranks whose trainer the system has stopped
 
@@ -163,13 +164,24 @@ class JointSaves:
                 actions += self._fail(save, named_error("HoldfastError", self._overdue(one)))
         return actions
 
-    def ask(self, rank: int, step: int) -> list[Action]:
-        """Decide, once for all ranks, whether to save ``step``: not while a save is under way."""
-        go, waiting = self._verdicts.setdefault(step, (not self._saves, set(range(self._world_size))))
+    def ask(self, rank: int, about: str, *, now: bool) -> list[Action]:
+        """Decide something once for all ranks: as it is ``now``, when the first of them asks.
+
+        A rank that is cut off before it hears the answer asks again, and nobody asks for the next thing before it has
+        heard of this one: so the last answer that all have asked for is kept, and no other.
+        """
+        if self._last_verdict is not None and self._last_verdict[0] == about:
+            return [Verdict(rank=rank, about=about, go=self._last_verdict[1])]
+        go, waiting = self._verdicts.setdefault(about, (now, set(range(self._world_size))))
         waiting.discard(rank)
         if not waiting:  # until then it is kept, however far ahead the others are
-            del self._verdicts[step]
-        return [Verdict(rank=rank, step=step, go=go)]
+            del self._verdicts[about]
+            self._last_verdict = (about, go)
+        return [Verdict(rank=rank, about=about, go=go)]
+
+    def judged(self, rank: int, about: str, *, go: bool) -> None:
+        """A rank knows an answer: an earlier writer of rank 0 gave it before it died."""
+        self.ask(rank, about, now=go)
 
     # -- inside
 

@@ -17,6 +17,7 @@ from holdfast.errors import HoldfastError
 from .control_link import MAX_MESSAGE, Link, Message
 from .control_saves import Commit, JointSaves, Outcome, Verdict
 from .control_steps import Standing, StepAgreement
+from .control_uploads import Uploads
 
 __all__ = ["BEAT_S", "STALE_S", "ControlServer"]
 
@@ -67,8 +68,11 @@ class ControlServer:
         self._rejoin_s = stale_s / 3  # a writer that was killed is started again, and joins again, long before this
         self.saves = JointSaves(world_size, timeout_s=timeout_s)
         self.steps = StepAgreement(world_size)
+        self.uploads = Uploads(world_size)
+        self._parts: dict[str, dict[int, Message]] = {}  # of staged saves, until they have ended
         now = time.monotonic()
         self._members = [_Member(now) for _ in range(world_size)]
+        self._early: list[tuple[int, str]] = []  # questions of before all ranks had joined
         self._strangers: dict[Link, float] = {}
         self._ranks: dict[Link, int] = {}
         self._selector = selectors.DefaultSelector()
@@ -90,6 +94,14 @@ class ControlServer:
     def committed(self, save: str, *, value: dict[str, Any] | None = None, error: dict[str, Any] | None = None) -> None:
         """Tell how a commit ended."""
         self._soon(lambda: self._act(self.saves.committed(save, value=value, error=error)))
+
+    def tell(self, message: Message) -> None:
+        """Send a message to all ranks that are there."""
+        self._soon(lambda: self._send_all(message))
+
+    def parts(self, save: str) -> list[Message]:
+        """Return what all ranks have told of their parts of a staged save that is to be committed, by rank."""
+        return [part for _, part in sorted(self._parts.get(save, {}).items())]
 
     def close(self, why: str) -> None:
         """Say farewell, send what is still to be sent, and end; idempotent."""
@@ -177,8 +189,13 @@ class ControlServer:
     def _lose(self, rank: int, why: str) -> None:
         _LOG.warning("rank %d: %s", rank, why)
         self._members[rank].gone = why
+        self.uploads.gone(rank, why)
         self._act(self.saves.lost(rank, why))
-        self._post(self.steps.broken())
+        self._break(rank, why)
+
+    def _break(self, rank: int, why: str) -> None:
+        named = {"why": f"rank {rank}: {why}"}
+        self._post([(to, {**one, **named} if one["do"] == "broken" else one) for to, one in self.steps.broken()])
 
     # -- connections
 
@@ -209,11 +226,13 @@ class ControlServer:
         if messages is None:
             self._drop(link)
             return
+        rank = None
         for message in messages:
-            if link not in self._ranks and link not in self._strangers:
-                return  # an answer could not be sent: it is gone
+            # Also of one that is gone, so that an answer could not be sent: its last words say why it has left.
+            rank = self._ranks.get(link, rank)
+            if rank is None and link not in self._strangers:
+                return
             try:
-                rank = self._ranks.get(link)
                 if rank is not None:
                     self._members[rank].heard = time.monotonic()
                     getattr(self, f"_on_{message['do']}")(rank, message)
@@ -244,7 +263,15 @@ class ControlServer:
             self._send(rank, {"do": "bye", "why": f"rank {rank} was given up: {member.gone}"})
             return True
         self._send(rank, {"do": "welcome"})
+        if (judged := message.get("judged")) is not None:
+            self.saves.judged(rank, judged["about"], go=judged["go"])
+        if (order := self.uploads.order) is not None:
+            self._send(rank, order)
         self._post(self.steps.joined(rank, Standing(**message["standing"])))
+        if self.steps.gathered:
+            early, self._early = self._early, []
+            for asking, about in early:
+                self._answer(asking, about)
         return True
 
     def _drop(self, link: Link) -> None:
@@ -277,10 +304,15 @@ class ControlServer:
         self._act(self.saves.begun(rank, message["save"], message["directory"], message["step"], time.monotonic()))
 
     def _on_stored(self, rank: int, message: Message) -> None:
+        if message.get("part") is not None:
+            self._parts.setdefault(message["save"], {})[rank] = message["part"]
         self._act(self.saves.stored(rank, message["save"]))
 
     def _on_failed(self, rank: int, message: Message) -> None:
         self._act(self.saves.failed(rank, message["save"], message["error"]))
+
+    def _on_uploaded(self, rank: int, message: Message) -> None:
+        self.uploads.uploaded(rank, message["save"], message["error"])
 
     def _on_heard(self, rank: int, message: Message) -> None:
         self._act(self.saves.heard(message["save"], value=message["value"], error=message["error"]))
@@ -298,15 +330,23 @@ class ControlServer:
         self._post(self.steps.acted(rank, message["step"]))
 
     def _on_ask(self, rank: int, message: Message) -> None:
-        self._act(self.saves.ask(rank, message["step"]))
+        if self.steps.gathered:
+            self._answer(rank, message["about"])
+        else:  # another rank may have had an answer from the writer before this one, and tell of it when it joins
+            self._early.append((rank, message["about"]))
+
+    def _answer(self, rank: int, about: str) -> None:
+        now = self.steps.wants("stop") if about.startswith("stop") else not self.saves.busy
+        self._act(self.saves.ask(rank, about, now=now))
 
     def _on_left(self, rank: int, message: Message) -> None:
         self._act(self.saves.left(rank, message["why"]))
         # Also of one that has left in order: all ranks leave at the same step, and who goes on cannot save any more.
-        self._post(self.steps.broken())
+        self._break(rank, message["why"])
 
     def _on_bye(self, rank: int, message: Message) -> None:
         self._members[rank].gone = message["why"]
+        self.uploads.gone(rank, message["why"])
         self._act(self.saves.lost(rank, message["why"]))
 
     # -- answers
@@ -316,8 +356,9 @@ class ControlServer:
             if isinstance(action, Commit):
                 self._commit(action.save)
             elif isinstance(action, Verdict):
-                self._send(action.rank, {"do": "verdict", "step": action.step, "go": action.go})
+                self._send(action.rank, {"do": "verdict", "about": action.about, "go": action.go})
             else:
+                self._parts.pop(action.save, None)
                 told: Message = {"do": "outcome", "save": action.save, "error": action.error}
                 told |= {"value": action.value, "discard": action.discard}
                 self._send_all(told, action.ranks)

@@ -64,6 +64,15 @@ class StepAgreement:
         self._highest = -1
         self._broken = False
 
+    @property
+    def gathered(self) -> bool:
+        """Whether all ranks have joined (this writer of rank 0) once."""
+        return self._gathered
+
+    def wants(self, kind: str) -> bool:
+        """Tell whether a wish of this kind waits, or is being carried out."""
+        return self._next == kind or (self.step is not None and self.kind == kind)
+
     def want(self, kind: str) -> list[Sent]:
         """Somebody wants all ranks to do ``kind`` at a step; wishes of a kind that is on its way count once."""
         if self._broken:

@@ -9,44 +9,34 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import HoldfastError, StorageError
-from holdfast.format.names import join
-from holdfast.format.parts import part_name, read_part
+from holdfast.format.commit import PartSummary, assemble
+from holdfast.format.parts import remove_part
 from holdfast.storage.base import Storage
 
-from .board import Board
+from .answers import Answers
+from .board import WHO_LEFT, Board
 from .control_link import Message
 from .control_member import ControlMember
 from .control_saves import named_error
 from .control_server import ControlServer
 from .messages import PartsJob, SaveJob, SaveResult, error_from_json, error_to_json
+from .mirror_plan import Limits
 from .parts import commit_parts, is_committed
-from .run import Run
+from .process_state import how_it_ended, is_stopped
 
-__all__ = ["Joint", "how_it_ended", "is_stopped"]
+if TYPE_CHECKING:
+    from .staged_part import StagedParts
+
+__all__ = ["Joint"]
 
 _LOG = logging.getLogger("holdfast.writer.control")
 _REMEMBERED = 16
 _VISIBLE_S = 3.0  # a network file system may show what another machine has stored a little later
 _MARGIN_S = 45.0
-
-
-class Answers(Protocol):
-    """What the loop does for us."""
-
-    def say_done(self, call: int, value: Any, attachments: tuple[bytes, ...] = ()) -> None:
-        """Answer a call."""
-
-    def say_failed(self, call: int | None, error: BaseException) -> None:
-        """Let a call fail."""
-
-    def later(self, work: Callable[[], None]) -> None:
-        """Do something on the working thread."""
-
-    def run_of(self, job: SaveJob) -> Run | None:
-        """Give the run of a job."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +51,7 @@ class _Waiting:
     result: SaveResult | None = None
     ended: bool = False  # our part: stored or failed
     committed: bytes = b""
+    told: Message = field(default_factory=dict)  # what rank 0 hears of our part
     outcome: Message | None = None
 
 
@@ -78,12 +69,14 @@ class Joint:
         self._rank, self._world_size, self._timeout_s, self._trainer = 0, 1, 0.0, 0
         self._changed = threading.Condition()
         self._waiting: dict[str, _Waiting] = {}
-        self._asked: dict[int, list[int]] = {}
+        self._asked: dict[str, list[int]] = {}
         self._wants: dict[str, None] = {}
         self._failed: dict[str, dict[str, Any]] = {}
         self._heard: dict[str, Message] = {}
         self._after: list[Callable[[], None]] = []
+        self._staged: StagedParts | None = None
         self._lost: str | None = None
+        self._broken = ""  # who left first, and why
 
     # -- from the trainer, on the reading thread
 
@@ -111,6 +104,17 @@ class Joint:
             stopped=lambda: is_stopped(self._trainer),
             **times,
         )
+        if "stage" in header:
+            self.stage(**header["stage"])
+
+    def stage(self, local: int, remote: int, limits: dict[str, Any]) -> None:
+        """From now on our parts are staged on the local disk, and brought to the remote later."""
+        from .staged_part import StagedParts  # not above: few writers need it, and each start waits
+
+        here, far = self._answers.storage_of(local), self._answers.storage_of(remote)
+        self._staged = StagedParts(here, far, self._rank, self._say)
+        if (server := self._server) is not None:
+            self._answers.later(lambda: self._lead(server, here, far, limits))
 
     def begun(self, call: int, job: SaveJob, storage: Storage, *, again: bool) -> None:
         """Take a job: from now on its end, good or bad, reaches the other ranks."""
@@ -139,14 +143,17 @@ class Joint:
             self._wants.clear()
         self._say({"do": "acted", "step": step})
 
-    def ask(self, call: int, step: int) -> None:
-        """The trainer asks whether to save ``step``."""
+    def ask(self, call: int, about: str) -> None:
+        """The trainer asks something that is decided once for all ranks; see `ControlServer`."""
+        if about == WHO_LEFT:
+            self._answers.say_failed(call, HoldfastError(self._lost or self._broken or "no rank has left"))
+            return
         with self._changed:
-            self._asked.setdefault(step, []).append(call)
+            self._asked.setdefault(about, []).append(call)
             lost = self._lost
         if lost is not None:
             self._fail_asked(lost)
-        self._say({"do": "ask", "step": step})
+        self._say({"do": "ask", "about": about})
 
     def after(self, work: Callable[[], None]) -> None:
         """Do something on the working thread once the saves begun before it have ended."""
@@ -160,14 +167,22 @@ class Joint:
 
     def stored(self, job: SaveJob, result: SaveResult, manifest: dict[str, Any]) -> None:
         """Our part is durable."""
+        told: Message = {"do": "stored", "save": job.save_id}
+        if self._staged is not None:
+            try:
+                told["part"] = self._staged.hold(job.save_id, job.directory)
+            except HoldfastError as error:
+                self.failed(job, error)
+                return
         with self._changed:
             one = self._waiting[job.save_id]
+            one.told = told
             one.result, one.manifest, one.ended = result, manifest, True
             known = one.outcome is not None
         if known:
             self._settle(one)
         else:
-            self._say({"do": "stored", "save": job.save_id})
+            self._say(one.told)
 
     def failed(self, job: SaveJob, error: BaseException) -> None:
         """Our part could not be stored; its files are gone."""
@@ -198,6 +213,11 @@ class Joint:
         with self._changed:
             # Bounded by the server's own bounds, so this one is for the case that it is stuck itself.
             self._changed.wait_for(lambda: not self._waiting, max(0.0, until - time.monotonic()))
+        if self._staged is not None:
+            run = self._answers.run
+            if run is not None:
+                run.end_uploads()
+            self._staged.await_end(until, lambda: self._lost is not None)
         self._member.close(why)
         if self._server is not None:
             self._server.close(f"rank 0: {why}")
@@ -207,9 +227,19 @@ class Joint:
     def _hear(self, message: Message) -> None:
         if message["do"] == "verdict":
             with self._changed:
-                calls = self._asked.pop(message["step"], [])
+                calls = self._asked.pop(message["about"], [])
             for call in calls:
                 self._answers.say_done(call, message["go"])
+            return
+        if message["do"] == "broken":
+            self._broken = message["why"]
+            return
+        if message["do"] in ("upload", "clear"):
+            if self._staged is not None:
+                self._staged.take(message)
+            elif message["do"] == "upload":  # our trainer is about to say where; it is asked for again
+                error = named_error("StorageError", "it is just starting")
+                self._say({"do": "uploaded", "save": message["save"], "error": error})
             return
         with self._changed:
             if message["do"] == "lost":
@@ -235,13 +265,13 @@ class Joint:
         """Say again what a new connection (or a new server) has to know."""
         with self._changed:
             told: list[Message] = list(self._heard.values())
-            for save, one in self._waiting.items():
+            for one in self._waiting.values():
                 told.append(_begun(one.job))
                 if one.result is not None:
-                    told.append({"do": "stored", "save": save})
+                    told.append(one.told)
             told += [{"do": "failed", "save": save, "error": error} for save, error in self._failed.items()]
             told += [{"do": "want", "kind": kind} for kind in self._wants]
-            told += [{"do": "ask", "step": step} for step in self._asked]
+            told += [{"do": "ask", "about": about} for about in self._asked]
         return told
 
     def _lost_outcome(self, why: str) -> Message:
@@ -268,6 +298,8 @@ class Joint:
         if outcome["error"] is not None:
             if outcome["discard"]:
                 self._discard(one)
+                if self._staged is not None:
+                    self._staged.let_go(one.job.save_id)
             self._answers.say_failed(one.call, error_from_json(outcome["error"]))
         else:
             assert one.result is not None
@@ -289,11 +321,7 @@ class Joint:
         with suppress(HoldfastError):
             if is_committed(one.storage, job):
                 return  # by a writer of rank 0 that died before it could say so
-            part = read_part(one.storage, job.directory, job.save_id, job.writer)
-            if part is not None:
-                for path in (part_name(job.writer, job.save_id), *(entry.path for entry in part.files)):
-                    one.storage.delete(join(job.directory, path))
-                one.storage.tidy(job.directory)
+            remove_part(one.storage, job.directory, job.save_id, job.writer)
 
     def _commit_later(self, save: str) -> None:
         self._answers.later(lambda: self._commit(save))
@@ -307,6 +335,10 @@ class Joint:
         try:
             if one is None:
                 raise HoldfastError(f"rank 0 does not know of save {save}")
+            if self._staged is not None:
+                self._stage(one, server)
+                server.committed(save, value={})
+                return
             job = PartsJob(
                 directory=one.job.directory,
                 save_id=save,
@@ -323,9 +355,28 @@ class Joint:
             if isinstance(error, StorageError) or not isinstance(error, HoldfastError):
                 told["message"] = f"rank 0: {told['message']}"
             server.committed(save, error=told)
+            if self._staged is not None and one is not None:
+                server.tell({"do": "clear", "save": save, "directory": one.job.directory})
         else:
             one.committed = result.manifest
             server.committed(save, value={"deleted": result.deleted, "warnings": result.warnings})
+
+    def _lead(self, server: ControlServer, local: Storage, remote: Storage, limits: dict[str, Any]) -> None:
+        """Be the one who decides what is brought when; on the working thread, where the run is open by now."""
+        from .staged_run import StagedRun  # as above
+
+        run = self._answers.run
+        if run is not None:
+            run.stage(partial(StagedRun, run, server, remote, local, Limits(**limits)))
+
+    def _stage(self, one: _Waiting, server: ControlServer) -> None:
+        """Take a save that all ranks have staged: it is on its way to the remote from now on."""
+        run = self._answers.run_of(one.job)
+        if run is None:
+            raise HoldfastError("a staged save needs an open run")
+        parts = [PartSummary.from_json(part) for part in server.parts(one.job.save_id)]
+        fields = {**one.manifest, "writers": tuple(range(self._world_size))}
+        run.stage_save(one.job.directory, one.job.save_id, assemble(one.job.directory, fields, parts))
 
 
 def _begun(job: SaveJob) -> Message:
@@ -335,37 +386,3 @@ def _begun(job: SaveJob) -> Message:
 def _forget(known: dict[str, Any]) -> None:
     while len(known) > _REMEMBERED:
         del known[next(iter(known))]
-
-
-def _stat(pid: int) -> list[str]:
-    """Read the fields of a process after its name; empty where the system does not tell."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def is_stopped(pid: int) -> bool:
-    """Tell whether the system has stopped a process (SIGSTOP, a debugger)."""
-    return _stat(pid)[:1] in (["T"], ["t"])
-
-
-def how_it_ended(pid: int) -> str:
-    """Say how a process that is dead and not yet reaped has ended; "" when that is not known any more."""
-    fields = _stat(pid)
-    for _ in range(50):  # its connections close a moment before its end is complete
-        if not fields or fields[0] in "ZX":
-            break
-        time.sleep(0.002)
-        fields = _stat(pid)
-    if len(fields) < 50 or fields[0] != "Z":
-        return ""
-    status = int(fields[49])
-    if status & 0x7F:
-        import signal  # not above: every writer start would wait for it
-
-        with suppress(ValueError):
-            return f" (killed by {signal.Signals(status & 0x7F).name})"
-        return f" (killed by signal {status & 0x7F})"
-    return f" (exit status {status >> 8})"

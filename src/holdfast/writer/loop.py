@@ -7,7 +7,7 @@ import queue
 import select
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
@@ -18,30 +18,17 @@ from .parts import commit_parts
 from .run import Run
 from .save import Saver, Task, probe
 from .windows import Window, WindowSource
-from .wire import Channel, Message
+from .wire import Channel, Message, Source
 
 if TYPE_CHECKING:
     from .joint import Joint
 
-__all__ = ["Source", "WriterLoop"]
+__all__ = ["WriterLoop"]
 
 _LOG = logging.getLogger("holdfast.writer")
 # How long a half-sent message of a dead trainer is waited for.
 _DRAIN_MS = 2000
 _DIED = "the trainer died"
-
-
-class Source(Protocol):
-    """Where storages and arenas come from: the socket (process) or the trainer's own objects (thread)."""
-
-    def storage(self, message: Message) -> Storage:
-        """Give the storage a message tells of."""
-
-    def arena(self, message: Message) -> memoryview:
-        """Give the memory a message hands over."""
-
-    def drop(self, number: int) -> None:
-        """Let go of an arena."""
 
 
 class WriterLoop:
@@ -170,7 +157,7 @@ class WriterLoop:
         getattr(self._joined(), message.header["what"])(**message.header["args"])
 
     def _on_ask(self, message: Message) -> None:
-        self._joined().ask(message.header["call"], message.header["step"])
+        self._joined().ask(message.header["call"], message.header["about"])
 
     def _joined(self) -> Joint:
         if self._joint is None:
@@ -226,12 +213,19 @@ class WriterLoop:
 
     def _on_op(self, message: Message) -> None:
         header, run = message.header, self._run
-        if header["op"] == "report" and run is not None:
+        early = run is not None and run.uploads is None and header["op"] == "follow"  # they may be about to begin
+        if run is None or early or not self._is_taken(run, header):
+            self._later(message, lambda: self._op(header))
+
+    def _is_taken(self, run: Run, header: dict[str, Any]) -> bool:
+        """Pass on what need not wait for the saves before it, and is answered later."""
+        if header["op"] == "report":
             run.report(header["call"], header["args"]["rows"], self._answer_many)
-        elif header["op"] == "follow" and run is not None:
+        elif header["op"] == "follow":
             run.follow(header["args"]["since"], lambda state: self.say_done(header["call"], state))
         else:
-            self._later(message, lambda: self._op(header))
+            return False
+        return True
 
     # ---- the working thread
 
@@ -276,6 +270,15 @@ class WriterLoop:
         if job.run and self._run is None:
             raise HoldfastError("a save of a run needs an open run: call open_run first")
         return self._run if job.run else None
+
+    @property
+    def run(self) -> Run | None:
+        """The open run."""
+        return self._run
+
+    def storage_of(self, key: int) -> Storage:
+        """Give a storage that the trainer has told of."""
+        return self._storages[key]
 
     def later(self, work: Callable[[], None]) -> None:
         """Do something on the working thread, behind what is queued."""
@@ -354,11 +357,7 @@ class WriterLoop:
             return probe(self._storages[args["storage"]], args["directory"], self._saver)
         if self._run is None:
             raise HoldfastError(f"{op!r} needs an open run: call open_run first")
-        if op == "report":
-            self._run.report(header["call"], args["rows"], self._answer_many)
-            return _ANSWERED
-        if op == "follow":
-            self._run.follow(args["since"], lambda state: self.say_done(header["call"], state))
+        if self._is_taken(self._run, header):
             return _ANSWERED
         if op == "close_run":
             run, self._run = self._run, None

@@ -77,8 +77,9 @@ class Mirroring:
         self._arrival = self._warned = time.monotonic()
         self._followers: list[Follower] = []
         self._version = uuid.uuid4().hex
-        self._newest = next(iter(remote.catalog.records()), None)
+        self._newest = remote.newest()
         self._give_up()
+        remote.heartbeat.on_lost = self._lease_lost
         self._thread = threading.Thread(target=self._work, name="holdfast-mirror", daemon=True)
         self._thread.start()
 
@@ -195,6 +196,12 @@ class Mirroring:
                 answer(state)
         self._lock.notify_all()
 
+    def _lease_lost(self) -> None:
+        """Wake up: the trainer is to hear of it at its next step, not at the next look at the reports."""
+        with self._lock:
+            self._error = str(self.remote.heartbeat.lost)
+            self._tell()
+
     def _sync_soon(self) -> None:
         self._next_sync = min(self._next_sync, time.monotonic() + 1.0)
         self._lock.notify_all()
@@ -225,7 +232,7 @@ class Mirroring:
                 self._attempt(act)
         finally:
             try:
-                self.remote.heartbeat.close(wait=self._error is None)
+                self.remote.close(wait=self._error is None)
             except Exception as error:  # noqa: BLE001 - a thread edge; the lease goes stale by itself
                 _LOG.warning("the lease of %s could not be given back: %s", self.uri, error)
             with self._lock:
@@ -302,7 +309,7 @@ class Mirroring:
         begun = time.monotonic()
         try:
             self.remote.take(name, stop=self._is_to_stop)
-            newest = next(iter(self.remote.catalog.records()), None)
+            newest = self.remote.newest()
         except CheckpointError as error:
             problem = error  # trying again changes nothing
         finally:

@@ -97,6 +97,14 @@ class RemoteRun:
         seen = [one.attempt for one in index.attempts] + [row[1] for row in index.rows.values()]
         return max([*seen, highest_attempt(self._storage)], default=0)
 
+    def newest(self) -> Record | None:
+        """Return the newest checkpoint."""
+        return next(iter(self.catalog.records()), None)
+
+    def close(self, *, wait: bool) -> None:
+        """Give the lease back."""
+        self.heartbeat.close(wait=wait)
+
     def join(self, local: RunIndex) -> None:
         """Let the local index know of the lives that the remote knows.
 

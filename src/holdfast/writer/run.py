@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.heartbeat import Heartbeat
 from holdfast.checkpoint.lease import Lease
+from holdfast.checkpoint.record import Record
 from holdfast.checkpoint.remains import INCOMING, sweep_hidden
 from holdfast.checkpoint.retention import Verdict
 from holdfast.checkpoint.runindex import Attempt, RunIndex
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # most writers never need them, and each start waits
     from .mirror_plan import Limits
     from .mirror_remote import RemoteRun
     from .mirror_start import RemoteSide
+    from .staged_run import StagedRun
 
 __all__ = ["Run"]
 
@@ -49,6 +51,9 @@ class Run:
     def __init__(self, lease: Lease, keep: Keep | None) -> None:
         self._heartbeat, self._keep = Heartbeat(lease), keep
         self._mirror: Mirroring | None = None
+        self._staged: StagedRun | None = None
+        # Of the catalog, which the thread that uploads staged saves works with as well.
+        self._lock = threading.RLock()
         self._start_id = ""
         self._protected: frozenset[str] = frozenset()
         # Reports are written by their own thread; `resumed` writes to the same segments.
@@ -144,6 +149,50 @@ class Run:
             self._mirror.go()  # an earlier writer of this trainer died after the resume: nobody would say it again
         return replace(opened, **{**told, "swept": (*opened.swept, *told["swept"])})
 
+    # ---- staged saves, whose parts lie on the disks of several machines
+
+    def stage(self, make: Callable[[Heartbeat, Catalog, str], StagedRun]) -> None:
+        """From now on saves are staged first; ``make`` is given the lease, the checkpoints and our start id."""
+        self._staged = make(self._heartbeat, self._catalog, self._start_id)
+
+    def stage_save(self, name: str, save: str, manifest: Manifest) -> None:
+        """Take a save whose parts all ranks have staged."""
+        assert self._staged is not None
+        self._check()
+        self._staged.add(name, save, manifest)
+
+    def arrived(self, name: str, manifest: Manifest, late: dict[str, list[Callable[[], object]]] | None = None) -> None:
+        """Record a staged save that has been committed at the remote; may be called by any thread.
+
+        Args:
+            name: of the checkpoint.
+            manifest: what is there.
+            late: what was said about saves before they arrived.
+        """
+        self._reports.flush()
+        with self._lock:
+            self.committed(name, manifest)
+            for say in (late or {}).pop(name, ()):
+                say()
+
+    def newest(self) -> Record | None:
+        """Return the newest checkpoint; may be called by any thread."""
+        with self._lock:
+            return next(iter(self._catalog.records()), None)
+
+    @property
+    def uploads(self) -> Mirroring | None:
+        """What brings checkpoints to a remote, if anything does."""
+        return self._mirror if self._staged is None else self._staged.mirror
+
+    def end_uploads(self) -> None:
+        """Upload what is staged, for a bounded time."""
+        if self._staged is not None:
+            self._staged.mirror.close()
+
+    def _is_staged(self, name: str, say: Callable[[], object]) -> bool:
+        return self._staged is not None and name not in self._catalog.index.rows and self._staged.keeps(name, say)
+
     def _uploaded(self) -> None:
         if not self._closed and self._heartbeat.lost is None:
             self.retain()
@@ -166,10 +215,11 @@ class Run:
         The checkpoint is committed whatever happens here: the index is a cache, so its failure is only said.
         """
         try:
-            record = self._catalog.add(name, manifest)
-            if self._mirror is not None:
-                self._mirror.committed(record)
-            return self.retain()
+            with self._lock:
+                record = self._catalog.add(name, manifest)
+                if self._mirror is not None:
+                    self._mirror.committed(record)
+                return self.retain()
         except HoldfastError as error:
             _LOG.warning("%s is committed, but the index of the run could not be written: %s", name, error)
             return ()
@@ -189,12 +239,11 @@ class Run:
 
     def latest_manifest(self) -> tuple[str, Manifest] | None:
         """Give name and manifest of the newest checkpoint, if there is a readable one."""
-        for record in self._catalog.records():
-            try:
-                return record.name, read_manifest(self._catalog.storage, record.name)
-            except (CheckpointError, StorageError):
-                return None
-        return None
+        record = self.newest()
+        try:
+            return None if record is None else (record.name, read_manifest(self._catalog.storage, record.name))
+        except (CheckpointError, StorageError):
+            return None
 
     # ---- other operations
 
@@ -208,6 +257,8 @@ class Run:
 
     def op(self, op: str, args: dict[str, Any]) -> Any:
         """Carry out one of the operations of `WriterClient.run_op`."""
+        if op == "bring" and self._staged is not None:
+            return self._staged.bring(**args)  # without the lock: it waits for the other thread
         operations: dict[str, Callable[..., Any]] = {
             "metrics": self._metrics,
             "pin": self._pin,
@@ -223,10 +274,11 @@ class Run:
         }
         if op not in operations:
             raise ConfigError(f"unknown operation {op!r} of a run: use one of {sorted(operations)}")
-        return operations[op](**args)
+        with self._lock:
+            return operations[op](**args)
 
     def _metrics(self, name: str, metrics: dict[str, Any]) -> list[str]:
-        if self._is_uploaded(name, metrics):
+        if self._is_uploaded(name, metrics) or self._is_staged(name, lambda: self._metrics(name, metrics)):
             return []
         # `record` refuses a name that retention deleted: a sidecar there would look like a foreign checkpoint.
         self._catalog.record(name)
@@ -234,7 +286,7 @@ class Run:
         return [gone for gone, _ in self.retain()]
 
     def _pin(self, name: str, *, on: bool = True) -> None:
-        if not self._is_uploaded(name, {}, pinned=on):
+        if not (self._is_uploaded(name, {}, pinned=on) or self._is_staged(name, lambda: self._pin(name, on=on))):
             self._catalog.record(name)
             self._catalog.pin(name, on=on)
 
@@ -312,14 +364,15 @@ class Run:
 
     def follow(self, since: str | None, answer: Callable[[dict[str, Any] | None], None]) -> None:
         """Call ``answer`` with the state of the mirror once it is another than ``since``; for any thread."""
-        if self._mirror is None:
+        if self.uploads is None:
             answer(None)
         else:
-            self._mirror.follow(since, answer)
+            self.uploads.follow(since, answer)
 
     def close(self, reason: str, details: dict[str, Any] | None = None) -> None:
         """Write the last reports, note the end, upload what waits (bounded), give the lease back."""
         mirror = self._mirror
+        self.end_uploads()
         try:
             try:
                 self._reports.close()

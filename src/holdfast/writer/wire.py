@@ -15,11 +15,12 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast.errors import HoldfastError
+from holdfast.storage.base import Storage
 
-__all__ = ["Channel", "Message"]
+__all__ = ["Channel", "Message", "Source"]
 
 _MAX_HEADER = 256 << 20
 _MAX_FDS = 8
@@ -33,6 +34,19 @@ class Message:
     header: dict[str, Any]
     attachments: tuple[bytes, ...] = ()
     fds: tuple[int, ...] = ()
+
+
+class Source(Protocol):
+    """Where storages and arenas come from: the socket (process) or the trainer's own objects (thread)."""
+
+    def storage(self, message: Message) -> Storage:
+        """Give the storage a message tells of."""
+
+    def arena(self, message: Message) -> memoryview:
+        """Give the memory a message hands over."""
+
+    def drop(self, number: int) -> None:
+        """Let go of an arena."""
 
 
 class Channel:

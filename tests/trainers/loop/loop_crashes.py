@@ -37,22 +37,19 @@ def trainer(root: str, batches: int) -> hf.Trainer:
     )  # fmt: skip
 
 
-def prepare(root: str) -> None:
-    """Two batches, saved; and what four batches come to."""
-    one = trainer(root, 2)
-    one.fit()
-    one.close()
-    whole = plain(None, max_duration="4ba")
-    whole.fit()
-    torch.save(whole.state.model.state_dict(), f"{root}/expected.pt")
+class Remote(FaultyStorage):
+    """A disk that behaves like a storage elsewhere: no links, pointers as objects."""
+
+    @property
+    def local_root(self) -> None:
+        return None
 
 
-def third_batch(root: str, at: int | None) -> int:
-    """Go on for one batch; the process ends before disk operation ``at`` of it. Returns how many there are."""
-    ops = ArmedOps()
+def use(ops: ArmedOps, *, remote: bool) -> None:
+    """Let the savers of this process work on a disk whose operations ``ops`` counts."""
 
     def storage(spelling: str) -> Any:
-        return FaultyStorage(spelling, ops=ops)
+        return (Remote if remote else FaultyStorage)(spelling, ops=ops)
 
     class CountedOs:
         """The module ``os`` for the link to the newest, whose two operations count as well."""
@@ -68,6 +65,23 @@ def third_batch(root: str, at: int | None) -> int:
             ops.rename(str(source), str(target))
 
     folder_module.resolve, folder_module.os = storage, CountedOs()  # type: ignore[assignment]
+
+
+def prepare(root: str, *, remote: bool = False) -> None:
+    """Two batches, saved; and what four batches come to."""
+    use(ArmedOps(), remote=remote)
+    one = trainer(root, 2)
+    one.fit()
+    one.close()
+    whole = plain(None, max_duration="4ba")
+    whole.fit()
+    torch.save(whole.state.model.state_dict(), f"{root}/expected.pt")
+
+
+def third_batch(root: str, at: int | None, *, remote: bool = False) -> int:
+    """Go on for one batch; the process ends before disk operation ``at`` of it. Returns how many there are."""
+    ops = ArmedOps()
+    use(ops, remote=remote)
     one = trainer(root, 3)
     ops.arm(crash_after=at)
     one.fit()
@@ -75,24 +89,36 @@ def third_batch(root: str, at: int | None) -> int:
     return ops.since
 
 
-def look(root: str) -> int:
+def look(root: str, *, remote: bool = False) -> int:
     """Both links lead to complete checkpoints; the next start goes on, ends right, and leaves no litter."""
-    for kind in ("directories", "files"):
-        link = Path(root) / kind / "latest"
-        assert link.is_symlink()
-        assert link.exists(), f"{kind}: the link leads nowhere"
-    assert hf.Checkpoint(Path(root) / "directories" / "latest").verify().ok
-    note = read_note(LocalStorage(Path(root) / "files"), link.resolve().name, verify=True)
-    assert note is not None
-    assert note["step"] in (2, 3)
+    use(ArmedOps(), remote=remote)
+    check_newest(root, remote=remote)
     one = trainer(root, 4)
     resumed = int(one.state.timestamp.batch)
     assert resumed in (2, 3)
     one.fit()
     one.close()
-    assert names(Path(root) / "directories") == ["b4"], names(Path(root) / "directories")
-    assert names(Path(root) / "files") == ["b4.pt"], names(Path(root) / "files")
-    assert os.readlink(Path(root) / "files" / "latest") == "b4.pt"
+    for kind, name in (("directories", "b4"), ("files", "b4.pt")):
+        pointers = ["latest.symlink"] if remote else []
+        assert names(Path(root) / kind) == [name, *pointers], names(Path(root) / kind)
+        assert newest(Path(root) / kind, remote=remote).name == name
     expected = torch.load(f"{root}/expected.pt", weights_only=True)
     assert torch.equal(expected["weight"], one.state.model.weight)
     return resumed
+
+
+def newest(folder: Path, *, remote: bool) -> Path:
+    """Return what the link, or the pointer, of a folder leads to."""
+    if remote:
+        return folder / Path((folder / "latest.symlink").read_text()).name
+    assert (folder / "latest").is_symlink()
+    return (folder / "latest").resolve()
+
+
+def check_newest(root: str, *, remote: bool) -> None:
+    """What both links lead to is complete."""
+    directory, file = (newest(Path(root) / kind, remote=remote) for kind in ("directories", "files"))
+    assert hf.Checkpoint(directory).verify().ok
+    note = read_note(LocalStorage(file.parent), file.name, verify=True)
+    assert note is not None
+    assert note["step"] in (2, 3)

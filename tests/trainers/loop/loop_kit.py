@@ -123,7 +123,7 @@ def everything(trainer: hf.Trainer) -> dict[str, Any]:
     state = expand(trainer.state.live())["state"]
     state["timestamp"] = {k: v for k, v in state["timestamp"]["Timestamp"].items() if not k.endswith("wct")}
     state["train_metrics"] = {
-        name: metric["total"] / max(1, metric["samples"]) for name, metric in state["train_metrics"].items()
+        name: metric["total"] / max(1, metric["samples"]) for name, metric in state["train_metrics"].value.items()
     }
     state.pop("metadata")
     state["dataset_state"].pop("train")

@@ -18,7 +18,7 @@ from holdfast.testing import assert_state_equal
 from holdfast.testing.fault_proxy import Fault, FaultProxy
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "storage"))
-from object_kit import BUCKET, moto, s3_environment
+from object_kit import BUCKET, KEY, SECRET, moto, s3_environment
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +76,34 @@ def test_uploads_through_faults(proxy: FaultProxy, tmp_path: Path) -> None:
     proxy.forget()
     for batch in (4, 8, 12):
         assert hf.Checkpoint(f"s3://{BUCKET}/through/r/checkpoints/ba{batch}").verify().ok
+
+
+@pytest.mark.parametrize("scheme", ["gs", "oci"])
+def test_other_clouds(server: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gs:// and oci:// in save_folder and load_path, by their S3-compatible sides, which moto plays."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
+    keys = {"GCS_KEY": KEY, "GCS_SECRET": SECRET, "OCI_ACCESS_KEY_ID": KEY, "OCI_SECRET_ACCESS_KEY": SECRET}
+    where = {"GCS_ENDPOINT_URL": server, "OCI_ENDPOINT_URL": server, "OCI_NAMESPACE": "tenancy", "OCI_REGION": "r"}
+    for name, value in {**keys, **where}.items():
+        monkeypatch.setenv(name, value)
+    uri = f"{scheme}://{BUCKET}/clouds-{scheme}/runs"
+    with plain(uri, save_filename="ep{epoch}.pt", max_duration="1ep") as trainer:
+        trainer.fit()
+        assert trainer.saved_checkpoints == [f"{uri}/ep1.pt"]
+    assert int(plain(None, load_path=f"{uri}/latest-rank0").state.timestamp.batch) == 6
+    assert int(plain(uri, autoresume=True, save_filename="ep{epoch}.pt").state.timestamp.batch) == 6
+
+
+@pytest.mark.parametrize("kind", ["500", "503", "reset", "truncate"])
+@pytest.mark.slow
+def test_loading_through_faults(proxy: FaultProxy, kind: str) -> None:
+    """Requests that fail while a checkpoint is found and loaded are repeated; what is loaded is right."""
+    uri = f"s3://{BUCKET}/faulty-{kind}/runs"
+    first = plain(uri, save_filename="ep{epoch}.pt", max_duration="1ep")
+    first.fit()
+    first.close()
+    proxy.inject(Fault(kind=kind, method="GET", every=3, times=3))
+    again = plain(uri, save_filename="ep{epoch}.pt", autoresume=True)
+    proxy.forget()
+    assert int(again.state.timestamp.batch) == 6
+    assert_state_equal(again.state.model, first.state.model)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ class Term(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "batch", "saved"),
     [
@@ -92,6 +93,38 @@ trainer = rich(folder / "full", callbacks=[Say(), weights], save_interval="1ba",
 trainer.fit()
 print("done", flush=True)
 """
+
+
+@pytest.mark.long
+def test_sigterm_at_random(tmp_path: Path) -> None:
+    """Stopped again and again at any moment, evaluations too: each life saves and leaves with 85, nothing is lost."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{Path(__file__).parent}"}
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path), ""]
+    rng = torch.Generator().manual_seed(7)
+    lives = 0
+    for _ in range(12):
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert process.stdout is not None
+        for _ in range(int(torch.randint(1, 5, (1,), generator=rng))):
+            process.stdout.readline()
+        time.sleep(float(torch.rand(1, generator=rng)) * 0.02)  # anywhere within the batch that follows
+        process.terminate()
+        told = process.communicate(timeout=100)
+        check_folder(tmp_path)
+        if process.returncode == 0:
+            break
+        assert process.returncode == 85, told
+        lives += 1
+    assert lives > 2
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    whole = rich(None, max_duration="4ep")
+    whole.fit()
+    found = hf.load(tmp_path / "full" / "b24")
+    for name, tensor in whole.state.model.state_dict().items():
+        assert torch.equal(found["state"]["model"][name], tensor), name
 
 
 def check_folder(folder: Path) -> None:

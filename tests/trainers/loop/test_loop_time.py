@@ -8,11 +8,11 @@ from datetime import timedelta
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_kit import run
 
 import holdfast as hf
 from holdfast._ranks import RankInfo
-from holdfast.trainers.loop.events import Event
-from holdfast.trainers.loop.intervals import Span, finished, parse_every
+from holdfast.trainers.loop.intervals import parse_every
 from holdfast.trainers.loop.naming import NameTemplate, is_later, run_variables
 from holdfast.trainers.loop.time import Time, TimeUnit
 from holdfast.trainers.loop.timestamp import Timestamp
@@ -136,37 +136,6 @@ def test_timestamp() -> None:
         Timestamp(apples=1)
     with pytest.raises(hf.ConfigError):
         two.get("dur")
-
-
-def run(
-    interval: object,
-    duration: str,
-    *,
-    num_batches: int,
-    sizes: list[int],
-    sized: bool = True,
-    tokens: int = 10,
-    seconds: float = 1.0,
-) -> list[str]:
-    """Go through a training and note each save as ep-ba, as the saver would: once per batch at most."""
-    every, now, saves, last = parse_every(interval, "save_interval"), Timestamp(), [], -1
-    span = Span(duration=Time(duration), num_batches=num_batches if sized else None)
-    every.check(span)
-    while not finished(now, span.duration):
-        for number in range(num_batches):
-            size = sizes[number % len(sizes)]
-            previous, now = now, now.to_next_batch(size, size * tokens, timedelta(seconds=seconds))
-            if last != now.count("batch") and every.due(Event.BATCH_CHECKPOINT, previous, now, span):
-                saves.append(f"ep{int(now.epoch)}-ba{int(now.batch)}")
-                last = now.count("batch")
-            if finished(now, span.duration):
-                break
-        else:
-            previous, now = now, now.to_next_epoch()
-            if last != now.count("batch") and every.due(Event.EPOCH_CHECKPOINT, previous, now, span):
-                saves.append(f"ep{int(now.epoch)}-ba{int(now.batch)}")
-                last = now.count("batch")
-    return saves
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ from torch.nn import functional
 
 from ...errors import ConfigError
 from ...state.names import unwrap
+from ...state.sharded import reshard
 from .events import Event
 from .intervals import parse_every
+from .parallel import is_sharded
 
 if TYPE_CHECKING:
     from .loggers import Logger
@@ -60,21 +62,25 @@ class EMA(Algorithm):
             raise ConfigError(f"EMA(smoothing={smoothing!r}): give a number from 0 up to, not including, 1")
         self.smoothing = float(smoothing)
         self.average: dict[str, torch.Tensor] = {}
-        self._swapped = False
+        self._begun = self._swapped = False
 
     def match(self, event: Event, state: State) -> bool:
         """Run after each interval, and around evaluations."""
         if event is Event.BATCH_END:
             return state.timestamp.count("batch") % self.update_interval == 0
-        return event in (Event.FIT_START, Event.EVAL_BEFORE_ALL, Event.EVAL_AFTER_ALL)
+        return event in (Event.INIT, Event.FIT_START, Event.EVAL_BEFORE_ALL, Event.EVAL_AFTER_ALL)
 
     @torch.no_grad()
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Bring the average up to date, or exchange it with the weights."""
         if event is Event.EVAL_BEFORE_ALL or event is Event.EVAL_AFTER_ALL:
             self._swap(state, back=event is Event.EVAL_AFTER_ALL)
-        elif not self.average:
-            self.average = {name: tensor.detach().clone() for name, tensor in _tensors(state.model)}
+        elif event is Event.INIT:
+            if is_sharded(state.model):  # what is loaded is laid out as this
+                self._take(state)
+        elif not self._begun:
+            self._take(state)
+            self._begun = True
         elif event is Event.BATCH_END:
             for name, live in _tensors(state.model):
                 kept = self.average[name]
@@ -83,8 +89,11 @@ class EMA(Algorithm):
                 else:
                     kept.copy_(live)
 
+    def _take(self, state: State) -> None:
+        self.average = {name: tensor.detach().clone() for name, tensor in _tensors(state.model)}
+
     def _swap(self, state: State, *, back: bool) -> None:
-        if not self.average or back is not self._swapped:
+        if not self._begun or back is not self._swapped:
             return
         for name, live in _tensors(state.model):
             kept = self.average[name]
@@ -100,6 +109,7 @@ class EMA(Algorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the average of the earlier life."""
         self.average = {name: tensor.clone() for name, tensor in state["average"].items()}
+        self._begun = bool(self.average)
 
 
 class LabelSmoothing(Algorithm):
@@ -135,6 +145,7 @@ class LabelSmoothing(Algorithm):
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     module = unwrap(model)
+    reshard(module)  # after a forward without a backward it may be gathered still
     yield from module.named_parameters()
     yield from module.named_buffers()
 

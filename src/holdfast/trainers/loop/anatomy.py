@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
-from ...state import metrics, optim, rng
+from ...state import metrics, optim
 from ...state.names import canonical_keys, parameter_names, unwrap
 from ...state.selection import covers
 from ...state.torch_plain import to_plain
+from ...state.values import PerRank
 
-__all__ = ["IgnoreKeys", "as_torch_file", "check_ignore_keys", "expand", "ignored"]
+__all__ = ["IgnoreKeys", "as_torch_file", "check_ignore_keys", "expand", "ignored", "plain_leaf"]
 
 _LOG = logging.getLogger("holdfast.trainer")
 IgnoreKeys = Sequence[str] | Callable[[dict[str, Any]], Any] | None
@@ -51,6 +52,8 @@ def expand(live: Mapping[str, Any]) -> dict[str, Any]:
             return OrderedDict(zip(canonical_keys(module, list(raw)), raw.values(), strict=True))
         if isinstance(value, torch.optim.Optimizer) and optim.is_plain(value):
             return optim.to_named(value, names)
+        if isinstance(value, PerRank):
+            return PerRank(walk(value.value))
         if isinstance(value, Mapping):
             return {key: walk(item) for key, item in value.items()}
         if not metrics.is_metric(value) and callable(getattr(value, "load_state_dict", None)):
@@ -86,6 +89,8 @@ def prune(found: dict[str, Any], globs: Sequence[str], *, what: str) -> dict[str
             _LOG.warning("%s: %r matches nothing; there are %s ...", what, glob, ", ".join(every[:8]))
 
     def walk(value: Any, path: str) -> Any:
+        if isinstance(value, PerRank):
+            return PerRank(walk(value.value, path))
         if not isinstance(value, dict):
             return value
         kept = ((key, item, f"{path}/{key}" if path else str(key)) for key, item in value.items())
@@ -100,6 +105,8 @@ def paths(value: Any, path: str = "") -> Iterator[str]:
     """Yield the "/"-joined path of everything in nested dictionaries."""
     if path:
         yield path
+    if isinstance(value, PerRank):
+        value = value.value
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from paths(item, f"{path}/{key}" if path else str(key))
@@ -111,12 +118,10 @@ _MODEL = "state/model/"
 def as_torch_file(expanded: Mapping[str, Any]) -> Any:
     """Return what goes into a file for ``torch.load``: parameters of optimizers under the names the model has."""
     found = dict(expanded)
-    if found.get("rng") is rng.RNG:
-        found["rng"] = [rng.capture()]
     state = dict(found["state"])
     if isinstance(state.get("optimizers"), Mapping):
         state["optimizers"] = renamed_optimizers(state["optimizers"], lambda name: name.removeprefix(_MODEL))
-    return to_plain({**found, "state": state}, _leaf)
+    return to_plain({**found, "state": state}, plain_leaf)
 
 
 def from_torch_file(found: dict[str, Any]) -> dict[str, Any]:
@@ -148,9 +153,8 @@ def _renamed(one: Any, rename: Callable[[str], str]) -> Any:
     return {**one, "state": dict(zip(each(state), state.values(), strict=True)), "param_groups": groups}
 
 
-def _leaf(value: Any, path: str) -> Any:
+def plain_leaf(value: Any, path: str) -> Any:
+    """Say how what `expand` leaves as it is goes into a file."""
     if metrics.is_metric(value):
-        return to_plain(metrics.metric_state(value), _leaf, path=path)
-    if value is rng.RNG:
-        return to_plain(rng.capture(), path=path)
+        return to_plain(metrics.metric_state(value), plain_leaf, path=path)
     return NotImplemented

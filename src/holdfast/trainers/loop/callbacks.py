@@ -16,6 +16,7 @@ from .time import TimeUnit
 from .timestamp import Timestamp
 
 if TYPE_CHECKING:
+    from ...checkpoint.handle import Checkpoint
     from .loggers import Logger
     from .state import State
 
@@ -52,6 +53,9 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what an earlier life's `state_dict` gave."""
+
+    def checkpoint_committed(self, checkpoint: Checkpoint) -> None:
+        """Hear of a committed checkpoint: on rank 0, on a thread of the saver, which has to go on soon."""
 
     def close(self, state: State, logger: Logger) -> None:
         """Give resources back; called once, when the trainer is closed."""
@@ -202,7 +206,9 @@ class LoadCheckpoint(Callback):
             weights_only=self.load_weights_only, strict_model_weights=self.strict_model_weights,
             ignore_keys=self.ignore_keys,
         )  # fmt: skip
-        load_path(self.load_path, state, options=options).show()
+        report = load_path(self.load_path, state, options=options)
+        if state.ranks.leads:
+            report.show()
 
 
 def as_number(value: Any) -> float:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ...errors import ConfigError
 from ...state.data import ResumableBatches, batch_length
+from ...state.position import elsewhere, of_this_rank, said, with_ranks_apart
 
 __all__ = ["DataPosition", "microbatches", "num_batches", "num_tokens", "to_device"]
 
@@ -27,27 +28,51 @@ class DataPosition:
     def __init__(self, *, rank: int = 0, world_size: int = 1) -> None:
         self.stage = ""
         self._rank, self._world_size = rank, world_size
-        self._stored: dict[str, Any] | None = None
+        self._stored: Mapping[str, Any] | None = None
         self._live: ResumableBatches | None = None
+        self._counted: tuple[Any, int | None] | None = None
 
     def open(self, loader: Any, *, seed: int, epoch: int) -> ResumableBatches:
         """Return the rest of ``epoch``: what was trained already does not come again."""
         stored = self._live.state_dict() if self._live is not None else self._stored
         self._live = ResumableBatches(
             _with_state(loader), stored, seed=seed, epoch=epoch, seed_samples=not _draws_here(loader),
-            rank=self._rank, world_size=self._world_size,
+            rank=self._rank, world_size=self._world_size, split=True,
         )  # fmt: skip
         return self._live
+
+    def num_batches(self, loader: Any) -> int | None:
+        """Return how many batches an epoch has on this rank; None if the loader cannot tell."""
+        if self._world_size == 1 or not isinstance(loader, DataLoader):
+            return num_batches(loader)
+        if self._counted is None or self._counted[0] is not loader:
+            epoch = ResumableBatches(
+                _with_state(loader), None, seed=0, epoch=0, rank=self._rank, world_size=self._world_size, split=True
+            )
+            self._counted = (loader, num_batches(epoch))
+        return self._counted[1]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last trained batch."""
         train = self._live.state_dict() if self._live is not None else self._stored
+        if train is not None and self._world_size > 1:
+            train = with_ranks_apart(train)
         return {"train": train, "eval": {}, "stage": self.stage}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where an earlier life was."""
-        self._stored, self._live = state["train"], None
+        train = state["train"]
+        self._stored, self._live = None if train is None else of_this_rank(train), None
         self.stage = state.get("stage", "")
+
+    def notes(self) -> list[str]:
+        """Say what becomes of the rest of an epoch that another number of ranks has begun."""
+        stored = self._stored
+        if stored is None or stored["done"] or stored.get("world_size", self._world_size) == self._world_size:
+            return []
+        found = [elsewhere(stored, self._world_size)]
+        said.update(found)
+        return found
 
 
 class _WithDatasetState:

@@ -20,13 +20,14 @@ class Engine:
 
     def __init__(self, state: State, logger: Logger) -> None:
         self._state, self._logger = state, logger
-        self._handlers: dict[Event, list[Callable[..., object]]] = {}
+        # By the value of the event: an Enum's own hash is a Python function, asked a dozen times for each batch.
+        self._handlers: dict[str, list[Callable[..., object]]] = {}
         self._callbacks: Sequence[Any] = ()
 
     def listen(self, callbacks: Sequence[Any]) -> None:
         """Set what listens, apart from the algorithms of the state."""
         self._callbacks = tuple(callbacks)
-        self._handlers = {event: [h for one in callbacks for h in _handlers(one, event)] for event in Event}
+        self._handlers = {event._value_: [h for one in callbacks for h in _handlers(one, event)] for event in Event}
 
     def run(self, event: Event) -> None:
         """Tell everybody who listens to ``event``."""
@@ -34,7 +35,7 @@ class Engine:
         for algorithm in state.algorithms:
             if algorithm.match(event, state):
                 algorithm.apply(event, state, logger)
-        for handler in self._handlers[event]:
+        for handler in self._handlers[event._value_]:
             handler(state, logger)
 
     def close(self) -> None:

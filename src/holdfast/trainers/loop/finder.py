@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -23,8 +24,20 @@ from ...format.commit import read_manifest
 from ...format.manifest import MANIFEST_NAME
 from ...storage.base import Storage
 from .files import read_note
+from .naming import is_later
+from .timestamp import Timestamp
 
-__all__ = ["CONTAINERS", "OWN_NAMES", "Found", "container_of", "is_foreign", "look", "look_at", "names_in"]
+__all__ = [
+    "CONTAINERS",
+    "OWN_NAMES",
+    "Found",
+    "container_of",
+    "is_foreign",
+    "is_in_the_way",
+    "look",
+    "look_at",
+    "names_in",
+]
 
 _LOG = logging.getLogger("holdfast.trainer")
 OWN_NAMES = ("reports", "logs")  # folders that a run keeps beside its checkpoints
@@ -167,6 +180,21 @@ def is_foreign(storage: Storage, name: str) -> bool:
         return True
     files = [info.path for info in storage.list(name, recursive=False)]
     return bool(files) and not is_remains(files)
+
+
+def is_in_the_way(storage: Storage, name: str, match: re.Match[str] | None, now: Timestamp) -> bool:
+    """Tell whether what has this name is a checkpoint of a later moment, or somebody else's."""
+    after = False if match is None else is_later(match, now)
+    if after is False:
+        return False
+    one = look_at(storage, name)
+    if one is None:
+        return is_foreign(storage, name)  # a name is all there is to go by
+    if one.problem is not None:
+        # Damage that a resume has set aside is written anew; where nothing was resumed it may be the user's own file.
+        return now.count("batch") == 0
+    # A name without counters tells nothing: what it says about itself does.
+    return bool(after) or one.step > now.count("batch") or now.count("batch") == 0
 
 
 def _directory(storage: Storage, name: str) -> Found:

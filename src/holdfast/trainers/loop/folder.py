@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from ...checkpoint.remains import is_remains
-from ...checkpointer.start import answer
+from ...checkpointer.start import answer, see_together
+from ...checkpointer.team import Team
 from ...errors import ConfigError, StorageNotFoundError
 from ...format.commit import remove
 from ...format.manifest import MANIFEST_NAME
@@ -17,12 +18,13 @@ from ...storage.base import Storage
 from ...storage.ops import errors_of
 from ...storage.resolve import resolve, split_uri
 from ...writer.client import WriterClient
+from ...writer.messages import RunOpened
 from .finder import Found, look
+from .ranks import TIMEOUT_S, Ranks
 
 __all__ = ["Folder", "link_latest"]
 
 _LEASE_S = 60.0
-TIMEOUT_S = 600.0
 
 
 class Folder:
@@ -35,16 +37,20 @@ class Folder:
         run_id: identity of the run, where the folder holds directories.
         start_id: of this life, part of file names.
         quarantined: names that were set aside, with reasons.
+        client: our writer, while the folder is open for directories.
+        team: the writers of all ranks, if there are several.
     """
 
-    def __init__(self, spelling: str) -> None:
+    def __init__(self, spelling: str, ranks: Ranks | None = None) -> None:
         self.spelling = spelling
+        self.ranks = ranks if ranks is not None else Ranks()
         self.storage: Storage = resolve(spelling)
         self.attempt = 0
         self.run_id: str | None = None
         self.start_id = secrets.token_hex(4)
         self.quarantined: dict[str, str] = {}
         self.client: WriterClient | None = None
+        self.team: Team | None = None
         self._number = 0
         root = self.storage.local_root
         if root is not None and root.is_file():
@@ -72,25 +78,57 @@ class Folder:
             self._look_for_attempt(nested=nested)
 
     def _take_lease(self) -> None:
+        """Open the run on rank 0; with several ranks our writer joins the others, and the run is theirs as well."""
         self.client = client = WriterClient.start(self.storage)
         try:
-            future = client.open_run(self.storage, owner={"start_id": self.start_id}, keep=None, wait_s=_LEASE_S)
-            opened = answer(future, self.storage, _LEASE_S + TIMEOUT_S, bound="")
+            opened = self._open_run(client)
         except BaseException:
             self.client = None
             client.close(TIMEOUT_S)
+            self._leave()
             raise
         self.run_id, self.start_id, self.quarantined = opened.run_id, opened.start_id, dict(opened.quarantined)
         self.attempt = max(self.attempt, opened.attempt)
 
+    def _open_run(self, client: WriterClient) -> RunOpened:
+        ranks, storage = self.ranks, self.storage
+        meeting = ranks.meeting("folder")
+        if ranks.world_size > 1:
+            self.team = Team(meeting, client, timeout_s=TIMEOUT_S)
+            self.start_id = self.team.start_id
+        mark = f".probe-{self.start_id}/ranks"
+
+        def open_run() -> dict[str, object] | None:
+            if not ranks.leads:
+                return None
+            future = client.open_run(storage, owner={"start_id": self.start_id}, keep=None, wait_s=_LEASE_S)
+            opened: RunOpened = answer(future, storage, _LEASE_S + TIMEOUT_S, bound="")
+            if ranks.world_size > 1:
+                storage.put(mark, b"all ranks see this file")
+            return opened.to_json()
+
+        opened = RunOpened.from_json(meeting.agree("open", open_run, work_s=_LEASE_S + TIMEOUT_S))
+        if ranks.world_size > 1:
+            see_together(meeting, storage, mark)
+        return opened
+
+    def _leave(self) -> None:
+        team, self.team = self.team, None
+        if team is not None:
+            team.close()
+
     def _look_for_attempt(self, *, nested: bool) -> None:
         """Number this life by what lies there, and see that the folder can be written to before any training."""
-        probe = f".probe-{self.start_id}"
-        self.storage.put(probe, b"")
-        self.storage.delete(probe)
-        with contextlib.suppress(StorageNotFoundError):
-            self.attempt = 1 + max((one.attempt for one in look(self.storage, nested=nested)), default=0)
-        self.attempt = max(1, self.attempt)
+
+        def look_here() -> int:
+            probe = f".probe-{self.start_id}"
+            self.storage.put(probe, b"")
+            self.storage.delete(probe)
+            with contextlib.suppress(StorageNotFoundError):
+                return 1 + max((one.attempt for one in look(self.storage, nested=nested)), default=0)
+            return 1
+
+        self.attempt = max(1, self.attempt, self.ranks.lead("attempt", look_here))
 
     def next_save_id(self) -> str:
         """Return an id for one save, unique over all lives."""
@@ -100,7 +138,7 @@ class Folder:
     def quarantine(self, name: str, reason: str) -> None:
         """Set a bad checkpoint aside: it is never picked again, its files stay."""
         self.quarantined[name] = reason
-        if self.client is not None and "/" not in name:
+        if self.client is not None and "/" not in name and self.ranks.leads:
             answer(self.client.run_op("quarantine", name=name, reason=reason), self.storage, TIMEOUT_S, bound="")
 
     def delete(self, one: Found) -> None:
@@ -138,10 +176,11 @@ class Folder:
             return
         self.start_id, self.attempt, self._number = secrets.token_hex(4), 0, 0
         try:
-            if patient and not client.closed:
+            if patient and self.ranks.leads and not client.closed:
                 answer(client.run_op("close_run", reason=reason), self.storage, TIMEOUT_S, bound="")
         finally:
-            client.close(TIMEOUT_S if patient else 0.0)
+            client.close(TIMEOUT_S if patient else 0.0, why=f"it has left the training ({reason})")
+            self._leave()
 
 
 def link_latest(storage: Storage, latest: str, name: str) -> None:

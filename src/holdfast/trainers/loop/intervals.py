@@ -47,7 +47,10 @@ class Every:
 
     def crossed(self, previous: Timestamp, now: Timestamp, span: Span) -> bool:
         """Tell whether a multiple lies after ``previous``, up to and including ``now``."""
-        unit, size = self.interval.unit, Fraction(str(self.interval.value))
+        unit, value = self.interval.unit, self.interval.value
+        if type(value) is int:
+            return previous.value(unit) // value != now.value(unit) // value
+        size = Fraction(str(value))
         if unit is TimeUnit.DURATION:
             unit, whole = _whole(self.interval, span)
             size *= whole

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
 import tempfile
-import uuid
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ import torch
 from ...checkpoint._location import locate
 from ...checkpoint.transfer import copy_file
 from ...checkpointer.block import ResumeBlock
-from ...checkpointer.functions import save
 from ...checkpointer.load_bar import load_bar
 from ...errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, StateMismatchError
-from ...format.layout import read_header
+from ...format.layout import DTYPES, read_header
 from ...format.manifest import MANIFEST_NAME
+from ...interop.gathered import mapped_ranges
 from ...state import rng
+from ...state.arrays import dtype_of
 from ...state.restore import load_state, paths
 from ...state.selection import covers
 from ...state.stored import Stored, open_stored
@@ -31,10 +32,12 @@ from ...state.torch_plain import from_plain
 from ...state.values import ObjectNode
 from ...storage.base import Storage
 from ...storage.local import LocalStorage
-from ...storage.memory import MemoryStorage
 from .anatomy import IgnoreKeys, from_torch_file
 from .files import read_note
 from .folder import storage_prefix
+from .gather import of_rank
+from .laid import lay
+from .ranks import Ranks
 from .state import State
 
 __all__ = ["LoadOptions", "Report", "load_from", "load_path", "place_of"]
@@ -105,8 +108,14 @@ def load_path(
         StateMismatchError: it does not fit; nothing was changed.
         CorruptCheckpointError: it is damaged.
     """
-    storage, name = place_of(path, state, object_store)
-    return load_from(storage, name, state, options=options)
+    found: list[Report] = []
+
+    def load() -> None:
+        storage, name = place_of(path, state, object_store)
+        found.append(load_from(storage, name, state, options=options))
+
+    state.ranks.agree("load", load)
+    return found[0]
 
 
 def place_of(path: str | os.PathLike[str], state: State, object_store: Storage | None) -> tuple[Storage, str]:
@@ -157,28 +166,31 @@ def load_from(storage: Storage, name: str, state: State, *, options: LoadOptions
     if not storage.exists(name):
         place = storage.child(name)
         if callable(options.ignore_keys):
-            with load_bar(place, show=options.show_bar) as progress:
+            with load_bar(place, show=options.show_bar if state.ranks.leads else False) as progress:
                 fresh = load_state(place, progress=progress).state
             return _load_plain(fresh, uri, state, options)
-        return _load_stored(place, uri, state, options)
-    found = _read_weights(storage, name) if name.endswith(".safetensors") else _read_torch(storage, name)
-    return _load_plain(found, uri, state, options)
+        stored = open_stored(place, rank=state.ranks.rank, world_size=state.ranks.world_size)
+        return _load_stored(stored, uri, state, options)
+    with _local_copy(storage, name) as path:
+        found = (_read_weights if name.endswith(".safetensors") else _read_torch)(path, uri)
+        return _load_plain(found, uri, state, options, mapped_ranges(path))
 
 
-def _load_plain(found: dict[str, Any], uri: str, state: State, options: LoadOptions) -> Report:
-    """Load nested dictionaries: laid down in memory as a checkpoint, they follow the same rules as one."""
+def _load_plain(
+    found: dict[str, Any], uri: str, state: State, options: LoadOptions, mapped: Sequence[tuple[int, int]] = ()
+) -> Report:
+    """Load nested dictionaries, by the rules for a directory; ``mapped`` is as `lay` takes it."""
     if callable(options.ignore_keys):
+        mapped = ()
         options.ignore_keys(found)
         found.setdefault("state", {})
         options = replace(options, ignore_keys=None)
+    ranks = state.ranks
+    batch = (found["state"].get("timestamp") or {}).get("Timestamp", {}).get("batch")
+    found = of_rank(found, ranks.rank, ranks.world_size, step=batch)
     generators = found.pop("rng", None)
-    generators = generators[0] if isinstance(generators, list) and generators else generators
-    memory = MemoryStorage(f"load-{uuid.uuid4().hex}")
-    try:
-        save(f"{memory.uri}/checkpoint", {"state": found["state"]}, ranks="this")
-        report = _load_stored(memory.child("checkpoint"), uri, state, replace(options, progress_bar=False))
-    finally:
-        memory.delete_tree("")
+    stored = lay({"state": found["state"]}, uri, mapped=mapped)
+    report = _load_stored(stored, uri, state, replace(options, progress_bar=False), ranks=Ranks(), verify=False)
     globs = options.ignore_keys if isinstance(options.ignore_keys, Sequence) else ()
     if report.full and isinstance(generators, Mapping) and not covers(globs, "rng"):
         report.generators = generators
@@ -186,8 +198,10 @@ def _load_plain(found: dict[str, Any], uri: str, state: State, options: LoadOpti
     return report
 
 
-def _load_stored(place: Storage, uri: str, state: State, options: LoadOptions) -> Report:
-    stored = open_stored(place)
+def _load_stored(
+    stored: Stored, uri: str, state: State, options: LoadOptions, *, ranks: Ranks | None = None, verify: bool = True
+) -> Report:
+    ranks, place = state.ranks if ranks is None else ranks, stored.storage
     saved = _contents(stored, uri)
     full = not options.weights_only and "timestamp" in saved
     live: dict[str, Any] = state.live() if full else {"state": {"model": state.model}}
@@ -201,16 +215,21 @@ def _load_stored(place: Storage, uri: str, state: State, options: LoadOptions) -
     strict = _STRICT if options.strict_model_weights else _STRICT - {"state/model"}
     lenient = {"rng", *(f"state/{name}" for name in (*live["state"], *saved))} - strict
     try:
-        with load_bar(place, show=options.show_bar) as progress:
+        with load_bar(place, show=options.show_bar if ranks.leads else False) as progress:
             only = None if full else ["state/model"]
-            loaded = load_state(place, live, only=only, skip=skip or None, lenient=lenient, progress=progress)
+            loaded = load_state(
+                stored, live, only=only, skip=skip or None, lenient=lenient, progress=progress, verify=verify,
+                rank=ranks.rank, world_size=ranks.world_size,
+            )  # fmt: skip
     except StateMismatchError as error:
         raise _in_our_words(error, place.uri, uri) from None
     empty = {f"state/{name}" for name, value in live["state"].items() if isinstance(value, Mapping) and not value}
     report.restored += [path for path in loaded.restored if path not in empty]
     report.not_restored += loaded.not_restored
+    report.notes += loaded.notes
     if full:
         state.take(loaded.state["state"])
+        report.notes += state.dataset_state.notes()
         if "rng" in loaded.restored:
             report.generators = rng.capture()
         here = f"batch {int(state.timestamp.batch)}, epoch {int(state.timestamp.epoch)}"
@@ -259,67 +278,71 @@ def _ignored(stored: Stored, ignore: IgnoreKeys, uri: str) -> list[str]:
     every = list(paths(stored)) if globs else []
     idle = [one for one in globs if not any(covers((one,), path) for path in every)]
     if idle:
-        import logging
-
-        logging.getLogger("holdfast.trainer").warning(
-            "load_ignore_keys: nothing in %s matches %s", uri, ", ".join(idle)
-        )
+        _LOG.warning("load_ignore_keys: nothing in %s matches %s", uri, ", ".join(idle))
     return globs
 
 
 # ---- single files
 
 
-def _read_torch(storage: Storage, name: str) -> dict[str, Any]:
-    uri = f"{storage.uri.rstrip('/')}/{name}"
+@contextlib.contextmanager
+def _local_copy(storage: Storage, name: str) -> Iterator[str]:
+    """Give a file a path of this machine; it is fetched if it lies elsewhere."""
+    if (root := storage.local_root) is not None:
+        yield str(root / name)
+        return
     with tempfile.TemporaryDirectory(prefix="holdfast-") as scratch:
-        root = storage.local_root
-        path = root / name if root is not None else Path(scratch) / "checkpoint.pt"
-        if root is None:
-            copy_file(storage, name, LocalStorage(scratch), "checkpoint.pt")
-        own = LocalStorage(path.parent)
-        if zipfile.is_zipfile(path) or path.suffix == ".pt":
-            try:
-                read_note(own, path.name, verify=True)
-            except CorruptCheckpointError:
-                if zipfile.is_zipfile(path):
-                    raise
-                raise CorruptCheckpointError(f"{uri} is no complete torch file", file=uri) from None
-        try:
-            found = torch.load(path, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise ConfigError(
-                f"{uri} holds pickled objects, which loading would execute: convert it where it was made, to tensors "
-                f"and plain data ({str(error).splitlines()[0]})"
-            ) from error
-        except (RuntimeError, EOFError, OSError) as error:
-            raise CorruptCheckpointError(f"{uri} cannot be read: {error}", file=uri) from error
+        own = f"checkpoint{PurePosixPath(name).suffix}"
+        copy_file(storage, name, LocalStorage(scratch), own)
+        yield f"{scratch}/{own}"
+
+
+def _verify(path: str, uri: str) -> None:
+    try:
+        read_note(LocalStorage(os.path.dirname(path) or "."), os.path.basename(path), verify=True)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(str(error).replace(f"file://{path}", uri), file=uri) from None
+
+
+def _read_torch(path: str, uri: str) -> dict[str, Any]:
+    """Open a torch file; its tensors are mapped, so that nothing is read before it is wanted."""
+    is_zip = zipfile.is_zipfile(path)
+    if not is_zip and path.endswith(".pt"):
+        raise CorruptCheckpointError(f"{uri} is no complete torch file", file=uri)
+    if is_zip:
+        _verify(path, uri)
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"{uri} holds pickled objects, which loading would execute: convert it where it was made, to tensors "
+            f"and plain data ({str(error).splitlines()[0]})"
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise CorruptCheckpointError(f"{uri} cannot be read: {error}", file=uri) from error
     found = from_plain(found)
     if not isinstance(found, dict) or not isinstance(found.get("state"), dict):
         raise ConfigError(f"{uri} was not saved by a trainer: it has no 'state' with 'model' in it")
     return from_torch_file(found)
 
 
-def _read_weights(storage: Storage, name: str) -> dict[str, Any]:
-    uri = f"{storage.uri.rstrip('/')}/{name}"
-    read_note(storage, name, verify=True)
-    with storage.open(name) as reader:
+def _read_weights(path: str, uri: str) -> dict[str, Any]:
+    """Open a safetensors file; its tensors are mapped."""
+    _verify(path, uri)
+    with LocalStorage(os.path.dirname(path) or ".").open(os.path.basename(path)) as reader:
         _, entries = read_header(reader, uri)
-        model = {}
-        for key, entry in entries.items():
-            data = bytearray(entry.nbytes)
-            if data:
-                reader.read_into(entry.offset, memoryview(data))
-            dtype = _DTYPES.get(entry.dtype)
-            if dtype is None:
-                raise ConfigError(f"{uri}: tensor {key!r} has the type {entry.dtype}, which cannot be loaded here")
-            flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-            model[key] = flat.view(entry.shape)
+    whole = torch.from_file(path, shared=False, size=os.path.getsize(path), dtype=torch.uint8)
+    model = {}
+    for key, entry in entries.items():
+        known = _OF_SAFETENSORS.get(entry.dtype)
+        if known is None:
+            raise ConfigError(f"{uri}: tensor {key!r} has the type {entry.dtype}, which cannot be loaded here")
+        dtype = dtype_of(known)
+        data = whole[entry.offset : entry.offset + entry.nbytes]
+        # Somebody else's header may end anywhere: torch wants a tensor to begin at a multiple of its element size.
+        data = data if entry.offset % dtype.itemsize == 0 else data.clone()
+        model[key] = data.view(dtype).view(entry.shape)
     return {"state": {"model": model}}
 
 
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+_OF_SAFETENSORS = {code: name for name, (code, _) in DTYPES.items()}

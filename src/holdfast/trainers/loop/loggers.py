@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -17,6 +18,8 @@ from .callbacks import Callback
 if TYPE_CHECKING:
     from .state import State
 
+_LOG = logging.getLogger("holdfast.trainer")
+_BLOCK = 1 << 16
 __all__ = ["ConsoleLogger", "JSONLLogger", "Logger", "LoggerDestination", "TensorBoardLogger"]
 
 
@@ -92,6 +95,7 @@ class JSONLLogger(LoggerDestination):
         if self._file is None:
             path = self.path.format(run_name=self._run_name)
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            cut_torn_line(path)
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run lasts
         rows, self._rows = self._rows, []
         for step, when, metrics in rows:
@@ -119,6 +123,24 @@ class JSONLLogger(LoggerDestination):
             self._file = None
 
 
+def cut_torn_line(path: str) -> None:
+    """Take off the end of a file what a killed process has left of its last row: the next one begins a line."""
+    if not os.path.exists(path):
+        return
+    with open(path, "rb+") as file:
+        end = size = file.seek(0, os.SEEK_END)
+        last = b""
+        while end and b"\n" not in last:
+            begin = max(0, end - _BLOCK)
+            file.seek(begin)
+            last = file.read(end - begin) + last
+            end = begin
+        torn = len(last) - (last.rfind(b"\n") + 1)
+        if torn:
+            _LOG.warning("%s ends in the middle of a row, of a process that was killed: that row is removed", path)
+            file.truncate(size - torn)
+
+
 class TensorBoardLogger(LoggerDestination):
     """Writes scalars for TensorBoard. Needs the package ``tensorboard``.
 
@@ -141,7 +163,8 @@ class TensorBoardLogger(LoggerDestination):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(self.log_dir.format(run_name=self._run_name))
+            # What an earlier life has logged of the batches that come again is hidden.
+            self._writer = SummaryWriter(self.log_dir.format(run_name=self._run_name), purge_step=step)
         for name, value in metrics.items():
             number = plain(value)
             if isinstance(number, (int, float)):

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from ...errors import ConfigError
+from ...state.data import ResumableBatches
 from .data import num_tokens, to_device
 from .engine import Engine
 from .events import Event
 from .intervals import Every
 from .loggers import Logger
 from .metrics import computed
+from .pace import Pace
 from .state import State
 from .steps import Evaluation, TrainStep
 
@@ -33,16 +34,18 @@ class TrainingLoop:
         evaluation: evaluates.
         eval_every: how often.
         schedule_by_batch: schedulers step after each batch instead of each epoch.
-        should_stop: asked between batches; True leaves the loop after the current one.
+        pace: keeps the clock, and says when the loop is left after the current batch.
+        saves: tells whether a saver is due at an event.
     """
 
     def __init__(
-        self, state: State, engine: Engine, logger: Logger, step: TrainStep, evaluation: Evaluation, *,
-        eval_every: Every, schedule_by_batch: bool, should_stop: Callable[[], bool],
+        self, state: State, engine: Engine, logger: Logger, step: TrainStep, evaluation: Evaluation, pace: Pace, *,
+        eval_every: Every, schedule_by_batch: bool, saves: Callable[[Event], bool],
     ) -> None:  # fmt: skip
         self._state, self._engine, self._logger = state, engine, logger
-        self._step, self._evaluation = step, evaluation
-        self._eval_every, self._schedule_by_batch, self._should_stop = eval_every, schedule_by_batch, should_stop
+        self._step, self._evaluation, self._pace = step, evaluation, pace
+        self._eval_every, self._schedule_by_batch, self._saves = eval_every, schedule_by_batch, saves
+        self._evaluated_at = -1
 
     def run(self) -> bool:
         """Train; False if it was left early because it was asked to stop."""
@@ -68,11 +71,11 @@ class TrainingLoop:
             engine.run(Event.EPOCH_START)
         batches = state.dataset_state.open(state.train_dataloader, seed=state.rank_zero_seed, epoch=epoch)
         before = batches.samples
-        begun = time.perf_counter()
         source = iter(batches)
+        self._pace.begin()
         while True:
             engine.run(Event.BEFORE_DATALOADER)
-            batch = next(source, _END)
+            batch = self._next(source, batches)
             if batch is _END:
                 break
             state.batch = to_device(batch, state.device)
@@ -81,12 +84,10 @@ class TrainingLoop:
             self._step.run()
             if self._schedule_by_batch:
                 self._step_schedulers()
-            now = time.perf_counter()
+            samples, tokens = self._counts(batches, batches.samples - before)
+            before = batches.samples
             state.previous_timestamp = state.timestamp
-            state.timestamp = state.timestamp.to_next_batch(
-                batches.samples - before, num_tokens(state.batch), timedelta(seconds=now - begun)
-            )
-            before, begun = batches.samples, now
+            state.timestamp = state.timestamp.to_next_batch(samples, tokens, timedelta(seconds=self._pace.lap()))
             self._logger.log_metrics({"loss/train/total": state.loss})
             engine.run(Event.BATCH_END)
             if self._eval_due(Event.BATCH_CHECKPOINT) and not self._evaluated("batch_eval"):
@@ -99,6 +100,26 @@ class TrainingLoop:
             raise ConfigError(f"the training data gave no batch in epoch {epoch}: training would never end")
         return self._end_epoch()
 
+    def _next(self, source: Iterator[Any], batches: ResumableBatches) -> Any:
+        """Draw a batch; all ranks have one, or none."""
+        batch, ranks = next(source, _END), self._state.ranks
+        if ranks.world_size > 1 and batches.kind != "map":
+            (count,) = ranks.sum([float(batch is not _END)])
+            if 0 < count < ranks.world_size:
+                raise ConfigError(
+                    f"the training data of {ranks.world_size - count:.0f} rank(s) have ended, {count:.0f} have more: "
+                    "ranks train in step, so their loaders have to give equally many batches"
+                )
+        return batch
+
+    def _counts(self, batches: ResumableBatches, samples: int) -> tuple[int, int]:
+        """Return samples and tokens of the batch of all ranks."""
+        tokens, ranks = num_tokens(self._state.batch), self._state.ranks
+        if ranks.world_size > 1 and (tokens or batches.kind != "map"):
+            found = ranks.sum([samples / ranks.world_size, tokens])
+            samples, tokens = samples if batches.kind == "map" else round(found[0]), round(found[1])
+        return samples, tokens
+
     def _end_epoch(self) -> bool:
         state, engine = self._state, self._engine
         if not self._schedule_by_batch:
@@ -106,7 +127,7 @@ class TrainingLoop:
         state.previous_timestamp = state.timestamp
         state.timestamp = state.timestamp.to_next_epoch()
         if state.train_metrics:
-            state.train_metric_values = computed(state.train_metrics)
+            state.train_metric_values = computed(state.train_metrics, state.ranks)
             values = {f"metrics/train/{name}": value for name, value in state.train_metric_values.items()}
             self._logger.log_metrics(values)
         engine.run(Event.EPOCH_END)
@@ -116,21 +137,33 @@ class TrainingLoop:
 
     def _after_batch(self) -> bool:
         self._engine.run(Event.BATCH_CHECKPOINT)
-        return not self._should_stop()
+        return not self._pace.stopping
 
     def _after_epoch(self) -> bool:
         self._engine.run(Event.EPOCH_CHECKPOINT)
-        return not self._should_stop()
+        return not self._pace.stopping
 
     def _eval_due(self, event: Event) -> bool:
+        """Tell whether to evaluate: when a multiple was crossed, always at the end, and once for one batch."""
         state, every = self._state, self._eval_every
-        if not state.eval_dataloaders:
+        if not state.eval_dataloaders or self._evaluated_at == state.timestamp.count("batch"):
             return False
-        return event is every.event and every.crossed(state.previous_timestamp, state.timestamp, state.span)
+        if every.due(event, state.previous_timestamp, state.timestamp, state.span):
+            return True
+        return event is Event.BATCH_CHECKPOINT and self._saves(event) and self._eval_follows()
+
+    def _eval_follows(self) -> bool:
+        """Tell whether this epoch has ended and is evaluated next: what is saved now should have those metrics."""
+        state, now, every = self._state, self._state.timestamp, self._eval_every
+        if state.num_batches != now.count("batch_in_epoch"):
+            return False
+        after = now.to_next_epoch()
+        return every.due(Event.EPOCH_CHECKPOINT, now, after, state.span)
 
     def _evaluated(self, stage: str) -> bool:
         """Evaluate; False, and noted in the state, if it was left: then the next life has to do it again."""
-        if not self._should_stop() and self._evaluation.run():
+        if not self._pace.stopping and self._evaluation.run():
+            self._evaluated_at = self._state.timestamp.count("batch")
             return True
         self._state.dataset_state.stage = stage
         return False

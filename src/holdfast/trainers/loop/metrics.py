@@ -9,6 +9,8 @@ import torch
 
 from ...checkpointer.identity import plain_metrics
 from ...errors import ConfigError
+from ...state.metrics import is_metric
+from .ranks import Ranks
 
 if TYPE_CHECKING:
     from .state import State
@@ -82,16 +84,41 @@ def _as_metric(one: Any, what: str) -> Any:
     raise ConfigError(f"{what} is a {type(one).__name__}: give a torchmetrics metric or a function (outputs, targets)")
 
 
-def computed(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current value of each metric; a collection gives one for each of its own."""
+def computed(metrics: Mapping[str, Any], ranks: Ranks, *, samples: int = 1) -> dict[str, Any]:
+    """Return the current value of each metric over all ranks; a collection gives one for each of its own.
+
+    Args:
+        metrics: by name. Those of torchmetrics ask the other ranks themselves.
+        ranks: the processes that train.
+        samples: how many this rank has shown to them: the weight of a value of a kind that nobody knows.
+    """
     values: dict[str, Any] = {}
     for name, metric in metrics.items():
         value = metric.compute()
+        if ranks.world_size > 1 and not is_metric(metric):
+            value = _over_ranks(metric, value, ranks, samples)
         if isinstance(value, Mapping):
             values.update({str(inner): one for inner, one in value.items()})
         else:
             values[name] = value
     return values
+
+
+def _over_ranks(metric: Any, value: Any, ranks: Ranks, samples: int) -> Any:
+    if isinstance(metric, Averaged):
+        total, count = ranks.sum([float(metric.total), metric.samples])
+        return total / count if count else float("nan")
+    own = dict(value) if isinstance(value, Mapping) else {"": value}
+    numbers = {name: float(one) for name, one in own.items() if _is_number(one)}
+    weighted = [one * samples if samples else 0.0 for one in numbers.values()]
+    *sums, whole = ranks.sum([*weighted, samples])
+    if whole:
+        own.update(zip(numbers, (one / whole for one in sums), strict=True))
+    return own if isinstance(value, Mapping) else own[""]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def move_metrics(metrics: Mapping[str, Any], device: torch.device) -> None:
@@ -102,8 +129,10 @@ def move_metrics(metrics: Mapping[str, Any], device: torch.device) -> None:
 
 
 def metrics_of(state: State) -> dict[str, Any]:
-    """Return the metrics that a checkpoint records, as plain numbers."""
-    found: dict[str, Any] = {label: values for label, values in state.eval_metric_values.items() if values}
+    """Return the metrics that a checkpoint records, as plain numbers; of an evaluation only those of these weights."""
+    now = state.timestamp.count("batch")
+    evaluated = {label: values for label, values in state.eval_metric_values.items() if values}
+    found: dict[str, Any] = {label: one for label, one in evaluated.items() if state.evaluated_at.get(label) == now}
     if state.train_metric_values:
         found["train"] = state.train_metric_values
     if state.loss is not None and not isinstance(state.loss, (list, tuple)):

@@ -57,6 +57,15 @@ class NameTemplate:
             values.update({name: found[name] for name in TIME_VARIABLES})
         return self.text.format(**values)
 
+    def shape(self, run: Mapping[str, Any]) -> str:
+        """Return the name in this run with all counters alike: two that give the same may write over each other."""
+        parts = []
+        for before, name, spec in self._parts:
+            parts.append(before)
+            if name is not None:
+                parts.append("*" if name in TIME_VARIABLES else format(run[name], spec))
+        return "".join(parts)
+
     def pattern(self, run: Mapping[str, Any]) -> re.Pattern[str]:
         """Return a pattern that matches every name this template gives in this run, counters as groups."""
         pieces, seen = [], set()

@@ -10,21 +10,23 @@ from typing import Any
 
 import torch
 
-from ..._ranks import RankInfo, current_ranks
+from ..._ranks import current_ranks
 from ...errors import ConfigError
+from ...state.seeding import seed_all
 from .intervals import parse_every
 from .metrics import as_metrics
+from .ranks import Ranks
 from .steps import LossOfEvaluation
 from .time import Time, TimeUnit
 
 __all__ = [
     "as_list",
-    "check_ranks",
     "choose_device",
     "choose_run_name",
     "eval_loaders",
     "eval_metric_sets",
     "parse_duration",
+    "seed_ranks",
 ]
 
 
@@ -58,11 +60,19 @@ def choose_device(device: Any) -> torch.device:
     if isinstance(device, torch.device):
         return device
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return _own("cuda") if torch.cuda.is_available() else torch.device("cpu")
     try:
-        return torch.device("cuda" if device == "gpu" else device)
+        return _own("cuda" if device == "gpu" else device)
     except RuntimeError as error:
         raise ConfigError(f"device={device!r}: {str(error).splitlines()[0]}") from error
+
+
+def _own(device: Any) -> torch.device:
+    """Return the GPU of this process where several on this machine have one each."""
+    found, ranks = torch.device(device), current_ranks()
+    if found.type == "cuda" and found.index is None and ranks.world_size > 1:
+        return torch.device("cuda", ranks.local_rank % max(1, torch.cuda.device_count()))
+    return found
 
 
 def choose_run_name(run_name: str | None, *, needed: bool) -> str:
@@ -83,19 +93,13 @@ def choose_run_name(run_name: str | None, *, needed: bool) -> str:
     return f"{int(time.time())}-{secrets.token_hex(3)}"
 
 
-def check_ranks() -> RankInfo:
-    """Return who this process is.
-
-    Raises:
-        ConfigError: there are several processes, which this trainer cannot do yet.
-    """
-    ranks = current_ranks()
-    if ranks.world_size > 1:
-        raise ConfigError(
-            f"this is rank {ranks.rank} of {ranks.world_size}: holdfast.Trainer trains in one process so far; use "
-            "holdfast.Checkpointer under torchrun, or holdfast.torch.TorchTrainer, for several"
-        )
-    return ranks
+def seed_ranks(seed: int | None, ranks: Ranks) -> int:
+    """Seed this process, each rank differently, and return the seed of rank 0; without one, torch's own decides."""
+    common = int(ranks.agree("seed", lambda: torch.initial_seed() % (1 << 62) if seed is None else seed))
+    if seed is not None or ranks.rank > 0:
+        seed_all(common + ranks.rank)
+        torch.manual_seed(common + ranks.rank)
+    return common
 
 
 def eval_loaders(given: Any) -> dict[str, Any]:

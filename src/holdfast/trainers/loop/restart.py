@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...checkpointer.block import ResumeBlock
+from ...checkpointer.resume import first_bad
 from ...errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -81,7 +83,8 @@ class Restart:
                 f"this run has lasted for {self._site.state.max_duration}, as long as it should: nothing to do unless "
                 "more is asked for"
             )
-        report.show()
+        if self._site.ranks.leads:
+            report.show()
         return report.generators
 
     def _note_folder(self, report: Report) -> None:
@@ -101,43 +104,29 @@ class Restart:
         folder = saver.place
         # The lease first: an earlier life may be about to finish a newer one.
         folder.open(directories=saver.container == "directory", nested=saver.nested)
-        places: list[tuple[Storage, Found]] = []
-        for storage, nested in [
-            (folder.storage, saver.nested),
-            *((one.storage, True) for one in self._site.uploads_of(saver)),
-        ]:
-            try:
-                found = look(storage, nested=nested, wanted=self._wanted(saver, storage))
-            except StorageNotFoundError:
-                continue
-            places += [(storage, one) for one in found if not one.weights_only]
-        local = folder.storage
-        # Of one moment that is in both places the near one comes first.
-        places.sort(key=lambda one: (one[1].attempt, one[1].step, one[0] is local), reverse=True)
+        storages = [folder.storage, *(one.storage for one in self._site.uploads_of(saver))]
+        local, ranks = folder.storage, self._site.ranks
         bad: list[tuple[str, str]] = []
-        for storage, one in places:
+        for number, row in ranks.lead("candidates", lambda: self._candidates(saver, storages)):
+            storage, one = storages[number], Found(**row)
             if storage is local and one.name in folder.quarantined:
                 bad.append((one.name, folder.quarantined[one.name]))
                 continue
+            found: list[Report] = []
             reason = one.problem
             if reason is None:
-                options = replace(self._options, weights_only=False, ignore_keys=None)
-                try:
-                    report = load_from(storage, one.name, self._site.state, options=options)
-                except (CorruptCheckpointError, IncompleteCheckpointError, CheckpointNotFoundError) as error:
-                    reason = str(error)
-                else:
-                    if not report.full:
-                        continue
-                    report.notes += [
-                        f"set aside {name}, its files are left alone: {why.splitlines()[0]}" for name, why in bad
-                    ]
-                    self._resumed = True
-                    self._site.resumed_at = folder if storage is local else None
-                    return report
-            bad.append((one.name, reason))
-            if storage is local:
-                folder.quarantine(one.name, reason)
+                reason = ranks.agree("load", partial(self._try, storage, one.name, found), first_bad)
+            if reason is not None:
+                bad.append((one.name, reason))
+                if storage is local:
+                    folder.quarantine(one.name, reason)
+            elif found[0].full:
+                found[0].notes += [
+                    f"set aside {name}, its files are left alone: {why.splitlines()[0]}" for name, why in bad
+                ]
+                self._resumed = True
+                self._site.resumed_at = folder if storage is local else None
+                return found[0]
         if bad:
             rows = "\n".join(f"  {name}: {why}" for name, why in bad)
             raise CorruptCheckpointError(
@@ -146,7 +135,30 @@ class Restart:
             )
         then = f"; load_path={self._path!r} is used" if self._path is not None else ""
         headline = f"autoresume: no checkpoint under {folder.storage.uri}{then or ', a fresh start'}"
-        ResumeBlock(headline=headline, notes=self._not_usable(saver)).show()
+        if ranks.leads:
+            ResumeBlock(headline=headline, notes=self._not_usable(saver)).show()
+        return None
+
+    def _candidates(self, saver: CheckpointSaver, storages: Sequence[Storage]) -> list[tuple[int, dict[str, Any]]]:
+        """Return what there is to go on from, newest first: (number of the storage, what was found)."""
+        places: list[tuple[int, Found]] = []
+        for number, storage in enumerate(storages):
+            try:
+                found = look(storage, nested=saver.nested or number > 0, wanted=self._wanted(saver, storage))
+            except StorageNotFoundError:
+                continue
+            places += [(number, one) for one in found if not one.weights_only]
+        # Of one moment that is in both places the near one comes first.
+        places.sort(key=lambda one: (one[1].attempt, one[1].step, -one[0]), reverse=True)
+        return [(number, asdict(one)) for number, one in places]
+
+    def _try(self, storage: Storage, name: str, found: list[Report]) -> str | None:
+        """Load a candidate; give the reason if it is bad."""
+        options = replace(self._options, weights_only=False, ignore_keys=None)
+        try:
+            found.append(load_from(storage, name, self._site.state, options=options))
+        except (CorruptCheckpointError, IncompleteCheckpointError, CheckpointNotFoundError) as error:
+            return str(error)
         return None
 
     def _not_usable(self, saver: CheckpointSaver) -> list[str]:

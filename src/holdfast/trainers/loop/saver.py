@@ -5,24 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoint.retention import decide
 from ...config import Keep
 from ...errors import CheckpointExistsError, ConfigError, StorageFullError
-from ...storage.base import Storage
 from ...storage.resolve import split_uri
 from .anatomy import check_ignore_keys, ignored
 from .callbacks import Callback
 from .events import Event
-from .finder import Found, container_of, is_foreign, look, look_at, names_in
-from .folder import Folder, link_latest
+from .finder import Found, container_of, is_in_the_way, names_in
+from .folder import Folder
 from .intervals import Every, parse_every
+from .kept import Destinations, Kept
 from .metrics import metrics_of
-from .naming import TIME_VARIABLES, NameTemplate, is_later
+from .naming import NameTemplate
+from .parallel import is_sharded
 from .timestamp import Timestamp
 from .track import Track
 from .uploads import RemoteUploaderDownloader
@@ -84,7 +83,8 @@ class CheckpointSaver(Callback):
         self.latest_filename = _optional(latest_filename, "save_latest_filename")
         if remote_file_name == _REMOTE + _FILE:  # the default follows the name here: two savers must not meet there
             remote_file_name = _REMOTE + self.filename.text
-        if latest_remote_file_name == _REMOTE + _LATEST and self.latest_filename is not None:
+        self.points_by_default = latest_remote_file_name == _REMOTE + _LATEST
+        if self.points_by_default and self.latest_filename is not None:
             latest_remote_file_name = _REMOTE + self.latest_filename.text
         self.remote_file_name = _optional(remote_file_name, "save_remote_file_name")
         self.latest_remote_file_name = _optional(latest_remote_file_name, "latest_remote_file_name")
@@ -106,18 +106,14 @@ class CheckpointSaver(Callback):
         self._folder: Folder | None = None
         self._track: Track | None = None
         self._last_batch = -1
-        self._lock = threading.Lock()
-        self._kept: list[Found] = []  # those of this saver that exist, oldest first
-        self._uploading: list[str] = []
+        self._kept: Kept | None = None
 
     # -- what there is
 
     @property
     def saved_checkpoints(self) -> list[str]:
         """Paths of the checkpoints of this saver that exist, oldest first, as the folder was spelt."""
-        folder = self._folder
-        with self._lock:
-            return [] if folder is None else [_join(folder.spelling, one.name) for one in self._kept]
+        return [] if self._kept is None else [_join(self.place.spelling, one.name) for one in self._kept.all]
 
     @property
     def is_full(self) -> bool:
@@ -134,7 +130,12 @@ class CheckpointSaver(Callback):
 
     def attach(self, site: Site, folder: Folder) -> None:
         """Learn where it belongs."""
-        self._site, self._folder = site, folder
+        self._site, self._folder, self._kept = site, folder, Kept(self, site, folder)
+        if self.container != "directory" and is_sharded(site.state.model):
+            raise ConfigError(
+                f"save_filename={self.filename.text!r}: no rank holds the whole of a sharded model, so it cannot be "
+                "one file: use a name without suffix (a Holdfast directory), and `holdfast export` to make a file of it"
+            )
         if self.num_to_keep == 0 and not site.uploads_of(self):
             raise ConfigError(
                 "num_checkpoints_to_keep=0 deletes each checkpoint after its upload, and nothing is uploaded: keep at "
@@ -178,12 +179,12 @@ class CheckpointSaver(Callback):
             return
         folder, pattern = self.place, self.filename.pattern(self._site.variables)
         names = [name for name in names_in(folder.storage, nested=self.nested) if name not in folder.quarantined]
-        later = [name for name in names if _is_in_the_way(folder.storage, name, pattern.fullmatch(name), now)]
+        later = [name for name in names if is_in_the_way(folder.storage, name, pattern.fullmatch(name), now)]
         where = folder.spelling
         for uploader in self._site.uploads_of(self) if not later else ():
             match, where = self.remote_names(uploader), uploader.storage.uri
             names = names_in(uploader.storage, nested=True)
-            later += [name for name in names if _is_in_the_way(uploader.storage, name, match(name), now)]
+            later += [name for name in names if is_in_the_way(uploader.storage, name, match(name), now)]
         if later:
             raise CheckpointExistsError(
                 f"{where} holds {len(later)} checkpoint(s) later than batch {now.count('batch')}, where training is "
@@ -208,21 +209,9 @@ class CheckpointSaver(Callback):
         self._track = Track(folder, self.container)
         pattern = self.filename.pattern(self._site.variables)
         if self.container == "directory":
-            folder.sweep(pattern.fullmatch, nested=self.nested)
-        if self._site.resumed:
-            found = look(folder.storage, nested=self.nested, wanted=pattern.fullmatch)
-            now = self._site.state.timestamp.count("batch")
-            with self._lock:
-                good = [one for one in reversed(found) if one.problem is None and one.weights_only is self.weights_only]
-                self._kept = [one for one in good if one.step <= now]
-                here = self._kept[-1:] if self._site.resumed_from(folder) else []
-                newest = next((one for one in here if one.step == now), None)
-                if self.num_to_keep == 0:  # what an earlier life has left was never uploaded
-                    self._kept = [newest] if newest is not None else []
-            if newest is not None:
-                self._last_batch = now  # this moment is safe already
-                self._send_again(newest)
-            self._repair_link()
+            folder.ranks.lead("sweep", lambda: folder.sweep(pattern.fullmatch, nested=self.nested))
+        if self._site.resumed and self._kept is not None and self._kept.find_earlier(pattern):
+            self._last_batch = self._site.state.timestamp.count("batch")  # this moment is safe already
 
     # -- saving
 
@@ -237,14 +226,22 @@ class CheckpointSaver(Callback):
     def _maybe(self, state: State, event: Event) -> None:
         track = self._track
         assert track is not None
-        if track.ended:
-            track.settle()
-        every = self.every
-        if isinstance(every, Every):
-            due = every.due(event, state.previous_timestamp, state.timestamp, state.span)
-        else:
-            due = bool(every(state, event))
-        if due:
+        track.glance()
+        if self.is_due(event) if isinstance(self.every, Every) else self.every(state, event):
+            self.save_now()
+
+    def is_due(self, event: Event) -> bool:
+        """Tell whether it is time by the interval; a function is not asked."""
+        assert self._site is not None
+        state, every = self._site.state, self.every
+        return isinstance(every, Every) and every.due(event, state.previous_timestamp, state.timestamp, state.span)
+
+    def make_up(self, event: Event) -> None:
+        """Save what was due at the moment training goes on from, if the life that ended there did not come to it."""
+        assert self._site is not None
+        assert self._kept is not None
+        now = self._site.state.timestamp.count("batch")
+        if self.is_due(event) and not self._kept.has(now):
             self.save_now()
 
     def save_now(self) -> None:
@@ -264,16 +261,22 @@ class CheckpointSaver(Callback):
             weights_only=self.weights_only, epoch=about["epoch"], metrics=about["metrics"],
         )  # fmt: skip
         site.flush_logs()
-        latest = self._named(self.latest_filename, state)
-        remote = (self._named(self.remote_file_name, state), self._named(self.latest_remote_file_name, state))
-        self._track.save(
-            name, live, about=about, content=content, after=lambda: self._committed(saved, latest, *remote)
-        )
+        kept, there = self._kept, self.destinations(state.timestamp)
+        assert kept is not None
+        self._track.save(name, live, about=about, content=content, after=lambda: kept.add(saved, there))
         self._last_batch = batch
 
-    def _named(self, template: NameTemplate | None, state: State) -> str | None:
+    def destinations(self, now: Timestamp) -> Destinations:
+        """Return the names, apart from its own, that a checkpoint of this moment gets."""
         assert self._site is not None
-        return None if template is None else template.format(self._site.variables, state.timestamp)
+        run = self._site.variables
+        templates = (self.latest_filename, self.remote_file_name, self.latest_remote_file_name)
+        return Destinations(*(None if one is None else one.format(run, now) for one in templates))
+
+    def settle_ended(self) -> None:
+        """Take in a save that has ended; raises what failed."""
+        if self._track is not None and self._track.ended:
+            self._track.settle()
 
     def settle(self) -> None:
         """Wait until everything saved is durable; raises what failed."""
@@ -299,86 +302,6 @@ class CheckpointSaver(Callback):
         track, self._track = self._track, None
         if track is not None:
             track.close()
-
-    # -- after a commit, on another thread
-
-    def _committed(self, saved: Found, latest: str | None, remote: str | None, remote_latest: str | None) -> None:
-        assert self._site is not None
-        storage = self.place.storage
-        if latest is not None and self.num_to_keep != 0:
-            link_latest(storage, latest, saved.name)
-        with self._lock:
-            self._kept = [*(one for one in self._kept if one.name != saved.name), saved]
-        if remote is not None:
-            self._send(saved, self._site.uploads_of(self), remote, remote_latest)
-        self._retain()
-
-    def _send(
-        self, saved: Found, uploaders: Sequence[RemoteUploaderDownloader], remote: str, latest: str | None
-    ) -> None:
-        self._uploading += [saved.name] * len(uploaders)
-        for uploader in uploaders:
-            uploader.upload(self.place.storage, saved, remote, latest, after=lambda: self._uploaded(saved.name))
-
-    def _send_again(self, saved: Found) -> None:
-        """Upload what training goes on from, where the life that saved it did not come to that."""
-        assert self._site is not None
-        remote = self._named(self.remote_file_name, self._site.state)
-        if remote is None:
-            return
-        assert self.remote_file_name is not None
-        is_unique = bool(set(self.remote_file_name.variables) & set(TIME_VARIABLES))
-        missing = [
-            one
-            for one in self._site.uploads_of(self)
-            if not is_unique or look_at(one.storage, one.path_of(remote)) is None
-        ]
-        self._send(saved, missing, remote, self._named(self.latest_remote_file_name, self._site.state))
-
-    def _uploaded(self, name: str) -> None:
-        self._uploading.remove(name)  # one that cannot be uploaded stays here, where it is safe
-        self._retain()
-
-    def _retain(self) -> None:
-        """Delete what the rules do not keep, and nothing that is still being uploaded."""
-        storage = self.place.storage
-        if self.keep is None and (self.num_to_keep < 0 or self.place.is_remote):
-            return
-        with self._lock:
-            protect = frozenset(self._uploading)
-            if self.num_to_keep == 0:
-                doomed = {one.name for one in self._kept} - protect
-            else:
-                rules = self.keep if self.keep is not None else Keep(last=self.num_to_keep)
-                records = [one.record(storage) for one in self._kept]
-                doomed = {verdict.name for verdict in decide(rules, records, protect) if not verdict.keep}
-            for one in [one for one in self._kept if one.name in doomed]:
-                self.place.delete(one)
-                self._kept.remove(one)
-
-    def _repair_link(self) -> None:
-        """Let the link mean the newest checkpoint there is: a life that died may have left it behind."""
-        assert self._site is not None
-        if self.latest_filename is None or not self._kept or self.num_to_keep == 0:
-            return
-        if not set(self.latest_filename.variables) & set(TIME_VARIABLES):
-            latest = self.latest_filename.format(self._site.variables)
-            link_latest(self.place.storage, latest, self._kept[-1].name)
-
-
-def _is_in_the_way(storage: Storage, name: str, match: re.Match[str] | None, now: Timestamp) -> bool:
-    """Tell whether what has this name is a checkpoint of a later moment, or somebody else's."""
-    after = False if match is None else is_later(match, now)
-    if after is False:
-        return False
-    one = look_at(storage, name)
-    if one is None:
-        return is_foreign(storage, name)  # a name is all there is to go by
-    if one.problem is not None:
-        # Damage that a resume has set aside is written anew; where nothing was resumed it may be the user's own file.
-        return now.count("batch") == 0
-    # A name without counters tells nothing: what it says about itself does.
-    return bool(after) or one.step > now.count("batch") or now.count("batch") == 0
 
 
 def default_saver(folder: str | os.PathLike[str] | None, **options: Any) -> CheckpointSaver | None:

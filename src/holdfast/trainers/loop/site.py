@@ -9,14 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..._ranks import RankInfo
+from ...checkpoint.handle import Checkpoint
+from ...checkpointer.team import Team
 from ...errors import ConfigError
 from ...storage.resolve import resolve
+from ...writer.client import WriterClient
 from .anatomy import as_torch_file, expand
+from .events import Event
 from .files import FileImage
 from .finder import container_of
 from .folder import Folder
+from .gather import gathered
 from .naming import NameTemplate, run_variables
+from .parallel import is_sharded
+from .ranks import TIMEOUT_S
 from .state import State
 from .uploads import RemoteUploaderDownloader
 
@@ -39,40 +45,64 @@ class Site:
         resumed_at: the folder that checkpoint lies in, if it is one of ours.
     """
 
-    def __init__(
-        self, state: State, ranks: RankInfo, savers: Sequence[CheckpointSaver], destinations: Sequence[Any]
-    ) -> None:
-        self.state, self.savers = state, tuple(savers)
-        self.variables = run_variables(state.run_name, ranks)
+    def __init__(self, state: State, savers: Sequence[CheckpointSaver], destinations: Sequence[Any]) -> None:
+        self.state, self.savers, self.ranks = state, tuple(savers), state.ranks
+        self.variables = run_variables(state.run_name, self.ranks.info)
         self.uploaders = [one for one in destinations if isinstance(one, RemoteUploaderDownloader)]
         self._destinations = tuple(destinations)
         self.resumed = False
         self.resumed_at: Folder | None = None
         self._folders: dict[str, Folder] = {}
         self._open = False
+        self._control: tuple[WriterClient, Team] | None = None
         for saver in self.savers:
             spelling = saver.folder.format(self.variables)
-            folder = Folder(spelling)
+            folder = Folder(spelling, self.ranks)
             saver.attach(self, self._folders.setdefault(folder.storage.uri, folder))
         self._check_names()
 
     def _check_names(self) -> None:
-        """Refuse two savers that would write over each other."""
-        seen = set()
+        """Refuse savers whose checkpoints, or links to the newest, would be written over each other."""
+        seen: dict[str, str] = {}
         for saver in self.savers:
-            keys = [(saver.place.storage.uri, saver.filename.text)]
-            if saver.remote_file_name is not None and self.uploads_of(saver):
-                keys.append(("the uploads", saver.remote_file_name.text))
-            for where, name in keys:
-                if (where, name) in seen:
+            for where, what, template in self._names_of(saver):
+                name = f"{where.rstrip('/')}/{template.shape(self.variables)}"
+                if name in seen and what == "latest_remote_file_name" and saver.points_by_default:
+                    _LOG.warning(
+                        "the pointer %s among the uploads is that of %s; the saver of %r gets none: give it a "
+                        "latest_remote_file_name of its own", name, seen[name], saver.filename.text,
+                    )  # fmt: skip
+                    saver.latest_remote_file_name = None
+                elif name in seen:
                     raise ConfigError(
-                        f"two savers save to {where} under the same name {name!r}: give them different names or folders"
+                        f"{seen[name]} and {what} would be written under the same name, {name}: give them different "
+                        "names or folders, or None for the link or the upload of one of them"
                     )
-            seen.update(keys)
+                seen[name] = f"{what}={template.text!r}"
+
+    def _names_of(self, saver: CheckpointSaver) -> list[tuple[str, str, NameTemplate]]:
+        """Return everything a saver writes: where, under which argument, and its name."""
+        uri = saver.place.storage.uri
+        found = [(uri, "save_filename", saver.filename), (uri, "save_latest_filename", saver.latest_filename)]
+        for uploader in self.uploads_of(saver):
+            there = f"{uploader.storage.uri.rstrip('/')} (uploads)"
+            found.append((there, "save_remote_file_name", saver.remote_file_name))
+            found.append((there, "latest_remote_file_name", saver.latest_remote_file_name))
+        return [(where, what, template) for where, what, template in found if template is not None]
 
     def uploads_of(self, saver: CheckpointSaver) -> list[RemoteUploaderDownloader]:
         """Return where the checkpoints of a saver are uploaded to; nowhere if they are remote already."""
         return [] if saver.remote_file_name is None or saver.place.is_remote else self.uploaders
+
+    def tell(self, checkpoint: Checkpoint) -> None:
+        """Tell callbacks and loggers of a commit; what they raise is logged."""
+        for one in (*self.state.callbacks, *self._destinations):
+            hear = getattr(one, "checkpoint_committed", None)
+            try:
+                if hear is not None:
+                    hear(checkpoint)
+            except Exception:  # noqa: BLE001 - the user's code must not end a training
+                _LOG.exception("%r did not take note of %s; training goes on", one, checkpoint.uri)
 
     def flush_logs(self) -> None:
         """Let loggers write what they keep: no checkpoint is ahead of its metrics."""
@@ -86,8 +116,11 @@ class Site:
 
     # -- life
 
-    def open(self) -> None:
+    def open(self, *, check: bool = True) -> None:
         """Take the folders and refuse what must not be overwritten; idempotent.
+
+        Args:
+            check: something may be overwritten from now on.
 
         Raises:
             RunBusyError: another live process saves to one of them.
@@ -99,14 +132,54 @@ class Site:
             saver.check_interval()
             saver.place.open(directories=saver.container == "directory", nested=saver.nested)
         try:
-            for saver in self.savers:
-                saver.check_overwrite(self.state.timestamp)
+            if check:
+                self.ranks.lead("overwrite", self._check_overwrite)
         except BaseException:
             self.abandon()
             raise
         for saver in self.savers:
             saver.open()
         self._open = True
+
+    def _check_overwrite(self) -> None:
+        for saver in self.savers:
+            saver.check_overwrite(self.state.timestamp)
+
+    def team(self) -> Team:
+        """Return the writers of all ranks, through which they agree on moments; ours is started if no folder has one.
+
+        All ranks call it, while the site is open.
+        """
+        known = next((one.team for one in self._folders.values() if one.team is not None), None)
+        if known is None:
+            client = WriterClient.start(resolve("."))
+            known = Team(self.ranks.meeting("control"), client, timeout_s=TIMEOUT_S)
+            self._control = (client, known)
+        self.ranks.watch(known.trouble)  # from now on nobody waits for a rank that is gone
+        return known
+
+    def settle_ended(self) -> None:
+        """Take in what has ended in the background; raises what failed."""
+        for saver in self.savers:
+            saver.settle_ended()
+
+    def is_due(self, event: Event) -> bool:
+        """Tell whether a saver will save at ``event``, as far as intervals tell."""
+        return any(saver.is_due(event) for saver in self.savers)
+
+    def make_up(self) -> None:
+        """Save what an earlier life of this training had to save at this moment and did not.
+
+        Of several savers due at once one may have been killed before the other, which training now goes on from.
+        """
+        state = self.state
+        if not self.resumed or state.dataset_state.stage:  # an evaluation comes first then, and the savers after it
+            return
+        ended = state.previous_timestamp.count("epoch") != state.timestamp.count("epoch")
+        source = next((saver for saver in self.savers if saver.is_full), None)  # it has saved this moment
+        for saver in self.savers:
+            if saver is not source:
+                saver.make_up(Event.EPOCH_CHECKPOINT if ended else Event.BATCH_CHECKPOINT)
 
     def save_all(self) -> None:
         """Save with every saver that saves everything: this process is asked to go."""
@@ -116,14 +189,28 @@ class Site:
 
     def finish(self, reason: str) -> None:
         """Wait until everything is durable and uploaded, and give the folders back; raises what failed."""
-        waits = [*(saver.settle for saver in self.savers), *(one.wait for one in self.uploaders)]
-        self._close(reason, [*waits, *(saver.check_lost for saver in self.savers)])
+        waits = [lambda: self.ranks.agree("saved", self._settle), *self._waits]
+        self._close(reason, waits if self._open else [])
+
+    def _settle(self) -> None:
+        problem: Exception | None = None
+        for act in [*(one.settle for one in self.savers), *(one.check_lost for one in self.savers)]:
+            try:
+                act()
+            except Exception as error:  # noqa: BLE001 - raised below, after the other savers had their turn
+                problem = problem or error
+        if problem is not None:
+            raise problem
+
+    @property
+    def _waits(self) -> list[Callable[[], object]]:
+        return [one.wait for one in self.uploaders] if self.ranks.leads else []
 
     def end_after(self, error: BaseException, *, patient: bool) -> None:
         """End after an error: what is under way finishes; the error is the one to see."""
         waits: list[Callable[[], object]] = []
         if patient:
-            waits = [*(saver.settle for saver in self.savers), *(one.wait for one in self.uploaders)]
+            waits = [*(saver.settle for saver in self.savers), *self._waits]
         try:
             self._close(f"{type(error).__name__}: {error}", waits, patient=patient)
         except Exception as late:  # noqa: BLE001 - recorded: raising would hide the error of training
@@ -132,22 +219,33 @@ class Site:
     def _close(self, reason: str, waits: Sequence[Callable[[], object]], *, patient: bool = True) -> None:
         problem: Exception | None = None
         closes = [lambda folder=folder: folder.close(reason, patient=patient) for folder in self._folders.values()]
+        waits = [*waits, lambda: self.ranks.watch(None)]
         for act in (*waits, self.flush_logs, *(saver.release for saver in self.savers), *closes):
             try:
                 act()
             except Exception as error:  # noqa: BLE001 - raised below, after everything else has been given back
                 problem = problem or error
+        self._let_go(reason)
         self._open = False
         if problem is not None:
             raise problem
 
     def abandon(self) -> None:
         """Give everything back without waiting: what writers were given they still commit."""
+        self.ranks.watch(None)
         for saver in self.savers:
             saver.release()
         for folder in self._folders.values():
             folder.close("abandoned", patient=False)
+        self._let_go("abandoned")
         self._open = False
+
+    def _let_go(self, reason: str) -> None:
+        control, self._control = self._control, None
+        if control is not None:
+            client, team = control
+            client.close(TIMEOUT_S, why=f"it has left the training ({reason})")
+            team.close()
 
     # -- one checkpoint somewhere else
 
@@ -161,19 +259,27 @@ class Site:
         container, live = container_of(path, what="name"), state.live(weights_only=weights_only)
         step = state.timestamp.count("batch")
         if container == "directory":
-            save(path, live, step=step, metrics=metrics_of(state), overwrite=True, ranks="this")
+            save(path, live, step=step, metrics=metrics_of(state), overwrite=True)
             return path
-        head, _, tail = path.rpartition("/")
-        image = FileImage()
-        note = {"step": step, "weights_only": weights_only, "metrics": metrics_of(state)}
-        try:
-            if container == "torch":
-                image.take_torch(as_torch_file(expand(live)), note)
-            else:
-                model = expand(live)["state"]["model"]
-                weights = {key: one for key, one in model.items() if torch.is_tensor(one)}
-                image.take_weights(weights, {**note, "weights_only": True})
-            image.store(resolve(head or ("/" if path.startswith("/") else ".")), tail)
-        finally:
-            image.close()
+        if is_sharded(state.model):
+            raise ConfigError(
+                f"save_checkpoint({name!r}): a sharded model is no single file: use a name without suffix"
+            )
+        found = gathered(expand(live), self.ranks)
+        note = {"step": step, "weights_only": weights_only or container != "torch", "metrics": metrics_of(state)}
+        self.ranks.lead("save", lambda: _store(path, container, found or {}, note))
         return path
+
+
+def _store(path: str, container: str, found: dict[str, Any], note: dict[str, Any]) -> None:
+    head, _, tail = path.rpartition("/")
+    image = FileImage()
+    try:
+        if container == "torch":
+            image.take_torch(as_torch_file(found), note)
+        else:
+            model = found["state"]["model"]
+            image.take_weights({key: one for key, one in model.items() if torch.is_tensor(one)}, note)
+        image.store(resolve(head or ("/" if path.startswith("/") else ".")), tail)
+    finally:
+        image.close()

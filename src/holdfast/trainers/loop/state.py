@@ -9,8 +9,10 @@ import torch
 
 from ...errors import ConfigError
 from ...state.rng import RNG
-from .data import DataPosition, num_batches
+from ...state.values import PerRank
+from .data import DataPosition
 from .intervals import Span, finished
+from .ranks import Ranks
 from .time import Time
 from .timestamp import Timestamp
 
@@ -20,6 +22,7 @@ ATTRIBUTES = (
     "model", "optimizers", "schedulers", "algorithms", "callbacks", "scaler", "timestamp", "rank_zero_seed",
     "train_metrics", "eval_metrics", "run_name", "dataset_state",
 )  # fmt: skip
+_PREVIOUS = ("epoch", "batch", "sample", "token")  # what tells which intervals were crossed last
 _BY_CLASS = ("optimizers", "schedulers", "algorithms", "callbacks")
 
 
@@ -31,12 +34,14 @@ class State:
         train_dataloader, eval_dataloaders: the data; evaluation by label.
         train_metrics, eval_metrics: metric objects by name; those of evaluation by label first.
         train_metric_values, eval_metric_values: what they last came to.
+        evaluated_at: the batch after which that was, by label.
         batch, outputs, loss: of the current batch.
         dataloader_label: "train", or the label of the evaluation that is going on.
         timestamp, previous_timestamp: where training is, and where it was one batch (or epoch) ago.
         max_duration: how long it lasts; callbacks may change it.
         run_name, rank_zero_seed, device, precision, grad_accum: as given.
         dataset_state: the position in the training data.
+        ranks: the processes that train; ``state.ranks.rank`` and ``state.ranks.world_size`` are numbers.
         serialized_attributes: names of the attributes that are saved; add your own, or remove some.
     """
 
@@ -56,8 +61,10 @@ class State:
         eval_dataloaders: Mapping[str, Any] | None = None,
         grad_accum: int = 1,
         save_metrics: bool = True,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
+        self.ranks = ranks if ranks is not None else Ranks()
         self.optimizers, self.schedulers = list(optimizers), list(schedulers)
         self.algorithms: list[Any] = []
         self.callbacks: list[Any] = []
@@ -71,21 +78,22 @@ class State:
         self.eval_metrics: dict[str, dict[str, Any]] = {}
         self.train_metric_values: dict[str, Any] = {}
         self.eval_metric_values: dict[str, dict[str, Any]] = {}
+        self.evaluated_at: dict[str, int] = {}
         self.grad_accum, self.save_metrics = grad_accum, save_metrics
         self.batch: Any = None
         self.outputs: Any = None
         self.loss: Any = None
         self.dataloader_label = "train"
         self.timestamp = self.previous_timestamp = Timestamp()
-        self.dataset_state = DataPosition()
+        self.dataset_state = DataPosition(rank=self.ranks.rank, world_size=self.ranks.world_size)
         self.serialized_attributes: list[str] = list(ATTRIBUTES)
 
     # -- how far it is
 
     @property
     def num_batches(self) -> int | None:
-        """Batches of one epoch; None if the loader does not know."""
-        return num_batches(self.train_dataloader)
+        """Batches of one epoch, on this rank; None if the loader does not know."""
+        return self.dataset_state.num_batches(self.train_dataloader)
 
     @property
     def dataloader_len(self) -> Time | None:
@@ -139,7 +147,9 @@ class State:
             return by_class(value)
         if name == "timestamp":
             return {"Timestamp": _TimestampOf(self)}
-        if name in ("train_metrics", "eval_metrics"):
+        if name == "train_metrics":  # each rank has gathered its own part of the epoch
+            return PerRank(value) if value and self.save_metrics else {}
+        if name == "eval_metrics":
             return value if self.save_metrics else {}
         return {} if value is None else value
 
@@ -151,7 +161,7 @@ class State:
             "torch_version": str(torch.__version__),
             "device": self.device.type,
             "precision": self.precision,
-            "world_size": 1,
+            "world_size": self.ranks.world_size,
             "train_dataloader_batch_size": getattr(self.train_dataloader, "batch_size", None),
         }
 
@@ -175,10 +185,12 @@ class _TimestampOf:
         self._state = state
 
     def state_dict(self) -> dict[str, Any]:
-        return self._state.timestamp.state_dict()
+        previous = self._state.previous_timestamp
+        return {**self._state.timestamp.state_dict(), "previous": {name: previous.count(name) for name in _PREVIOUS}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._state.timestamp = self._state.previous_timestamp = Timestamp.from_state_dict(state)
+        now = Timestamp.from_state_dict(state)
+        self._state.timestamp, self._state.previous_timestamp = now, now.copy(**state.get("previous", {}))
 
 
 def by_class(objects: Sequence[Any]) -> dict[str, Any]:

@@ -15,7 +15,10 @@ from .engine import Engine
 from .events import Event
 from .loggers import Logger
 from .metrics import Averaged, computed
+from .pace import Pace
+from .parallel import Parallel, is_sharded
 from .precision import autocast
+from .shares import Share
 from .state import State
 
 __all__ = ["Evaluation", "TrainStep", "targets_of"]
@@ -24,8 +27,8 @@ __all__ = ["Evaluation", "TrainStep", "targets_of"]
 class _Model:
     """How outputs and loss come out of a model: by its own ``loss``, or by ``loss_fn``."""
 
-    def __init__(self, state: State, loss_fn: Callable[..., Any] | None) -> None:
-        self._state, self._loss_fn = state, loss_fn
+    def __init__(self, state: State, loss_fn: Callable[..., Any] | None, parallel: Parallel) -> None:
+        self._state, self._loss_fn, self._parallel = state, loss_fn, parallel
         if loss_fn is None and not callable(getattr(state.model, "loss", None)):
             raise ConfigError(
                 f"{type(state.model).__name__} has no method loss(outputs, batch): write one, or pass "
@@ -33,9 +36,8 @@ class _Model:
             )
 
     def forward(self, batch: Any) -> Any:
-        if self._loss_fn is None:
-            return self._state.model(batch)
-        return self._state.model(inputs_of(batch))
+        model = self._parallel.callable(self._state.model)
+        return model(batch if self._loss_fn is None else inputs_of(batch))
 
     def loss(self, outputs: Any, batch: Any) -> Any:
         if self._loss_fn is None:
@@ -47,10 +49,11 @@ class TrainStep:
     """Everything between a batch and changed weights."""
 
     def __init__(
-        self, state: State, engine: Engine, *, loss_fn: Callable[..., Any] | None, grad_clip_norm: float | None
-    ) -> None:
+        self, state: State, engine: Engine, parallel: Parallel, *, loss_fn: Callable[..., Any] | None,
+        grad_clip_norm: float | None,
+    ) -> None:  # fmt: skip
         self._state, self._engine, self._clip = state, engine, grad_clip_norm
-        self._model = _Model(state, loss_fn)
+        self._model, self._parallel = _Model(state, loss_fn, parallel), parallel
 
     def run(self) -> None:
         """Train on ``state.batch``: the optimizers step once, however many parts the batch is split into."""
@@ -60,12 +63,16 @@ class TrainStep:
             optimizer.zero_grad()
         whole = state.batch
         total: Any = None
-        for part, share in microbatches(whole, state.grad_accum):
+        parts = microbatches(whole, state.grad_accum)
+        for number, (part, share) in enumerate(parts, 1):
             state.batch = part
-            loss = self._one(share)
+            with self._parallel.gathering(state.model, last=number == len(parts)):
+                loss = self._one(share)
             total = loss if total is None else total + loss
-        state.batch, state.loss = whole, total
+        state.batch, mean = whole, state.ranks.mean(total)
         self._step()
+        self._parallel.settle(state.model)
+        state.loss = mean()
         engine.run(Event.AFTER_TRAIN_BATCH)
 
     def _one(self, share: float) -> Any:
@@ -108,10 +115,9 @@ class Evaluation:
     """Goes through the evaluation data. Leaves the generators of the host, and the mode of the model, as they were."""
 
     def __init__(
-        self, state: State, engine: Engine, logger: Logger, *, loss_fn: Callable[..., Any] | None,
-        should_stop: Callable[[], bool],
-    ) -> None:  # fmt: skip
-        self._state, self._engine, self._logger, self._should_stop = state, engine, logger, should_stop
+        self, state: State, engine: Engine, logger: Logger, pace: Pace, *, loss_fn: Callable[..., Any] | None
+    ) -> None:
+        self._state, self._engine, self._logger, self._pace = state, engine, logger, pace
         self._loss_fn = loss_fn
 
     def run(self) -> bool:
@@ -139,23 +145,35 @@ class Evaluation:
         for metric in metrics.values():
             metric.reset()
         engine.run(Event.EVAL_START)
-        for batch in loader:
-            if self._should_stop():
+        share, samples = Share(loader, state.ranks, together=is_sharded(state.model)), 0
+        for batch, counts in share:
+            if share.even:
+                self._pace.look()
+            if self._pace.stopping:
                 return False
-            state.batch = to_device(batch, state.device)
-            engine.run(Event.EVAL_BATCH_START)
-            with autocast(state.precision, state.device):
-                engine.run(Event.EVAL_BEFORE_FORWARD)
-                state.outputs = self._forward(state.batch)
-                engine.run(Event.EVAL_AFTER_FORWARD)
-                self._add_loss(metrics)
-            update_metrics(state, metrics)
-            engine.run(Event.EVAL_BATCH_END)
-        values = computed(metrics)
-        state.eval_metric_values[label] = values
+            if counts:
+                samples += self._batch(to_device(batch, state.device), metrics)
+            elif batch is not None:  # the other ranks go through the model now, and need ours
+                self._forward(to_device(batch, state.device))
+        values = computed(metrics, state.ranks, samples=samples)
+        state.eval_metric_values[label], state.evaluated_at[label] = values, state.timestamp.count("batch")
         self._logger.log_metrics({f"metrics/{label}/{name}": value for name, value in values.items()})
         engine.run(Event.EVAL_END)
         return True
+
+    def _batch(self, batch: Any, metrics: Mapping[str, Any]) -> int:
+        """Evaluate on one batch; returns how many samples it has."""
+        state, engine = self._state, self._engine
+        state.batch = batch
+        engine.run(Event.EVAL_BATCH_START)
+        with autocast(state.precision, state.device):
+            engine.run(Event.EVAL_BEFORE_FORWARD)
+            state.outputs = self._forward(batch)
+            engine.run(Event.EVAL_AFTER_FORWARD)
+            self._add_loss(metrics)
+        update_metrics(state, metrics)
+        engine.run(Event.EVAL_BATCH_END)
+        return batch_length(batch)
 
     def _forward(self, batch: Any) -> Any:
         model = self._state.model

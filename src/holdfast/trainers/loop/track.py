@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import uuid
@@ -13,11 +14,14 @@ import torch
 
 from ...checkpointer.identity import manifest_fields
 from ...checkpointer.stats import Stats
+from ...checkpointer.team import ANSWER_MARGIN_S
 from ...errors import HoldfastError, StorageFullError
 from ...state.snapshot import Snapshotter
 from .anatomy import as_torch_file, expand
 from .files import FileImage
-from .folder import TIMEOUT_S, Folder
+from .folder import Folder
+from .gather import gathered
+from .ranks import TIMEOUT_S
 
 __all__ = ["Track"]
 
@@ -34,7 +38,11 @@ class Track:
 
     def __init__(self, folder: Folder, container: str) -> None:
         self._folder, self._container = folder, container
-        self._snapshotter = Snapshotter(timeout_s=TIMEOUT_S, max_file_bytes=folder.storage.max_file_bytes)
+        self._ranks = folder.ranks
+        self._snapshotter = Snapshotter(
+            rank=self._ranks.rank, world_size=self._ranks.world_size, timeout_s=TIMEOUT_S,
+            max_file_bytes=folder.storage.max_file_bytes,
+        )  # fmt: skip
         self._image = FileImage()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-saves")
         self._pending: Future[None] | None = None
@@ -42,9 +50,18 @@ class Track:
         self.stats = Stats()
         self.lost: StorageFullError | None = None  # why the last save was left out, if it was
 
+    def glance(self) -> None:
+        """Take in a save that has ended; costs nothing while none has.
+
+        With several ranks a failure is left to `settle`, which all of them do at the same batch.
+        """
+        pending = self._pending
+        if pending is not None and pending.done() and (self._ranks.world_size == 1 or pending.exception() is None):
+            self.settle()
+
     @property
     def ended(self) -> bool:
-        """True when the save under way has ended, so that `settle` returns at once; costs nothing."""
+        """True when the save under way has ended, so that `settle` returns at once."""
         return self._pending is not None and self._pending.done()
 
     def save(
@@ -70,33 +87,51 @@ class Track:
             self._full(error)
             return
         self.stats.seconds_blocked += time.perf_counter() - begun
+        if durable is None:
+            after()
+            return
         self._pending = self._thread.submit(self._follow, durable, begun, about["step"], after)
 
-    def _hand_over(self, name: str, live: Mapping[str, Any], about: Mapping[str, Any], content: str) -> Future[Any]:
-        folder = self._folder
+    def _hand_over(
+        self, name: str, live: Mapping[str, Any], about: Mapping[str, Any], content: str
+    ) -> Future[Any] | None:
+        """Copy the state; None where another rank stores it."""
         if self._container != "directory":
-            note = {
-                "attempt": folder.attempt, "step": about["step"], "epoch": about["epoch"], "created": time.time(),
-                "metrics": about["metrics"], "weights_only": content == "weights",
-            }  # fmt: skip
-            found = expand(live)
-            if self._container == "torch":
-                self._image.take_torch(as_torch_file(found), note)
-            else:
-                model = found["state"]["model"]
-                self._image.take_weights({key: one for key, one in model.items() if torch.is_tensor(one)}, note)
-            return self._thread.submit(self._image.store, folder.storage, name)
+            return self._hand_over_file(name, live, about, content)
+        folder = self._folder
         assert folder.client is not None
-        checkpoint_id = uuid.uuid4().hex
+        checkpoint_id, save_id = uuid.uuid4().hex, folder.next_save_id()
+        joint = folder.team is not None
         fields = manifest_fields(
-            run_id=folder.run_id, checkpoint_id=checkpoint_id, parent=self._parent, attempt=folder.attempt, **about
-        )
+            run_id=folder.run_id, checkpoint_id=checkpoint_id, parent=self._parent, attempt=folder.attempt,
+            world_size=self._ranks.world_size, **about,
+        )  # fmt: skip
         self._parent = checkpoint_id
         in_run = "/" not in name  # the index of a run knows what lies directly in it
-        return self._snapshotter.submit(
-            live, folder.client, folder.storage, directory=name, save_id=folder.next_save_id(),
-            manifest={**fields, "extra": {"content": content}}, overwrite=True, reuse=in_run, run=in_run, lazy=False,
-        ).future  # fmt: skip
+        with contextlib.nullcontext() if folder.team is None else folder.team.told(save_id):
+            return self._snapshotter.submit(
+                live, folder.client, folder.storage, directory=name, save_id=save_id,
+                manifest={**fields, "extra": {"content": content}}, overwrite=True, reuse=in_run,
+                run=in_run and self._ranks.leads, part=joint, joint=joint, lazy=False,
+            ).future  # fmt: skip
+
+    def _hand_over_file(
+        self, name: str, live: Mapping[str, Any], about: Mapping[str, Any], content: str
+    ) -> Future[Any] | None:
+        folder = self._folder
+        note = {
+            "attempt": folder.attempt, "step": about["step"], "epoch": about["epoch"], "created": time.time(),
+            "metrics": about["metrics"], "weights_only": content == "weights",
+        }  # fmt: skip
+        found = gathered(expand(live), self._ranks)
+        if found is None:
+            return None
+        if self._container == "torch":
+            self._image.take_torch(as_torch_file(found), note)
+        else:
+            model = found["state"]["model"]
+            self._image.take_weights({key: one for key, one in model.items() if torch.is_tensor(one)}, note)
+        return self._thread.submit(self._image.store, folder.storage, name)
 
     def _follow(self, durable: Future[Any], begun: float, step: int, after: Callable[[], object]) -> None:
         durable.result()
@@ -114,7 +149,7 @@ class Track:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        wait([pending], timeout=TIMEOUT_S)
+        wait([pending], timeout=TIMEOUT_S if self._ranks.world_size == 1 else TIMEOUT_S + ANSWER_MARGIN_S)
         if not pending.done():
             self._pending = pending
             raise HoldfastError(
@@ -130,7 +165,8 @@ class Track:
     def _full(self, error: StorageFullError) -> None:
         self.stats.skipped += 1
         self.lost = error
-        _LOG.warning("a checkpoint was NOT saved, the storage is full (%s); older ones are untouched", error)
+        if self._ranks.leads:
+            _LOG.warning("a checkpoint was NOT saved, the storage is full (%s); older ones are untouched", error)
 
     def close(self) -> None:
         """Give memory and thread back; what is under way goes on."""

@@ -14,7 +14,7 @@ from ...checkpointer.signals import StopSignals
 from ...config import _removed
 from ...errors import ConfigError, SessionError
 from ...state import rng
-from ...state.seeding import generators_kept, seed_all
+from ...state.seeding import generators_kept
 from .callbacks import Callback
 from .engine import Engine
 from .events import Event
@@ -24,15 +24,18 @@ from .loop import TrainingLoop
 from .metrics import as_metrics, move_metrics
 from .options import (
     as_list,
-    check_ranks,
     choose_device,
     choose_run_name,
     eval_loaders,
     eval_metric_sets,
     parse_duration,
+    seed_ranks,
 )
+from .pace import Pace, make_pace
+from .parallel import Parallel, bare, is_sharded
 from .precision import check_precision, make_scaler
 from .progress import ProgressBar
+from .ranks import Ranks
 from .restart import Restart
 from .saver import CheckpointSaver, default_saver
 from .site import Site
@@ -43,18 +46,19 @@ __all__ = ["Trainer"]
 
 _LOG = logging.getLogger("holdfast.trainer")
 EXIT_CODE_FOR_REQUEUE = 85
-_ONE_PROCESS = "this trainer works in one process so far, leave it out"
+_SHARD = "shard the model yourself with torch.distributed.fsdp.fully_shard, and pass it as model"
+_OWN_GROUP = "call torch.distributed.init_process_group(timeout=...) before the Trainer is made"
 
 
 @_removed(
     device_train_microbatch_size="give grad_accum, the number of parts of each batch",
     spin_dataloaders="positions in the data are found without going through it, leave it out",
     load_exclude_algorithms="algorithms of a checkpoint are never made by themselves, leave it out",
-    load_fsdp_monolith_rank0_only=_ONE_PROCESS,
-    parallelism_config=_ONE_PROCESS,
-    fsdp_config=_ONE_PROCESS,
-    deepspeed_config=_ONE_PROCESS,
-    dist_timeout=_ONE_PROCESS,
+    load_fsdp_monolith_rank0_only="each rank reads what it needs, leave it out",
+    parallelism_config=_SHARD,
+    fsdp_config=_SHARD,
+    deepspeed_config="there is holdfast.deepspeed for DeepSpeed's own engine, leave it out",
+    dist_timeout=_OWN_GROUP,
     train_subset_num_batches="give max_duration in batches, such as '100ba'",
     eval_subset_num_batches="give an eval_dataloader of that length",
     log_to_console="give a holdfast.loggers.ConsoleLogger among the loggers",
@@ -64,11 +68,13 @@ _ONE_PROCESS = "this trainer works in one process so far, leave it out"
 class Trainer:
     """Trains a model and saves it so that nothing is lost.
 
-    ``load_path`` and ``autoresume`` are applied here, in the constructor.
+    ``load_path`` and ``autoresume`` are applied here, in the constructor. Under torchrun, or in the function trainer,
+    every rank makes the same trainer and the same calls, and has its part of the data; see docs/loop-trainer.md.
 
     Args:
         model: a module with ``loss(outputs, batch)``, or any module together with ``loss_fn``. It may have
-            ``eval_forward(batch)``, ``update_metric(batch, outputs, metric)`` and ``get_metrics(is_train)``.
+            ``eval_forward(batch)``, ``update_metric(batch, outputs, metric)`` and ``get_metrics(is_train)``. Several
+            ranks train it with DistributedDataParallel, unless it is sharded already.
         train_dataloader: batches: (inputs, targets), a dictionary, or whatever the model takes.
         max_duration: when training ends, counted from its very beginning: "10ep", "1000ba", "1e9tok", "8h".
         optimizers: one or several; AdamW with a rate of 1e-3 without any.
@@ -168,7 +174,6 @@ class Trainer:
         load_strict: bool | None = None,
         autoresume: bool = False,
     ) -> None:
-        ranks = check_ranks()
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"model is a {type(model).__name__}: give a torch.nn.Module")
         if isinstance(grad_accum, bool) or not isinstance(grad_accum, int) or grad_accum < 1:
@@ -176,6 +181,8 @@ class Trainer:
         if grad_clip_norm is not None and not grad_clip_norm > 0:
             raise ConfigError(f"grad_clip_norm={grad_clip_norm!r}: give a positive number, or None")
         precision, chosen = check_precision(precision), choose_device(device)
+        ranks = Ranks.join(chosen)
+        self._parallel, model = Parallel(model, ranks), bare(model)
         mine = default_saver(
             save_folder, filename=save_filename, latest_filename=save_latest_filename,
             remote_file_name=save_remote_file_name, overwrite=save_overwrite, save_interval=save_interval,
@@ -186,17 +193,16 @@ class Trainer:
         savers = [*([mine] if mine is not None else []), *(one for one in given if isinstance(one, CheckpointSaver))]
         first = next((one for one in savers if one.is_full), None)  # the one that autoresume goes by
         needed = autoresume and first is not None and first.is_named_by_run(destinations)
-        name = choose_run_name(run_name, needed=needed)
-        if seed is not None:
-            seed_all(seed)
-            torch.manual_seed(seed)
-        model.to(chosen)
+        name = ranks.agree("run_name", lambda: choose_run_name(run_name, needed=needed))
+        seed = seed_ranks(seed, ranks)
+        if not is_sharded(model):
+            model.to(chosen)
         trains = train_dataloader is not None
         found = as_list(optimizers) or ([torch.optim.AdamW(model.parameters(), lr=1e-3)] if trains else [])
         loaders = eval_loaders(eval_dataloader)
         self.state = state = State(
             model=model, optimizers=found, schedulers=as_list(schedulers), run_name=name,
-            rank_zero_seed=torch.initial_seed() % (1 << 62) if seed is None else seed, device=chosen,
+            rank_zero_seed=seed, device=chosen, ranks=ranks,
             precision=precision, scaler=make_scaler(precision, chosen), max_duration=parse_duration(max_duration),
             train_dataloader=train_dataloader, eval_dataloaders=loaders, grad_accum=grad_accum,
             save_metrics=save_metrics,
@@ -210,13 +216,15 @@ class Trainer:
         state.algorithms = as_list(algorithms)
         others = [one for one in given if not isinstance(one, CheckpointSaver)]
         state.callbacks = [*others, *savers]
-        self.logger = Logger(state, [*destinations, *([ProgressBar()] if progress_bar else [])])
+        shown = [*destinations, *([ProgressBar()] if progress_bar else [])]
+        self.logger = Logger(state, shown if ranks.leads else [])
         self._savers = tuple(savers)
         self._signals = StopSignals()
         self._left_for: str | None = None  # the signal that ended the last `fit`
-        self._site = Site(state, ranks, savers, destinations)
+        self._site = Site(state, savers, destinations)
         self._engine = Engine(state, self.logger)
         self._engine.listen([*others, *self.logger.destinations, *savers])
+        self._pace = Pace(self._signals)
         self._loss_fn, self._grad_clip_norm = loss_fn, grad_clip_norm
         self._eval_every = parse_every(eval_interval, "eval_interval")
         self._schedule_by_batch = step_schedulers_every_batch
@@ -264,10 +272,12 @@ class Trainer:
         if state.max_duration is None:
             raise ConfigError("fit() needs to know when to end: give max_duration to the Trainer, or fit(duration)")
         if state.is_finished and state.dataset_state.stage == "":
-            _LOG.warning(
-                "training has lasted for %s already, as long as it should: nothing to do. Give a longer max_duration "
-                "to train on", state.max_duration,
-            )  # fmt: skip
+            if state.ranks.leads:
+                _LOG.warning(
+                    "training has lasted for %s already, as long as it should: nothing to do. Give a longer "
+                    "max_duration to train on", state.max_duration,
+                )  # fmt: skip
+            self._complete()
             return
         self._eval_every.check(state.span)
         self._site.open()
@@ -282,34 +292,53 @@ class Trainer:
         if self._left_for is not None:
             raise SystemExit(EXIT_CODE_FOR_REQUEUE)
 
+    def _complete(self) -> None:
+        """Save and send what the life that finished this training was cut off from."""
+        if not self._site.resumed:
+            return
+        try:
+            self._site.open(check=False)
+            self._go_on()
+            self._site.finish("finished")
+        except BaseException as error:
+            self._site.end_after(error, patient=True)
+            raise
+
     def _train(self) -> None:
         state, engine = self.state, self._engine
-        step = TrainStep(state, engine, loss_fn=self._loss_fn, grad_clip_norm=self._grad_clip_norm)
-        loop = TrainingLoop(
-            state, engine, self.logger, step, self._evaluation(), eval_every=self._eval_every,
-            schedule_by_batch=self._schedule_by_batch, should_stop=lambda: self._signals.received is not None,
-        )  # fmt: skip
         try:
+            pace = self._pace = make_pace(self._signals, state, self._site, self._eval_every)
+            self._parallel.ready(state.model, state.device)
+            step = TrainStep(state, engine, self._parallel, loss_fn=self._loss_fn, grad_clip_norm=self._grad_clip_norm)
+            loop = TrainingLoop(
+                state, engine, self.logger, step, self._evaluation(pace), pace, eval_every=self._eval_every,
+                schedule_by_batch=self._schedule_by_batch, saves=self._site.is_due,
+            )  # fmt: skip
             engine.run(Event.FIT_START)
-            if self._generators is not None:
-                rng.restore(self._generators)
-                self._generators = None
+            self._go_on()
             complete = loop.run()
             if not complete:
-                self._left_for = self._signals.received
+                self._left_for = self._signals.received or "another rank"
                 self._site.save_all()
             else:
                 engine.run(Event.FIT_END)
             self._site.finish("finished" if complete else "stopped")
         except BaseException as error:
-            self._site.end_after(error, patient=not self._signals.impatient)
+            reason = self._pace.explain(error)
+            self._site.end_after(reason or error, patient=not self._signals.impatient)
+            if reason is not None:
+                raise reason from error
             raise
 
-    def _evaluation(self) -> Evaluation:
-        return Evaluation(
-            self.state, self._engine, self.logger, loss_fn=self._loss_fn,
-            should_stop=lambda: self._signals.received is not None,
-        )  # fmt: skip
+    def _go_on(self) -> None:
+        """Be where the checkpoint was saved, with the random numbers of that moment; save what was left out there."""
+        if self._generators is not None:
+            rng.restore(self._generators)
+            self._generators = None
+        self._site.make_up()
+
+    def _evaluation(self, pace: Pace) -> Evaluation:
+        return Evaluation(self.state, self._engine, self.logger, pace, loss_fn=self._loss_fn)
 
     def eval(self, eval_dataloader: Any = None) -> dict[str, dict[str, Any]]:
         """Evaluate now; returns the metrics of each loader.
@@ -326,7 +355,7 @@ class Trainer:
         if not state.eval_dataloaders:
             raise ConfigError("eval() needs eval_dataloader")
         self._engine.run(Event.EVAL_STANDALONE_START)
-        self._evaluation().run()
+        self._evaluation(Pace(StopSignals())).run()
         self._engine.run(Event.EVAL_STANDALONE_END)
         return dict(state.eval_metric_values)
 

@@ -70,9 +70,17 @@ class RemoteUploaderDownloader(LoggerDestination):
         self, source: Storage, saved: Found, remote: str, latest: str | None, *, after: Callable[[], object]
     ) -> None:
         """Send a checkpoint, then the pointer to it, and call ``after``; returns at once."""
+        self._submit(self._send, source, saved, self.path_of(remote), latest, after)
+
+    def point(self, saved: Found, remote: str, latest: str | None) -> None:
+        """Send the pointer to a checkpoint that is uploaded already; returns at once."""
+        if latest is not None:
+            self._submit(self._point, saved, self.path_of(remote), latest)
+
+    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="holdfast-uploads")
-        self._sent.append(self._pool.submit(self._send, source, saved, self.path_of(remote), latest, after))
+        self._sent.append(self._pool.submit(work, *arguments))
 
     def _send(self, source: Storage, saved: Found, path: str, latest: str | None, after: Callable[[], object]) -> None:
         for attempt in range(1, self.num_attempts + 1):
@@ -92,8 +100,10 @@ class RemoteUploaderDownloader(LoggerDestination):
             copy_checkpoint(source, saved.name, self.storage, path, overwrite=True)
         else:
             copy_file(source, saved.name, self.storage, path)
-        if latest is None:
-            return
+        if latest is not None:
+            self._point(saved, path, latest)
+
+    def _point(self, saved: Found, path: str, latest: str) -> None:
         pointer = f"{self.path_of(latest)}.symlink"
         with self._pointing:  # with several uploads at once an older one may end last
             if saved.order >= self._pointed.get(pointer, saved.order):

@@ -1,0 +1,300 @@
+"""`DirectoryKeeper`: what a framework's own trainer writes becomes the checkpoints of a run, in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import wait
+from dataclasses import dataclass
+from typing import Any
+
+from .._ranks import current_ranks
+from ..checkpoint.catalog import Catalog
+from ..checkpoint.handle import Checkpoint
+from ..checkpointer.identity import free_name, manifest_fields, new_start_id
+from ..checkpointer.options import check_root
+from ..checkpointer.rendezvous import meet
+from ..checkpointer.resume import first_good
+from ..checkpointer.start import answer
+from ..config import Keep
+from ..errors import CheckpointNotFoundError, ConfigError, HoldfastError, StorageFullError
+from ..storage.resolve import resolve
+from ..writer.client import SaveFuture, WriterClient
+from ..writer.messages import IngestJob, IngestSource, RunOpened
+from .places import STAGED, fetch, stage, sweep_staged
+from .scalars import scalars
+
+__all__ = ["DirectoryKeeper"]
+
+_LOG = logging.getLogger("holdfast.integrations")
+_LEASE_S = 60.0
+_MAX_PENDING = 2  # directories on their way; their files may be the only copies left, on the framework's disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pending:
+    future: SaveFuture
+    name: str
+    source: str
+    staged: str | None
+
+
+class DirectoryKeeper:
+    """Keeps directories that a framework writes as the checkpoints of a run.
+
+    Every rank makes one and makes the same calls; rank 0 does the work, and on the other ranks `add`, `report` and
+    `wait` do nothing. The run is opened by the first call that needs it: it takes the lease, and with it a new attempt.
+    If the process dies, what was added is committed all the same.
+
+    Args:
+        path: root of the run: a path or a URI.
+        keep: which checkpoints stay; None keeps all. The framework's own directories are never touched.
+        on_full: when the storage is full: "skip" (say so and train on) or "raise".
+        timeout_s: bound of every wait.
+
+    Raises:
+        ConfigError: an argument is wrong.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> written = folder / "checkpoint-7"
+        >>> written.mkdir(); _ = (written / "weights.bin").write_bytes(b"1234")
+        >>> keeper = DirectoryKeeper(folder / "run")
+        >>> keeper.add(written, step=7, metrics={"loss": 0.5})
+        >>> keeper.wait()
+        >>> os.path.basename(keeper.latest())
+        'step_00000007'
+        >>> keeper.close()
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: Keep | None = Keep(last=3),  # noqa: B008 - Keep is frozen
+        on_full: str = "skip",
+        timeout_s: float = 600.0,
+    ) -> None:
+        if keep is not None and not isinstance(keep, Keep):
+            raise ConfigError(f"keep={keep!r}: give a holdfast.Keep, as in Keep(last=3), or None to keep everything")
+        if on_full not in ("skip", "raise"):
+            raise ConfigError(f"on_full={on_full!r}: use 'skip' or 'raise'")
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s={timeout_s!r}: it must be a positive number of seconds")
+        self.storage = resolve(path)
+        self.keep, self.on_full, self.timeout_s = keep, on_full, timeout_s
+        check_root(self.storage)
+        self._client: WriterClient | None = None
+        self._opened: RunOpened | None = None
+        self._names: set[str] = set()
+        self._of_step: dict[int, str] = {}
+        self._parent: str | None = None
+        self._number = 0
+        self._pending: list[_Pending] = []
+        self._downloads = contextlib.ExitStack()
+        self._swept: set[str] = set()
+
+    # -- where to go on from
+
+    def latest(self) -> str | None:
+        """Return a local directory with the newest checkpoint that is sound; None if there is none at all.
+
+        Every byte has been checked against its digest. To be read only. Of a remote run it is downloaded once per
+        machine and stays until `close`. One that is damaged is set aside and the next older one taken. All ranks get
+        the same checkpoint; with several ranks, all of them call this.
+
+        Raises:
+            CorruptCheckpointError: there are checkpoints and none of them is good.
+            RunBusyError: another live process holds the run.
+        """
+        meeting = meet(current_ranks(), name="latest", timeout_s=self.timeout_s, otherwise="give a path yourself")
+        names, quarantined = meeting.agree("candidates", self._candidates)
+        found: list[str] = []
+
+        def attempt(checkpoint: Checkpoint) -> str | None:
+            path, reason = fetch(checkpoint, self._downloads)
+            found.append(path)
+            return reason
+
+        checkpoint = first_good(
+            self.storage, candidates=names, quarantined=quarantined, quarantine=self._quarantine, meeting=meeting,
+            attempt=attempt, what_else="point this to another place",
+        )  # fmt: skip
+        if checkpoint is None:
+            return None
+        meeting.agree("resumed", lambda: self._resumed(checkpoint))
+        return found[-1]
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return the committed checkpoints of the run, newest first."""
+        return [Checkpoint.at(self.storage, record.name) for record in Catalog(self.storage).records()]
+
+    def best(self, metric: str | None = None, *, mode: str | None = None) -> Checkpoint | None:
+        """Return the best checkpoint by ``metric`` (default: the one ``keep`` ranks by), None if none has a value."""
+        name = metric or (self.keep.metric if self.keep is not None else None)
+        if name is None:
+            raise ConfigError("best() needs the name of a metric, or keep=Keep(best=..., metric=...)")
+        record = Catalog(self.storage).best(name, mode or (self.keep.mode if self.keep is not None else "min"))
+        return None if record is None else Checkpoint.at(self.storage, record.name)
+
+    # -- what to keep
+
+    def add(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        step: int,
+        epoch: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Keep a directory (or one file) that is written completely. Returns at once; it may be deleted from now on.
+
+        It must not be written to until it is committed: a new checkpoint goes into new files. Only where the file
+        system can neither share blocks nor link files does this wait until it is copied.
+
+        Args:
+            directory: on this machine.
+            step: training step.
+            epoch: current epoch.
+            metrics: what the retention ranks by; what is no number or string is left out.
+
+        Raises:
+            CheckpointNotFoundError: there is nothing.
+            HoldfastError: one added before could not be committed.
+        """
+        if current_ranks().rank != 0:
+            return
+        source = os.path.abspath(directory)
+        if not os.path.exists(source):
+            raise CheckpointNotFoundError(f"there is no {source} to keep: it was never written, or is deleted already")
+        client, opened = self._run()
+        self._settle(leave=_MAX_PENDING - 1)
+        self._number += 1
+        staged, owned = self._stage(source, opened)
+        name, checkpoint_id = free_name(step, attempt=opened.attempt, taken=self._names), uuid.uuid4().hex
+        fields = manifest_fields(
+            run_id=opened.run_id, checkpoint_id=checkpoint_id, parent=self._parent, attempt=opened.attempt, step=step,
+            epoch=epoch, metrics=scalars(metrics), world_size=current_ranks().world_size,
+        )  # fmt: skip
+        job = IngestJob(
+            directory=name,
+            save_id=f"{opened.start_id}-{self._number:x}",
+            sources=(IngestSource(rank=0, path=staged or source, owned=owned),),
+            manifest=fields,
+        )
+        future = client.ingest(self.storage, job)
+        self._pending.append(_Pending(future=future, name=name, source=source, staged=staged))
+        self._names.add(name)
+        self._of_step[step], self._parent = name, checkpoint_id
+        if staged is None:
+            self._settle()
+
+    def report(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Bind late metrics, of an evaluation say, to the checkpoint of a step; nothing if it has none in this life."""
+        name = self._of_step.get(step)
+        if name is not None and self._client is not None:
+            future = self._client.run_op("metrics", name=name, metrics=scalars(metrics))
+            answer(future, self.storage, self.timeout_s)
+
+    def wait(self) -> None:
+        """Wait until everything added is committed.
+
+        Raises:
+            HoldfastError: something is not, and why; or it takes longer than ``timeout_s``.
+        """
+        self._settle()
+
+    def close(self) -> None:
+        """Wait like `wait`, give the run back and remove downloads; idempotent. The next call opens the run anew."""
+        try:
+            self._settle()
+        finally:
+            client, self._client, self._opened = self._client, None, None
+            if client is not None:
+                with contextlib.suppress(HoldfastError):
+                    answer(client.run_op("close_run", reason="finished"), self.storage, self.timeout_s)
+                client.close(self.timeout_s)
+            self._downloads.close()
+
+    # -- inside
+
+    def _run(self) -> tuple[WriterClient, RunOpened]:
+        """Open the run, once."""
+        if self._client is None or self._opened is None:
+            client = WriterClient.start(self.storage)
+            lease_s = min(_LEASE_S, self.timeout_s)
+            keep = None if self.keep is None else self.keep.to_json()
+            try:
+                future = client.open_run(self.storage, owner={"start_id": new_start_id()}, keep=keep, wait_s=lease_s)
+                self._opened = opened = answer(future, self.storage, lease_s + self.timeout_s)
+                there = {info.path.rstrip("/") for info in self.storage.list("", recursive=False)}
+            except BaseException:
+                client.close(0.0)
+                raise
+            self._client, self._names = client, {*there, *opened.taken}
+        return self._client, self._opened
+
+    def _candidates(self) -> tuple[list[str], dict[str, str]]:
+        if current_ranks().rank != 0:
+            return [], {}
+        self._settle()
+        _, opened = self._run()
+        return [record.name for record in Catalog(self.storage).records()], opened.quarantined
+
+    def _quarantine(self, name: str, *, reason: str) -> None:
+        client, _ = self._run()
+        answer(client.run_op("quarantine", name=name, reason=reason), self.storage, self.timeout_s)
+
+    def _resumed(self, checkpoint: Checkpoint) -> None:
+        if current_ranks().rank == 0:
+            client, _ = self._run()
+            manifest = checkpoint.manifest
+            step = (manifest.step if manifest is not None else None) or 0
+            self._parent = None if manifest is None else manifest.checkpoint_id
+            answer(client.run_op("resumed", name=checkpoint.name, step=step), self.storage, self.timeout_s)
+
+    def _stage(self, source: str, opened: RunOpened) -> tuple[str | None, bool]:
+        """Make sure of the files; returns where they are (None: where they were) and whether they may be moved."""
+        parent = os.path.dirname(source)
+        if parent not in self._swept:
+            sweep_staged(parent, opened.run_id, opened.start_id)
+            self._swept.add(parent)
+        staged = os.path.join(parent, f"{STAGED}{opened.run_id[:8]}-{opened.start_id}-{self._number:x}")
+        owned = stage(source, staged)
+        return (None, False) if owned is None else (staged, owned)
+
+    def _settle(self, leave: int = 0) -> None:
+        """Take in what has ended; wait until no more than ``leave`` are on their way."""
+        while self._pending:
+            first = self._pending[0]
+            if not first.future.done():
+                if len(self._pending) <= leave:
+                    return
+                wait([first.future], timeout=self.timeout_s)
+                if not first.future.done():
+                    raise HoldfastError(
+                        f"{first.source} is not durable as {self.storage.uri}/{first.name} after {self.timeout_s:.0f} "
+                        "s (timeout_s): the storage is stuck or very slow; training cannot count on it"
+                    )
+            del self._pending[0]
+            if first.staged is not None:
+                shutil.rmtree(first.staged, ignore_errors=True)
+            self._ended(first)
+
+    def _ended(self, one: _Pending) -> None:
+        error = one.future.exception()
+        if error is None:
+            for warning in one.future.result().warnings:
+                _LOG.warning("%s: %s", one.name, warning)
+            return
+        self._names.discard(one.name)
+        self._of_step = {step: name for step, name in self._of_step.items() if name != one.name}
+        if isinstance(error, StorageFullError) and self.on_full == "skip":
+            _LOG.warning("%s was NOT kept, the storage is full (%s); training goes on", one.source, error)
+            return
+        raise error

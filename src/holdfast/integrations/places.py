@@ -1,0 +1,111 @@
+"""Local directories that must not outlive their use, nor be missing while they are used."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+from .._ranks import current_ranks
+from ..checkpoint._process import birth, is_dead, machine
+from ..checkpoint.handle import Checkpoint
+from ..errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError
+from ..runtime.worker.reflink import clone_tree
+
+__all__ = ["STAGED", "claim", "fetch", "same_as_parent", "stage", "sweep_staged"]
+
+STAGED = ".holdfast-staged-"
+"""First characters of the name of a directory made by `stage`."""
+_OWNER = "owner.json"
+_TOLD = "HOLDFAST_TOLD_CHILDREN"
+
+
+def claim(directory: str) -> None:
+    """Make a temporary directory that belongs to this process, and remove those beside it whose process has died."""
+    base = os.path.dirname(directory)
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    told = os.path.join(directory, _OWNER)
+    if os.path.exists(told):
+        return
+    for name in os.listdir(base):
+        with contextlib.suppress(OSError, ValueError):
+            with open(os.path.join(base, name, _OWNER), encoding="utf-8") as file:
+                owner = json.load(file)
+            if is_dead(owner):
+                shutil.rmtree(os.path.join(base, name))
+    with open(told, "w", encoding="utf-8") as file:
+        json.dump({**machine(), "pid": os.getpid(), "pid_birth": birth(os.getpid())}, file)
+
+
+def fetch(checkpoint: Checkpoint, downloads: contextlib.ExitStack) -> tuple[str, str | None]:
+    """Have a checkpoint on this machine, every byte checked against its digest.
+
+    Args:
+        checkpoint: wherever it is.
+        downloads: a remote one stays here until this is closed.
+
+    Returns:
+        Its local path, and what is wrong with it (None: nothing).
+    """
+    try:
+        if checkpoint.storage.local_root is None:
+            return downloads.enter_context(checkpoint.as_directory()), None
+        # One rank of each machine reads it all.
+        if current_ranks().local_rank == 0:
+            checked = checkpoint.verify()
+            if not checked.ok:
+                return "", "; ".join(checked.problems)
+        return checkpoint.path, None
+    except (CorruptCheckpointError, IncompleteCheckpointError, CheckpointNotFoundError) as error:
+        return "", str(error)
+
+
+def same_as_parent(what: str, decide: Callable[[], Any]) -> Any:
+    """Decide something that ranks started by this process (Lightning starts the script again for each) decide alike."""
+    told = json.loads(os.environ.get(_TOLD, "{}"))
+    if told.get("pid") == os.getppid() and what in told["said"]:
+        return told["said"][what]
+    decision = decide()
+    said = told["said"] if told.get("pid") == os.getpid() else {}
+    os.environ[_TOLD] = json.dumps({"pid": os.getpid(), "said": {**said, what: decision}})
+    return decision
+
+
+def stage(source: str, target: str) -> bool | None:
+    """Keep the files of ``source`` at hand under ``target``, whatever happens to ``source``, without copying them.
+
+    Returns:
+        True if the files of ``target`` are clones, so that they may be moved away; False if they are hard links, which
+        survive a deletion and may only be read: who opens the source for writing writes to them too; None where
+        neither is possible, and ``target`` does not exist.
+    """
+    if clone_tree(source, target):
+        return True
+    try:
+        _link_tree(source, target)
+    except OSError:
+        shutil.rmtree(target, ignore_errors=True)
+        return None
+    return False
+
+
+def sweep_staged(parent: str, run_id: str, start_id: str) -> None:
+    """Remove what earlier lives of a run have staged in ``parent``. The caller holds the run, so nobody uses it."""
+    mine = f"{STAGED}{run_id[:8]}-"
+    with contextlib.suppress(OSError):
+        for name in os.listdir(parent):
+            if name.startswith(mine) and not name.startswith(f"{mine}{start_id}"):
+                shutil.rmtree(os.path.join(parent, name), ignore_errors=True)
+
+
+def _link_tree(source: str, target: str) -> None:
+    os.makedirs(target)
+    for entry in os.scandir(source):
+        new = os.path.join(target, entry.name)
+        if entry.is_dir():
+            _link_tree(entry.path, new)  # a link to a directory too: its files are part of the checkpoint
+        else:
+            os.link(os.path.realpath(entry.path), new)

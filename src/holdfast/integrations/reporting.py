@@ -1,0 +1,90 @@
+"""Report what a framework writes, from inside the function trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from .._ranks import current_ranks
+from ..checkpoint.handle import Checkpoint
+from ..checkpointer.rendezvous import meet
+from ..runtime.types import CheckpointUploadMode
+from ..runtime.worker.session import Session, current_session
+from .places import claim
+
+__all__ = ["reporting"]
+
+_TIMEOUT_S = 600.0
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def reporting(
+    metrics: Mapping[str, Any],
+    *,
+    sharded: bool = False,
+    upload_mode: CheckpointUploadMode = CheckpointUploadMode.ASYNC,
+    validation: bool | Mapping[str, Any] = False,
+    timeout_s: float = _TIMEOUT_S,
+) -> Iterator[str]:
+    """Give an empty directory to write a checkpoint into, and report it with ``metrics`` when the block ends.
+
+    Every rank enters, equally often, and gets the same path. What is in the directory when the block ends belongs to
+    the checkpoint and is gone from here afterwards. If the block raises, nothing is reported.
+
+    Args:
+        metrics: of rank 0 are kept. Read when the block ends: it may add to them.
+        sharded: the files of all ranks make the checkpoint: the directory exists on all of them, and is reported when
+            every rank has left the block. Else it exists on rank 0 alone, and no rank waits for another.
+        upload_mode: ASYNC goes on when the directory is taken over, which costs a rename; SYNC when it is committed.
+        validation: as in `holdfast.report`.
+        timeout_s: how long ranks wait for one another (``sharded``).
+
+    Raises:
+        SessionError: called outside of train_func.
+        HoldfastError: (``sharded``) a rank failed or did not come; all ranks hear of it.
+    """
+    session = current_session("report")
+    directory = session.new_place(f"new-{next(_numbers)}")
+    if session.rank == 0 and _is_remote(session):
+        claim(os.path.dirname(directory))
+    if sharded or session.rank == 0:
+        os.makedirs(directory, exist_ok=True)
+    meeting = meet(current_ranks(), name="report", timeout_s=timeout_s, otherwise="report a state") if sharded else None
+    try:
+        yield directory
+    except BaseException as error:
+        if meeting is not None:
+            with contextlib.suppress(Exception):  # the others have to hear of it; this rank raises its own
+                meeting.agree("written", partial(_fail, error))
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    if meeting is not None:
+        meeting.agree("written", lambda: None)
+    checkpoint = Checkpoint.from_directory(directory) if _hands_over(session.rank, sharded=sharded) else None
+    session.report(
+        metrics,
+        checkpoint,
+        checkpoint_upload_mode=upload_mode,
+        delete_local_checkpoint_after_upload=True if checkpoint is not None else None,
+        validation=validation,
+    )
+
+
+def _is_remote(session: Session) -> bool:
+    root = session.context.get_storage().storage_filesystem
+    return root is None or root.local_root is None
+
+
+def _hands_over(rank: int, *, sharded: bool) -> bool:
+    """One rank of each machine hands over what all of its ranks have written."""
+    return rank == 0 or (sharded and current_ranks().local_rank == 0)
+
+
+def _fail(error: BaseException) -> None:
+    raise error

@@ -1,0 +1,211 @@
+"""Import what `DeepSpeedEngine.save_checkpoint` writes: the shards of all ranks put together, float32 weights by name.
+
+With ZeRO the float32 weights lie flat in the optimizer's files, a piece in that of each rank; the model's files say in
+which order, and how long each is. Stages 1 and 2 cut one vector of all parameters into equal pieces, stage 3 cuts
+each parameter. The layout is that of DeepSpeed's own ``zero_to_fp32.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from ..errors import CorruptCheckpointError, UnsupportedStateError
+from ..state.arrays import dtype_name
+from .blobs import Blob
+from .gathered import Gathered, mapped_ranges, streamed
+from .unpickle import read_torch
+
+__all__ = ["from_deepspeed", "is_deepspeed"]
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_LATEST = "latest"
+# What describes the shards, and what only the live engine can use.
+_OWN = frozenset(
+    {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}
+    | {"shared_params", "sparse_tensor_module_names"}
+)
+
+Mapped = list[tuple[int, int]]
+Piece = tuple[torch.Tensor, Mapped]  # flat, and where its file is mapped
+
+
+def is_deepspeed(folder: str) -> bool:
+    """Tell whether this is a folder of DeepSpeed, or the folder of one tag in it."""
+    try:
+        return any(map(_MODEL.fullmatch, os.listdir(_tag_folder(folder))))
+    except (OSError, CorruptCheckpointError):
+        return False
+
+
+def from_deepspeed(folder: str, *, trusted: bool = False) -> Gathered:
+    """Read the weights, whatever the stage, and the plain data of the client; the optimizer's moments are left out."""
+    folder = _tag_folder(folder)
+    names = sorted(os.listdir(folder))
+    models = _by_rank(folder, names, _MODEL)
+    if not models:
+        raise UnsupportedStateError(f"{folder} has no *_model_states.pt: it is no checkpoint of DeepSpeed")
+    optimizers = _by_rank(folder, names, _OPTIMIZER)
+    heads = [read_torch(os.path.join(folder, name), trusted=trusted) for name in models]
+    gathered = Gathered()
+    head = heads[0]
+    if not isinstance(head, Mapping):
+        raise CorruptCheckpointError(f"{folder}/{models[0]} is no state of a model", file=models[0])
+    try:
+        weights = _weights(folder, heads, models, optimizers, trusted=trusted)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CorruptCheckpointError(
+            f"{folder}: its files are not laid out as those of DeepSpeed ({type(error).__name__}: {error})"
+        ) from error
+    gathered.weights("model", weights)
+    rest = {key: value for key, value in head.items() if key not in _OWN and value is not None}
+    if "lr_scheduler" in rest:
+        rest["scheduler"] = rest.pop("lr_scheduler")
+    gathered.values(rest, mapped=mapped_ranges(os.path.join(folder, models[0])))
+    step = head.get("global_steps")
+    gathered.step = step if type(step) is int and step >= 0 else None
+    if optimizers or head.get("optimizer") is not None:
+        gathered.not_taken.append(("optimizer", "its moments: DeepSpeed alone restores them (engine.load_checkpoint)"))
+    return gathered
+
+
+def _tag_folder(folder: str) -> str:
+    """Follow ``latest``, which names the newest tag."""
+    path = os.path.join(folder, _LATEST)
+    if not os.path.exists(path):
+        return folder
+    with open(path, encoding="utf-8") as file:
+        tag = file.read(4096).strip()
+    found = os.path.join(folder, tag)
+    if os.path.isabs(tag) or ".." in tag.split("/") or not os.path.isdir(found):
+        raise CorruptCheckpointError(f"{path} names {tag!r}, and there is no such folder beside it", file=_LATEST)
+    return found
+
+
+def _by_rank(folder: str, names: list[str], pattern: re.Pattern[str]) -> list[str]:
+    """Return the files of a kind in the order of ranks."""
+    found = [(int(match[1] or 0), int(match[2]), name) for name in names if (match := pattern.fullmatch(name))]
+    if any(part for _, part, _ in found):
+        raise UnsupportedStateError(
+            f"{folder} is of several model-parallel ranks (mp_rank_01): how their tensors belong together only the "
+            "model knows. Load it with its engine and save from there, or convert it with DeepSpeed's ds_to_universal"
+        )
+    if [rank for rank, _, _ in sorted(found)] != list(range(len(found))):
+        raise CorruptCheckpointError(f"{folder}: the file of a rank is missing among {[name for *_, name in found]}")
+    return [name for *_, name in sorted(found)]
+
+
+def _weights(
+    folder: str, heads: list[Any], models: list[str], optimizers: list[str], *, trusted: bool
+) -> dict[str, Blob]:
+    head, found = heads[0], dict[str, Blob]()
+    of_model = [mapped_ranges(os.path.join(folder, name)) for name in models]
+    module, buffers = head.get("module") or {}, frozenset(head.get("buffer_names") or ())
+    shapes = head.get("param_shapes")
+    if not optimizers or not shapes:  # without ZeRO the module's own weights are all there is
+        buffers, shapes = frozenset(module), []
+    for name, tensor in module.items():
+        if name in buffers:
+            found[name] = _blob(name, tuple(tensor.shape), [(tensor, of_model[0])])
+    groups, stage = _flat_groups(folder, optimizers, trusted=trusted) if shapes else ([], 0)
+    for name, shape in (head.get("frozen_param_shapes") or {}).items():
+        parts = zip(heads, of_model, strict=True) if stage == 3 else [(head, of_model[0])]
+        found[name] = _blob(name, tuple(shape), [(one["frozen_param_fragments"][name], where) for one, where in parts])
+    if stage == 3:
+        merged = {name: tuple(shape) for group in shapes for name, shape in group.items()}
+        found.update(_cut_each(merged, [_joined(one) for one in groups]))
+    else:
+        for number, group in enumerate(shapes):
+            pieces = [one[number] for one in groups]
+            found.update(_cut_once({name: tuple(shape) for name, shape in group.items()}, pieces))
+    for alias, name in dict(head.get("shared_params") or {}).items():
+        if name in found and alias not in found:
+            found[alias] = found[name]  # equal bytes: stored once, as tied tensors
+    return found
+
+
+def _flat_groups(folder: str, names: list[str], *, trusted: bool) -> tuple[list[list[Piece]], int]:
+    """Return the flat float32 groups of each rank, and the stage."""
+    found, stage = [], 0
+    for name in names:
+        path = os.path.join(folder, name)
+        state = read_torch(path, trusted=trusted).get("optimizer_state_dict")
+        if not isinstance(state, Mapping):
+            raise CorruptCheckpointError(f"{path} holds no state of ZeRO", file=name)
+        key = "fp32_flat_groups" if "fp32_flat_groups" in state else "single_partition_of_fp32_groups"
+        if key not in state:
+            raise UnsupportedStateError(f"{path} has no float32 groups: this optimizer of DeepSpeed is not known")
+        count = state.get("partition_count", len(names))
+        if (max(count) if isinstance(count, (list, tuple)) else count) != len(names):
+            raise CorruptCheckpointError(f"{folder} has {len(names)} files of ranks, {path} says {count}", file=name)
+        stage = 3 if key == "fp32_flat_groups" else 2
+        where = mapped_ranges(path)
+        found.append([(tensor, where) for tensor in state[key]])
+    return found, stage
+
+
+def _joined(groups: list[Piece]) -> list[Piece]:
+    return [(tensor.reshape(-1), where) for tensor, where in groups]
+
+
+def _cut_once(shapes: dict[str, tuple[int, ...]], pieces: list[Piece]) -> Iterator[tuple[str, Blob]]:
+    """Stages 1 and 2: one vector, cut into pieces anywhere."""
+    start = 0
+    for name, shape in shapes.items():
+        size = prod(shape)
+        yield name, _blob(name, shape, _range(name, pieces, start, size))
+        start += size
+
+
+def _cut_each(shapes: dict[str, tuple[int, ...]], ranks: list[list[Piece]]) -> Iterator[tuple[str, Blob]]:
+    """Stage 3: each parameter is cut, its last piece padded; the groups of a rank follow one another."""
+    start = 0
+    for name, shape in shapes.items():
+        size = prod(shape)
+        share = -(-size // len(ranks))
+        parts: list[Piece] = []
+        for rank, groups in enumerate(ranks):
+            wanted = max(0, min(share, size - rank * share))
+            parts += _range(name, groups, start, wanted)
+        yield name, _blob(name, shape, parts)
+        start += share
+
+
+def _range(name: str, pieces: list[Piece], start: int, size: int) -> list[Piece]:
+    """Return elements [start, start + size) of pieces that follow one another."""
+    found, at, left = [], 0, size
+    for tensor, where in pieces:
+        count = tensor.numel()
+        first = max(0, start - at)
+        if left and first < count:
+            taken = min(left, count - first)
+            found.append((tensor[first : first + taken], where))
+            left -= taken
+            start += taken
+        at += count
+    if left:
+        raise CorruptCheckpointError(f"the files of DeepSpeed end {left} elements before {name} does", tensor=name)
+    return found
+
+
+def _blob(name: str, shape: tuple[int, ...], pieces: list[Piece]) -> Blob:
+    if not pieces:
+        pieces = [(torch.empty(0), [])]
+    first = pieces[0][0]
+    have = sum(tensor.numel() for tensor, _ in pieces)
+    if have < prod(shape):
+        raise CorruptCheckpointError(f"{name}: {have} elements in the files of DeepSpeed, {shape} wanted", tensor=name)
+    flat = _range(name, [(tensor.reshape(-1), where) for tensor, where in pieces], 0, prod(shape))
+    return Blob(name, dtype_name(first.dtype), shape, partial(_parts, flat), first.itemsize)
+
+
+def _parts(pieces: list[Piece]) -> Iterator[memoryview]:
+    for tensor, where in pieces:
+        yield from streamed(tensor, where)

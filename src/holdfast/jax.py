@@ -1,0 +1,126 @@
+"""JAX: a pytree of arrays as one value of a state.
+
+`Pytree` goes wherever a state goes: `holdfast.save`, `save_async`, `Checkpointer`, ``report(state=...)``. Arrays on the
+CPU are not copied on their way to the writer; bfloat16 and the float8 types are stored as what they are, so torch reads
+them too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ._optional import require
+from .checkpoint.handle import Checkpoint
+from .checkpointer.functions import load as _load
+from .errors import StateMismatchError, UnsupportedStateError
+from .integrations.array_views import array_of, tensor_of
+
+__all__ = ["Pytree", "load"]
+
+_PURPOSE = "holdfast.jax"
+
+
+class Pytree:
+    """A pytree that can be saved and restored.
+
+    JAX's arrays never change, so a load makes new ones: read `value` afterwards. They have the sharding (and so the
+    devices) of those they replace. Every leaf is an array, a NumPy array, a key of `jax.random`, or plain data.
+
+    Args:
+        value: dicts, lists, tuples, dataclasses... of arrays, as in ``{"params": params, "opt": optimizer_state}``.
+
+    Raises:
+        MissingExtraError: JAX is not installed.
+
+    Example:
+        >>> tree = Pytree({"params": params, "opt": opt_state})                            # doctest: +SKIP
+        >>> hf.save("runs/first", {"train": tree, "step": 3})                              # doctest: +SKIP
+        >>> hf.load("runs/first", {"train": tree})["step"]                                 # doctest: +SKIP
+        3
+        >>> params = tree.value["params"]                                                  # doctest: +SKIP
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._jax = require("jax", extra="jax", purpose=_PURPOSE)
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the leaves by their path ("params/dense/kernel"); arrays as tensors over the same memory.
+
+        Raises:
+            UnsupportedStateError: an array is spread over processes, or two leaves have one path.
+        """
+        found: dict[str, Any] = {}
+        for name, leaf in self._leaves():
+            if name in found:
+                raise UnsupportedStateError(f"two leaves of a pytree are called {name!r}: rename a key")
+            found[name] = self._stored(name, leaf)
+        return found
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Make `value` anew of stored leaves.
+
+        Raises:
+            StateMismatchError: leaves or shapes are others than those of `value`, which stays as it is.
+        """
+        live = dict(self._leaves())
+        problems = [f"missing: {name}" for name in live if name not in saved]
+        problems += [f"unexpected: {name}" for name in saved if name not in live]
+        for name, leaf in live.items():
+            have = getattr(saved.get(name), "shape", None)
+            want = getattr(self._stored(name, leaf), "shape", None)
+            if name in saved and want is not None and (have is None or tuple(have) != tuple(want)):
+                problems.append(f"{name}: {None if have is None else tuple(have)} stored, {tuple(want)} in the pytree")
+        if problems:
+            shown = "; ".join(sorted(problems)[:20])
+            raise StateMismatchError(f"{len(problems)} leaves of the pytree do not fit the checkpoint: {shown}")
+        made = [self._made(leaf, saved[name]) for name, leaf in live.items()]
+        self.value = self._jax.tree_util.tree_unflatten(self._jax.tree_util.tree_structure(self.value), made)
+
+    def _leaves(self) -> list[tuple[str, Any]]:
+        tree_util = self._jax.tree_util
+        rows, _ = tree_util.tree_flatten_with_path(self.value)
+        return [(tree_util.keystr(path, simple=True, separator="/") or "value", leaf) for path, leaf in rows]
+
+    def _is_key(self, leaf: Any) -> bool:
+        jax = self._jax
+        return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+    def _stored(self, name: str, leaf: Any) -> Any:
+        if not isinstance(leaf, self._jax.Array):
+            return leaf
+        if not leaf.is_fully_addressable:
+            raise UnsupportedStateError(
+                f"{name}: this array is spread over processes, and this one cannot read all of it: gather it first "
+                "(jax.experimental.multihost_utils.process_allgather), or use Orbax"
+            )
+        return tensor_of(self._jax.random.key_data(leaf) if self._is_key(leaf) else leaf)
+
+    def _made(self, leaf: Any, stored: Any) -> Any:
+        if not isinstance(leaf, self._jax.Array):
+            return stored
+        array = array_of(stored) if isinstance(stored, torch.Tensor) else stored
+        if self._is_key(leaf):
+            return self._jax.random.wrap_key_data(array, impl=self._jax.random.key_impl(leaf))
+        return self._jax.device_put(array.astype(leaf.dtype, copy=False), leaf.sharding)
+
+
+def load(source: str | os.PathLike[str] | Checkpoint, like: Any, *, item: str) -> Any:
+    """Return a pytree like ``like`` with the arrays of a checkpoint.
+
+    Args:
+        source: path, URI or `Checkpoint`.
+        like: a pytree of the same structure, which stays as it is.
+        item: the name that the `Pytree` had in the state.
+
+    Raises:
+        StateMismatchError: the stored pytree is another one.
+        CheckpointNotFoundError: there is no checkpoint at ``source``.
+    """
+    tree = Pytree(like)
+    _load(source, {item: tree}, only=[item])
+    return tree.value

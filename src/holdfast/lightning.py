@@ -1,0 +1,150 @@
+"""PyTorch Lightning, under both of its names: `ReportCallback` and `HoldfastCheckpointIO`.
+
+Importing this module imports no Lightning: what is imported when an object is made is what it belongs to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import ConfigError
+from .integrations import Grafted, Saves, reporting, scalars
+from .runtime.types import CheckpointUploadMode
+from .runtime.worker.session import report
+
+__all__ = ["HoldfastCheckpointIO", "RayTrainReportCallback", "ReportCallback"]
+
+_ADVICE = "save_hyperparameters(ignore=[name]) leaves a value out; unsupported='drop' all that cannot be stored"
+_SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+
+
+class ReportCallback(Grafted):
+    """Inside the function trainer: reports ``trainer.callback_metrics`` and a Lightning checkpoint.
+
+    Metrics (with "epoch" and "step" added) are reported at the end of every training epoch, and a checkpoint with them
+    every ``every_n_epochs``; or both every ``every_n_steps``. Put it last among the callbacks, so that their state is
+    saved as it is after the epoch. Every rank has it; with DDP rank 0 stores, with a sharded strategy all ranks do.
+    `fit` goes on from the file ``CHECKPOINT_NAME`` in the directory. For a rhythm of your own, subclass it.
+
+    Args:
+        every_n_epochs: epochs from one checkpoint to the next; 1 if neither is given.
+        every_n_steps: optimizer steps from one report to the next.
+        checkpoint_upload_mode: ASYNC goes on while the checkpoint is being committed, SYNC waits.
+        validation: run the trainer's validation function on each checkpoint; a dict gives it arguments.
+
+    Raises:
+        ConfigError: both are given, or one is no positive number.
+    """
+
+    BASES = ("lightning.pytorch:Callback", "pytorch_lightning:Callback")
+    EXTRA = "lightning"
+    CHECKPOINT_NAME = "checkpoint.ckpt"
+
+    def __init__(
+        self,
+        *,
+        every_n_epochs: int | None = None,
+        every_n_steps: int | None = None,
+        checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.ASYNC,
+        validation: bool | Mapping[str, Any] = False,
+    ) -> None:
+        super().__init__()
+        for name, value in (("every_n_epochs", every_n_epochs), ("every_n_steps", every_n_steps)):
+            if value is not None and value < 1:
+                raise ConfigError(f"ReportCallback({name}={value!r}): give a number of at least 1, or leave it out")
+        if every_n_epochs is not None and every_n_steps is not None:
+            raise ConfigError("ReportCallback: give every_n_epochs or every_n_steps; two callbacks can do both")
+        self.every_n_steps = every_n_steps
+        self.every_n_epochs = every_n_epochs or 1
+        self.checkpoint_upload_mode, self.validation = checkpoint_upload_mode, validation
+        self._last_step = -1
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Report with a checkpoint, if steps are counted and it is time."""
+        step = trainer.global_step
+        # Batches that are accumulated end with the step of the one before.
+        if self.every_n_steps is not None and step % self.every_n_steps == 0 and step not in (0, self._last_step):
+            self._last_step = step
+            self.report(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Report, with a checkpoint if it is time."""
+        if self.every_n_steps is None:
+            self.report(trainer, with_checkpoint=(trainer.current_epoch + 1) % self.every_n_epochs == 0)
+
+    def metrics(self, trainer: Any) -> dict[str, Any]:
+        """Return what is reported; to be overridden."""
+        return scalars(trainer.callback_metrics, {"epoch": trainer.current_epoch, "step": trainer.global_step})
+
+    def report(self, trainer: Any, *, with_checkpoint: bool = True) -> None:
+        """Report now; every rank calls it."""
+        if not with_checkpoint:
+            report(self.metrics(trainer))
+            return
+        with reporting(
+            self.metrics(trainer),
+            sharded=type(trainer.strategy).__name__ in _SHARDED,
+            upload_mode=self.checkpoint_upload_mode,
+            validation=self.validation,
+        ) as directory:
+            trainer.save_checkpoint(os.path.join(directory, self.CHECKPOINT_NAME), weights_only=False)
+            # A plugin that writes in the background has to be done before the directory is handed over.
+            trainer.strategy.checkpoint_io.teardown()
+
+
+RayTrainReportCallback = ReportCallback
+
+
+class HoldfastCheckpointIO(Grafted):
+    """For a plain ``Trainer(plugins=[HoldfastCheckpointIO()])``: checkpoints are copied aside, and written meanwhile.
+
+    Each is a directory, committed atomically and checked when it is loaded, without pickle, under the path that
+    Lightning gives it. What ``ModelCheckpoint`` removes goes when what replaces it is durable.
+
+    Args:
+        root: where all checkpoints go, under the last part of their paths: a directory or a URI such as
+            ``s3://bucket/run``. None: to the paths themselves.
+        unsupported: what to do with values that cannot be stored without pickle, such as an ``nn.Module`` among the
+            hyper-parameters: "raise", or "drop" to leave them out and name them in the log.
+        timeout_s: bound of every wait.
+    """
+
+    BASES = ("lightning.fabric.plugins:CheckpointIO", "lightning_fabric.plugins:CheckpointIO")
+    EXTRA = "lightning"
+
+    def __init__(
+        self, root: str | os.PathLike[str] | None = None, *, unsupported: str = "raise", timeout_s: float = 600.0
+    ) -> None:
+        super().__init__()
+        self._saves = Saves(root, unsupported=unsupported, timeout_s=timeout_s, advice=_ADVICE)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Copy the checkpoint aside and write it in the background; raises what failed before. Rank 0 calls it."""
+        if storage_options is not None:
+            raise ConfigError("HoldfastCheckpointIO takes no storage_options: say where with root=, or in the path")
+        self._saves.save(path, checkpoint, step=checkpoint.get("global_step"), metrics=_monitored(checkpoint))
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint, checked; one that Lightning itself wrote is read by the weights-only reader of torch."""
+        device = None if callable(map_location) or isinstance(map_location, dict) else map_location
+        return self._saves.load(path, device=device, trusted=weights_only is False)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint, once every save started before is durable."""
+        self._saves.remove(path)
+
+    def latest(self, directory: str | os.PathLike[str] | None = None) -> str | None:
+        """Return the newest sound checkpoint in ``directory`` (default: ``root``), None if there is none; see docs."""
+        return self._saves.latest(directory)
+
+    def teardown(self) -> None:
+        """Wait until everything is durable; Lightning calls it at the end."""
+        self._saves.wait()
+
+
+def _monitored(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``ModelCheckpoint`` ranks by, so that `holdfast ls` can show it."""
+    states = [state for state in checkpoint.get("callbacks", {}).values() if isinstance(state, Mapping)]
+    return scalars({state["monitor"]: state.get("current_score") for state in states if state.get("monitor")})

@@ -1,0 +1,115 @@
+"""Experiment trackers: tell them of every committed checkpoint: where it is, its metrics, its digest.
+
+No bytes are uploaded unless asked for. What a tracker does happens on a thread of its own; if it fails, the log says so
+and training goes on. One object works in all three places::
+
+    Checkpointer(path, state, on_commit=MLflowTracker())
+    TorchTrainer(..., run_config=RunConfig(callbacks=[MLflowTracker()]))
+    Trainer(..., callbacks=[MLflowTracker()])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._optional import require
+from .checkpoint.handle import Checkpoint
+from .integrations.tracking import Tracker, numbers
+
+__all__ = ["MLflowTracker", "TensorBoardTracker", "Tracker", "WandbTracker"]
+
+
+class MLflowTracker(Tracker):
+    """Tags of an MLflow run name the checkpoints, metrics are logged at their steps.
+
+    The newest is in the tags ``holdfast.uri``, ``holdfast.digest`` and ``holdfast.step``; each is in one
+    ``holdfast.checkpoint.STEP`` as well.
+
+    Args:
+        run_id: of the run; default: the active one of the thread that makes this, else a new one.
+        prefix: before the names of metrics.
+        upload: store the files as artifacts of the run too, under ``checkpoints/NAME``.
+    """
+
+    def __init__(self, run_id: str | None = None, *, prefix: str = "checkpoint/", upload: bool = False) -> None:
+        super().__init__()
+        mlflow = require("mlflow", extra="mlflow", purpose="holdfast.trackers.MLflowTracker")
+        self._client = mlflow.MlflowClient()
+        self.run_id: str = run_id or (mlflow.active_run() or mlflow.start_run()).info.run_id
+        self._prefix, self._upload = prefix, upload
+
+    def record(self, checkpoint: Checkpoint) -> None:
+        """Log it."""
+        step, digest = checkpoint.step or 0, checkpoint.digest or ""
+        tags = {"uri": checkpoint.uri, "digest": digest, "step": str(step)}
+        for name, value in numbers(checkpoint.metrics).items():
+            self._client.log_metric(self.run_id, self._prefix + name, value, step=step)
+        if self._upload:
+            with checkpoint.as_directory() as directory:
+                self._client.log_artifacts(self.run_id, directory, f"checkpoints/{checkpoint.name}")
+        tags[f"checkpoint.{step}"] = f"{checkpoint.uri} {digest}"
+        for name, value in tags.items():
+            self._client.set_tag(self.run_id, f"holdfast.{name}", value)
+
+
+class WandbTracker(Tracker):
+    """Each checkpoint is a version of one artifact of type "checkpoint": a reference.
+
+    Metrics and digest are in its metadata; the newest is in the summary of the run too, under ``holdfast/``. Works
+    offline. Nothing is logged to the history of the run, so its steps are left alone.
+
+    Args:
+        run: default: the current one when a checkpoint comes.
+        name: of the artifact; default: ``checkpoint-RUN``.
+        upload: store the files in the artifact instead of a reference.
+    """
+
+    def __init__(self, run: Any = None, *, name: str | None = None, upload: bool = False) -> None:
+        super().__init__()
+        self._wandb = require("wandb", extra="wandb", purpose="holdfast.trackers.WandbTracker")
+        self._run, self._name, self._upload = run, name, upload
+
+    def record(self, checkpoint: Checkpoint) -> None:
+        """Log it."""
+        run = self._run or self._wandb.run
+        if run is None:
+            raise RuntimeError("there is no run of wandb: call wandb.init() first, or give WandbTracker(run)")
+        told = {"uri": checkpoint.uri, "digest": checkpoint.digest or "", "step": checkpoint.step or 0}
+        artifact = self._wandb.Artifact(
+            self._name or f"checkpoint-{run.id}", type="checkpoint", metadata={**told, "metrics": checkpoint.metrics}
+        )
+        if self._upload:
+            with checkpoint.as_directory() as directory:
+                artifact.add_dir(directory)
+        else:
+            uri = checkpoint.uri
+            artifact.add_reference(uri if "://" in uri else f"file://{uri}", name=checkpoint.name, checksum=False)
+        run.log_artifact(artifact, aliases=["latest", f"step-{told['step']}"])
+        run.summary.update({f"holdfast/{name}": value for name, value in told.items()})
+
+
+class TensorBoardTracker(Tracker):
+    """Writes a line of text for each checkpoint, and its metrics, into an event file.
+
+    Args:
+        log_dir: where to; or a ``SummaryWriter`` that is there already.
+        prefix: before the names of metrics.
+    """
+
+    def __init__(self, log_dir: Any, *, prefix: str = "checkpoint/") -> None:
+        super().__init__()
+        if hasattr(log_dir, "add_text"):
+            self._writer = log_dir
+        else:
+            purpose = "holdfast.trackers.TensorBoardTracker"
+            board = require("torch.utils.tensorboard", extra="tensorboard", purpose=purpose)
+            self._writer = board.SummaryWriter(log_dir)
+        self._prefix = prefix
+
+    def record(self, checkpoint: Checkpoint) -> None:
+        """Write it."""
+        step = checkpoint.step or 0
+        self._writer.add_text("holdfast/checkpoint", f"`{checkpoint.uri}` {checkpoint.digest or ''}", step)
+        for name, value in numbers(checkpoint.metrics).items():
+            self._writer.add_scalar(self._prefix + name, value, step)
+        self._writer.flush()

@@ -1,0 +1,142 @@
+"""Hugging Face Transformers: checkpoints of a `transformers.Trainer`, inside the function trainer and without it.
+
+Inside `TorchTrainer`, `ReportCallback` reports what the trainer saves; for a plain one, `HoldfastCallback` keeps it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ._optional import require
+from .config import Keep
+from .errors import ConfigError
+from .integrations import DirectoryKeeper
+from .integrations.finished import all_written, report_finished
+from .integrations.trainer_logs import saved_metrics, say_misaligned, say_missing, written
+from .runtime.worker._session import current_session
+
+__all__ = ["HoldfastCallback", "RayTrainReportCallback", "ReportCallback", "prepare_trainer"]
+
+_TrainerCallback = require("transformers", extra="transformers", purpose="holdfast.transformers").TrainerCallback
+
+
+class ReportCallback(_TrainerCallback):  # type: ignore[misc]
+    """Reports each checkpoint that a `Trainer` saves in a ``train_func``, as the directory `CHECKPOINT_NAME`.
+
+    Its metrics are those of the newest training log and all that was logged at the step of the save; subclasses may say
+    otherwise in `metrics`. `on_save` returns when the trainer may rotate its directory away.
+
+    Args:
+        delete_local_checkpoint_after_upload: take the trainer's own ``checkpoint-N`` away, which costs nothing. Else it
+            stays, and its files are cloned where the file system can share blocks, or read once, which is waited for.
+        validation: as in `holdfast.report`.
+
+    Example:
+        >>> trainer = transformers.Trainer(model, args, callbacks=[ReportCallback()])       # doctest: +SKIP
+    """
+
+    CHECKPOINT_NAME = "checkpoint"
+
+    def __init__(
+        self, *, delete_local_checkpoint_after_upload: bool = False, validation: bool | Mapping[str, Any] = False
+    ) -> None:
+        self.delete, self.validation = delete_local_checkpoint_after_upload, validation
+
+    def metrics(self, state: Any) -> dict[str, Any]:
+        """Return what is reported with the checkpoint of ``state.global_step``."""
+        return saved_metrics(state.log_history, step=state.global_step, epoch=state.epoch)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say what in the settings does not fit."""
+        if self.delete and args.load_best_model_at_end:
+            raise ConfigError(
+                "load_best_model_at_end=True needs the trainer's own checkpoints on disk, and "
+                "delete_local_checkpoint_after_upload=True takes them away: leave one of them out"
+            )
+        say_misaligned(args, state, current_session("report").score_attribute)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Report what was just saved; called on every rank."""
+        metrics = self.metrics(state)
+        say_missing(args, state, current_session("report").score_attribute, metrics)
+        directory = written(args, state)
+        report_finished(directory, metrics, inside=self.CHECKPOINT_NAME, delete=self.delete, validation=self.validation)
+
+
+RayTrainReportCallback = ReportCallback
+
+
+class HoldfastCallback(_TrainerCallback):  # type: ignore[misc]
+    """Keeps the checkpoints of a plain `Trainer` in any storage: in the background, digested, the best never lost.
+
+    The trainer writes its ``checkpoint-N`` as ever and may rotate it away (``save_total_limit=1`` is enough): complete
+    ones are brought to ``path`` while training goes on, also if the process is killed meanwhile.
+
+    Args:
+        path: root of the run: a path or a URI.
+        keep: which checkpoints stay there; None keeps all.
+        timeout_s: bound of every wait.
+
+    Attributes:
+        keeper: the `DirectoryKeeper` that does it; `close` waits until all is durable.
+
+    Example:
+        >>> callback = HoldfastCallback("s3://bucket/run", keep=Keep(last=2))               # doctest: +SKIP
+        >>> trainer = transformers.Trainer(model, args, callbacks=[callback])               # doctest: +SKIP
+        >>> trainer.train(resume_from_checkpoint=callback.latest())                         # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: Keep | None = Keep(last=3),  # noqa: B008 - Keep is frozen
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.keeper = DirectoryKeeper(path, keep=keep, timeout_s=timeout_s)
+        self.latest, self.best, self.checkpoints = self.keeper.latest, self.keeper.best, self.keeper.checkpoints
+        self._metric = keep.metric if keep is not None else None
+        self._timeout_s = timeout_s
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say what in the settings does not fit."""
+        say_misaligned(args, state, self._metric)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep what was just saved, once every rank has written its files."""
+        directory = written(args, state)
+        all_written(directory, timeout_s=self._timeout_s)
+        metrics = saved_metrics(state.log_history, step=state.global_step, epoch=state.epoch)
+        say_missing(args, state, self._metric, metrics)
+        self.keeper.add(directory, step=state.global_step, epoch=int(state.epoch or 0), metrics=metrics)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        """Bind an evaluation after the save, if there is one, to the checkpoint of its step."""
+        self.keeper.report(state.global_step, metrics or {})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait until everything is durable, and give the run back."""
+        self.keeper.close()
+
+
+def prepare_trainer(trainer: Any) -> Any:
+    """Make sure that a `Trainer` in a ``train_func`` reports its checkpoints; returns it.
+
+    A `ReportCallback` is added if neither one nor another callback with ``on_save`` of the user's own is there.
+
+    Raises:
+        ConfigError: the trainer does not see the ranks that there are.
+        SessionError: called outside of train_func.
+    """
+    context = current_session("prepare_trainer").context
+    if trainer.args.world_size != context.get_world_size():
+        raise ConfigError(
+            f"the Trainer sees {trainer.args.world_size} ranks, the run has {context.get_world_size()}: make "
+            "TrainingArguments inside train_func, and let it use distributed training"
+        )
+    homes = [type(one).on_save.__module__ for one in trainer.callback_handler.callbacks]
+    if all(home.startswith("transformers.") for home in homes):
+        trainer.add_callback(ReportCallback())
+    return trainer

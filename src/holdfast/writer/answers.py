@@ -1,0 +1,36 @@
+"""What the loop of a writer does for the parts of it that answer calls later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from holdfast.storage.base import Storage
+
+from .messages import SaveJob
+from .run import Run
+
+__all__ = ["Answers"]
+
+
+class Answers(Protocol):
+    """The loop, as `holdfast.writer.joint` sees it."""
+
+    def say_done(self, call: int, value: Any, attachments: tuple[bytes, ...] = ()) -> None:
+        """Answer a call."""
+
+    def say_failed(self, call: int | None, error: BaseException) -> None:
+        """Let a call fail."""
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Do something on the working thread."""
+
+    def run_of(self, job: SaveJob) -> Run | None:
+        """Give the run of a job."""
+
+    @property
+    def run(self) -> Run | None:
+        """The open run."""
+
+    def storage_of(self, key: int) -> Storage:
+        """Give a storage that the trainer has told of."""

@@ -1,0 +1,103 @@
+"""Our part of saves that are staged on this machine's own disk: brought to the remote when rank 0 asks for it.
+
+A staged save is no checkpoint, and no disk alone ever holds one: the ranks' machines share none. See `staged_run` for
+rank 0's side.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.checkpoint.transfer import send_entries
+from holdfast.errors import CheckpointError, HoldfastError
+from holdfast.format.commit import PartSummary
+from holdfast.format.names import join
+from holdfast.format.parts import read_part, remove_part
+from holdfast.storage.base import Storage
+
+from .control_link import Message
+from .messages import error_to_json
+
+__all__ = ["StagedParts"]
+
+_LOG = logging.getLogger("holdfast.writer")
+
+
+class StagedParts:
+    """One thread that carries out rank 0's orders, one after another.
+
+    Args:
+        local: the disk of this machine.
+        remote: where the run is.
+        rank: ours.
+        say: tells rank 0's writer.
+    """
+
+    def __init__(self, local: Storage, remote: Storage, rank: int, say: Callable[[Message], None]) -> None:
+        self._local, self._remote, self._rank, self._say = local, remote, rank, say
+        self._changed = threading.Condition()
+        self._held: set[str] = set()
+        self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="holdfast-staged", daemon=True).start()
+
+    def hold(self, save: str, directory: str) -> dict[str, Any]:
+        """Keep our part, which is durable, until rank 0 says that it is not needed any more.
+
+        Returns:
+            What rank 0 has to know of it.
+
+        Raises:
+            HoldfastError: it is not there.
+        """
+        part = self._read(save, directory).to_json()
+        with self._changed:
+            self._held.add(save)
+        return part
+
+    def let_go(self, save: str) -> None:
+        """Our part is not needed any more."""
+        with self._changed:
+            self._held.discard(save)
+            self._changed.notify_all()
+
+    def take(self, order: Message) -> None:
+        """Take an order: "upload" or "clear"."""
+        self._orders.put(order)
+
+    def await_end(self, until: float, is_over: Callable[[], bool]) -> None:
+        """Wait until nothing is needed any more, or ``is_over`` says that nobody will ask for it."""
+        with self._changed:
+            while self._held and not is_over() and time.monotonic() < until:
+                self._changed.wait(0.2)
+
+    def _work(self) -> None:
+        while True:
+            order = self._orders.get()
+            save, directory = order["save"], order["directory"]
+            if order["do"] == "clear":
+                self._clear(save, directory)
+                continue
+            error = None
+            try:
+                send_entries(self._local, self._remote, directory, self._read(save, directory).files)
+            except Exception as problem:  # noqa: BLE001 - a thread edge: rank 0 hears of it, and may ask again
+                error = error_to_json(problem)
+            self._say({"do": "uploaded", "save": save, "error": error})
+
+    def _read(self, save: str, directory: str) -> PartSummary:
+        part = read_part(self._local, directory, save, self._rank)
+        if part is None:
+            raise CheckpointError(f"{join(self._local.uri, directory)}: the part of rank {self._rank} is gone")
+        return part
+
+    def _clear(self, save: str, directory: str) -> None:
+        try:
+            remove_part(self._local, directory, save, self._rank)
+        except HoldfastError as error:
+            _LOG.warning("what is not needed any more of %s stays on the local disk for now: %s", directory, error)
+        self.let_go(save)

@@ -1,0 +1,193 @@
+"""Saves of ranks whose machines share no disk, seen from rank 0's writer.
+
+Each rank stages its part on the disk of its own machine, and training goes on. The manifest to be lies with rank 0, in
+a file of another name, until every rank has brought what it lists; then it is put at the remote, where the run is.
+`Mirroring` decides what is brought when, as for a run with one local disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.heartbeat import Heartbeat
+from holdfast.checkpoint.record import Record, record_from_manifest
+from holdfast.checkpoint.retention import Verdict
+from holdfast.checkpoint.transfer import Copied, copy_checkpoint
+from holdfast.errors import CheckpointError, CorruptCheckpointError, HoldfastError
+from holdfast.format.commit import commit_manifest, read_manifest, sweep
+from holdfast.format.manifest import Manifest
+from holdfast.format.names import join, save_id_of
+from holdfast.format.parts import is_staged, staged_name
+from holdfast.storage.base import Storage
+
+from .control_server import ControlServer
+from .mirror import Mirroring
+from .mirror_plan import Limits
+from .mirror_remote import RemoteRun
+from .outcome import committed_already
+from .run import Run
+
+__all__ = ["StagedRun", "staged_saves"]
+
+_LOG = logging.getLogger("holdfast.writer")
+_LOOK_S = 0.02
+
+
+class StagedRun(RemoteRun):
+    """What the uploading thread does where a checkpoint comes from several disks.
+
+    Args:
+        run: the run, at the remote.
+        server: through which all ranks are asked for their parts.
+        remote: where the run is.
+        local: the disk of rank 0's machine.
+        limits: how far the remote may be behind.
+        heartbeat: the lease of the run.
+        catalog: its checkpoints.
+        start_id: of this life; what an earlier writer of it had staged is brought, too.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        server: ControlServer,
+        remote: Storage,
+        local: Storage,
+        limits: Limits,
+        heartbeat: Heartbeat,
+        catalog: Catalog,
+        start_id: str,
+    ) -> None:
+        self.heartbeat, self.catalog = heartbeat, catalog
+        self._storage, self._local = remote, local
+        self._late: dict[str, list[Callable[[], object]]] = {}  # what was said about saves that are on their way
+        self._run, self._server = run, server
+        self._lock = threading.Lock()
+        self._saves: dict[str, tuple[str, Manifest]] = {}  # by name, what waits
+        self._known: set[str] = set()
+        for name, save, manifest in staged_saves(local):
+            if save.startswith(f"{start_id}-"):
+                self._saves[name] = save, manifest
+                self._known.add(name)
+        waiting = [_record(name, manifest) for name, (_, manifest) in self._saves.items()]
+        waiting.sort(key=lambda record: record.order)
+        self.mirror = Mirroring(self, limits, waiting=waiting, uploaded=(), changed=self._settle)
+        self.mirror.go()
+
+    # -- for the run
+
+    def add(self, name: str, save: str, manifest: Manifest) -> None:
+        """Take a save that all ranks have staged."""
+        self._local.put(join(name, staged_name(save)), manifest.to_bytes())
+        self._queue(name, save, manifest)
+
+    def bring(self, name: str, save: str | None) -> None:
+        """Bring what an earlier life has left, before anything is trained: a staged save, or a whole checkpoint.
+
+        Raises:
+            HoldfastError: it could not be brought.
+        """
+        if save is None:
+            copy_checkpoint(self._local, name, self._storage, name)
+            self._run.arrived(name, read_manifest(self._storage, name))
+            return
+        manifest = next(one for found, its, one in staged_saves(self._local) if (found, its) == (name, save))
+        self._queue(name, save, manifest)
+        while name in self._saves:
+            self.heartbeat.check()
+            time.sleep(_LOOK_S)
+        newest = self._run.newest()
+        if newest is None or newest.checkpoint_id != manifest.checkpoint_id:
+            raise CheckpointError(f"{name}, which the ranks have staged, could not be brought to {self._storage.uri}")
+
+    def keeps(self, name: str, say: Callable[[], object]) -> bool:
+        """Keep what is said about a staged save until that arrives; false if it is none. Needs the run's lock."""
+        if name not in self._known:
+            return False
+        if name in self._saves:
+            self._late.setdefault(name, []).append(say)
+        return True  # one that was given up has nothing any more that anything could be said about
+
+    def _queue(self, name: str, save: str, manifest: Manifest) -> None:
+        with self._lock:  # else the other thread may find it before it is waited for
+            self._saves[name] = save, manifest
+            self._known.add(name)
+            self.mirror.committed(_record(name, manifest))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Let all ranks remove what is not needed any more: it has arrived, or was given up."""
+        with self._lock:
+            needed = self.mirror.needed()
+            done = [(name, self._saves.pop(name)[0]) for name in self._saves.keys() - needed]
+        for name, save in done:
+            self._server.tell({"do": "clear", "save": save, "directory": name})
+            with suppress(HoldfastError):  # swept at the next start
+                self._local.delete(join(name, staged_name(save)))
+                self._local.tidy(name)
+
+    # -- for the uploading thread
+
+    def newest(self) -> Record | None:
+        """Return the newest checkpoint."""
+        return self._run.newest()
+
+    def close(self, *, wait: bool) -> None:
+        """Leave the lease alone, which is the run's."""
+
+    def take(self, name: str, *, stop: Callable[[], bool]) -> tuple[Copied, list[Verdict]]:
+        """Have one save brought by all ranks, and commit it; see `RemoteRun.take`."""
+        self.heartbeat.confirm()
+        save, manifest = self._saves[name]
+        self._server.uploads.bring({"do": "upload", "save": save, "directory": name}, self._server.tell, stop)
+        self.heartbeat.confirm()
+        if committed_already(self._storage, name, {"checkpoint_id": manifest.checkpoint_id}) is None:
+            commit_manifest(self._storage, name, manifest)
+        self._run.arrived(name, manifest, self._late)
+        return Copied(files=len(manifest.files)), []
+
+    def drop(self, name: str) -> None:
+        """Remove what was sent of a save that was given up."""
+        self.heartbeat.confirm()
+        sweep(self._storage, name)
+
+    def bring_sidecars(self) -> bool:
+        """Nothing is said beside a staged save."""
+        return False
+
+    def bring_head(self, *, save: bool = True) -> None:
+        """The run is at the remote itself."""
+
+    def bring_reports(self) -> None:
+        """The run is at the remote itself."""
+
+    def retain(self) -> list[Verdict]:
+        """The run does it itself."""
+        return []
+
+    def late(self, name: str, metrics: Mapping[str, Any], pinned: bool | None) -> None:
+        """The run does it itself."""
+
+
+def staged_saves(local: Storage) -> list[tuple[str, str, Manifest]]:
+    """List the saves that rank 0 has staged on this disk: name, save id, manifest to be."""
+    found = []
+    for info in local.list(""):
+        name, _, path = info.path.rpartition("/")
+        save = save_id_of(path)
+        if name and "/" not in name and save is not None and is_staged(path):
+            try:
+                found.append((name, save, Manifest.from_bytes(local.read(info.path), where=info.path)))
+            except CorruptCheckpointError as error:
+                _LOG.warning("a staged save is left alone: %s", error)
+    return found
+
+
+def _record(name: str, manifest: Manifest) -> Record:
+    return record_from_manifest(name, manifest, metrics={}, pinned=False)

@@ -1,0 +1,63 @@
+"""Runs the code blocks of the documentation.
+
+A page whose first line is ``<!-- tests: frameworks/GROUP -->`` needs a package of that group: it is left out of the
+main suite, and `tests/frameworks/GROUP/test_docs.py` runs it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["PAGES", "ROOT", "blocks", "group_of", "pages_of", "run_example", "run_page"]
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_GROUP = re.compile(r"<!-- tests: frameworks/([\w-]+) -->\n")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Return the blocks of one language in a page, in order."""
+    return [body for kind, body in _BLOCK.findall(page.read_text()) if kind == language]
+
+
+def group_of(page: Path) -> str | None:
+    """Return the framework group that runs a page, None for the main suite."""
+    found = _GROUP.match(page.read_text())
+    return found.group(1) if found else None
+
+
+def pages_of(group: str | None) -> list[Path]:
+    """Return the pages with Python blocks that a group runs."""
+    return [page for page in PAGES if group_of(page) == group and blocks(page, "python")]
+
+
+def run_page(page: Path, folder: Path, *, timeout_s: float = 120) -> None:
+    """Run all Python blocks of a page one after the other, in a clean folder and a process of their own."""
+    script = folder / "page.py"
+    script.write_text("\n\n".join(blocks(page, "python")))
+    _run(script, folder=folder, timeout_s=timeout_s)
+
+
+def run_example(name: str, folder: Path, *arguments: str, timeout_s: float = 120) -> str:
+    """Run a script of examples/ in a folder; returns what it printed."""
+    return _run(ROOT / "examples" / name, *arguments, folder=folder, timeout_s=timeout_s)
+
+
+def _run(script: Path, *arguments: str, folder: Path, timeout_s: float) -> str:
+    done = subprocess.run(
+        [sys.executable, script, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, f"{script.name}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout

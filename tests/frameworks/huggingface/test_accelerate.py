@@ -1,0 +1,134 @@
+"""`holdfast.accelerate`: a `Checkpointer` of an `Accelerator`, and its own directories in the function trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from hf_kit import result, run_script
+from object_kit import BUCKET
+from torch.utils.data import DataLoader, IterableDataset
+
+import holdfast as hf
+import small
+from holdfast.accelerate import Checkpointer
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.storage.resolve import resolve
+from holdfast.torch import TorchTrainer
+
+
+def killed_and_not(
+    tmp_path: Path, *, kill_at: int, ranks: int = 1, run: str = "", endpoint: str | None = None, **options: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What an undisturbed loop ends with, and one that was killed after a step and started again."""
+    told = {"run": run or str(tmp_path / "run"), "result": str(tmp_path / "result"), "options": options}
+    quiet = {**told, "run": str(tmp_path / "quiet"), "result": str(tmp_path / "quiet.json")}
+    run_script("small.py", quiet, ranks=ranks)
+    assert run_script("small.py", {**told, "kill_at": kill_at}, ranks=ranks, endpoint=endpoint) != 0
+    assert run_script("small.py", told, ranks=ranks, endpoint=endpoint) == 0
+    return result(tmp_path / "quiet.json"), result(tmp_path / "result")
+
+
+def test_killed_in_an_epoch(s3: str, tmp_path: Path) -> None:
+    """Killed between two saves to S3, in mid-epoch, a loop ends as one that nothing disturbed.
+
+    That is: weights, learning rate, scaler, a registered object, the best checkpoint by a metric, and a short gathering
+    of gradients at the end of each epoch.
+    """
+    uri = f"s3://{BUCKET}/accelerate"
+    quiet, disturbed = killed_and_not(tmp_path, kill_at=7, run=uri, endpoint=s3, scaler=True)
+    assert (disturbed.pop("resumed"), quiet.pop("resumed")) == (6, None)
+    assert disturbed == quiet
+    assert quiet["steps"] == 12  # 3 epochs of 7 batches: 3 gatherings of two, and the last batch alone
+    records = Catalog(resolve(uri)).records()
+    assert len(records) == 2  # the last, and the best by loss
+    assert all(hf.Checkpoint.at(resolve(uri), record.name).verify().ok for record in records)
+    assert max(record.step for record in records if record.step is not None) == 12
+
+
+def test_two_ranks_killed(tmp_path: Path) -> None:
+    """Two ranks under torchrun, both killed at one step, end as ranks that nothing disturbed."""
+    quiet, disturbed = killed_and_not(tmp_path, kill_at=4, ranks=2)
+    assert (disturbed.pop("resumed"), quiet.pop("resumed")) == (4, None)
+    assert disturbed == quiet
+
+
+def test_fsdp2_killed(tmp_path: Path) -> None:
+    """The same with FSDP2 as Accelerate sets it up: every rank stores its shards."""
+    quiet, disturbed = killed_and_not(tmp_path, kill_at=4, ranks=2, fsdp=True)
+    assert (disturbed.pop("resumed"), quiet.pop("resumed")) == (4, None)
+    assert disturbed == quiet
+
+
+def test_reported_directories(tmp_path: Path) -> None:
+    """Directories of save_state bring killed workers back to the same weights; those of save_model are kept too."""
+
+    def fit(name: str, *, kill: bool) -> hf.Result:
+        return TorchTrainer(
+            small.reported,
+            train_loop_config={"result": str(tmp_path / name), "kill": kill},
+            scaling_config=hf.ScalingConfig(num_workers=2),
+            run_config=hf.RunConfig(
+                name=name,
+                storage_path=tmp_path / "results",
+                checkpoint_config=hf.CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="score"),
+                failure_config=hf.FailureConfig(max_failures=1),
+            ),
+        ).fit()
+
+    fit("quiet.json", kill=False)
+    ended = fit("killed.json", kill=True)
+    assert len(ended.attempts) == 2
+    assert result(tmp_path / "killed.json") == result(tmp_path / "quiet.json")
+    best = [(one, metrics["score"]) for one, metrics in ended.best_checkpoints]
+    assert [score for _, score in best] == sorted(ended.metrics_dataframe["score"])[-2:]
+    assert ended.checkpoint is not None
+    with ended.checkpoint.as_directory() as directory:
+        assert Path(directory, "model.safetensors").exists()
+    with best[0][0].as_directory() as directory:
+        names = {one.name for one in Path(directory).iterdir()}
+    assert {"model.safetensors", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl"} <= names
+
+
+class Endless(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        return iter(torch.arange(12.0)[:, None])
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_loaders_of_unknown_order(tmp_path: Path, stateful: bool) -> None:
+    """The position of an iterable data set is a number of batches; a stateful loader keeps its own."""
+    from accelerate import DataLoaderConfiguration
+
+    seen = []
+    for stop in (2, 6):
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=stateful))
+        _, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(Endless(), batch_size=2))
+        with Checkpointer(tmp_path / "run", accelerator, every=1) as ck:
+            for batch in ck.batches(loader):
+                seen.append(batch.flatten().tolist())
+                ck.step()
+                if ck.global_step == stop:
+                    break
+    assert seen == [[float(2 * number), float(2 * number + 1)] for number in range(6)]
+
+
+def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+    """Nothing prepared; a name that is taken; directories that Accelerate names by itself."""
+    from accelerate.utils import ProjectConfiguration
+
+    from holdfast.accelerate import report_state
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.free_memory()
+    with pytest.raises(hf.errors.ConfigError, match="prepared no model"):
+        Checkpointer(tmp_path / "run", accelerator)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    with pytest.raises(hf.errors.ConfigError, match=r"\['model'\]"):
+        Checkpointer(tmp_path / "run", accelerator, {"model": 1})
+    accelerator.project_configuration = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    with pytest.raises(hf.errors.ConfigError, match="automatic_checkpoint_naming"):
+        report_state(accelerator, {})

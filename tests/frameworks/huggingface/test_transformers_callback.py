@@ -1,0 +1,99 @@
+"""`HoldfastCallback`: a plain `transformers.Trainer` whose checkpoints are kept."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from hf_kit import result, run_script
+from object_kit import BUCKET
+from transformers import TrainerCallback
+
+import holdfast as hf
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.storage.resolve import resolve
+from holdfast.transformers import HoldfastCallback
+
+
+def steps(uri: str) -> list[int | None]:
+    """Steps of the committed checkpoints, all of them sound."""
+    found = [hf.Checkpoint.at(resolve(uri), record.name) for record in Catalog(resolve(uri)).records()]
+    assert all(one.verify().ok for one in found)
+    return sorted(one.step for one in found)
+
+
+def test_killed_in_upload_and_in_a_save(s3: str, tmp_path: Path, undisturbed: Any) -> None:
+    """Killed in an upload to S3 (with its writer), then in transformers' own save, a run ends with the same weights.
+
+    It goes on from sound checkpoints only.
+    """
+    uri = f"s3://{BUCKET}/plain"
+    told = {
+        "run": uri, "folder": str(tmp_path / "out"), "result": str(tmp_path / "result"),
+        "options": {"save_total_limit": 1},
+    }  # fmt: skip
+    assert run_script("tiny.py", {**told, "kill_after": 4, "kill_writer": True}, endpoint=s3) != 0
+    assert set(steps(uri)) <= {2, 4}
+    assert run_script("tiny.py", {**told, "kill_in": 6}, endpoint=s3) != 0
+    assert (tmp_path / "out" / "checkpoint-6" / "model.safetensors").exists()
+    assert steps(uri)
+    assert 6 not in steps(uri)
+    assert run_script("tiny.py", told, endpoint=s3) == 0
+    ended = result(tmp_path / "result")
+    assert ended["weights"] == undisturbed
+    # The best by eval_loss, which comes first here, and the last; and what the last life went on from.
+    assert {2, 8} <= set(steps(uri)) <= {2, 4, 8}
+    assert not list((tmp_path / "out").glob(".holdfast*"))
+
+
+def test_two_ranks(tmp_path: Path, undisturbed_ranks: Any) -> None:
+    """Two ranks under torchrun, killed right after a save, end with the weights of ranks that nothing disturbed."""
+    told = {"run": str(tmp_path / "run"), "folder": str(tmp_path / "out"), "result": str(tmp_path / "result")}
+    assert run_script("tiny.py", {**told, "kill_after": 4}, ranks=2) != 0
+    assert run_script("tiny.py", told, ranks=2) == 0
+    ended = result(tmp_path / "result")
+    assert ended["start"].endswith("step_00000004")
+    assert ended["weights"] == undisturbed_ranks
+    names = {one.name for one in (tmp_path / "run" / "step_00000008").iterdir()}
+    assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt", "model.safetensors"} <= names
+
+
+class EvaluateOnceMore(TrainerCallback):
+    """Evaluates after the save of a step."""
+
+    trainer: Any = None
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 6:
+            self.trainer.evaluate()
+
+
+def test_metrics_are_those_of_the_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint has no evaluation of an earlier step, which is said; one after the save is bound to it."""
+    late = EvaluateOnceMore()
+    callback = HoldfastCallback(tmp_path / "run", keep=hf.Keep(best=2, metric="eval_loss"))
+    trainer = tiny.make(tmp_path / "out", [callback, late], eval_steps=4, save_total_limit=1)
+    late.trainer = trainer
+    with caplog.at_level(logging.WARNING, "holdfast.transformers"):
+        assert callback.latest() is None
+        trainer.train()
+    said = [record.message for record in caplog.records if record.name == "holdfast.transformers"]
+    assert "save_steps=2 is no multiple of eval_steps=4" in said[0]
+    assert ["step 2" in said[1], "step 6" in said[2], len(said)] == [True, True, 3]
+    assert "it was last logged at step 4" in said[2]
+    kept = {one.step: one.metrics for one in callback.checkpoints()}
+    assert kept.keys() >= {4, 6}  # 8 is worse than both, and stays because it is the last
+    assert all("eval_loss" in metrics for metrics in kept.values())
+    best = callback.best()
+    assert best is not None
+    assert best.step == 4
+
+
+def test_nothing_to_keep_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A trainer that never saves is told so."""
+    with caplog.at_level(logging.WARNING, "holdfast.transformers"):
+        tiny.make(tmp_path / "out", [HoldfastCallback(tmp_path / "run")], save_strategy="no", max_steps=1).train()
+    assert "nothing will ever be saved" in caplog.records[0].message

@@ -1,0 +1,130 @@
+"""Pytrees of JAX arrays in a state."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import holdfast as hf
+from holdfast.integrations.array_views import array_of, tensor_of
+from holdfast.jax import Pytree, load
+
+
+class Moments(NamedTuple):
+    mean: Any
+    square: Any
+
+
+def tree(scale: float = 1.0) -> dict[str, Any]:
+    return {
+        "dense": {"kernel": scale * jnp.arange(6.0).reshape(2, 3), "bias": jnp.full((3,), scale, jnp.bfloat16)},
+        "opt": Moments(jnp.zeros((2, 3), jnp.float16), (jnp.int32(7 * scale), jnp.array([True, scale > 1]))),
+        "float8": jnp.full((5,), scale, jnp.float8_e4m3fn),
+        "empty": jnp.zeros((0, 4)),
+        "key": jax.random.key(int(scale)),
+        "host": np.full(4, scale),
+        "rate": 0.1 * scale,
+    }
+
+
+def equal(one: Any, other: Any) -> bool:
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, jax.Array) and jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        kind = getattr(a, "dtype", None) == getattr(b, "dtype", None) and type(a) is type(b)
+        return kind and np.array_equal(np.asarray(a), np.asarray(b))
+
+    alike = jax.tree.structure(one) == jax.tree.structure(other)
+    return alike and all(map(same, jax.tree.leaves(one), jax.tree.leaves(other)))
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    """Arrays of every kind, keys, NumPy arrays and numbers come back with type, dtype and bits."""
+    hf.save(tmp_path / "a", {"train": Pytree(tree(2.0)), "step": 3})
+    live = Pytree(tree(1.0))
+    old = live.value
+    assert hf.load(tmp_path / "a", {"train": live})["step"] == 3
+    assert equal(live.value, tree(2.0))
+    assert equal(old, tree(1.0))  # arrays of JAX never change
+    assert equal(load(tmp_path / "a", tree(1.0), item="train"), tree(2.0))
+    stored = hf.load(tmp_path / "a")["train"]
+    assert stored["dense/bias"].dtype is torch.bfloat16
+    assert stored["float8"].dtype is torch.float8_e4m3fn
+
+
+def test_no_copy() -> None:
+    """An array on the CPU is not copied on its way to the writer."""
+    array = jnp.arange(1000.0)
+    assert tensor_of(array).data_ptr() == array.unsafe_buffer_pointer()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float32", "int64", "complex64", "bool"])
+def test_views(dtype: str) -> None:
+    """Arrays of NumPy with the dtypes of ml_dtypes become tensors and come back."""
+    kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+    for array in (np.arange(6).reshape(2, 3).astype(kind), np.ones((), kind), np.arange(6).astype(kind)[::2]):
+        tensor = tensor_of(array)
+        assert str(tensor.dtype) == f"torch.{dtype}"
+        assert tensor.shape == array.shape
+        assert np.array_equal(array_of(tensor), array)
+        assert array_of(tensor).dtype == kind
+
+
+def test_views_refuse() -> None:
+    """A dtype that torch lacks is refused in words."""
+    with pytest.raises(hf.UnsupportedStateError, match="int4"):
+        tensor_of(np.ones(3, ml_dtypes.int4))
+
+
+def test_mismatch(tmp_path: Path) -> None:
+    """Another tree is refused with every difference, and stays as it was."""
+    hf.save(tmp_path / "a", {"train": Pytree({"a": jnp.ones(3), "b": jnp.ones(2)})})
+    live = Pytree({"a": jnp.zeros(4), "c": jnp.zeros(1)})
+    with pytest.raises(hf.StateMismatchError, match=r"a: \(3,\) stored, \(4,\).*missing: c.*unexpected: b"):
+        hf.load(tmp_path / "a", {"train": live})
+    assert float(live.value["a"].sum()) == 0
+
+
+def test_bare_arrays_are_refused(tmp_path: Path) -> None:
+    """An array that is not in a Pytree is refused at save time."""
+    with pytest.raises(hf.UnsupportedStateError, match=r"state\['x'\]"):
+        hf.save(tmp_path / "a", {"x": jnp.ones(3)})
+
+
+def train(run: str, kill_at: int | None = None) -> Any:
+    """Plain SGD on a quadratic, its noise from a key that is part of the state."""
+    tree = Pytree({"w": jnp.ones(4), "key": jax.random.key(0)})
+    with hf.Checkpointer(run, {"train": tree}, every=2, keep=hf.Keep(last=1, best=1, metric="loss")) as ck:
+        while ck.global_step < 9:
+            key, use = jax.random.split(tree.value["key"])
+            loss, slope = jax.value_and_grad(lambda w, use=use: ((w - jax.random.normal(use, (4,))) ** 2).sum())(
+                tree.value["w"]
+            )
+            tree.value = {"w": tree.value["w"] - 0.1 * slope, "key": key}
+            ck.step(loss=float(loss))
+            if ck.global_step == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+    return np.asarray(tree.value["w"]).tobytes()
+
+
+def test_kill(tmp_path: Path) -> None:
+    """Killed and resumed through `Checkpointer`, the weights are the same bits; the best checkpoint stays."""
+    run = str(tmp_path / "killed")
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_jax; test_jax.train({run!r}, 5)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    assert train(run) == train(str(tmp_path / "alone"))
+    checkpoints = hf.Result.from_path(run).best_checkpoints
+    assert len(checkpoints) >= 1

@@ -1,0 +1,212 @@
+"""Trainings of Keras that tests run in processes of their own; what they return is JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+from typing import Any
+
+os.environ.setdefault("KERAS_BACKEND", "torch")
+
+import keras
+import numpy as np
+import torch
+
+import holdfast as hf
+from holdfast.keras import HoldfastCallback, ReportCallback, load_model, state
+from holdfast.torch import TorchTrainer
+
+
+def backend() -> list[Any]:
+    """The backend, and whether `tf.keras` is this Keras."""
+    import tensorflow as tf
+
+    return [keras.config.backend(), tf.keras.callbacks.Callback is keras.callbacks.Callback]
+
+
+def stack(units: int = 8) -> list[Any]:
+    dense, last = keras.layers.Dense(units, "relu"), keras.layers.Dense(1)
+    return [keras.layers.Input((6,)), dense, keras.layers.BatchNormalization(), keras.layers.Dropout(0.3), last]
+
+
+def make(units: int = 8, *, drop: bool = True) -> Any:
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([layer for layer in stack(units) if drop or "Dropout" not in type(layer).__name__])
+    model.compile(keras.optimizers.Adam(0.01), loss="mse", metrics=["mae"])
+    return model
+
+
+def arrays(size: int = 40) -> tuple[Any, Any]:
+    x = np.random.default_rng(5).normal(size=(size, 6)).astype("float32")
+    return x, x.sum(1, keepdims=True) ** 2
+
+
+def source(kind: str) -> dict[str, Any]:
+    """What `fit` draws from: arrays that it shuffles, a DataLoader with random augmentation, or a PyDataset."""
+    x, y = arrays()
+    if kind == "arrays":
+        return {"x": x, "y": y, "batch_size": 8, "validation_split": 0.2}
+    if kind == "loader":
+
+        class Noisy(torch.utils.data.Dataset):
+            def __len__(self) -> int:
+                return len(x)
+
+            def __getitem__(self, index: int) -> tuple[Any, Any]:
+                return torch.from_numpy(x[index]) + 0.1 * torch.randn(6), torch.from_numpy(y[index])
+
+        return {"x": torch.utils.data.DataLoader(Noisy(), batch_size=10, shuffle=True)}
+
+    class Slices(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> tuple[Any, Any]:
+            return x[index * 10 : index * 10 + 10], y[index * 10 : index * 10 + 10]
+
+    return {"x": Slices()}
+
+
+def digest(model: Any) -> str:
+    """All that a training has come to: weights, generators of layers, moments of the optimizer."""
+    variables = [*model.variables, *model.optimizer.variables]
+    return hashlib.sha256(b"".join(keras.ops.convert_to_numpy(one).tobytes() for one in variables)).hexdigest()
+
+
+class SignalAt(keras.callbacks.Callback):
+    """Sends this process a signal after so many batches of this life, or raises."""
+
+    def __init__(self, batches: int, number: int = signal.SIGKILL) -> None:
+        super().__init__()
+        self.left, self.number = batches, number
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.left -= 1
+        if self.left == 0 and not self.number:
+            raise RuntimeError("out of luck")
+        if self.left == 0:
+            os.kill(os.getpid(), self.number)
+
+
+def fit(
+    run: str,
+    *,
+    epochs: int = 3,
+    every: Any = "1ep",
+    stop: int = 0,
+    number: int = signal.SIGKILL,
+    data: str = "arrays",
+    units: int = 8,
+    keep: dict[str, Any] | None = None,
+    patience: int | None = None,
+) -> dict[str, Any]:
+    """Train, perhaps up to a signal; tell what came of it."""
+    model = make(units)
+    counting = [] if patience is None else [keras.callbacks.EarlyStopping("loss", patience=patience, baseline=1.0)]
+    saving = HoldfastCallback(run, every=every, keep=hf.Keep(**(keep or {"last": 9})), callbacks=counting)
+    callbacks = [*counting, *([SignalAt(stop, number)] if stop else []), saving]
+    history = model.fit(**source(data), epochs=epochs, verbose=0, callbacks=callbacks)
+    ck = saving.checkpointer
+    assert ck is not None
+    return {
+        "digest": digest(model),
+        "from": None if ck.resumed_from is None else ck.resumed_from.step,
+        "epochs": history.epoch,
+        "loss": history.history.get("loss"),
+        "val_loss": history.history.get("val_loss"),
+        "kept": sorted([one.step, one.metrics.get("val_loss")] for one in ck.checkpoints()),
+    }
+
+
+def fit_again_here(run: str) -> dict[str, Any]:
+    """An exception leaves `fit`; another `fit` of the same process goes on, as in a notebook."""
+    with contextlib.suppress(RuntimeError):
+        fit(run, every=2, stop=5, number=0)
+    return fit(run, every=2)
+
+
+def weights_elsewhere(run: str) -> bool:
+    """The weights of a run, in a model whose layers have other numbers in their names."""
+    model = make()
+    keras.utils.clear_session(free_memory=False)
+    keras.layers.Dense(1)  # takes a number
+    other = keras.Sequential(stack())
+    newest = hf.Result.from_path(run).checkpoint
+    assert [one.path for one in model.variables] != [one.path for one in other.variables]
+    hf.load(newest, state(model), only=["model", "optimizer"])
+    hf.load(newest, state(other), only="model")
+    assert int(model.optimizer.iterations) == 4
+    x, _ = arrays()
+    return bool(np.array_equal(model.predict(x, verbose=0), other.predict(x, verbose=0)))
+
+
+def refusals(run: str) -> list[str]:
+    """What is refused, and how."""
+    found = []
+    x, y = arrays()
+    for act in (
+        lambda: fit(run, units=9, epochs=4),
+        lambda: HoldfastCallback(run, every="1tok"),
+        lambda: HoldfastCallback(run, callbacks=[3]),
+        lambda: ReportCallback(every_n_epochs=1, every_n_steps=1),
+        lambda: ReportCallback(every_n_steps=0),
+        lambda: make().fit(x, y, verbose=0, callbacks=[ReportCallback()]),
+    ):
+        try:
+            act()
+        except (hf.HoldfastError, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def reported(root: str, *, epochs: int, fails_at: int | None, workers: int = 1, **options: Any) -> dict[str, Any]:
+    """`fit` on workers of the function trainer."""
+
+    def train(config: dict[str, Any]) -> None:
+        checkpoint = hf.get_checkpoint()
+        if checkpoint is None:
+            model, first = make(drop=False), 0  # .keras has no generators
+        else:
+            model, first = load_model(checkpoint), int(checkpoint.metrics["epoch"]) + 1
+        x, y = arrays()
+
+        class Fail(keras.callbacks.Callback):
+            def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+                if checkpoint is None and epoch == config["fails_at"]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        model.fit(
+            x, y, batch_size=8, epochs=config["epochs"], initial_epoch=first, verbose=0, shuffle=False,
+            callbacks=[ReportCallback(**config["options"]), Fail()],
+        )  # fmt: skip
+        with open(f"{root}-{hf.get_context().get_world_rank()}", "w") as file:
+            file.write(digest(model))
+
+    result = TorchTrainer(
+        train,
+        train_loop_config={"epochs": epochs, "fails_at": fails_at, "options": options},
+        scaling_config=hf.ScalingConfig(num_workers=workers),
+        run_config=hf.RunConfig(
+            name="fit",
+            storage_path=root,
+            checkpoint_config=hf.CheckpointConfig(
+                num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min"
+            ),
+            failure_config=hf.FailureConfig(max_failures=1),
+        ),
+    ).fit()
+    assert result.checkpoint is not None
+    with open(f"{root}-0") as file:
+        trained = file.read()
+    return {
+        "digest": trained,
+        "stored": digest(load_model(result.checkpoint)),
+        "attempts": len(result.attempts),
+        "epochs": list(result.metrics_dataframe["epoch"]),
+        "steps": list(result.metrics_dataframe["step"]),
+        "best": [one.metrics["loss"] for one, _ in result.best_checkpoints],
+        "losses": list(result.metrics_dataframe["loss"]),
+        "files": sorted(os.listdir(result.checkpoint.path)),
+    }

@@ -1,0 +1,199 @@
+"""A plain `Trainer` with `HoldfastCheckpointIO`: same training, checkpoints in the background."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import EPOCHS, TREES, keeper, make_model, make_trainer, same, weights
+
+import holdfast as hf
+from holdfast.lightning import HoldfastCheckpointIO, ReportCallback
+from holdfast.testing.faults import FaultyStorage
+from holdfast.testing.state import assert_state_equal
+
+HERE = Path(__file__).parent
+
+
+def uninterrupted(tree: str, folder: Path) -> dict[str, torch.Tensor]:
+    model = make_model(tree)
+    make_trainer(tree, folder, enable_checkpointing=False).fit(model)
+    return weights(model)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_equal_to_what_torch_would_have_saved(tree: str, tmp_path: Path) -> None:
+    """`load` gives back the dictionary that Lightning handed over: loops, callbacks, optimizer states, hyper-parameters;
+    top-k and `last` are there and nothing else; a second life goes on from them to the same weights.
+    """
+    importlib.import_module(tree)  # an object belongs to what is imported when it is made
+    seen: dict[str, Any] = {}
+    io = HoldfastCheckpointIO()
+    handed_over = io.save_checkpoint
+
+    def save(checkpoint: dict[str, Any], path: str, storage_options: Any = None) -> None:
+        torch.save(checkpoint, tmp_path / "twin.ckpt")
+        seen[os.path.basename(path)] = torch.load(tmp_path / "twin.ckpt", weights_only=False)
+        handed_over(checkpoint, path, storage_options)
+
+    io.save_checkpoint = save
+    folder = tmp_path / "checkpoints"
+    trainer = make_trainer(tree, tmp_path, plugins=io, callbacks=[keeper(tree, folder)], max_epochs=3)
+    trainer.fit(make_model(tree, layers=(1, 2), tags={"a"}))
+    assert sorted(os.listdir(folder)) == ["epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"]
+    for name in os.listdir(folder):
+        loaded = HoldfastCheckpointIO().load_checkpoint(folder / name)
+        assert list(loaded) == list(seen[name])
+        assert_state_equal(loaded, seen[name])
+        assert loaded["hyper_parameters"]["layers"] == (1, 2)
+    best = hf.Checkpoint(trainer.checkpoint_callback.best_model_path)
+    assert best.verify()
+    assert best.step == 24
+    assert best.metrics["val_loss"] == pytest.approx(float(trainer.checkpoint_callback.best_model_score))
+
+    again = make_model(tree)
+    callbacks = [keeper(tree, folder)]
+    make_trainer(tree, tmp_path, plugins=HoldfastCheckpointIO(), callbacks=callbacks).fit(again, ckpt_path="last")
+    assert same(weights(again), uninterrupted(tree, tmp_path))
+    assert sorted(os.listdir(folder)) == ["epoch=3.ckpt", "epoch=4.ckpt", "last.ckpt"]
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_killed_and_resumed(tree: str, tmp_path: Path) -> None:
+    """Killed with SIGKILL at the start of an epoch and started again: the same weights as without the kill."""
+    root = tmp_path / "run"
+    source = f"{HERE.parents[2] / 'src'}:{HERE}"
+    killed = subprocess.run(
+        [sys.executable, HERE / "train_with_io.py", tree, root, "3"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": source}, check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    importlib.import_module(tree)
+    io = HoldfastCheckpointIO(root)
+    found = io.latest()
+    assert found is not None
+    model = make_model(tree)
+    trainer = make_trainer(tree, tmp_path, plugins=io, callbacks=[keeper(tree, tmp_path / "unused")])
+    trainer.fit(model, ckpt_path=found)
+    assert trainer.current_epoch == EPOCHS
+    assert same(weights(model), uninterrupted(tree, tmp_path))
+
+
+def test_remote(tmp_path: Path, bucket: str) -> None:
+    """To S3: top-k and `last` under one root; the newest sound one comes back, a damaged one is passed over."""
+    tree = TREES[0]
+    io = HoldfastCheckpointIO(f"{bucket}/run")
+    trainer = make_trainer(tree, tmp_path, plugins=io, callbacks=[keeper(tree, tmp_path / "unused")], max_epochs=3)
+    trainer.fit(make_model(tree))
+    storage = hf.Checkpoint(f"{bucket}/run").storage
+    names = {info.path.rstrip("/") for info in storage.list("run", recursive=False)}
+    assert {name.rpartition("/")[2] for name in names} == {"epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"}
+    found = HoldfastCheckpointIO(f"{bucket}/run").latest()
+    assert found is not None
+    assert HoldfastCheckpointIO().load_checkpoint(found)["global_step"] == 24
+    damaged = next(info.path for info in storage.list("run/last.ckpt") if info.path.endswith(".safetensors"))
+    storage.put(damaged, b"x" * storage.stat(damaged).size)
+    model = make_model(tree)
+    io = HoldfastCheckpointIO(f"{bucket}/run")
+    make_trainer(tree, tmp_path, plugins=io, callbacks=[keeper(tree, tmp_path / "unused")]).fit(
+        model, ckpt_path=io.latest()
+    )
+    assert same(weights(model), uninterrupted(tree, tmp_path))
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """DDP with two processes that Lightning starts itself: rank 0 saves, both go on from the same checkpoint."""
+    script = tmp_path / "ddp.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from pathlib import Path\n"
+        "from tiny import keeper, make_model, make_trainer, weights\n"
+        "from holdfast.lightning import HoldfastCheckpointIO\n"
+        f"tree, here = {TREES[0]!r}, Path({str(tmp_path)!r})\n"
+        "found = []\n"
+        "for epochs in (2, 4):\n"
+        "    io = HoldfastCheckpointIO(here / 'run')\n"
+        "    found.append(io.latest())\n"
+        "    model = make_model(tree)\n"
+        "    options = dict(max_epochs=epochs, devices=2, strategy='ddp')\n"
+        "    trainer = make_trainer(tree, here, plugins=io, callbacks=[keeper(tree, here / 'unused')], **options)\n"
+        "    trainer.fit(model, ckpt_path=found[-1])\n"
+        "assert found[0] is None and found[1] is not None, found\n"
+        "torch.save(weights(model), here / f'rank-{trainer.global_rank}.pt')\n"
+    )
+    source = f"{HERE.parents[2] / 'src'}:{HERE}"
+    subprocess.run(
+        [sys.executable, script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": source}, check=True, timeout=120
+    )
+    one, other = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in (0, 1))
+    assert same(one, other)
+    assert HoldfastCheckpointIO(tmp_path / "run").load_checkpoint("last.ckpt")["epoch"] == 3
+
+
+def test_a_removal_waits_for_what_replaces_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lightning removes the old one as soon as it has handed over the new one: if that fails, the old one stays."""
+    io = HoldfastCheckpointIO(tmp_path)
+    io._saves._root = FaultyStorage(tmp_path, disk_bytes=100_000)
+    io.save_checkpoint({"state_dict": {"w": torch.ones(2)}}, "first.ckpt")
+    io.save_checkpoint({"state_dict": {"w": torch.ones(2)}}, "second.ckpt")
+    io.remove_checkpoint("first.ckpt")
+    io.teardown()
+    assert not (tmp_path / "first.ckpt").exists()
+    io.save_checkpoint({"state_dict": {"w": torch.ones(1_000_000)}}, "third.ckpt")
+    io.remove_checkpoint("second.ckpt")
+    with pytest.raises(hf.StorageFullError):
+        io.teardown()
+    io.teardown()
+    assert io.latest() == str(tmp_path / "second.ckpt")
+    assert "second.ckpt stays" in caplog.text
+
+
+def test_what_pickle_would_be_needed_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A module among the hyper-parameters is refused by name, or dropped by name; nothing is pickled."""
+    model = make_model(TREES[0], extra=torch.nn.Linear(1, 1))
+    callbacks = [keeper(TREES[0], tmp_path)]
+    with pytest.raises(hf.UnsupportedStateError, match=r"hyper_parameters.*extra.*Linear.*ignore"):
+        make_trainer(TREES[0], tmp_path, plugins=HoldfastCheckpointIO(), callbacks=callbacks, max_epochs=1).fit(model)
+    with pytest.raises(hf.UnsupportedStateError, match=r"hyper_parameters.*activation.*ignore"):
+        HoldfastCheckpointIO(tmp_path).save_checkpoint({"hyper_parameters": {"activation": torch.nn.ReLU}}, "x.ckpt")
+    io = HoldfastCheckpointIO(unsupported="drop")
+    make_trainer(TREES[0], tmp_path, plugins=io, callbacks=[keeper(TREES[0], tmp_path)], max_epochs=1).fit(model)
+    assert "extra" not in io.load_checkpoint(tmp_path / "last.ckpt")["hyper_parameters"]
+
+
+def test_a_file_of_lightning(tmp_path: Path) -> None:
+    """What Lightning's own writer left is read without trusting it, and not deleted when its name is used again."""
+    io = HoldfastCheckpointIO()
+    torch.save({"state_dict": {"w": torch.ones(1)}}, tmp_path / "last.ckpt")
+    assert io.load_checkpoint(tmp_path / "last.ckpt")["state_dict"]["w"] == 1
+    io.save_checkpoint({"state_dict": {"w": torch.zeros(1)}}, tmp_path / "last.ckpt")
+    assert io.load_checkpoint(tmp_path / "last.ckpt")["state_dict"]["w"] == 0
+    assert (tmp_path / "last.ckpt.before-holdfast").is_file()
+    torch.save({"evil": os.system}, tmp_path / "evil.ckpt")
+    with pytest.raises(pickle.UnpicklingError, match="weights_only|Weights only"):
+        io.load_checkpoint(tmp_path / "evil.ckpt")
+
+
+def test_both_names_of_lightning() -> None:
+    """Objects are instances of the classes under both names, and travel to processes that are spawned."""
+    import lightning.pytorch
+    import pytorch_lightning
+
+    for one in (ReportCallback(every_n_epochs=3), HoldfastCheckpointIO("somewhere")):
+        again = pickle.loads(pickle.dumps(one))
+        assert type(again) is type(one)
+        assert type(one).__name__ in ("ReportCallback", "HoldfastCheckpointIO")
+    assert isinstance(ReportCallback(), lightning.pytorch.Callback)
+    assert isinstance(ReportCallback(), pytorch_lightning.Callback)
+    with pytest.raises(hf.ConfigError, match="every_n_steps=0"):
+        ReportCallback(every_n_steps=0)
+    with pytest.raises(hf.ConfigError, match="or every_n_steps"):
+        ReportCallback(every_n_steps=1, every_n_epochs=1)

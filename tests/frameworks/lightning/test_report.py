@@ -1,0 +1,136 @@
+"""`ReportCallback` inside the function trainer: real Lightning, two workers, a worker killed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import EPOCHS, TREES, make_model, make_trainer, same, weights
+
+import holdfast as hf
+from holdfast.lightning import RayTrainReportCallback, ReportCallback
+from holdfast.torch import TorchTrainer
+
+
+def fit(function: Any, root: Path, *, workers: int, **config: Any) -> hf.Result:
+    return TorchTrainer(
+        function,
+        train_loop_config={"root": str(root), **config},
+        scaling_config=hf.ScalingConfig(num_workers=workers),
+        run_config=hf.RunConfig(
+            name="run",
+            storage_path=root,
+            failure_config=hf.FailureConfig(max_failures=1),
+            checkpoint_config=hf.CheckpointConfig(
+                num_to_keep=1, checkpoint_score_attribute="val_loss", checkpoint_score_order="min"
+            ),
+        ),
+    ).fit()
+
+
+def goes_on(trainer: Any, model: Any) -> None:
+    checkpoint = hf.get_checkpoint()
+    if checkpoint is None:
+        trainer.fit(model)
+        return
+    with checkpoint.as_directory() as directory:
+        trainer.fit(model, ckpt_path=f"{directory}/{ReportCallback.CHECKPOINT_NAME}")
+
+
+def train_and_die(config):
+    """In its first life: train to the end without Holdfast, then train and be killed; in the second go on."""
+    tree, root = config["tree"], Path(config["root"])
+    pl = importlib.import_module(tree)
+    rank = hf.get_context().get_world_rank()
+    options = {"devices": 2, "strategy": "ddp", "enable_checkpointing": False}
+    first = hf.get_checkpoint() is None
+
+    class Kill(pl.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if first and trainer.current_epoch == 3 and hf.get_checkpoint() is not None and rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if first:
+        model = make_model(tree)
+        make_trainer(tree, root, **options).fit(model)
+        torch.save(weights(model), root / f"whole-{rank}.pt")
+    model = make_model(tree)
+    trainer = make_trainer(tree, root, callbacks=[Kill(), ReportCallback()], **options)
+    assert trainer.world_size == 2
+    goes_on(trainer, model)
+    torch.save(weights(model), root / f"resumed-{rank}.pt")
+
+
+def test_two_ranks_killed_and_resumed(tmp_path: Path) -> None:
+    """One of two DDP ranks is killed: both go on from the last report, to the same weights as without the kill."""
+    result = fit(train_and_die, tmp_path, workers=2, tree=TREES[0])
+    assert len(result.attempts) == 2
+    assert list(result.metrics_dataframe["epoch"]) == list(range(EPOCHS))
+    assert list(result.metrics_dataframe["step"]) == [4, 8, 12, 16, 20]
+    for rank in (0, 1):
+        assert same(torch.load(tmp_path / f"resumed-{rank}.pt"), torch.load(tmp_path / f"whole-{rank}.pt"))
+    assert result.checkpoint is not None
+    with result.checkpoint.as_directory() as directory:
+        assert sorted(os.listdir(directory)) == ["checkpoint.ckpt", "manifest.json"]
+    best = min(result.metrics_dataframe["val_loss"])
+    assert best in [metrics["val_loss"] for _, metrics in result.best_checkpoints]
+
+
+class WithMyMetrics(ReportCallback):
+    """What users do: other metrics."""
+
+    def metrics(self, trainer):
+        return {**super().metrics(trainer), "mine": 1.0}
+
+
+def train_in_its_rhythm(config):
+    tree = config["tree"]
+    callbacks = [WithMyMetrics(every_n_epochs=2), RayTrainReportCallback(every_n_steps=12)]
+    goes_on(make_trainer(tree, config["root"], callbacks=callbacks, enable_checkpointing=False), make_model(tree))
+
+
+def test_rhythm(tmp_path: Path) -> None:
+    """Under the package's other name: metrics every epoch, a checkpoint every second one; every 12 steps as well."""
+    result = fit(train_in_its_rhythm, tmp_path, workers=1, tree=TREES[1])
+    frame = result.metrics_dataframe
+    by_epoch = frame[frame["mine"] == 1.0]
+    assert list(by_epoch["epoch"]) == list(range(EPOCHS))
+    assert list(frame[frame["mine"].isna()]["step"]) == [12, 24, 36]
+    assert result.checkpoint is not None
+    assert result.checkpoint.name == "checkpoint_000004"  # after 12, 16, 24, 32 and 36 steps
+    assert result.checkpoint.metrics["step"] == 36
+
+
+def train_sharded(config):
+    """FSDP2 by `ModelParallelStrategy`: every rank writes its shard."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    from holdfast.lightning import ReportCallback
+
+    root = Path(config["root"])
+    model = make_model(TREES[0])
+    model.configure_model = lambda: fully_shard(model.net, mesh=model.device_mesh["data_parallel"])
+    trainer = make_trainer(
+        TREES[0], root, callbacks=[ReportCallback()], devices=2, enable_checkpointing=False, max_epochs=config["epochs"],
+        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+    )  # fmt: skip
+    assert pl.__version__
+    goes_on(trainer, model)
+
+
+@pytest.mark.slow
+def test_sharded(tmp_path: Path) -> None:
+    """Shards of both ranks are in the checkpoint, and it is gone on from."""
+    result = fit(train_sharded, tmp_path, workers=2, epochs=2)
+    assert result.error is None
+    assert result.checkpoint is not None
+    with result.checkpoint.as_directory() as directory:
+        names = sorted(os.listdir(Path(directory) / "checkpoint.ckpt"))
+    assert {"__0_0.distcp", "__1_0.distcp"} <= set(names)

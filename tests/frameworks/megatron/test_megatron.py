@@ -1,0 +1,76 @@
+"""Megatron-Core's dist_checkpointing on two tensor-parallel workers, over gloo on the CPU."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import tp_cases
+from object_kit import BUCKET, moto, s3_environment
+
+import holdfast as hf
+
+
+def whole(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """All tensors that lie in a directory of dist_checkpointing, put together; it is one of DCP."""
+    reader = dcp.FileSystemReader(folder)
+    tensors = {
+        name: torch.empty(entry.size)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if hasattr(entry, "size")
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DCP tells that there is one process
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def test_kill_and_reshard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a bucket: a rank is killed, all go on and end with the same bits; one worker takes over what two have left."""
+    alone = tp_cases.run(tmp_path, "alone", workers=2, steps=4)
+    assert alone.checkpoint is not None
+    with moto() as url:
+        for name, value in s3_environment(url).items():
+            monkeypatch.setenv(name, value)
+        uri = f"s3://{BUCKET}/megatron"
+        result = tp_cases.run(tmp_path, "killed", workers=2, storage=uri, steps=4, kill=3)
+        assert result.checkpoint is not None
+        assert len(result.attempts) == 2
+        assert list(result.metrics_dataframe["step"]) == [1, 2, 3, 4]
+        assert [metrics["step"] for _, metrics in result.best_checkpoints] == [2]  # and the newest, which always stays
+        found, wanted = whole(result.checkpoint.to_directory(tmp_path / "files")), whole(alone.checkpoint.path)
+        assert sorted(wanted) == [f"{kind}.{name}" for kind in ("model", "momentum") for name in ("bias", "down", "up")]
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        done = hf.import_checkpoint(result.checkpoint, tmp_path / "imported")
+        assert done.format == "dcp"
+        assert [path for path, _ in done.not_taken] == ["common.pt", "metadata.json"]
+        imported = hf.load(done.checkpoint)
+        assert all(torch.equal(imported[name], wanted[name]) for name in wanted)
+        assert {"metadata.json", "common.pt", "manifest.json"} <= set(os.listdir(tmp_path / "files"))
+        out = tmp_path / "one.pt"
+        one = tp_cases.run(tmp_path, "killed", workers=1, storage=uri, steps=5, out=str(out))
+        assert one.metrics is not None
+        assert one.metrics["step"] == 5
+    taken = torch.load(out, weights_only=True)
+    assert taken.pop("step") == 4
+    assert all(torch.equal(taken[name], wanted[f"model.{name}"]) for name in taken)
+
+
+def test_damage(tmp_path: Path) -> None:
+    """A damaged file is refused before Megatron reads anything."""
+    import holdfast.megatron
+
+    folder = tmp_path / "run"
+    result = tp_cases.run(folder, "run", workers=1, steps=1)
+    assert result.checkpoint is not None
+    file = Path(result.checkpoint.path) / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(hf.CorruptCheckpointError, match=r"__0_0\.distcp"):
+        holdfast.megatron.load({}, result.checkpoint)

@@ -1,0 +1,153 @@
+"""Real trackers hear of committed checkpoints: from a `Checkpointer`, the function trainer and the loop trainer."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+import torch
+import wandb
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import holdfast as hf
+from holdfast.loggers import TensorBoardLogger
+from holdfast.torch import TorchTrainer
+from holdfast.trackers import MLflowTracker, TensorBoardTracker, Tracker, WandbTracker
+
+
+def run(root: Path, tracker: Any) -> list[hf.Checkpoint]:
+    """A short run of a `Checkpointer`; returns its checkpoints, newest first."""
+    with hf.Checkpointer(root, {"w": torch.ones(3)}, every=2, on_commit=tracker) as ck:
+        for step in range(1, 5):
+            ck.step(loss=1 / step)
+    tracker.wait()
+    return ck.checkpoints()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    with mlflow.start_run() as active:
+        yield active.info.run_id
+
+
+@pytest.mark.parametrize("upload", [False, True])
+def test_mlflow(tmp_path: Path, store: str, upload: bool) -> None:
+    """Tags name every checkpoint with its digest, metrics are at their steps; bytes go along only when asked for."""
+    newest, first = run(tmp_path / "run", MLflowTracker(upload=upload))
+    found = mlflow.get_run(store).data
+    assert found.tags["holdfast.uri"] == newest.uri
+    assert found.tags["holdfast.digest"] == newest.digest
+    assert found.tags["holdfast.checkpoint.2"] == f"{first.uri} {first.digest}"
+    history = mlflow.MlflowClient().get_metric_history(store, "checkpoint/loss")
+    assert [(one.step, one.value) for one in history] == [(2, 0.5), (4, 0.25)]
+    artifacts = [one.path for one in mlflow.MlflowClient().list_artifacts(store, "checkpoints")]
+    assert artifacts == (["checkpoints/step_00000002", "checkpoints/step_00000004"] if upload else [])
+
+
+@pytest.mark.parametrize("upload", [False, True])
+def test_wandb_offline(tmp_path: Path, upload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each checkpoint is a version of an artifact that refers to it; the summary has the newest."""
+    logged = []
+    with wandb.init(project="holdfast", dir=tmp_path) as active:
+        original = active.log_artifact
+
+        def log_artifact(artifact: Any, **options: Any) -> Any:
+            logged.append((artifact, options["aliases"]))
+            return original(artifact, **options)
+
+        monkeypatch.setattr(active, "log_artifact", log_artifact)
+        newest, first = run(tmp_path / "run", WandbTracker(active, upload=upload))
+        summary = dict(active.summary)
+    assert summary["holdfast/uri"] == newest.uri
+    assert summary["holdfast/digest"] == newest.digest
+    assert [aliases for _, aliases in logged] == [["latest", "step-2"], ["latest", "step-4"]]
+    artifact = logged[0][0]
+    assert artifact.metadata["digest"] == first.digest
+    assert artifact.metadata["metrics"] == {"loss": 0.5}
+    entries = artifact.manifest.entries
+    if upload:
+        assert "manifest.json" in entries
+    else:
+        assert [entry.ref for entry in entries.values()] == [f"file://{first.uri}"]
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    """A line of text and the metrics of each checkpoint are in the event file."""
+    newest, first = run(tmp_path / "run", TensorBoardTracker(tmp_path / "board"))
+    found = EventAccumulator(str(tmp_path / "board")).Reload()
+    texts = found.Tensors("holdfast/checkpoint/text_summary")
+    told = [one.tensor_proto.string_val[0].decode() for one in texts]
+    assert told == [f"`{one.uri}` {one.digest}" for one in (first, newest)]
+    assert [(one.step, one.value) for one in found.Scalars("checkpoint/loss")] == [(2, 0.5), (4, 0.25)]
+
+
+class Notes(Tracker):
+    """What users write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def record(self, checkpoint: hf.Checkpoint) -> None:
+        self.names.append(checkpoint.name)
+
+
+def train(config):
+    for epoch in range(2):
+        hf.report({"epoch": epoch}, state={"epoch": epoch})
+
+
+def test_function_trainer(tmp_path: Path, store: str) -> None:
+    """Among the callbacks of a run it works in the process that calls `fit`."""
+    notes, tracker = Notes(), MLflowTracker()
+    config = hf.RunConfig(name="run", storage_path=tmp_path, callbacks=[notes, tracker])
+    result = TorchTrainer(train, run_config=config).fit()
+    notes.wait()
+    tracker.wait()
+    assert notes.names == ["checkpoint_000000", "checkpoint_000001"]
+    assert result.checkpoint is not None
+    assert mlflow.get_run(store).data.tags["holdfast.digest"] == result.checkpoint.digest
+
+
+def test_loop_trainer(tmp_path: Path, store: str) -> None:
+    """Among the callbacks of the loop trainer; its own TensorBoard logger writes what the run logs."""
+    features = torch.randn(16, 4)
+    notes, tracker = Notes(), MLflowTracker()
+    model = torch.nn.Linear(4, 2)
+    trainer = hf.Trainer(
+        model=model, loss_fn=torch.nn.functional.cross_entropy, optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        train_dataloader=torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(features, (features.sum(1) > 0).long()), batch_size=4
+        ),
+        max_duration="2ep", save_folder=str(tmp_path / "run"), save_interval="1ep", callbacks=[notes, tracker],
+        loggers=[TensorBoardLogger(str(tmp_path / "board"))],
+    )  # fmt: skip
+    trainer.fit()
+    trainer.close()
+    assert len(notes.names) == 2
+    assert mlflow.get_run(store).data.tags["holdfast.step"] == "8"
+    events = [path.parent for path in (tmp_path / "board").rglob("events*")]
+    assert events
+    assert any("loss" in tag for tag in EventAccumulator(str(events[0])).Reload().Tags()["scalars"])
+
+
+def test_a_tracker_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its server away, its run gone: the log says so, training goes on and every checkpoint is there."""
+    with caplog.at_level(logging.ERROR, logger="holdfast.announce"):
+        assert len(run(tmp_path / "run", WandbTracker())) == 2
+    assert "call wandb.init() first" in caplog.text
+    with pytest.raises(hf.ConfigError, match="on_commit"):
+        hf.Checkpointer(tmp_path / "other", {}, on_commit=[1])  # type: ignore[list-item]
+
+
+def test_plain_functions(tmp_path: Path) -> None:
+    """Any function can be told."""
+    told = []
+    with hf.Checkpointer(tmp_path / "run", {"w": torch.ones(1)}, every=1, on_commit=[told.append]) as ck:
+        ck.step()
+    assert [json.loads(json.dumps(one.uri)) for one in told] == [f"{tmp_path}/run/step_00000001"]

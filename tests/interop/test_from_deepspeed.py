@@ -1,0 +1,108 @@
+"""Folders as DeepSpeed writes them, made here by hand; the real ones are in tests/frameworks/deepspeed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast as hf
+
+SHAPES = {"a": (3, 5), "b": (7,), "c": (2, 2), "d": ()}
+WORLD = 3
+
+
+class Opener:
+    """Would make a file if somebody made it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return open, (self.path, "w")
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {
+        name: torch.randn(shape, generator=torch.Generator().manual_seed(len(name))) for name, shape in SHAPES.items()
+    }
+
+
+def write(folder: Path, stage: int, **more: Any) -> dict[str, torch.Tensor]:
+    """Write the files of three ranks; returns what has to come out."""
+    tag = folder / "global_step7"
+    tag.mkdir(parents=True)
+    (folder / "latest").write_text("global_step7\n")
+    weights, mean = tensors(), torch.arange(4.0)
+    head: dict[str, Any] = {"global_steps": 7, "ds_version": "0", "lr_scheduler": {"last": 3}, "note": "mine", **more}
+    if stage == 0:
+        head |= {"module": OrderedDict(weights), "buffer_names": [], "optimizer": {"state": {}}}
+        torch.save(head, tag / "mp_rank_00_model_states.pt")
+        return weights
+    groups = [OrderedDict((name, torch.Size(SHAPES[name])) for name in names) for names in (("a", "b"), ("c", "d"))]
+    head |= {"buffer_names": ["mean"], "param_shapes": groups, "shared_params": {"tied": "a"}}
+    head["module"] = OrderedDict(mean=mean, **({} if stage == 3 else weights))
+    for rank in range(WORLD):
+        head["frozen_param_shapes"] = OrderedDict(frozen=torch.Size((5,)))
+        piece = torch.arange(6.0)[2 * rank : 2 * rank + 2] if stage == 3 else torch.arange(5.0)
+        head["frozen_param_fragments"] = OrderedDict(frozen=piece)
+        name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+        torch.save(head, tag / name)
+        flat = [shard(group, weights, rank, stage) for group in groups]
+        key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+        state = {"zero_stage": stage, "partition_count": WORLD, key: flat, "loss_scaler": Opener(folder / "was-here")}
+        torch.save({"optimizer_state_dict": state}, tag / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return {**weights, "tied": weights["a"], "mean": mean, "frozen": torch.arange(5.0)}
+
+
+def shard(group: OrderedDict[str, Any], weights: dict[str, torch.Tensor], rank: int, stage: int) -> torch.Tensor:
+    if stage == 3:  # each parameter is padded and cut
+        return torch.cat([padded(weights[name].reshape(-1))[rank] for name in group])
+    return padded(torch.cat([weights[name].reshape(-1) for name in group]))[rank]
+
+
+def padded(flat: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(flat, (0, -len(flat) % WORLD), value=float("nan")).reshape(WORLD, -1)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_stages(tmp_path: Path, stage: int) -> None:
+    """Pieces of all ranks are put together without padding; plain data comes along; nothing of a pickle is run."""
+    wanted = write(tmp_path / "theirs", stage)
+    done = hf.import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    assert done.format == "deepspeed"
+    assert (done.checkpoint.step, done.checkpoint.verify().ok) == (7, True)
+    found = hf.load(done.checkpoint)
+    assert found["model"].keys() == wanted.keys()
+    assert all(torch.equal(found["model"][name], wanted[name]) for name in wanted)
+    assert (found["scheduler"], found["note"]) == ({"last": 3}, "mine")
+    assert [path for path, _ in done.not_taken] == ["optimizer"]
+    assert not (tmp_path / "theirs/was-here").exists()
+
+
+def test_the_folder_of_a_tag(tmp_path: Path) -> None:
+    """The folder of one tag is taken, too."""
+    write(tmp_path / "theirs", 2)
+    assert hf.import_checkpoint(tmp_path / "theirs/global_step7", tmp_path / "ours").format == "deepspeed"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"param_shapes": 5},
+        {"param_shapes": [{"a": (1 << 40,)}]},
+        {"param_shapes": [{"a": "wrong"}]},
+        {"module": 3},
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, more: dict[str, Any]) -> None:
+    """Files that contradict each other are refused, and nothing is left at the destination."""
+    write(tmp_path / "theirs", 2)
+    path = tmp_path / "theirs/global_step7/mp_rank_00_model_states.pt"
+    torch.save({**torch.load(path, weights_only=True), **more}, path)
+    with pytest.raises(hf.CorruptCheckpointError):
+        hf.import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()

@@ -1,0 +1,218 @@
+"""Ranks whose machines share no disk, but a remote: straight to it, or staged on the disk of each machine first."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+import holdfast as hf
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.format.names import save_id_of
+from holdfast.storage.local import LocalStorage
+
+sys.path.append(str(Path(__file__).parents[1] / "storage"))
+from object_kit import BUCKET, client, moto, s3_environment
+
+CASES = str(Path(__file__).with_name("node_cases.py"))
+
+
+def steps(root: Path) -> list[int]:
+    return sorted(record.step for record in Catalog(LocalStorage(root)).records())
+
+
+def left(disks: Path) -> list[str]:
+    """What lies on the disks of the machines when all processes have ended."""
+    return sorted(str(path.relative_to(disks)) for path in disks.glob("node*/**/*"))
+
+
+def is_good(root: Path) -> bool:
+    """All checkpoints are whole, of two ranks each, and nothing else of ours lies beside them."""
+    found = [hf.Checkpoint(path) for path in sorted(root.glob("step_*"))]
+    listed = {path.name for one in found for path in Path(one.path).iterdir() if save_id_of(path.name)}
+    named = {entry.path for one in found for entry in one.manifest.files}
+    return all(one.verify(deep=True).ok for one in found) and listed == named
+
+
+def test_saves_are_staged_on_each_machine_and_committed_at_the_remote(ranks, tmp_path):
+    """The remote has whole checkpoints, no disk has one, and another start with empty disks goes on from there."""
+    remote, disks = tmp_path / "remote", tmp_path / "disks"
+    first = ranks.checked(f"{CASES}:train", str(remote), str(disks), 5)
+    assert [one["error"] for one in first] == [None, None]
+    assert [one["start"] for one in first] == [0, 0]
+    assert first[0]["remote"] == 5
+    assert steps(remote) == [2, 4, 5]
+    assert is_good(remote)
+    assert hf.Checkpoint(remote / "step_00000004").manifest.writers == (0, 1)
+    assert not list(disks.rglob("manifest.json"))
+    assert left(disks) == [], "what has arrived is gone from the disks"
+    assert Catalog(LocalStorage(remote)).record("step_00000004").metrics == {"loss": 0.5, "late": 1.5}
+    shutil.rmtree(disks)
+    again = ranks.checked(f"{CASES}:train", str(remote), str(disks), 7)
+    plain = ranks.checked(f"{CASES}:train", str(tmp_path / "plain"), str(disks), 7)
+    assert [one["start"] for one in again] == [5, 5]
+    assert [one["weights"] for one in again] == [one["weights"] for one in plain]
+
+
+@pytest.mark.slow
+def test_without_a_disk_in_front_of_it(ranks, tmp_path):
+    """Straight to the remote: nothing is shared but that."""
+    remote, disks = tmp_path / "remote", tmp_path / "disks"
+    first = ranks.checked(f"{CASES}:train", str(remote), str(disks), 3, bare=True)
+    again = ranks.checked(f"{CASES}:train", str(remote), str(disks), 5, bare=True)
+    assert [one["error"] for one in first + again] == [None] * 4
+    assert [one["start"] for one in again] == [3, 3]
+    assert steps(remote) == [2, 3, 4, 5]
+    assert not list(disks.rglob("*.*"))
+
+
+def test_what_was_staged_everywhere_is_brought_by_the_next_start(ranks, tmp_path):
+    """All processes of all machines are killed before a save could get to the remote: it is not lost with them.
+
+    One machine's disk alone never makes a checkpoint: with the other one lost, the run goes on from the remote's.
+    """
+    remote, disks = tmp_path / "remote", tmp_path / "disks"
+    ranks.checked(f"{CASES}:train", str(remote), str(disks), 2)
+    broken = {"rank": 1, "fail_on": {"pwrite": errno.EIO}}
+    died = ranks.ranks(f"{CASES}:train", str(remote), str(disks), 9, broken=broken, fault={"step": 4, "what": "all"})
+    assert [one.status for one in died] == [-signal.SIGKILL] * 2, died
+    assert steps(remote) == [2]
+    shutil.copytree(tmp_path, tmp_path / "twin")
+    again = ranks.checked(f"{CASES}:train", str(remote), str(disks), 6)
+    assert [one["start"] for one in again] == [4, 4]
+    assert steps(remote) == [2, 4, 6]
+    assert is_good(remote)
+    assert left(disks) == []
+    shutil.rmtree(tmp_path / "twin" / "disks" / "node1")
+    again = ranks.checked(f"{CASES}:train", str(tmp_path / "twin" / "remote"), str(tmp_path / "twin" / "disks"), 6)
+    assert [one["start"] for one in again] == [2, 2]
+    assert is_good(tmp_path / "twin" / "remote")
+    assert left(tmp_path / "twin" / "disks") == [], "what nobody can complete is swept"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "what"), [
+    (1, "trainer"), (1, "both"), *(pytest.param(*one, marks=pytest.mark.long) for one in ((0, "trainer"), (0, "both"))),
+])  # fmt: skip
+def test_a_rank_or_its_machine_dies(ranks, tmp_path, rank, what):
+    """The others get an error that names it at the next save; what the remote has is whole, and the run goes on."""
+    remote, disks = tmp_path / "remote", tmp_path / "disks"
+    fault = {"rank": rank, "step": 4, "what": what}
+    ended = ranks.ranks(f"{CASES}:train", str(remote), str(disks), 9, fault=fault)
+    assert ended[rank].status == -signal.SIGKILL, ended[rank]
+    assert re.search(f"rank {rank}('s|: its) (trainer|writer).* (died|reached)", ended[1 - rank].checked()["error"])
+    found = steps(remote)
+    assert 2 in found
+    assert is_good(remote) or what == "both"
+    if what == "trainer":
+        assert 4 in found, "its writer was still there to bring its part"
+    if what == "both":
+        shutil.rmtree(disks / f"node{rank}")
+    again = ranks.checked(f"{CASES}:train", str(remote), str(disks), 6)
+    assert again[0]["start"] == again[1]["start"] >= max(found)
+    assert steps(remote)[-1] == 6
+    assert is_good(remote)
+    assert left(disks) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_a_writer_is_killed_in_the_middle_of_an_upload(ranks, tmp_path, rank):
+    """It is started again and goes on: every save arrives."""
+    remote, disks = tmp_path / "remote", tmp_path / "disks"
+    broken = {"rank": rank, "events": {f"open:remote/step_00000004/state-0000{rank}": f"SIGKILL:{disks}/writer-{rank}"}}
+    broken["crash_once"] = str(tmp_path / "happened")
+    ended = ranks.checked(f"{CASES}:train", str(remote), str(disks), 6, broken=broken)
+    assert [one["error"] for one in ended] == [None, None]
+    assert (tmp_path / "happened").exists()
+    assert steps(remote) == [2, 4, 6]
+    assert is_good(remote)
+    assert left(disks) == []
+    if rank:
+        assert Catalog(LocalStorage(remote)).record("step_00000004").metrics["late"] == 1.5, "said before it arrived"
+
+
+@pytest.fixture(scope="module")
+def operations(ranks, tmp_path_factory):
+    """For each rank the numbers of what its writer does at the remote for the save of step 4."""
+    home = tmp_path_factory.mktemp("dry")
+    found = {}
+    for rank in (0, 1):
+        broken = {"rank": rank, "trace": str(home / f"trace-{rank}")}
+        ranks.checked(f"{CASES}:train", str(home / f"remote-{rank}"), str(home / f"disks-{rank}"), 4, broken=broken)
+        lines = [json.loads(line) for line in (home / f"trace-{rank}").read_text().splitlines()]
+        numbers = [one["number"] for one in lines if "step_00000004" in one["path"]]
+        found[rank] = range(numbers[0], numbers[-1] + 1)
+    return found
+
+
+@pytest.mark.parametrize("what", ["rank", "writer"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("stride", [pytest.param(16, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)])
+def test_a_death_before_any_operation_at_the_remote(ranks, operations, tmp_path, rank, what, stride):
+    """What is staged everywhere is never lost, whoever dies while it is brought; nothing half-done stays anywhere."""
+    assert len(operations[rank]) > 8
+    for at in operations[rank][4 * (rank + 2 * (what == "rank")) % stride :: stride]:
+        home = tmp_path / f"{at}"
+        remote, disks = home / "remote", home / "disks"
+        home.mkdir()
+        broken = {"rank": rank, "crash_at": at, "crash_once": str(home / "happened")}
+        if what == "rank":
+            broken["crash_with"] = str(disks / f"trainer-{rank}")
+        ended = ranks.ranks(f"{CASES}:train", str(remote), str(disks), 4, broken=broken, timeout_s=50.0)
+        assert ended[1 - rank].status == 0, (at, ended[1 - rank])
+        found = steps(remote)
+        if what == "writer":
+            assert [one.checked()["error"] for one in ended] == [None, None], (at, ended)
+            assert found == [2, 4], at
+        again = ranks.checked(f"{CASES}:train", str(remote), str(disks), 5)
+        assert [(one["start"], one["error"]) for one in again] == [(4, None)] * 2, at
+        assert is_good(remote), at
+        assert left(disks) == [], at
+        shutil.rmtree(home)
+
+
+def test_ranks_that_differ_are_refused_when_they_save(ranks, tmp_path):
+    """Not when the checkpoint gets to the remote, which nobody waits for."""
+    told = ranks.checked(f"{CASES}:train", str(tmp_path / "remote"), str(tmp_path / "disks"), 5, seed=1)
+    assert told[0]["error"] == told[1]["error"]
+    assert "rank 1 and rank 0 hold different values of" in told[0]["error"]
+    assert steps(tmp_path / "remote") == []
+
+
+@pytest.mark.slow
+def test_a_run_of_one_machine_goes_on_on_two(ranks, tmp_path):
+    """A checkpoint that rank 0's disk has whole, and the remote has not, is brought there first."""
+    remote, disks = tmp_path / "remote", tmp_path / "disks"
+    ranks.checked(f"{CASES}:train", str(remote), str(disks), 4, per_node=2)
+    assert steps(disks / "node0") == [4]
+    shutil.rmtree(remote / "step_00000004")
+    again = ranks.checked(f"{CASES}:train", str(remote), str(disks), 6)
+    assert [one["start"] for one in again] == [4, 4]
+    assert steps(remote) == [2, 4, 6]
+    assert is_good(remote)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bare", [True, False])
+def test_on_an_object_store(ranks, tmp_path, bare):
+    """Four ranks on two machines, and S3: straight to it, and with the disks of the machines in front of it."""
+    with moto() as endpoint:
+        run, environment = f"s3://{BUCKET}/nodes", s3_environment(endpoint)
+        more = {"per_node": 2, "bare": bare, "environment": environment, "world_size": 4}
+        first = ranks.checked(f"{CASES}:train", run, str(tmp_path), 3, **more)
+        again = ranks.checked(f"{CASES}:train", run, str(tmp_path), 5, **more)
+        assert [one["error"] for one in first + again] == [None] * 8
+        assert [one["start"] for one in again] == [3] * 4
+        keys = [one["Key"] for one in client(endpoint).list_objects_v2(Bucket=BUCKET, Prefix="nodes/step_")["Contents"]]
+    assert sorted(key for key in keys if key.endswith("manifest.json")) == [
+        f"nodes/step_{step:08d}/manifest.json" for step in (2, 3, 4, 5)
+    ]
+    assert not [key for key in keys if "/part-" in key]
+    assert left(tmp_path) == []

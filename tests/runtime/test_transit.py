@@ -1,0 +1,16 @@
+"""Functions on the way to workers."""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast.runtime.transit import pack_call, unpack_call
+
+
+def test_a_word_that_torch_has_too() -> None:
+    """A function of a script may use torch and say `.ops` of something else: ``torch.ops`` is no plain module."""
+    names = {"torch": torch, "__name__": "__main__", "keras": torch}
+    exec("def train():\n    return torch is not None and keras.ops", names)
+    function, config = unpack_call(pack_call(names["train"], {"lr": 0.1}))
+    assert function() is torch.ops
+    assert config == {"lr": 0.1}

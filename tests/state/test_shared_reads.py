@@ -1,0 +1,263 @@
+"""Ranks of one machine that load together read each byte once, and never depend on each other."""
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast as hf
+from holdfast.state import shared_reads
+from holdfast.state.desk import Desk, PeerDesk
+from holdfast.state.restore import load_state
+from holdfast.state.shared_reads import _Numbers
+from holdfast.storage.memory import MemoryStorage
+
+_numbers = itertools.count()
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Let little savings be worth it, and nobody wait long."""
+    monkeypatch.setattr(shared_reads, "_WORTH", 1)
+    monkeypatch.setattr(shared_reads, "_PATIENCE_S", 2.0)
+
+
+class Ranks:
+    """Threads that play the ranks of one machine."""
+
+    def __init__(self, world):
+        self.world = world
+        self.values = {}
+        self.barrier = threading.Barrier(world)
+
+    def swap(self, rank):
+        def give(_, value):
+            self.values[rank] = value
+            self.barrier.wait(20)
+            return [self.values[one] for one in range(self.world)]
+
+        return give
+
+    def run(self, work):
+        """Call ``work(rank, swap)`` on every rank; returns what each gave or raised."""
+        outcome = [None] * self.world
+
+        def call(rank):
+            try:
+                outcome[rank] = work(rank, self.swap(rank))
+            except Exception as error:
+                outcome[rank] = error
+
+        threads = [threading.Thread(target=call, args=(rank,)) for rank in range(self.world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+        return outcome
+
+
+def saved(values):
+    """Save a state into memory; returns the storage of its checkpoint."""
+    storage = MemoryStorage(f"shared-{next(_numbers)}")
+    hf.save(hf.Checkpoint.at(storage, "one"), values)
+    return storage.child("one")
+
+
+def test_replicated_state_is_read_once_for_all_ranks():
+    """Four ranks that want everything read each byte once between them, and all have it."""
+    values = {f"t{number}": torch.randn(700_001 + number) for number in range(6)}  # 16 MiB, over several turns of slots
+    storage = saved({"w": values, "small": torch.arange(5)})
+
+    def load(_, swap):
+        live = {"w": {name: torch.zeros_like(one) for name, one in values.items()}, "small": torch.zeros(5, dtype=int)}
+        loaded = load_state(storage, live, swap=swap)
+        assert all(torch.equal(live["w"][name], one) for name, one in values.items())
+        assert torch.equal(live["small"], torch.arange(5))
+        return loaded.bytes_read
+
+    read = Ranks(4).run(load)
+    total = sum(one.nbytes for one in values.values())
+    assert total <= sum(read) <= 1.02 * total, read
+    assert max(read) <= 0.5 * total  # the work is divided
+
+
+def test_columns_are_read_once_for_all_ranks():
+    """Ranks that each want some columns of all rows (tensor parallel) read every row once between them."""
+    values = torch.randn(2048, 512)  # rows of 2 KiB
+    storage = saved({"w": values})
+
+    def load(rank, swap):
+        live = torch.zeros(2048, 512)[:, 128 * rank : 128 * rank + 128]
+        from holdfast.format.boxes import Box
+        from holdfast.state.reader import read_tensors
+        from holdfast.state.spans import spans
+        from holdfast.state.stored import open_stored
+
+        stored = open_stored(storage)
+        entry = stored.entry("w")
+        box, wanted = Box((0, 0), (2048, 512)), Box((0, 128 * rank), (2048, 128))
+        requests = list(spans("w", entry.pieces[0], box, wanted, live, torch.float32))
+        sizes = shared_reads.tensor_files(stored.manifest)
+        with shared_reads.reading_together(storage, sizes, requests, swap) as shared:
+            alone = read_tensors(storage, requests, stored.digests, shared=shared)
+        assert torch.equal(live, values[:, 128 * rank : 128 * rank + 128])
+        return alone + shared.bytes_read
+
+    read = Ranks(4).run(load)
+    assert sum(read) <= 1.05 * values.nbytes, read
+
+
+def test_ranks_that_want_other_things_read_for_themselves():
+    """Where nobody wants the same, nobody waits for anybody: no block is shared."""
+    values = {f"t{number}": torch.randn(MIB) for number in range(4)}
+    storage = saved(values)
+
+    def load(rank, swap):
+        live = {f"t{rank}": torch.zeros(MIB)}
+        read = load_state(storage, live, only=f"t{rank}", swap=swap).bytes_read
+        assert torch.equal(live[f"t{rank}"], values[f"t{rank}"])
+        return read
+
+    assert sum(Ranks(4).run(load)) <= 1.05 * 16 * MIB
+
+
+def test_a_rank_that_cannot_load_does_not_hold_up_the_others():
+    """A state that does not fit on one rank is its own error; the others load."""
+    values = {"w": torch.randn(MIB)}
+    storage = saved(values)
+
+    def load(rank, swap):
+        live = {"w": torch.zeros(MIB if rank else 5)}
+        load_state(storage, live, swap=swap)
+        return torch.equal(live["w"], values["w"])
+
+    wrong, *others = Ranks(3).run(load)
+    assert isinstance(wrong, hf.StateMismatchError)
+    assert others == [True, True]
+
+
+def test_damage_is_found_by_every_rank_that_needs_the_bytes():
+    """A flipped bit is found although another rank has read it; ranks that do not need it load."""
+    storage = MemoryStorage(f"damaged-{next(_numbers)}")
+    values = {"a": torch.randn(MIB), "b": torch.randn(MIB)}
+    hf.save(hf.Checkpoint.at(storage, "one"), values)
+    home = storage.child("one")
+    from holdfast.state.stored import open_stored
+
+    piece = open_stored(home).entry("a").pieces[0]
+    data = bytearray(home.read(piece.file))
+    data[piece.offset + 100_000] ^= 1
+    home.put(piece.file, bytes(data))
+
+    def load(rank, swap):
+        wanted = ["b"] if rank == 2 else ["a", "b"]
+        live = {name: torch.zeros(MIB) for name in wanted}
+        load_state(home, live, only=wanted, swap=swap)
+        return all(torch.equal(live[name], values[name]) for name in wanted)
+
+    one, two, three = Ranks(3).run(load)
+    assert isinstance(one, hf.CorruptCheckpointError)
+    assert isinstance(two, hf.CorruptCheckpointError)
+    assert three is True
+
+
+class Stuck(Exception):
+    """A rank that stops in the middle of a load."""
+
+
+@pytest.mark.parametrize("how", ["leaves", "hangs"])
+def test_the_others_go_on_when_a_rank_stops_in_the_middle(how, monkeypatch):
+    """A rank that fails or hangs after the ranks have divided the reading costs the others a wait, nothing else."""
+    values = {f"t{number}": torch.randn(700_001) for number in range(8)}
+    storage = saved(values)
+    released = threading.Event()
+    ranks = Ranks(3)
+
+    def load(rank, swap):
+        live = {name: torch.zeros_like(one) for name, one in values.items()}
+
+        def stop(_):
+            if how == "hangs":
+                released.wait(30)
+            raise Stuck
+
+        try:
+            load_state(storage, live, swap=swap, progress=stop if rank == 1 else None)
+        finally:
+            if rank != 1:
+                done.append(rank)
+                if len(done) == 2:
+                    released.set()
+        return all(torch.equal(live[name], one) for name, one in values.items())
+
+    done = []
+    monkeypatch.setattr(shared_reads, "_PATIENCE_S", 0.2)
+    first, stuck, last = ranks.run(load)
+    assert (first, last) == (True, True)
+    assert isinstance(stuck, Stuck)
+
+
+def test_a_rank_that_dies_is_noticed(tmp_path):
+    """The desk of a process that was killed says so, and what it has published stays readable."""
+    script = (
+        "import sys, time; from holdfast.state.desk import Desk; import json;"
+        "desk = Desk(memoryview(bytearray(b'\\1' * 8)), 1 << 16); desk.slots[:3] = b'abc'; desk.publish(1);"
+        "print(json.dumps(desk.told()), flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env={**os.environ})
+    try:
+        import json
+
+        peer = PeerDesk(json.loads(child.stdout.readline()))
+        assert (bytes(peer.wanted), peer.published, peer.gone, peer.has_opened) == (b"\1" * 8, 1, False, False)
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    assert peer.gone
+    assert bytes(peer.slots[:3]) == b"abc"
+    with pytest.raises(TypeError):
+        peer.slots[0] = 1  # for reading only
+    peer.close()
+
+
+def test_another_process_in_the_place_of_a_rank_is_refused():
+    """A descriptor that is another one by now is not taken for the desk of a rank."""
+    one, other = (Desk(memoryview(bytearray(8)), 4096) for _ in range(2))
+    with pytest.raises(ValueError, match="not the desk"):
+        PeerDesk({**one.told(), "fd": other.told()["fd"]})
+    told = other.told()
+    other.close()
+    with pytest.raises((OSError, ValueError)):
+        PeerDesk(told)
+    one.close()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_the_division_is_even_and_complete(data):
+    """Every block that several ranks want has one owner among them, all agree, and the work is even."""
+    numbers = _Numbers({"a": data.draw(st.integers(1, 40 * MIB)), "b": data.draw(st.integers(1, 9 * MIB))})
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    world = data.draw(st.integers(2, 5))
+    share = data.draw(st.floats(0.0, 1.0))
+    wants = [(torch.rand(numbers.total, generator=generator) < share).to(torch.uint8) for _ in range(world)]
+    blocks = numbers.divide(wants)
+    assert [block.number for block in blocks] == list(range(len(blocks)))
+    turns = [[block.turn for block in blocks if block.owner == rank] for rank in range(world)]
+    assert all(row == list(range(len(row))) for row in turns)
+    for block in blocks:
+        first = numbers.first[block.file] + block.offset // 65536
+        rows = [one[first : first + 32] for one in wants]
+        assert block.takers == tuple(rank for rank in range(world) if rows[rank].any())
+        assert block.owner in block.takers
+        assert len(block.takers) > 1
+        assert block.chunks == tuple(torch.stack(rows).any(0).nonzero().flatten().tolist())

@@ -1,0 +1,19 @@
+"""One server of ranks for each test process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1] / "kits"))
+
+from ranks_kit import RankServer  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    with RankServer(preload=[str(HERE / "rank_cases.py")], path=[HERE]) as server:
+        yield server

@@ -1,0 +1,374 @@
+"""What the tests of the loop trainer on several ranks run on each of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from loop_kit import Crash, CrashAt, Points, Seen, accuracy, everything, loader, plain, rich
+
+import holdfast as hf
+from holdfast.callbacks import Callback, CheckpointSaver, LoadCheckpoint
+from holdfast.core import EMA
+from holdfast.loggers import JSONLLogger, RemoteUploaderDownloader
+
+
+def told(trainer: hf.Trainer, seen: list[Seen]) -> dict[str, Any]:
+    """What a training came to, as JSON."""
+    sums: dict[str, float] = {}
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, torch.Tensor):
+            sums[path] = value.double().sum().item()
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                walk(item, f"{path}/{key}")
+
+    walk(everything(trainer), "")
+    state = trainer.state
+    return {
+        "sums": sums,
+        "rows": seen[0].rows if seen else [],
+        "random": torch.rand(1).item(),
+        "eval": {name: float(one) for name, one in state.eval_metric_values.get("eval", {}).items()},
+        "train": {name: float(one) for name, one in state.train_metric_values.items()},
+        "samples": int(state.timestamp.sample),
+        "batch": int(state.timestamp.batch),
+        "saved": [path.rsplit("/", 1)[-1] for path in trainer.saved_checkpoints],
+        "rank": state.ranks.rank,
+        "num_batches": state.num_batches,
+    }
+
+
+def train(folder: str, *, crash_at: int | None = None, suffix: str = "", **options: Any) -> dict[str, Any]:
+    """A training with everything that has state, autoresumed; it may die after a batch."""
+    seen: list[Seen] = []
+    options = {"save_filename": "ep{epoch}-ba{batch}" + suffix, "save_latest_filename": "latest", **options}
+    trainer = rich(folder, crash_at=crash_at, seen=seen, autoresume=True, seed=3, **options)
+    crashed = False
+    try:
+        trainer.fit()
+    except (Crash, hf.HoldfastError):  # the first rank to die may be gone before the other comes to it
+        if crash_at is None:
+            raise
+        crashed = True
+    found = told(trainer, seen)
+    if not crashed:
+        trainer.close()
+    return {**found, "crashed": crashed}
+
+
+class Die(Callback):
+    """Something happens to one rank after a batch."""
+
+    def __init__(self, rank: int, batch: int, how: str) -> None:
+        self.rank, self.batch, self.how = rank, batch, how
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        if state.ranks.rank == self.rank and int(state.timestamp.batch) == self.batch:
+            if self.how == "raise":
+                raise ValueError("something in a callback")
+            os.kill(os.getpid(), getattr(signal, self.how))
+
+
+def dies(folder: str, rank: int, batch: int, how: str, **options: Any) -> dict[str, Any]:
+    """A training in which something happens to one rank; what each rank says of it."""
+    seen: list[Seen] = []
+    options = {"max_duration": "40ba", "save_interval": "3ba", **options}
+    trainer = rich(folder, seen=seen, callbacks=[Die(rank, batch, how)], autoresume=True, seed=3, **options)
+    try:
+        trainer.fit()
+    except SystemExit as left:
+        return {"left": left.code, "batch": int(trainer.state.timestamp.batch)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return told(trainer, seen)
+
+
+def sharded(
+    folder: str, *, crash_at: int | None = None, whole: bool = False, suffix: str = "", **options: Any
+) -> dict[str, Any]:
+    """A model that the user has sharded with `fully_shard` trains, is evaluated and goes on."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    if not whole:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    seen: list[Seen] = [Seen()]
+    dies = [] if crash_at is None else [CrashAt(crash_at)]
+    trainer = plain(
+        folder, model=model, optimizers=torch.optim.AdamW(model.parameters(), lr=0.01), seed=3, autoresume=True,
+        eval_dataloader=loader(21, shuffle=False), eval_metrics={"accuracy": accuracy}, save_interval="2ba",
+        callbacks=[*seen, *dies], grad_accum=2, grad_clip_norm=1.0, save_filename="b{batch}" + suffix,
+        algorithms=EMA(smoothing=0.9), **options,
+    )  # fmt: skip
+    try:
+        trainer.fit()
+    except (Crash, hf.HoldfastError):
+        if crash_at is None:
+            raise
+        return {"crashed": True}
+    weights = {
+        name: (one.full_tensor() if hasattr(one, "full_tensor") else one).double().sum().item()
+        for name, one in model.state_dict().items()
+    }
+    values = {name: float(one) for name, one in trainer.state.eval_metric_values["eval"].items()}
+    trainer.close()
+    return {"rows": seen[0].rows, "weights": weights, "eval": values, "saved": trainer.saved_checkpoints}
+
+
+def by_the_clock(folder: str) -> dict[str, Any]:
+    """Saves, evaluations and the end by the clock, with ranks of uneven speed between their steps."""
+    pause = 0.001 * (1 + dist.get_rank())  # ranks that are not equally fast
+
+    class Slow(Callback):
+        evaluations = 0
+
+        def batch_end(self, state: Any, logger: Any) -> None:
+            time.sleep(pause)
+
+        def eval_end(self, state: Any, logger: Any) -> None:
+            self.evaluations += 1
+
+    slow = Slow()
+    trainer = plain(
+        folder, max_duration="0.8sec", save_interval="0.25sec", eval_interval="0.3sec", callbacks=slow,
+        eval_dataloader=loader(9, shuffle=False), save_filename="t{total_wct}-b{batch}", save_overwrite=True,
+    )  # fmt: skip
+    trainer.fit()
+    state = trainer.state
+    found = {
+        "saved": [path.rsplit("/", 1)[-1] for path in trainer.saved_checkpoints],
+        "clock": state.timestamp.total_wct.total_seconds(),
+        "batch": int(state.timestamp.batch),
+        "evaluations": slow.evaluations,
+    }
+    trainer.close()
+    return found
+
+
+def many_savers(root: str, again: bool = False, **options: Any) -> dict[str, Any]:
+    """Two savers and an upload, loggers, and a checkpoint at any path."""
+    lines = f"{root}/lines.jsonl"
+    weights = CheckpointSaver(
+        f"{root}/weights", "b{batch}.safetensors", save_interval="1ba", weights_only=True, latest_filename="newest",
+        num_checkpoints_to_keep=2, remote_file_name=None, overwrite=True,
+    )  # fmt: skip
+    options = {"autoresume": again, **options}
+    trainer = plain(
+        f"{root}/full", save_filename="e{epoch}", save_num_checkpoints_to_keep=1, run_name="many",
+        callbacks=weights, loggers=[JSONLLogger(lines), RemoteUploaderDownloader(f"{root}/bucket")],
+        eval_dataloader=loader(9, shuffle=False), **options,
+    )  # fmt: skip
+    trainer.fit()
+    path = trainer.save_checkpoint(f"{root}/one.pt")
+    trainer.save_checkpoint(f"{root}/two")
+    trainer.close()
+    return {
+        "saved": [one[len(root) + 1 :] for one in trainer.saved_checkpoints],
+        "path": path[len(root) + 1 :],
+        "batch": int(trainer.state.timestamp.batch),
+    }
+
+
+def refused(root: str) -> str:
+    """A second training into the same folder, without autoresume."""
+    try:
+        plain(f"{root}/full", save_filename="e{epoch}", save_num_checkpoints_to_keep=1).fit()
+    except hf.CheckpointExistsError as error:
+        return str(error)
+    return ""
+
+
+def gathered_metrics() -> dict[str, Any]:
+    """A torchmetrics metric, a function and a metric object of nobody's, over an uneven evaluation."""
+
+    class Own:
+        """The share of zeros, by itself."""
+
+        def reset(self) -> None:
+            self.zeros = self.all = 0
+
+        def update(self, outputs: Any, targets: Any) -> None:
+            self.zeros += int((targets == 0).sum())
+            self.all += len(targets)
+
+        def compute(self) -> float:
+            return self.zeros / self.all if self.all else float("nan")
+
+    import torchmetrics
+
+    metrics = {
+        "theirs": torchmetrics.classification.MulticlassAccuracy(3, average="micro"), "function": accuracy, "own": Own()
+    }  # fmt: skip
+    trainer = plain(eval_dataloader=loader(20, shuffle=False), eval_metrics=metrics)
+    values = {name: float(one) for name, one in trainer.eval()["eval"].items()}
+    trainer.close()
+    return values
+
+
+class Lines(IterableDataset[Any]):
+    """Sentences of uneven length; rank r has every n-th of them."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = counts
+
+    def __iter__(self) -> Any:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        for number in range(self.counts[rank % len(self.counts)]):
+            length = 1 + (number * size + rank) % 3
+            yield {"input_ids": torch.full((2, length), number), "labels": torch.zeros(2, dtype=torch.long)}
+
+
+def tokens(counts: list[int]) -> dict[str, Any] | str:
+    """Training on sentences, with counters of tokens."""
+
+    class Words(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(8, 3)
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            return self.table(batch["input_ids"]).mean(1)
+
+        def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+            return functional.cross_entropy(outputs, batch["labels"])
+
+    data: Any = DataLoader(Lines(counts), batch_size=None)
+    trainer = plain(model=Words(), train_dataloader=data, loss_fn=None, max_duration="1ep")
+    try:
+        trainer.fit()
+    except hf.ConfigError as error:
+        return str(error)
+    now = trainer.state.timestamp
+    trainer.close()
+    return {"tokens": int(now.token), "samples": int(now.sample), "batch": int(now.batch)}
+
+
+def leaves_evaluation(folder: str, rank: int | None) -> dict[str, Any]:
+    """An evaluation after every batch; a signal comes to a rank in that of the second one."""
+
+    class Watch(Callback):
+        evaluations = 0
+
+        def eval_batch_start(self, state: Any, logger: Any) -> None:
+            if int(state.timestamp.batch) == 2 and rank is not None:
+                time.sleep(0.01)  # a hundred of these are longer than it takes the ranks to agree
+            if int(state.timestamp.batch) == 2 and rank == state.ranks.rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def eval_end(self, state: Any, logger: Any) -> None:
+            self.evaluations += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"evaluations": self.evaluations}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.evaluations = state["evaluations"]
+
+    watch = Watch()
+    trainer = plain(
+        folder, eval_dataloader=loader(200, batch_size=1, shuffle=False), eval_interval="1ba", max_duration="4ba",
+        callbacks=watch, save_interval="100ba", autoresume=True,
+    )  # fmt: skip
+    left = None
+    try:
+        trainer.fit()
+    except SystemExit as error:
+        left = error.code
+    trainer.close()
+    state = trainer.state
+    return {
+        "left": left,
+        "stage": state.dataset_state.stage,
+        "evaluations": watch.evaluations,
+        "batch": int(state.timestamp.batch),
+    }
+
+
+def tells_ranks(config: dict[str, Any]) -> None:
+    """A train function of the function trainer that uses the loop trainer."""
+    trainer = plain(config["folder"])
+    trainer.fit()
+    trainer.close()
+    hf.report({"world_size": trainer.state.ranks.world_size, "batch": int(trainer.state.timestamp.batch)})
+
+
+def fails_to_save(folder: str, rank: int, kind: str) -> dict[str, Any]:
+    """The copying of one rank's part of the save of batch 4 fails."""
+    from holdfast import errors
+    from holdfast.state.snapshot import Snapshotter
+
+    submit = Snapshotter.submit
+
+    def failing(self: Any, *args: Any, **options: Any) -> Any:
+        if dist.get_rank() == rank and options["manifest"]["step"] == 4:
+            raise getattr(errors, kind)("no room here")
+        return submit(self, *args, **options)
+
+    Snapshotter.submit = failing  # type: ignore[method-assign]
+
+    trainer = plain(folder, max_duration="12ba", save_interval="4ba", save_filename="b{batch}")
+    error = None
+    try:
+        trainer.fit()
+    except hf.HoldfastError as found:
+        error = f"{type(found).__name__}: {found}"
+    saved = [path.rsplit("/", 1)[-1] for path in trainer.saved_checkpoints]
+    return {"error": error, "saved": saved, "batch": int(trainer.state.timestamp.batch)}
+
+
+def one_life_after_another(root: str) -> dict[str, Any]:
+    """A model wrapped by the user and data split by the user; a second `fit`, fine-tuning, damage, errors."""
+
+    def make(folder: str | None, **options: Any) -> hf.Trainer:
+        model = DistributedDataParallel(torch.nn.Linear(4, 3))
+        options = {"save_filename": "b{batch}", "save_interval": "1ba", "algorithms": EMA(smoothing=0.5), **options}
+        data = DataLoader(Points(), batch_size=6, sampler=DistributedSampler(Points()))
+        return plain(folder, model=model, train_dataloader=data, **options)
+
+    def weights(trainer: hf.Trainer) -> dict[str, float]:
+        return {name: one.sum().item() for name, one in trainer.state.model.state_dict().items()}
+
+    def refused(**options: Any) -> str:
+        try:
+            plain(None, **options)
+        except hf.HoldfastError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    folder = f"{root}/life"
+    trainer = make(folder, max_duration="1ep")
+    trainer.fit()
+    trainer.fit("1ep")
+    trainer.close()
+    found: dict[str, Any] = {"batch": int(trainer.state.timestamp.batch), "names": sorted(weights(trainer))}
+    tuned = plain(None, load_path=f"{folder}/b6", load_weights_only=True)
+    late = plain(None, callbacks=LoadCheckpoint(f"{folder}/b6", load_weights_only=True))
+    found["tuned"] = [weights(tuned) == weights(trainer), weights(late) == weights(trainer)]
+    if dist.get_rank() == 0:
+        last = sorted(Path(folder, "b6").glob("*-00001-*.safetensors"))[-1]
+        last.write_bytes(last.read_bytes()[:-3] + b"bad")
+    dist.barrier()
+    again = make(folder, max_duration="3ep", autoresume=True)
+    found["begun"] = int(again.state.timestamp.batch)
+    again.fit()
+    again.close()
+    found["end"] = int(again.state.timestamp.batch)
+    found["nothing"] = refused(load_path=f"{root}/nothing")
+    found["other"] = refused(load_path=f"{folder}/b5", model=torch.nn.Linear(5, 3))
+    return found

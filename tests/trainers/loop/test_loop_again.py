@@ -1,0 +1,263 @@
+"""What the life before had to do and was cut off from is done when training is started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_kit import Crash, CrashAt, Points, loader, names, plain
+from torch.utils.data import DataLoader
+
+import holdfast as hf
+from holdfast.callbacks import Callback, CheckpointSaver, LoadCheckpoint
+from holdfast.core import Time
+from holdfast.loggers import JSONLLogger, RemoteUploaderDownloader
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_a_finished_training_is_uploaded(tmp_path: Path, suffix: str) -> None:
+    """The upload of the last checkpoint was cut off: the next start trains nothing, and sends it."""
+    options: dict[str, Any] = {"run_name": "it", "save_filename": "ba{batch}" + suffix, "max_duration": "1ep"}
+    plain(tmp_path / "runs", **options).fit()
+    remote = tmp_path / "remote" / "it" / "checkpoints"
+    options |= {"loggers": RemoteUploaderDownloader(str(tmp_path / "remote")), "autoresume": True}
+    for _ in range(2):  # with the upload there, the pointer is put right
+        with plain(tmp_path / "runs", **options) as again:
+            again.fit()
+            assert int(again.state.timestamp.batch) == 6
+            assert again.saved_checkpoints == [f"{tmp_path}/runs/ba6{suffix}"]
+        assert f"ba6{suffix}" in names(remote)
+    loaded = plain(None, load_path="it/checkpoints/latest-rank0", load_object_store=options["loggers"])
+    assert int(loaded.state.timestamp.batch) == 6
+
+
+def test_a_finished_training_is_saved_by_every_saver(tmp_path: Path) -> None:
+    """One saver was killed before its last save: the next start makes up for it, from the state of the other."""
+    plain(tmp_path / "full", max_duration="2ep").fit()
+    weights = CheckpointSaver(tmp_path / "weights", "w{epoch}.pt", weights_only=True, save_interval="5ep")
+    again = plain(tmp_path / "full", max_duration="2ep", autoresume=True, callbacks=weights)
+    again.fit()
+    assert names(tmp_path / "weights") == ["w2.pt"]
+    saved = torch.load(tmp_path / "weights" / "w2.pt", weights_only=True)["state"]["model"]
+    assert torch.equal(saved["weight"], again.state.model.weight)
+
+
+@pytest.mark.parametrize(("interval", "made_up"), [("4ba", True), ("1ba", True), ("20sp", True), ("3ba", False)])
+def test_what_was_due_where_training_goes_on(tmp_path: Path, interval: str, made_up: bool) -> None:
+    """Two savers were due at batch 4, one came to it: the other saves that moment first, if it was due then."""
+    options: dict[str, Any] = {"save_interval": "4ba", "save_filename": "b{batch}"}
+    with pytest.raises(Crash):
+        plain(tmp_path / "full", callbacks=CrashAt(6), **options).fit()
+    weights = CheckpointSaver(tmp_path / "w", "w{batch}", weights_only=True, save_interval=interval)
+    again = plain(tmp_path / "full", autoresume=True, callbacks=weights, max_duration="5ba", **options)
+    assert int(again.state.timestamp.batch) == 4
+    again.fit()
+    assert ("w4" in names(tmp_path / "w")) is made_up
+
+
+class Count(Callback):
+    """Notes after which batches there was an evaluation."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def eval_end(self, state: Any, logger: Any) -> None:
+        self.batches.append(int(state.timestamp.batch))
+
+
+@pytest.mark.parametrize(
+    ("options", "evaluated", "with_metrics"),
+    [
+        ({"save_interval": "3ba", "max_duration": "2ep"}, [6, 12], ["ba12", "ba6"]),
+        ({"save_interval": "1ep", "max_duration": "2ep"}, [6, 12], ["ba12", "ba6"]),
+        ({"save_interval": "4ba", "max_duration": "8ba"}, [6, 8], ["ba8"]),
+        ({"save_interval": "2ba", "max_duration": "1ep", "eval_interval": "4ba"}, [4, 6], ["ba4", "ba6"]),
+        ({"save_interval": "3ba", "max_duration": "2ep", "eval_interval": "2ep"}, [12], ["ba12"]),
+        ({"save_interval": "6ba", "max_duration": "12ba", "eval_interval": "1dur"}, [12], ["ba12"]),
+    ],
+)
+def test_evaluation_comes_before_the_save(
+    tmp_path: Path, options: dict[str, Any], evaluated: list[int], with_metrics: list[str]
+) -> None:
+    """Of one moment: training is evaluated once, at the end too, and saved after that, with those metrics.
+
+    A checkpoint of another moment has none of an evaluation that was not of its weights.
+    """
+    count = Count()
+    plain(tmp_path, callbacks=count, eval_dataloader=loader(8), save_filename="ba{batch}", **options).fit()
+    assert count.batches == evaluated
+    found = [name for name in names(tmp_path) if "eval" in hf.Checkpoint(tmp_path / name).metrics]
+    assert found == with_metrics
+
+
+def test_a_torn_line_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A process that was killed in the middle of a row leaves the file readable for the next one."""
+    path = tmp_path / "log.jsonl"
+    with plain(None, loggers=JSONLLogger(path), max_duration="2ba") as one:
+        one.fit()
+    whole = path.read_text()
+    with path.open("a") as file:
+        file.write('{"step": 3, "time": 17' + " " * 100_000)
+    with plain(None, loggers=JSONLLogger(path), max_duration="1ba") as other:
+        other.fit()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert path.read_text().startswith(whole)
+    assert [row["step"] for row in rows] == [1, 2, 1]
+    assert "in the middle of a row" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("runs", "ep{epoch}", "latest"), ("runs", "ep{batch}", "other")),
+        (("runs", "a{epoch}", "latest"), ("runs", "b{epoch}", "latest")),
+        (("runs", "a{epoch}", "last"), ("runs", "last", None)),
+        (("runs", "sub/b{batch}", "latest"), ("runs/sub", "b{batch:04d}", "newest")),
+        (("runs", "ep{epoch}", "sub/latest"), ("runs/sub", "b{batch}", "latest")),
+    ],
+)
+def test_names_that_meet_are_refused(
+    tmp_path: Path, first: tuple[str, str, str], second: tuple[str, str, str | None]
+) -> None:
+    """Two savers whose files or links may have one name are refused by the constructor, however that is spelt."""
+    (one, name, latest), (other, file, link) = first, second
+    saver = CheckpointSaver(tmp_path / other, file, latest_filename=link)
+    with pytest.raises(hf.ConfigError, match="would be written under the same name"):
+        plain(tmp_path / one, save_filename=name, save_latest_filename=latest, callbacks=saver)
+
+
+def test_pointers_that_meet(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of two savers that were given no names for their pointers the first has one; one asked for is refused."""
+    bucket = RemoteUploaderDownloader(str(tmp_path / "bucket"))
+    options: dict[str, Any] = {"loggers": bucket, "run_name": "r", "save_filename": "a", "max_duration": "1ba"}
+    second = CheckpointSaver(tmp_path / "b", "c", weights_only=True)
+    plain(tmp_path / "a", callbacks=second, **options).fit()
+    assert "gets none" in caplog.text
+    pointed = plain(None, load_path="r/checkpoints/latest-rank0", load_object_store=bucket)
+    assert int(pointed.state.timestamp.batch) == 1
+    own = CheckpointSaver(tmp_path / "b", "c", latest_remote_file_name="{run_name}/checkpoints/latest-rank0")
+    with pytest.raises(hf.ConfigError, match="latest_remote_file_name"):
+        plain(tmp_path / "a", callbacks=own, **options)
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_remote_folders(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a remote folder too a later checkpoint refuses a fresh start; nothing is left in the temporary folder."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    uri = f"memory://again{suffix}-{os.getpid()}/runs"
+    options: dict[str, Any] = {"save_filename": "deep/ba{batch}" + suffix, "save_interval": "2ba"}
+    plain(uri, **options).fit()
+    fresh = plain(uri, **options)
+    with pytest.raises(hf.CheckpointExistsError, match="nothing was trained"):
+        fresh.fit()
+    assert int(fresh.state.timestamp.batch) == 0
+    assert int(plain(uri, autoresume=True, **options).state.timestamp.batch) == 12
+    plain(None, load_path=f"{uri}/latest-rank0")
+    assert [path for path in scratch.iterdir() if not path.name.startswith("torch")] == []
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_damage_here_is_made_good_from_there(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest checkpoint is damaged here and uploaded: the copy is taken, before an older one of here."""
+    options: dict[str, Any] = {
+        "run_name": "r", "loggers": RemoteUploaderDownloader(str(tmp_path / "remote")), "save_interval": "2ba",
+        "save_filename": "ba{batch}" + suffix, "autoresume": True,
+    }  # fmt: skip
+    with plain(tmp_path / "runs", max_duration="4ba", **options) as first:
+        first.fit()
+    newest = tmp_path / "runs" / f"ba4{suffix}"
+    path = newest if newest.is_file() else next(one for one in newest.iterdir() if one.name.startswith("state-"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    again = plain(tmp_path / "runs", max_duration="6ba", **options)
+    assert int(again.state.timestamp.batch) == 4
+    assert f"set aside ba4{suffix}" in capsys.readouterr().err
+    again.fit()
+    again.close()
+    assert names(tmp_path / "remote" / "r" / "checkpoints")[:3] == [f"ba2{suffix}", f"ba4{suffix}", f"ba6{suffix}"]
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt", ".safetensors"])
+@pytest.mark.parametrize("way", ["full", "weights", "autoresume", "callback"])
+def test_strictness_on_every_path(tmp_path: Path, suffix: str, way: str) -> None:
+    """Weights that do not fit are refused however they are loaded: missing, unexpected and other shapes are listed.
+
+    Not strict, those that fit are taken on every path.
+    """
+    if way == "autoresume" and suffix == ".safetensors":
+        pytest.skip("nothing resumes from weights")
+    old = torch.nn.ModuleDict(
+        {"body": torch.nn.Linear(4, 3), "gone": torch.nn.Linear(2, 2), "head": torch.nn.Linear(3, 2)}
+    )
+    name = f"w{suffix}"
+    options: dict[str, Any] = {"loss_fn": None, "max_duration": "1ba", "save_filename": name, "save_interval": "1ba"}
+    first = Odd(old)
+    plain(tmp_path / "runs", model=first, save_weights_only=suffix == ".safetensors", **options).fit()
+
+    def again(*, strict: bool) -> hf.Trainer:
+        parts = {"body": torch.nn.Linear(4, 3), "new": torch.nn.Linear(2, 2), "head": torch.nn.Linear(3, 5)}
+        model, path = Odd(torch.nn.ModuleDict(parts)), tmp_path / "runs" / name
+        skip = {"load_ignore_keys": ["state/optimizers"], "load_strict_model_weights": strict}
+        ways: dict[str, dict[str, Any]] = {
+            "full": {"load_path": path, **skip},
+            "weights": {"load_path": path, "load_weights_only": True, "load_strict_model_weights": strict},
+            "autoresume": {"autoresume": True, "load_strict_model_weights": strict, "optimizers": []},
+            "callback": {
+                "callbacks": LoadCheckpoint(path, load_weights_only=True, strict_model_weights=strict),
+            },
+        }
+        folder = tmp_path / "runs" if way == "autoresume" else None
+        return plain(folder, model=model, **{**options, **ways[way]})
+
+    with pytest.raises(hf.StateMismatchError) as refused:
+        again(strict=True)
+    told = str(refused.value)
+    for word in ("parts.new.weight", "parts.gone.weight", "parts.head.weight", "(5, 3)", "(2, 3)"):
+        assert word in told
+    if way != "autoresume":  # there the optimizer has to fit as well
+        trainer = again(strict=False)
+        assert torch.equal(trainer.state.model.parts["body"].weight, old["body"].weight)
+
+
+class Odd(torch.nn.Module):
+    """A model of parts, some of which are not used."""
+
+    def __init__(self, parts: torch.nn.ModuleDict) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, batch: Any) -> Any:
+        return self.parts["body"](batch[0])
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        return outputs.square().mean()
+
+
+class Counted(Points):
+    """Counts the samples that are made."""
+
+    made = 0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.made += 1
+        return super().__getitem__(index)
+
+
+def test_nothing_is_drawn_twice(tmp_path: Path) -> None:
+    """A plain loader goes on in mid-epoch at once: only the samples that are left are made."""
+    with pytest.raises(Crash):
+        plain(tmp_path, callbacks=CrashAt(5), save_interval="4ba").fit()
+    data = Counted()
+    again = plain(tmp_path, train_dataloader=DataLoader(data, batch_size=6, shuffle=True), autoresume=True)
+    assert int(again.state.timestamp.batch) == 4
+    again.state.max_duration = Time("1ep")
+    again.fit()
+    assert data.made == len(data) - 4 * 6

@@ -1,0 +1,261 @@
+"""The loop trainer on several ranks: saves, resumes, decisions that all of them take alike, ranks that go."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_cases import tells_ranks
+
+import holdfast as hf
+from holdfast.torch import TorchTrainer
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+CASES = f"{HERE / 'rank_cases.py'}:"
+slow = pytest.mark.slow
+
+
+def assert_twins(whole: list[dict[str, Any]], parts: list[dict[str, Any]]) -> None:
+    """The end of an interrupted training is that of one nobody interrupted, on every rank, bit for bit."""
+    for one, other in zip(whole, parts, strict=True):
+        assert other["rows"] == one["rows"][-len(other["rows"]) :]
+        for what in ("sums", "eval", "train", "random", "samples", "batch"):
+            assert other[what] == one[what], what
+
+
+@pytest.mark.parametrize("suffix", ["", pytest.param(".pt", marks=slow)])
+def test_twins(ranks: Any, tmp_path: Path, suffix: str) -> None:
+    """Two ranks that die in the middle of an epoch, twice, end as two that did not: weights, metrics, random numbers.
+
+    They also end alike: buffers, averages and metrics are one state, losses the mean.
+    """
+    whole = ranks.checked(f"{CASES}train", str(tmp_path / "whole"), suffix=suffix)
+    for batch in (5, 8):
+        crashed = ranks.checked(f"{CASES}train", str(tmp_path / "twin"), suffix=suffix, crash_at=batch)
+        assert [one["crashed"] for one in crashed] == [True, True]
+    twins = ranks.checked(f"{CASES}train", str(tmp_path / "twin"), suffix=suffix)
+    assert_twins(whole, twins)
+    assert len(twins[0]["rows"]) == 3
+    assert whole[0]["samples"] == 3 * 34
+    for what in ("eval", "train", "saved"):
+        assert whole[0][what] == whole[1][what]
+    models = [{name: one for name, one in found["sums"].items() if "metrics" not in name} for found in whole]
+    assert models[0] == models[1]
+    assert [row[2] for row in whole[0]["rows"]] == [row[2] for row in whole[1]["rows"]]
+    assert [row[1] for row in whole[0]["rows"]] != [row[1] for row in whole[1]["rows"]], "ranks saw the same data"
+    assert [row[3] for row in whole[0]["rows"]] != [row[3] for row in whole[1]["rows"]], "ranks drew the same numbers"
+
+
+@slow
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks(ranks: Any, tmp_path: Path, before: int, after: int, suffix: str) -> None:
+    """Two ranks go on where one was, and one where two were: every sample of the epoch comes once."""
+    folder, options = str(tmp_path), {"suffix": suffix, "save_interval": "1ba", "max_duration": "2ep"}
+    ranks.ranks(f"{CASES}train", folder, crash_at=4 - before, world_size=before, group=before > 1, **options)
+    outcomes = ranks.ranks(f"{CASES}train", folder, world_size=after, group=after > 1, **options)
+    found = [one.checked() for one in outcomes]
+    assert {one["samples"] for one in found} == {2 * 34}
+    assert {one["num_batches"] for one in found} == {6 if after == 1 else 3}
+    assert f"after 12 samples is split over {after} rank(s), was {before}" in outcomes[0].output
+    assert all(one["eval"] == found[0]["eval"] for one in found)
+
+
+@pytest.mark.parametrize("suffix", ["", pytest.param(".pt", marks=slow)])
+def test_signal_to_one_rank(ranks: Any, tmp_path: Path, suffix: str) -> None:
+    """SIGTERM to rank 1 alone: both ranks save the same batch and leave with the status for being started again."""
+    options = {"save_filename": "b{batch}" + suffix, "save_interval": "100ba"}
+    found = ranks.checked(f"{CASES}dies", str(tmp_path), 1, 3, "SIGTERM", **options)
+    assert [one["left"] for one in found] == [85, 85]
+    assert found[0]["batch"] == found[1]["batch"] >= 3
+    saved = f"b{found[0]['batch']}{suffix}"
+    assert os.path.realpath(tmp_path / "latest-rank0") == os.path.realpath(tmp_path / saved)
+
+
+@slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_signal_in_an_evaluation(ranks: Any, tmp_path: Path, rank: int) -> None:
+    """A signal in the middle of an evaluation: both ranks leave it, and the next life does it again."""
+    found = ranks.checked(f"{CASES}leaves_evaluation", str(tmp_path), rank)
+    assert [one["left"] for one in found] == [85, 85]
+    assert [one["stage"] for one in found] == ["batch_eval", "batch_eval"]
+    again = ranks.checked(f"{CASES}leaves_evaluation", str(tmp_path), None)
+    assert [one["evaluations"] for one in again] == [4, 4]
+    assert [one["batch"] for one in again] == [4, 4]
+
+
+@slow
+@pytest.mark.parametrize("how", ["raise", "SIGKILL"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_goes(ranks: Any, tmp_path: Path, rank: int, how: str) -> None:
+    """One rank fails, or is killed: the other one ends with an error that names it; the next start goes on."""
+    outcomes = ranks.ranks(f"{CASES}dies", str(tmp_path), rank, 4, how, save_interval="3ba")
+    error = outcomes[1 - rank].checked()["error"]
+    assert f"rank {rank}: " in error
+    assert ("ValueError: something in a callback" if how == "raise" else "its trainer process has died") in error
+    assert outcomes[rank].status == (0 if how == "raise" else -9)
+    found = ranks.checked(f"{CASES}dies", str(tmp_path), 0, -1, "", save_interval="3ba", max_duration="6ba")
+    assert [one["batch"] for one in found] == [6, 6]
+    assert [len(one["rows"]) for one in found] == [3, 3]
+
+
+@slow
+@pytest.mark.parametrize("kind", ["StorageFullError", "StorageError"])
+def test_a_save_fails(ranks: Any, tmp_path: Path, kind: str) -> None:
+    """One rank cannot make its part: a full storage costs that save on all ranks, anything else ends all of them."""
+    outcomes = ranks.ranks(f"{CASES}fails_to_save", str(tmp_path), 1, kind)
+    first, second = (one.checked() for one in outcomes)
+    if kind == "StorageFullError":
+        assert first == second == {"error": None, "saved": ["b8", "b12"], "batch": 12}
+        assert outcomes[0].output.count("a checkpoint was NOT saved, the storage is full (rank 1: no room here)") == 1
+        assert outcomes[1].output == ""
+    else:
+        assert second == {"error": "StorageError: rank 1: no room here", "saved": [], "batch": 4}
+        assert (first["saved"], first["batch"] - 4 in (0, 1)) == ([], True)
+        assert "rank 1: " in first["error"]
+        assert "no room here" in first["error"]
+
+
+@slow
+def test_sharded(ranks: Any, tmp_path: Path) -> None:
+    """A model sharded with fully_shard trains like one under DDP, and resumes exactly; a file of it is refused."""
+    whole = ranks.checked(f"{CASES}sharded", str(tmp_path / "whole"))
+    ranks.checked(f"{CASES}sharded", str(tmp_path / "twin"), crash_at=5)
+    twins = ranks.checked(f"{CASES}sharded", str(tmp_path / "twin"))
+    for one, other in zip(whole, twins, strict=True):
+        assert (one["weights"], one["eval"]) == (other["weights"], other["eval"])
+        assert other["rows"] == one["rows"][4:]
+    replicated = ranks.checked(f"{CASES}sharded", str(tmp_path / "ddp"), whole=True)
+    for name, value in replicated[0]["weights"].items():
+        assert whole[0]["weights"][name] == pytest.approx(value, rel=1e-5)
+    assert whole[0]["eval"]["accuracy"] == replicated[0]["eval"]["accuracy"]
+    refused = ranks.ranks(f"{CASES}sharded", str(tmp_path / "file"), suffix=".pt")
+    assert all("holdfast export" in one.error for one in refused)
+
+
+@slow
+def test_one_life_after_another(ranks: Any, tmp_path: Path) -> None:
+    """What the user has wrapped and split is used as it is; damage of one rank's part makes all fall back."""
+    outcomes = ranks.ranks(f"{CASES}one_life_after_another", str(tmp_path))
+    first, second = (one.checked() for one in outcomes)
+    assert first == second
+    assert first["names"] == ["bias", "weight"]
+    assert first["tuned"] == [True, True]
+    assert (first["batch"], first["begun"], first["end"]) == (6, 5, 9)
+    assert outcomes[0].output.count("set aside b6, its files are left alone: rank 1: ") == 1
+    assert "loaded" not in outcomes[1].output
+    assert first["nothing"].startswith("CheckpointNotFoundError: load_path=")
+    assert first["other"].startswith("StateMismatchError: ")
+
+
+@slow
+def test_by_the_clock(ranks: Any, tmp_path: Path) -> None:
+    """Saves, evaluations and the end by the clock come at the same batches, under the same names, on both ranks."""
+    found = ranks.checked(f"{CASES}by_the_clock", str(tmp_path))
+    assert found[0] == found[1]
+    assert len(found[0]["saved"]) >= 2
+    assert found[0]["evaluations"] >= 1
+    assert found[0]["clock"] >= 0.6
+
+
+@slow
+def test_several_savers(ranks: Any, tmp_path: Path) -> None:
+    """Directories, files of weights, uploads, links, logs and single checkpoints; nothing is there twice."""
+    found = ranks.checked(f"{CASES}many_savers", str(tmp_path))
+    assert found[0] == found[1]
+    assert found[0]["saved"] == ["full/e2", "weights/b5.safetensors", "weights/b6.safetensors"]
+    assert os.readlink(tmp_path / "weights" / "newest") == "b6.safetensors"
+    assert os.readlink(tmp_path / "full" / "latest-rank0") == "e2"
+    for directory in ("full/e2", "bucket/many/checkpoints/e2", "two"):
+        checkpoint = hf.Checkpoint(tmp_path / directory)
+        assert checkpoint.verify(deep=True).ok
+        assert checkpoint.manifest is not None
+        assert checkpoint.manifest.writers == (0, 1)
+    one = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert list(one) == ["state", "rng"]
+    assert len(one["rng"]) == 2
+    assert sorted(one["state"]["model"]) == ["bias", "weight"]
+    steps = [json.loads(row)["step"] for row in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 3, 4, 5, 6, 6], "rank 0 alone writes"
+    refused = ranks.checked(f"{CASES}refused", str(tmp_path))
+    assert refused[0] == refused[1]
+    assert "save_overwrite=False" in refused[0]
+    longer = ranks.checked(f"{CASES}many_savers", str(tmp_path), again=True, max_duration="3ep")
+    assert longer[1]["saved"] == ["full/e3", "weights/b8.safetensors", "weights/b9.safetensors"]
+
+
+@slow
+def test_metrics_of_all_ranks(ranks: Any) -> None:
+    """An evaluation of 20 samples by two ranks, 12 and 8 of them, counts each once."""
+    found = ranks.checked(f"{CASES}gathered_metrics")
+    assert found[0] == found[1]
+    assert found[0]["own"] == pytest.approx(7 / 20), "zeros are at 0, 3, ..., 18"
+    assert found[0]["function"] == pytest.approx(found[0]["theirs"])
+    assert found[0]["theirs"] * 20 == pytest.approx(round(found[0]["theirs"] * 20), abs=1e-5)
+
+
+@slow
+def test_iterables(ranks: Any) -> None:
+    """Samples and tokens of data that split themselves are added up; uneven ends are an error, no hang."""
+    found = ranks.checked(f"{CASES}tokens", [4])
+    assert found == [{"tokens": 30, "samples": 16, "batch": 4}] * 2
+    uneven = ranks.checked(f"{CASES}tokens", [4, 3])
+    assert uneven[0] == uneven[1]
+    assert "equally many batches" in uneven[0]
+
+
+SCRIPT = """
+    import os, sys
+    from loop_kit import rich
+    from holdfast.callbacks import Callback
+
+    class Die(Callback):
+        def batch_end(self, state, logger):
+            first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+            if int(state.timestamp.batch) == 5 and state.ranks.rank == 1 and first:
+                os._exit(7)
+
+    trainer = rich(sys.argv[1], autoresume=True, callbacks=[Die()], seed=3)
+    begun = int(trainer.state.timestamp.batch)
+    trainer.fit()
+    trainer.close()
+    print(f"rank {trainer.state.ranks.rank}: {begun} to {int(trainer.state.timestamp.batch)}", flush=True)
+"""
+
+
+@pytest.mark.long
+def test_torchrun_starts_it_again(tmp_path: Path) -> None:
+    """A plain script under torchrun, which makes no process group: a rank dies, all are started again and go on."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(script), str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{HERE}", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert sorted(ended.stdout.split()) == sorted(["rank", "0:", "4", "to", "9", "rank", "1:", "4", "to", "9"])
+
+
+@pytest.mark.long
+def test_in_the_function_trainer(tmp_path: Path) -> None:
+    """Two workers of the function trainer train with it, in the process group of these."""
+    trainer = TorchTrainer(
+        tells_ranks,
+        train_loop_config={"folder": str(tmp_path / "loop")},
+        scaling_config=hf.ScalingConfig(num_workers=2),
+        run_config=hf.RunConfig(storage_path=tmp_path / "runs", name="run"),
+    )
+    result = trainer.fit()
+    assert result.metrics["world_size"] == 2
+    assert result.metrics["batch"] == 6
+    checkpoint = hf.Checkpoint(tmp_path / "loop" / "ep2-ba6")
+    assert checkpoint.manifest is not None
+    assert checkpoint.manifest.writers == (0, 1)
