@@ -9,20 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from holdfast.checkpointer.identity import manifest_fields
-from holdfast.format.boxes import Box, flaw
+from holdfast.format.boxes import Box
 from holdfast.format.commit import PartSummary
 from holdfast.format.index import Index
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.names import join
 from holdfast.format.parts import put_part
 from holdfast.format.strict_json import paused_gc
+from holdfast.state.cuts import Cuts
 from holdfast.state.plan import Layout, Signature, plan
 from holdfast.state.sharded import Region, Spread
 from holdfast.state.stored import Stored, unite
+from holdfast.state.targets import box_of
 from holdfast.storage.memory import MemoryStorage
 from holdfast.writer.messages import PartsJob
 from holdfast.writer.parts import commit_parts
@@ -56,12 +59,19 @@ def run(context: Context) -> Outcome:
         # A reader's share takes longest to set up: a tenth of the pieces shows the slope as well.
         indexes = [_index(rank, world, max(1, held // 10)) for rank in range(world)]
         outcome.add(method, unite_s=timed(_unite, indexes, world))
+        outcome.add(method, own_s=timed(_own, [_index(rank, world, held) for rank in (0, world - 1)]))
         slowest = max(outcome.samples[method]["plan_s"])
         context.say(f"{method}, {held} pieces each: plan {slowest:.3f} s")
         merge = outcome.median(method, "merge_s")
         outcome.goals += [
             Goal(what=f"slowest of {world} ranks plans {held} boxes", value=slowest, unit="s", at_most=1.0),
             Goal(what=f"rank 0 merges {world} parts", value=merge, unit="s", at_most=1.0),
+            Goal(
+                what=f"same layout: a rank of {world} reads the boxes it has saved",
+                value=outcome.median(method, "own_s"),
+                unit="s",
+                at_most=2.0,
+            ),
         ]
     held_by_rank = [pieces * _REPLICAS / world for world in worlds]
     planned = [outcome.median(f"{world} ranks", "plan_s") for world in worlds]
@@ -143,10 +153,22 @@ def _unite(indexes: list[bytes], world: int) -> None:
     """Do what a reader does with the indexes of all ranks; each tensor must be made up by its boxes."""
     stored = Stored(MemoryStorage("plan"), Manifest(**{**_fields(), "world_size": world}))
     unite(stored, [Index.from_bytes(data, save_id=_ID) for data in indexes])
+    known: dict[Any, Cuts] = {}
     for entry in stored.entries.values():
-        boxes = [Box(one.box_start or (), one.box_shape or ()) for one in entry.pieces]
-        if problem := flaw(entry.shape, boxes):
-            raise AssertionError(f"{entry.name}: {problem}")
+        boxes = tuple([box_of(piece, entry.shape) for piece in entry.pieces])
+        cuts = known.setdefault((entry.shape, boxes), Cuts(entry.shape, boxes))
+        if cuts.problem:
+            raise AssertionError(f"{entry.name}: {cuts.problem}")
+
+
+@paused_gc()
+def _own(indexes: list[bytes]) -> None:
+    """Do what a rank does with its own index and that of rank 0, which is all it needs in the layout it has saved."""
+    for data in indexes:
+        for entry in Index.from_bytes(data, save_id=_ID).tensors.values():
+            boxes = tuple([box_of(piece, entry.shape) for piece in entry.pieces])
+            if not Cuts(entry.shape, boxes).make_up(boxes[0]):
+                raise AssertionError(f"{entry.name}: its own box is not there")
 
 
 def _fields() -> dict[str, object]:

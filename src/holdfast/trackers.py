@@ -48,8 +48,8 @@ class MLflowTracker(Tracker):
             with checkpoint.as_directory() as directory:
                 self._client.log_artifacts(self.run_id, directory, f"checkpoints/{checkpoint.name}")
         tags[f"checkpoint.{step}"] = f"{checkpoint.uri} {digest}"
-        for name, value in tags.items():
-            self._client.set_tag(self.run_id, f"holdfast.{name}", value)
+        for name, text in tags.items():
+            self._client.set_tag(self.run_id, f"holdfast.{name}", text)
 
 
 class WandbTracker(Tracker):

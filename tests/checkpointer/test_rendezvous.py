@@ -56,6 +56,16 @@ def test_all_get_what_rank_0_decides_of_what_all_give() -> None:
     assert each(again, lambda one: one.agree("sum", lambda: one.rank + 2, sum)) == [9, 9, 9]
 
 
+def test_groups_get_the_values_of_their_own_ranks() -> None:
+    """Ranks that name one group get what all of it gave, in order; again and again, and alone as well."""
+    ranks = meetings(4, dist.HashStore())
+    for turn in (1, 2):
+        found = each(ranks, lambda one, turn=turn: one.swap(f"node {one.rank % 2}", [turn, one.rank]))
+        assert found == [[[turn, 0], [turn, 2]], [[turn, 1], [turn, 3]]] * 2
+    assert each(ranks, lambda one: one.swap(f"of {one.rank}", None)) == [[None]] * 4
+    assert Alone().swap("any", 5) == [5]
+
+
 def test_one_error_for_all() -> None:
     """It keeps its kind and names the ranks that met it; one that all have met needs no names."""
     ranks = meetings(3, dist.HashStore())

@@ -89,6 +89,20 @@ def test_the_folder_of_a_tag(tmp_path: Path) -> None:
     assert hf.import_checkpoint(tmp_path / "theirs/global_step7", tmp_path / "ours").format == "deepspeed"
 
 
+def test_cut_parameters_without_their_files(tmp_path: Path) -> None:
+    """What is left of a cut parameter in the model's file is never taken for the parameter."""
+    write(tmp_path / "theirs", 3)
+    tag = tmp_path / "theirs/global_step7"
+    for path in tag.glob("*_optim_states.pt"):
+        path.unlink()
+    for path in tag.glob("*_model_states.pt"):
+        head = torch.load(path, weights_only=True)
+        head["module"].update((name, torch.empty(0)) for name in SHAPES)
+        torch.save(head, path)
+    with pytest.raises(hf.CorruptCheckpointError, match="is cut"):
+        hf.import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+
+
 @pytest.mark.parametrize(
     "more",
     [

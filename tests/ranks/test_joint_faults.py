@@ -78,7 +78,7 @@ def test_a_fault_on_one_rank(ranks, tmp_path, rank, phase, what, expected):
     notes.mkdir()
     fault = {"rank": rank, "phase": phase, "what": what}
     try:
-        limit_s = 80.0 if what == "SIGSTOP writer" else 40.0
+        limit_s = 40.0
         ended = ranks.ranks(f"{CASES}:run", str(root), str(notes), fault, timeout_s=limit_s)
     finally:
         for name in notes.glob("writer-*"):

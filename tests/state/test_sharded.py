@@ -202,3 +202,12 @@ def test_boxes_stream_through_a_small_arena(placement):
     values = torch.randn(1500, 1024)  # each rank holds more than two windows of 1 MiB
     storage = save_ranks(2, lambda _: {"w": Layout((2,), (placement,)).shard(values)}, max_staging_bytes=2 << 20)
     assert torch.equal(load_state(storage).state["w"], values)
+
+
+def test_no_rank_has_more_in_memory_than_it_holds():
+    """Nobody gathers: what each rank copies aside for a save, rank 0 as well, is its own boxes and little more."""
+    values = torch.randn(1024, 1024)  # 4 MiB, 1 MiB on each rank
+    found = []
+    save_ranks(4, lambda _: {"w": Layout((4,), (0,)).shard(values), "n": 1}, keep=found)
+    assert all(layout.tensor_bytes == 1 << 20 for layout in found)
+    assert all(layout.arena_bytes <= (1 << 20) + (64 << 10) for layout in found)

@@ -261,3 +261,13 @@ def test_the_division_is_even_and_complete(data):
         assert block.owner in block.takers
         assert len(block.takers) > 1
         assert block.chunks == tuple(torch.stack(rows).any(0).nonzero().flatten().tolist())
+
+
+def test_a_checkpoint_without_tensors_is_loaded_together():
+    """Where there is nothing to share the ranks still meet, and load."""
+    storage = saved({"n": 1, "text": "abc"})
+
+    def load(_, swap):
+        return load_state(storage, {"n": 0, "text": ""}, swap=swap).state["text"]
+
+    assert Ranks(3).run(load) == ["abc"] * 3

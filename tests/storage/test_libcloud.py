@@ -10,7 +10,13 @@ from adapter_kit import save_load_resume
 from object_kit import BUCKET, KEY, moto
 
 import holdfast as hf
-from holdfast.errors import ConfigError, StorageError, StorageNotFoundError, StoragePermissionError
+from holdfast.errors import (
+    ConfigError,
+    StorageError,
+    StorageNotFoundError,
+    StoragePermissionError,
+    StorageUnavailableError,
+)
 from holdfast.storage import Storage, from_description, resolve
 from holdfast.testing import StorageTests
 
@@ -136,8 +142,8 @@ def test_translation():
         (InvalidCredsError("no"), StoragePermissionError),
         (BaseHTTPError(403, "no"), StoragePermissionError),
         (BaseHTTPError(404, "no"), StorageNotFoundError),
-        (BaseHTTPError(503, "busy"), StorageError),
-        (ServiceUnavailableError(), StorageError),
+        (BaseHTTPError(503, "busy"), StorageUnavailableError),
+        (ServiceUnavailableError(), StorageUnavailableError),
         (LibcloudError("Unknown error. Status code: 403"), StoragePermissionError),
         (LibcloudError("Unexpected status code: 500"), StorageError),
         (ObjectDoesNotExistError(None, None, "a"), StorageNotFoundError),

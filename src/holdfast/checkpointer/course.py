@@ -115,7 +115,7 @@ class Course:
         self.log.flush(self._progress, saver)
         saver.finish()
         if remote and saver.remote is not None:
-            saver.remote.finish(self._options.timeout_s)
+            saver.remote.finish(self._options.timeout_s, saver.last_step)
 
     def epoch_done(self, epochs: int) -> None:
         """Save at the end of an epoch that is due."""
@@ -162,7 +162,7 @@ class Course:
         if step > 0 and saver.last_step != step:
             raise saver.final_is_missing(step)
         if saver.remote is not None:
-            saver.remote.finish(self._options.timeout_s)
+            saver.remote.finish(self._options.timeout_s, saver.last_step)
         stopped = self.pace.stop_asked
         if not saver.leads:
             return
@@ -186,7 +186,7 @@ class Course:
         # Each on its own: a failed save must not keep the reports from the disk.
         def upload() -> None:
             if saver.remote is not None:
-                saver.remote.finish(self._options.timeout_s)
+                saver.remote.finish(self._options.timeout_s, saver.last_step)
 
         for act in (flush, saver.finish, saver.say_lost, upload, close, saver.finish):
             try:

@@ -301,7 +301,7 @@ class Checkpointer(Listing):
         saver.parent = started.parent
         saver.announcer = Announcer(options.on_commit)
         if options.mirror is not None and self.remote is not None and saver.leads:
-            saver.remote = RemoteWatch(client, options.mirror, self.remote.uri)
+            saver.remote = RemoteWatch(client, options.mirror, self.remote.uri, staged=started.staged)
         if self.resumed_from is not None and started.in_this_run:
             # The step resumed from is safe already; saving it again would only make a copy.
             saver.last_step, saver.last_name = progress.step, self.resumed_from.name

@@ -26,9 +26,11 @@ class RemoteWatch:
         client: the writer, with the mirrored run opened.
         mirror: its rules.
         uri: where the remote side is.
+        staged: what has not arrived there is no checkpoint anywhere; see `spread`.
     """
 
-    def __init__(self, client: WriterClient, mirror: Mirror, uri: str) -> None:
+    def __init__(self, client: WriterClient, mirror: Mirror, uri: str, *, staged: bool = False) -> None:
+        self._staged = staged
         self._client, self._mirror, self.uri = client, mirror, uri
         self._told = threading.Condition()
         self._state: dict[str, Any] = {"version": None, "waiting": [], "last_step": -1, "created": None}
@@ -69,15 +71,26 @@ class RemoteWatch:
                 "when_behind='skip' it would go on"
             )
 
-    def finish(self, timeout_s: float) -> None:
+    def finish(self, timeout_s: float, step: int = -1) -> None:
         """Wait until the remote has everything that is to get there.
 
+        Args:
+            timeout_s: how long.
+            step: that was saved last, as far as anything was.
+
         Raises:
-            StorageError: it has not after ``timeout_s``; names what lies on the local disk only.
+            StorageError: it has not after ``timeout_s``; names what lies on the local disk only. Or the last step was
+                staged, and could not be completed there.
             RunBusyError: another trainer has taken the remote side over.
         """
         self._ask(timeout_s)
         if self._wait_until(lambda: not self._waiting, timeout_s):
+            if self._staged and self._state["last_step"] < step:
+                raise StorageError(
+                    f"step {step} was staged, but is not at {self.uri}, where the newest checkpoint is that of step "
+                    f"{self._state['last_step']}; the log says why. What the disks of all machines have still is "
+                    "brought by the next start"
+                )
             return
         raise StorageError(
             f"not everything is at {self.uri} after {timeout_s:.0f} s (timeout_s): {self._on_disk_only()}. The writer "

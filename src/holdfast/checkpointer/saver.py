@@ -106,6 +106,7 @@ class Saver:
         self._number = 0
         self._num_lost = self._lost_in_a_row = 0
         self._retry = False
+        self._stuck = False  # the time for a save was up: it is not waited for as long again
 
     @property
     def busy(self) -> bool:
@@ -232,15 +233,16 @@ class Saver:
                 return
             begun = time.perf_counter()
             limit_s = self.timeout_s + (0.0 if self.team is None else ANSWER_MARGIN_S)
-            wait([future], timeout=limit_s)
+            wait([future], timeout=0.0 if self._stuck else limit_s)
             self._held(begun)
-            if not future.done():
+            self._stuck = not future.done()
+            if self._stuck:
                 whose = "" if self.team is None else f"rank {self.team.rank}: "
                 raise HoldfastError(
                     f"{whose}the save of step {pending.step} is not durable after {limit_s:.0f} s (timeout_s): "
                     f"{self.storage.uri} is stuck or very slow; training cannot count on it"
                 )
-        self._pending = None
+        self._pending, self._stuck = None, False
         error = future.exception()
         if error is None:
             self._committed(future.result(), pending)
@@ -261,7 +263,7 @@ class Saver:
     def finish(self) -> None:
         """Wait for everything on its way; raises what failed."""
         self.settle(wait_for_it=True)
-        wait(self._side, timeout=self.timeout_s)
+        wait(self._side, timeout=0.0 if self._stuck else self.timeout_s)
         self._settle_side([one for one in self._side if one.done()])
         if self._side:
             raise HoldfastError(f"metrics are not durable after {self.timeout_s:.0f} s: {self.storage.uri} is stuck")

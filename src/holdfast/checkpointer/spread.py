@@ -15,7 +15,6 @@ from ..format.parts import read_part
 from ..storage.base import Storage
 from ..writer.client import WriterClient
 from ..writer.messages import RunOpened
-from ..writer.staged_run import staged_saves
 from .awaiting import answer
 from .rendezvous import Meeting
 
@@ -98,6 +97,8 @@ def take_up(
 
 def _left(local: Storage, opened: RunOpened) -> list[dict[str, Any]]:
     """List, on rank 0, what its disk knows of that is newer than all the remote has, newest first."""
+    from ..writer.staged_run import staged_saves  # not above: few trainers need it, and each start waits
+
     newest = max((record_from_row(row).order for row in opened.records), default=(-1, -1, ""))
     found = [
         ((manifest.attempt, manifest.step or 0, name), {"name": name, "save": save, "writers": len(manifest.writers)})

@@ -47,6 +47,7 @@ class Started:
         in_this_run: whether that checkpoint belongs to this run.
         parent: id of that checkpoint.
         names: directory names that are taken.
+        staged: the ranks share no disk, and each stages its parts on its own.
         finished_epochs: epochs an earlier, finished life did in all; None if none finished at this step.
     """
 
@@ -56,6 +57,7 @@ class Started:
     parent: str | None
     names: set[str]
     finished_epochs: int | None
+    staged: bool = False
 
 
 def start_run(
@@ -90,7 +92,7 @@ def start_run(
         # The run is at the remote then, and the disks are where saves wait for it.
         root, remote = remote, None
         opened = _open(root, client, options, start_id, None, meeting)
-        client.stage(local, root, options.mirror)
+        client.stage(local, root, options.mirror, start_id=start_id)
         opened = take_up(meeting, client, local, root, opened, start_id=start_id, timeout_s=timeout_s)
     else:
         opened = _open(root, client, options, start_id, remote, meeting)
@@ -138,7 +140,7 @@ def start_run(
             root, opened, outcome, progress, finished=finished, room=ready["room"], options=options, remote=remote,
             staged=local if spread else None,
         ).show()  # fmt: skip
-    return Started(opened, outcome.checkpoint, mine, parent, set(ready["taken"]), finished)
+    return Started(opened, outcome.checkpoint, mine, parent, set(ready["taken"]), finished, spread)
 
 
 def _is_spread(local: Storage, options: Options, start_id: str, remote: Storage | None, meeting: Meeting) -> bool:

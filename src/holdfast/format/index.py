@@ -172,6 +172,8 @@ class _Rows:
     def __init__(self, files: tuple[str, ...], where: str) -> None:
         self.files, self.num_files, self.where = files, len(files), where
         self.ranges: list[tuple[int, int, int, str]] = []
+        # Boxes occur many times as well: layers are cut alike.
+        self.boxes: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...], int]] = {}
 
     def read(self, rows: Any) -> dict[str, TensorEntry]:
         tensors: dict[str, TensorEntry] = {}
@@ -206,9 +208,13 @@ class _Rows:
         shape, count = known
         start = box = None
         if len(row) > 3:
-            start, box = tuple(row[3]), tuple(row[4])
-            self.check_box(name, shape, start, box)
-            count = prod(box)
+            key = (shape, *row[3], None, *row[4])
+            seen = self.boxes.get(key)
+            if seen is None:
+                start, box = tuple(row[3]), tuple(row[4])
+                self.check_box(name, shape, start, box)
+                seen = self.boxes[key] = (start, box, prod(box))
+            start, box, count = seen
         if width is not None and nbytes != width * count:
             raise _corrupt(self.where, f"tensor {name!r}: {nbytes} bytes do not make {list(box or shape)}", name)
         if nbytes:

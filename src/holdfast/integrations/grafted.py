@@ -66,6 +66,6 @@ def _package(base: str) -> str:
 
 
 def _again(cls: type[Grafted], state: dict[str, Any]) -> Any:
-    made = object.__new__(_grafted(cls))
+    made: Any = object.__new__(_grafted(cls))
     made.__dict__.update(state)
     return made

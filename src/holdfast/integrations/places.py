@@ -64,10 +64,16 @@ def fetch(checkpoint: Checkpoint, downloads: contextlib.ExitStack) -> tuple[str,
 
 
 def same_as_parent(what: str, decide: Callable[[], Any]) -> Any:
-    """Decide something that ranks started by this process (Lightning starts the script again for each) decide alike."""
+    """Decide something that ranks started by this process decide alike: Lightning starts the script again for each.
+
+    Such a rank has LOCAL_RANK from its parent; any other child process decides for itself, and so does a rank that
+    asks a second time.
+    """
     told = json.loads(os.environ.get(_TOLD, "{}"))
-    if told.get("pid") == os.getppid() and what in told["said"]:
-        return told["said"][what]
+    if told.get("pid") == os.getppid() and os.environ.get("LOCAL_RANK", "0") != "0" and what in told["said"]:
+        decision = told["said"].pop(what)
+        os.environ[_TOLD] = json.dumps(told)
+        return decision
     decision = decide()
     said = told["said"] if told.get("pid") == os.getpid() else {}
     os.environ[_TOLD] = json.dumps({"pid": os.getpid(), "said": {**said, what: decision}})

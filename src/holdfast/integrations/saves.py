@@ -63,7 +63,7 @@ class Saves:
 
     def __reduce__(self) -> Any:
         """In another process, nothing is under way."""
-        told = {"unsupported": self._unsupported, "timeout_s": self._timeout_s, "advice": self._advice}
+        told: dict[str, Any] = {"unsupported": self._unsupported, "timeout_s": self._timeout_s, "advice": self._advice}
         return partial(Saves, **told), (self._given,)
 
     def save(
@@ -78,9 +78,10 @@ class Saves:
         target = self._at(path)
         self._raise_failed()
         state = self._plain(state, target)
-        removal = self._removals.pop(target.uri, None)
-        if removal is not None:
+        if (removal := self._removals.pop(target.uri, None)) is not None:
             removal.result(self._timeout_s)
+        if (handle := self._handles.pop(target.uri, None)) is not None:
+            handle.result(self._timeout_s)
         _move_file_aside(target)
         try:
             self._handles[target.uri] = save_async(
@@ -98,6 +99,8 @@ class Saves:
             trusted: torch may unpickle whatever a file holds; else its weights-only reader refuses it.
         """
         target = self._at(path)
+        if os.path.exists(path) and target.uri not in self._handles:
+            target = Checkpoint(path)  # what `latest` gave, or a file of the framework
         if target.uri in self._handles:
             self._handles[target.uri].result(self._timeout_s)
         if target.manifest is not None:
@@ -109,6 +112,8 @@ class Saves:
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint in the background, once everything started before is durable."""
         target = self._at(path)
+        if os.path.exists(path):
+            target = Checkpoint(path)
         before = list(self._handles.values())
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-removals")
@@ -153,7 +158,7 @@ class Saves:
 
     def _at(self, path: str | os.PathLike[str]) -> Checkpoint:
         told = os.fspath(path)
-        if self._root is None or "://" in told or os.path.exists(told):
+        if self._root is None or "://" in told:
             return Checkpoint(told)
         return Checkpoint.at(self._root, os.path.basename(told))
 
@@ -178,8 +183,10 @@ class Saves:
             del self._handles[uri]
         for uri in gone:
             del self._removals[uri]
-        for one in (*ended.values(), *gone.values()):
-            one.result(0)
+        for handle in ended.values():
+            handle.result(0)
+        for removal in gone.values():
+            removal.result(0)
 
     def _finish(self, pending: dict[str, Any], result: Callable[[Any], object]) -> None:
         while pending:

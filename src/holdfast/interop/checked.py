@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..errors import CorruptCheckpointError, StorageNotFoundError
 from ..format.digest import CHUNK
-from ..state.reader import Digests
+from ..state.digests import Digests
 from ..storage.base import FileReader, Storage
 
 __all__ = ["CheckedFiles"]

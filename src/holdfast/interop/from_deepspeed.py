@@ -81,7 +81,7 @@ def _tag_folder(folder: str) -> str:
     path = os.path.join(folder, _LATEST)
     if not os.path.exists(path):
         return folder
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         tag = file.read(4096).strip()
     found = os.path.join(folder, tag)
     if os.path.isabs(tag) or ".." in tag.split("/") or not os.path.isdir(found):
@@ -110,6 +110,9 @@ def _weights(
     module, buffers = head.get("module") or {}, frozenset(head.get("buffer_names") or ())
     shapes = head.get("param_shapes")
     if not optimizers or not shapes:  # without ZeRO the module's own weights are all there is
+        wanted = {name: tuple(shape) for group in shapes or () for name, shape in group.items()}
+        if cut := [name for name, shape in wanted.items() if tuple(module[name].shape) != shape]:
+            raise CorruptCheckpointError(f"{folder}: {cut[0]} is cut, and no rank's *_optim_states.pt is here")
         buffers, shapes = frozenset(module), []
     for name, tensor in module.items():
         if name in buffers:

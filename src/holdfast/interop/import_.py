@@ -46,7 +46,7 @@ class Imported:
 
 
 def import_checkpoint(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Checkpoint,
     destination: str | os.PathLike[str],
     *,
     format: str = "auto",  # noqa: A002 - the word that people use
@@ -60,8 +60,9 @@ def import_checkpoint(
     left out, and listed in ``not_taken``.
 
     Args:
-        source: path or URI: a file of ``torch.save`` (``.pt``, ``.bin``, Lightning's ``.ckpt``), a safetensors file, or
-            a directory of safetensors, of torch.distributed.checkpoint, Transformers, Accelerate or DeepSpeed.
+        source: path, URI or `Checkpoint`: a file of ``torch.save`` (``.pt``, ``.bin``, Lightning's ``.ckpt``), a
+            safetensors file, or a directory of safetensors, of torch.distributed.checkpoint (also of Megatron-Core),
+            Transformers, Accelerate or DeepSpeed.
         destination: path or URI of the new checkpoint.
         format: "safetensors", "torch", "dcp", "hf" (Transformers and Accelerate), "lightning",
             "deepspeed"; "auto" looks at it.
@@ -91,7 +92,7 @@ def import_checkpoint(
             "another name"
         )
     with ExitStack() as stack:
-        of = Checkpoint(source)
+        of = source if isinstance(source, Checkpoint) else Checkpoint(source)
         is_file = of.storage.exists(of.directory)
         if is_file and of.storage.local_root is not None:
             path = of.path

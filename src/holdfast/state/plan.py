@@ -108,7 +108,7 @@ def _check_memory(flat: Flat, pointers: list[int]) -> None:
     for name, tensor, pointer in zip(flat.names, flat.tensors, pointers, strict=True):
         if not pointer and tensor.is_cpu and tensor.numel():
             raise UnsupportedStateError(
-                f"{name!r}, a tensor of shape {list(tensor.shape)}, has no memory: somebody has freed its storage (fully "
+                f"{name!r}, a tensor of shape {list(tensor.shape)}, has no memory: its storage was freed (fully "
                 "sharded modules do that with gathered parameters): save between two steps"
             )
 

@@ -12,7 +12,7 @@ import ctypes
 import mmap
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -22,16 +22,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import CorruptCheckpointError, StateMismatchError, StorageNotFoundError
-from ..format.digest import CHUNK, chunk_digests
+from ..format.digest import CHUNK
 from ..storage.base import FileReader, Storage
 from ..writer.side import Side
+from .digests import Digests
 from .feed import BLOCK, Feed, split
 from .memory import move
 
 if TYPE_CHECKING:
     from .shared_reads import Block, FileBlocks, SharedReads
 
-__all__ = ["BATCH", "Digests", "ReadRequest", "is_direct", "read_tensors"]
+__all__ = ["BATCH", "ReadRequest", "is_direct", "read_tensors"]
 
 _DIRECT = 4 * CHUNK  # a tensor with fewer whole chunks than this is not worth blocks of its own
 BATCH = 32 << 20  # tensors that need a detour (other device, dtype, strides) are read in batches of this size
@@ -58,41 +59,6 @@ class ReadRequest:
     dtype: torch.dtype
     target: torch.Tensor
     within: tuple[tuple[int, ...], tuple[slice, ...]] | None = None
-
-
-@dataclass(slots=True)
-class Digests:
-    """The digest tables of a checkpoint's files: path -> eight bytes for each 64 KiB chunk."""
-
-    tables: Mapping[str, bytes]
-
-    def fit(self, file: str, first_chunk: int, view: memoryview) -> bool:
-        """Tell whether a block of whole chunks is what was written; a file without a table matches nothing."""
-        found = chunk_digests(view)
-        return found == self.tables.get(file, b"")[8 * first_chunk : 8 * first_chunk + len(found)]
-
-    def check(self, file: str, first_chunk: int, view: memoryview, names: Callable[[int, int], str | None]) -> None:
-        """Compare a block of whole chunks with the table.
-
-        Raises:
-            CorruptCheckpointError: naming the file, the chunk and the tensor it belongs to.
-        """
-        if self.fit(file, first_chunk, view):
-            return
-        table, found = self.tables.get(file, b""), chunk_digests(view)
-        for number in range(len(found) // 8):
-            at = 8 * (first_chunk + number)
-            if found[8 * number : 8 * number + 8] != table[at : at + 8]:
-                chunk = first_chunk + number
-                tensor = names(chunk * CHUNK, (chunk + 1) * CHUNK)
-                where = f"tensor {tensor!r}, " if tensor else ""
-                raise CorruptCheckpointError(
-                    f"{file}: {where}bytes {chunk * CHUNK}..{(chunk + 1) * CHUNK} are not what was written "
-                    "(digest differs): this checkpoint is damaged; use another one, or a copy of this file",
-                    file=file,
-                    tensor=tensor,
-                    chunk=chunk,
-                )
 
 
 def read_tensors(
@@ -332,6 +298,8 @@ class _FileJob:
             for low, high, block in self.shared.cut(start, stop):
                 if block is None:
                     split(low, high, owner, blocks)
+                elif parts and parts[-1][2] is block and sum(parts[-1][:2]) == low:
+                    parts[-1] = (parts[-1][0], high - parts[-1][0], block)
                 else:
                     parts.append((low, high - low, block))
 

@@ -349,10 +349,10 @@ def no_part(swap: Swap) -> None:
 
 
 def _lay_out(numbers: _Numbers, requests: Iterable[ReadRequest]) -> tuple[Desk | None, dict[str, Any] | None]:
-    if not can_share():
+    if not numbers.total or not can_share():
         return None, None
     try:
-        desk = Desk(memoryview(numbers.wanted(requests).numpy()), _SLOTS * _BLOCK)
+        desk = Desk(numbers.wanted(requests).numpy().data, _SLOTS * _BLOCK)
         of = bytes_digest(repr(numbers.sizes).encode())
         return desk, {"of": of, **desk.told()}
     except (OSError, RuntimeError) as error:  # no memory, no /proc, a sandbox, torch without NumPy

@@ -19,7 +19,7 @@ from ..format.index import Index, Piece, TensorEntry
 from ..format.manifest import FileEntry, Manifest
 from ..storage.base import Storage
 from . import arrays
-from .reader import Digests
+from .digests import Digests
 from .values import ObjectNode, PerRankNode, TensorRef
 
 __all__ = ["Stored", "decode_tree", "open_stored", "unite"]
@@ -208,24 +208,35 @@ def unite(stored: Stored, indexes: Sequence[Index]) -> None:
         stored._indexes = list(indexes)
     elif problem := disagreement({index.writer: index.division for index in indexes}):
         raise CorruptCheckpointError(f"{where}: {problem}: this checkpoint is damaged; use another one")
-    writers: dict[str, int] = {}
+    entries, aliases = stored.entries, stored.aliases
     pieces: dict[str, list[Piece]] = {}  # of tensors that several ranks have boxes of
     for index in indexes:
-        for name in writers.keys() & (index.tensors.keys() | index.aliases.keys()):
-            one, other = stored.entries.get(name), index.tensors.get(name)
-            if one is not None and other is not None and one[1:3] == other[1:3] and _in_boxes(one) and _in_boxes(other):
-                pieces.setdefault(name, list(one.pieces)).extend(other.pieces)
-            elif stored.aliases.get(name, "") != index.aliases.get(name):  # boxes of tied tensors are tied on each rank
-                raise CorruptCheckpointError(
-                    f"{where}: both rank {writers[name]} and rank {index.writer} have stored {name!r}: this checkpoint "
-                    "is damaged; use another one",
-                    tensor=name,
-                )
-        stored.entries.update(index.tensors)
-        stored.aliases.update(index.aliases)
-        writers.update(dict.fromkeys((*index.tensors, *index.aliases), index.writer))
+        for name, entry in index.tensors.items():
+            before = entries.get(name)
+            if before is None and name not in aliases:
+                entries[name] = entry
+                continue
+            if before is None or before[1:3] != entry[1:3] or not (_in_boxes(before) and _in_boxes(entry)):
+                raise _twice(where, name, index, indexes)
+            there = pieces.get(name)
+            if there is None:
+                there = pieces[name] = list(before.pieces)
+            there.extend(entry.pieces)
+        for name, original in index.aliases.items():
+            # Boxes of tied tensors are tied on each rank.
+            if name in entries or aliases.setdefault(name, original) != original:
+                raise _twice(where, name, index, indexes)
     for name, found in pieces.items():
-        stored.entries[name] = stored.entries[name]._replace(pieces=tuple(found))
+        entries[name] = entries[name]._replace(pieces=tuple(found))
+
+
+def _twice(where: str, name: str, second: Index, indexes: Sequence[Index]) -> CorruptCheckpointError:
+    first = next(index.writer for index in indexes if name in index.tensors or name in index.aliases)
+    return CorruptCheckpointError(
+        f"{where}: both rank {first} and rank {second.writer} have stored {name!r}: this checkpoint is damaged; use "
+        "another one",
+        tensor=name,
+    )
 
 
 def _in_boxes(entry: TensorEntry) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from math import prod
-from operator import sub
 
 import torch
 
 from ..errors import CorruptCheckpointError
-from ..format.boxes import Box, flaw, overlap
+from ..format.boxes import Box
 from ..format.index import Piece, TensorEntry
 from . import arrays
+from .cuts import Cuts
 from .reader import ReadRequest
 from .sharded import is_spread, local_parts, local_tensor
 from .spans import spans
@@ -32,6 +32,7 @@ class Targets:
         self.requests: list[ReadRequest] = []
         self._dtypes: dict[str, torch.dtype] = {}
         self._complete: set[str] = set()  # tensors whose boxes were found to make them up
+        self._cuts: dict[tuple[tuple[int, ...], tuple[Box, ...]], Cuts] = {}
         # By address: tied live tensors are one memory, which is read once.
         self._at: dict[int, list[tuple[torch.Tensor, str]]] = {}
 
@@ -110,16 +111,17 @@ class Targets:
 
     def _boxes(self, entry: TensorEntry, dtype: torch.dtype, parts: list[tuple[Box, torch.Tensor]]) -> None:
         """Read boxes of a tensor, each into memory of its own, from stored boxes that may be others."""
-        stored = [(piece, box_of(piece, entry.shape)) for piece in entry.pieces]
-        if not self.stored.is_complete and not _made_up(parts, [box for _, box in stored]):
+        cuts = self._cuts_of(entry)
+        if not self.stored.is_complete and not all(cuts.make_up(wanted) for wanted, _ in parts):
             self.stored.complete()
             entry = self.stored.entry(entry.name)
-            stored = [(piece, box_of(piece, entry.shape)) for piece in entry.pieces]
+            cuts = self._cuts_of(entry)
         if entry.name not in self._complete:
-            short = [box for piece, box in stored if piece.nbytes != prod(box.shape) * dtype.itemsize]
+            pairs = zip(entry.pieces, cuts.boxes, strict=True)
+            short = [box for piece, box in pairs if piece.nbytes != prod(box.shape) * dtype.itemsize]
             problem = f"its bytes do not make {entry.dtype} {list(short[0].shape)}" if short else None
             if not problem and self.stored.is_complete:
-                problem = flaw(entry.shape, (box for _, box in stored))
+                problem = cuts.problem
             if problem:
                 raise CorruptCheckpointError(
                     f"tensor {entry.name!r}: {problem}: this checkpoint is damaged; use another one",
@@ -129,10 +131,16 @@ class Targets:
             if self.stored.is_complete:
                 self._complete.add(entry.name)
         for wanted, target in parts:
-            for piece, box in stored:
-                common = overlap(box, wanted)
-                if common is not None:
-                    self.requests.extend(spans(entry.name, piece, box, common, _within(target, wanted, common), dtype))
+            for number, common in cuts.overlaps(wanted):
+                piece, box = entry.pieces[number], cuts.boxes[number]
+                self.requests.extend(spans(entry.name, piece, box, common, _within(target, wanted, common), dtype))
+
+    def _cuts_of(self, entry: TensorEntry) -> Cuts:
+        boxes = tuple([box_of(piece, entry.shape) for piece in entry.pieces])
+        found = self._cuts.get((entry.shape, boxes))
+        if found is None:
+            found = self._cuts[entry.shape, boxes] = Cuts(entry.shape, boxes)
+        return found
 
 
 def _whole(shape: tuple[int, ...]) -> Box:
@@ -143,16 +151,6 @@ def box_of(piece: Piece, shape: tuple[int, ...]) -> Box:
     """Return the part of a tensor of ``shape`` that a piece is."""
     start, size = piece.box_start, piece.box_shape
     return _whole(shape) if start is None or size is None else Box(start, size)
-
-
-def _made_up(parts: list[tuple[Box, torch.Tensor]], stored: list[Box]) -> bool:
-    """Tell whether stored boxes, of which not all may be known, make up all that is wanted, each element once."""
-    for wanted, _ in parts:
-        found = [common for box in stored if (common := overlap(box, wanted)) is not None]
-        moved = (tuple(map(sub, one.start, wanted.start)) for one in found)
-        if flaw(wanted.shape, [Box(start, one.shape) for start, one in zip(moved, found, strict=True)]):
-            return False
-    return True
 
 
 def _within(target: torch.Tensor, box: Box, part: Box) -> torch.Tensor:

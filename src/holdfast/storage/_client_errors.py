@@ -34,6 +34,7 @@ _DENIED_NAMES = frozenset(
         "PartialCredentialsError",
     }
 )
+_GONE_NAMES = frozenset({"EOFError", "SSHException"})  # how paramiko says that the connection broke
 _MISSING_NAMES = frozenset({"ContainerDoesNotExistError", "ObjectDoesNotExistError"})
 _DENIED = re.compile(
     r"\b(?:http|status|status code|code|error)\b[^\w]{0,8}(?:401|403)\b|\bforbidden\b|access.?denied"
@@ -81,8 +82,8 @@ def translate_client(error: Exception, action: str, where: str) -> StorageError:
         return StoragePermissionError(f"{head}; check the credentials and what they may do there")
     if isinstance(error, NotImplementedError):
         return StorageError(f"{head}; this file system cannot do that: use another one for checkpoints")
-    gone = any(isinstance(one, (ConnectionError, TimeoutError)) for one in chain)
-    return (StorageUnavailableError if gone else StorageError)(f"{head} ({type(error).__name__})")
+    is_gone = names & _GONE_NAMES or any(isinstance(one, (ConnectionError, TimeoutError)) for one in chain)
+    return (StorageUnavailableError if is_gone else StorageError)(f"{head} ({type(error).__name__})")
 
 
 class client_errors(contextlib.AbstractContextManager[None]):  # noqa: N801  # reads as a verb phrase

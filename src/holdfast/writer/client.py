@@ -235,20 +235,21 @@ class WriterClient:
             self._talk.team = ({**header, "beat_s": beat_s, "stale_s": stale_s}, board, fds)
             self._talk.tell_team()
 
-    def stage(self, local: Storage, remote: Storage, mirror: Mirror) -> None:
+    def stage(self, local: Storage, remote: Storage, mirror: Mirror, *, start_id: str) -> None:
         """Stage the parts of joint saves on a local disk and bring them to the remote, where the run is open.
 
         Args:
             local: where jobs go from now on; a disk of this machine.
             remote: the run.
             mirror: how far the remote may be behind.
+            start_id: of this life.
         """
         with self._talk.lock:
             self._talk.check()
             assert self._talk.team is not None
             header, board, fds = self._talk.team
             keys = {"local": self._talk.tell_storage(local), "remote": self._talk.tell_storage(remote)}
-            told = {**keys, "limits": limits_of(mirror).to_json()}
+            told = {**keys, "limits": limits_of(mirror).to_json(), "start_id": start_id}
             self._talk.team = ({**header, "stage": told}, board, fds)
             self._talk.send({"do": "joint", "what": "stage", "args": told})
 

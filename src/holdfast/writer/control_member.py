@@ -215,7 +215,7 @@ class ControlMember:
     def _take(self, link: Link, message: Message) -> bool:
         kind = message["do"]
         board = self._board
-        if kind in ("outcome", "verdict", "upload", "clear"):
+        if kind in ("outcome", "verdict", "upload", "clear", "keep"):
             if kind == "verdict":
                 self._judged = {"about": message["about"], "go": message["go"]}
             self._hear(message)

@@ -38,6 +38,11 @@ class Uploads:
         """What a rank that has joined again is to do; None for nothing."""
         return self._order
 
+    @property
+    def lacks_ranks(self) -> bool:
+        """Whether a rank is gone, and with it what it has not brought; its disk may have it still."""
+        return bool(self._gone)
+
     def uploaded(self, rank: int, save: str, error: Message | None) -> None:
         """A rank's part is at the remote, or cannot get there now."""
         with self._changed:
@@ -67,7 +72,7 @@ class Uploads:
 
         Raises:
             TransferStopped: ``stop`` said so.
-            CheckpointError: a rank is gone, or its part is damaged: this save never gets there.
+            CheckpointError: a part is damaged, or a rank that has not brought its own is gone (`lacks_ranks`).
             StorageError: a rank could not bring its part now.
         """
         with self._changed:

@@ -37,6 +37,7 @@ _LOG = logging.getLogger("holdfast.writer.control")
 _REMEMBERED = 16
 _VISIBLE_S = 3.0  # a network file system may show what another machine has stored a little later
 _MARGIN_S = 45.0
+_LAST_S = 5.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,12 +108,12 @@ class Joint:
         if "stage" in header:
             self.stage(**header["stage"])
 
-    def stage(self, local: int, remote: int, limits: dict[str, Any]) -> None:
+    def stage(self, local: int, remote: int, limits: dict[str, Any], start_id: str) -> None:
         """From now on our parts are staged on the local disk, and brought to the remote later."""
         from .staged_part import StagedParts  # not above: few writers need it, and each start waits
 
         here, far = self._answers.storage_of(local), self._answers.storage_of(remote)
-        self._staged = StagedParts(here, far, self._rank, self._say)
+        self._staged = StagedParts(here, far, self._rank, start_id, self._say)
         if (server := self._server) is not None:
             self._answers.later(lambda: self._lead(server, here, far, limits))
 
@@ -214,9 +215,10 @@ class Joint:
             # Bounded by the server's own bounds, so this one is for the case that it is stuck itself.
             self._changed.wait_for(lambda: not self._waiting, max(0.0, until - time.monotonic()))
         if self._staged is not None:
-            run = self._answers.run
-            if run is not None:
+            if (run := self._answers.run) is not None:
                 run.end_uploads()
+            if self._server is not None:  # nobody else asks for anything
+                until = min(until, time.monotonic() + _LAST_S)
             self._staged.await_end(until, lambda: self._lost is not None)
         self._member.close(why)
         if self._server is not None:
@@ -234,7 +236,7 @@ class Joint:
         if message["do"] == "broken":
             self._broken = message["why"]
             return
-        if message["do"] in ("upload", "clear"):
+        if message["do"] in ("upload", "clear", "keep"):
             if self._staged is not None:
                 self._staged.take(message)
             elif message["do"] == "upload":  # our trainer is about to say where; it is asked for again

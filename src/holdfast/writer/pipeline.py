@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.errors import HoldfastError, StorageExistsError, StorageNotFoundError
+from holdfast.errors import HoldfastError, StorageExistsError, StorageNotFoundError, StorageUnavailableError
 from holdfast.format.commit import PartSummary
 from holdfast.format.digest import CHUNK, chunk_digests, file_digest
 from holdfast.format.division import Division
@@ -150,6 +150,8 @@ class PartWriter:
         for path in [*([part_name(self._job.writer, self._job.save_id)] if self._job.part else []), *self._created]:
             try:
                 self._storage.delete(join(self._job.directory, path))
+            except StorageUnavailableError:
+                return  # each try would take minutes, and the next save waits
             except HoldfastError:
                 continue
         with contextlib.suppress(HoldfastError):

@@ -16,8 +16,8 @@ from typing import Any
 from holdfast.checkpoint.transfer import send_entries
 from holdfast.errors import CheckpointError, HoldfastError
 from holdfast.format.commit import PartSummary
-from holdfast.format.names import join
-from holdfast.format.parts import read_part, remove_part
+from holdfast.format.names import join, save_id_of
+from holdfast.format.parts import part_name, read_part, remove_part
 from holdfast.storage.base import Storage
 
 from .control_link import Message
@@ -35,13 +35,18 @@ class StagedParts:
         local: the disk of this machine.
         remote: where the run is.
         rank: ours.
+        start_id: of this life; what an earlier writer of it has staged is kept, too.
         say: tells rank 0's writer.
     """
 
-    def __init__(self, local: Storage, remote: Storage, rank: int, say: Callable[[Message], None]) -> None:
+    def __init__(
+        self, local: Storage, remote: Storage, rank: int, start_id: str, say: Callable[[Message], None]
+    ) -> None:
         self._local, self._remote, self._rank, self._say = local, remote, rank, say
         self._changed = threading.Condition()
-        self._held: set[str] = set()
+        own = part_name(rank, start_id).removesuffix(".json")
+        names = [info.path.rpartition("/")[2] for info in local.list("")]
+        self._held = {save for name in names if name.startswith(own) and (save := save_id_of(name)) is not None}
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="holdfast-staged", daemon=True).start()
 
@@ -66,7 +71,7 @@ class StagedParts:
             self._changed.notify_all()
 
     def take(self, order: Message) -> None:
-        """Take an order: "upload" or "clear"."""
+        """Take an order: "upload"; "clear": our part is to be removed; "keep": it is left to the next start."""
         self._orders.put(order)
 
     def await_end(self, until: float, is_over: Callable[[], bool]) -> None:
@@ -81,6 +86,9 @@ class StagedParts:
             save, directory = order["save"], order["directory"]
             if order["do"] == "clear":
                 self._clear(save, directory)
+                continue
+            if order["do"] == "keep":
+                self.let_go(save)
                 continue
             error = None
             try:

@@ -71,6 +71,7 @@ class StagedRun(RemoteRun):
         self._lock = threading.Lock()
         self._saves: dict[str, tuple[str, Manifest]] = {}  # by name, what waits
         self._known: set[str] = set()
+        self._left: set[str] = set()  # what cannot be completed in this life
         for name, save, manifest in staged_saves(local):
             if save.startswith(f"{start_id}-"):
                 self._saves[name] = save, manifest
@@ -122,11 +123,17 @@ class StagedRun(RemoteRun):
         self._settle()
 
     def _settle(self) -> None:
-        """Let all ranks remove what is not needed any more: it has arrived, or was given up."""
+        """Let all ranks remove what is not needed any more: it has arrived, or was given up.
+
+        What could not be completed because a rank is gone, and with it this run, is left to the next start.
+        """
         with self._lock:
             needed = self.mirror.needed()
             done = [(name, self._saves.pop(name)[0]) for name in self._saves.keys() - needed]
         for name, save in done:
+            if name in self._left:
+                self._server.tell({"do": "keep", "save": save, "directory": name})
+                continue
             self._server.tell({"do": "clear", "save": save, "directory": name})
             with suppress(HoldfastError):  # swept at the next start
                 self._local.delete(join(name, staged_name(save)))
@@ -145,7 +152,12 @@ class StagedRun(RemoteRun):
         """Have one save brought by all ranks, and commit it; see `RemoteRun.take`."""
         self.heartbeat.confirm()
         save, manifest = self._saves[name]
-        self._server.uploads.bring({"do": "upload", "save": save, "directory": name}, self._server.tell, stop)
+        try:
+            self._server.uploads.bring({"do": "upload", "save": save, "directory": name}, self._server.tell, stop)
+        except CheckpointError:
+            if self._server.uploads.lacks_ranks:
+                self._left.add(name)
+            raise
         self.heartbeat.confirm()
         if committed_already(self._storage, name, {"checkpoint_id": manifest.checkpoint_id}) is None:
             commit_manifest(self._storage, name, manifest)

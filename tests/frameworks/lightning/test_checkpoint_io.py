@@ -31,8 +31,9 @@ def uninterrupted(tree: str, folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("tree", TREES)
 def test_equal_to_what_torch_would_have_saved(tree: str, tmp_path: Path) -> None:
-    """`load` gives back the dictionary that Lightning handed over: loops, callbacks, optimizer states, hyper-parameters;
-    top-k and `last` are there and nothing else; a second life goes on from them to the same weights.
+    """`load` gives back the whole dictionary that Lightning handed over; a second life goes on from top-k and `last`.
+
+    Nothing else is left there, and the weights are in the end those of an uninterrupted run.
     """
     importlib.import_module(tree)  # an object belongs to what is imported when it is made
     seen: dict[str, Any] = {}
@@ -178,7 +179,7 @@ def test_a_file_of_lightning(tmp_path: Path) -> None:
     assert io.load_checkpoint(tmp_path / "last.ckpt")["state_dict"]["w"] == 0
     assert (tmp_path / "last.ckpt.before-holdfast").is_file()
     torch.save({"evil": os.system}, tmp_path / "evil.ckpt")
-    with pytest.raises(pickle.UnpicklingError, match="weights_only|Weights only"):
+    with pytest.raises(pickle.UnpicklingError, match=r"weights_only|Weights only"):
         io.load_checkpoint(tmp_path / "evil.ckpt")
 
 

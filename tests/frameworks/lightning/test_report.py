@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from tiny import EPOCHS, TREES, make_model, make_trainer, same, weights
 
@@ -118,14 +117,13 @@ def train_sharded(config):
     model = make_model(TREES[0])
     model.configure_model = lambda: fully_shard(model.net, mesh=model.device_mesh["data_parallel"])
     trainer = make_trainer(
-        TREES[0], root, callbacks=[ReportCallback()], devices=2, enable_checkpointing=False, max_epochs=config["epochs"],
-        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        TREES[0], root, callbacks=[ReportCallback()], devices=2, enable_checkpointing=False,
+        max_epochs=config["epochs"], strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
     )  # fmt: skip
     assert pl.__version__
     goes_on(trainer, model)
 
 
-@pytest.mark.slow
 def test_sharded(tmp_path: Path) -> None:
     """Shards of both ranks are in the checkpoint, and it is gone on from."""
     result = fit(train_sharded, tmp_path, workers=2, epochs=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ def run(root: Path, tracker: Any) -> list[hf.Checkpoint]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Any:
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
     with mlflow.start_run() as active:
         yield active.info.run_id
 
@@ -73,7 +72,8 @@ def test_wandb_offline(tmp_path: Path, upload: bool, monkeypatch: pytest.MonkeyP
     if upload:
         assert "manifest.json" in entries
     else:
-        assert [entry.ref for entry in entries.values()] == [f"file://{first.uri}"]
+        assert all(entry.ref.startswith(f"file://{first.uri}/") for entry in entries.values())
+        assert len(entries) > 1
 
 
 def test_tensorboard(tmp_path: Path) -> None:
@@ -150,4 +150,4 @@ def test_plain_functions(tmp_path: Path) -> None:
     told = []
     with hf.Checkpointer(tmp_path / "run", {"w": torch.ones(1)}, every=1, on_commit=[told.append]) as ck:
         ck.step()
-    assert [json.loads(json.dumps(one.uri)) for one in told] == [f"{tmp_path}/run/step_00000001"]
+    assert [one.uri for one in told] == [f"{tmp_path}/run/step_00000001"]

@@ -47,6 +47,20 @@ def test_a_finished_training_is_saved_by_every_saver(tmp_path: Path) -> None:
     assert torch.equal(saved["weight"], again.state.model.weight)
 
 
+def test_every_upload_of_the_moment_is_made_up_for(tmp_path: Path) -> None:
+    """Two savers, both uploads of the last moment cut off: both are sent."""
+
+    def make(**options: Any) -> hf.Trainer:
+        weights = CheckpointSaver(tmp_path / "weights", "w{batch}.pt", weights_only=True, latest_remote_file_name=None)
+        folder = tmp_path / "full"
+        return plain(folder, callbacks=weights, run_name="r", autoresume=True, max_duration="1ep", **options)
+
+    make().fit()
+    with make(loggers=RemoteUploaderDownloader(str(tmp_path / "remote"))) as again:
+        again.fit()
+    assert {"ep1-ba6", "w6.pt"} <= set(names(tmp_path / "remote" / "r" / "checkpoints"))
+
+
 @pytest.mark.parametrize(("interval", "made_up"), [("4ba", True), ("1ba", True), ("20sp", True), ("3ba", False)])
 def test_what_was_due_where_training_goes_on(tmp_path: Path, interval: str, made_up: bool) -> None:
     """Two savers were due at batch 4, one came to it: the other saves that moment first, if it was due then."""
@@ -180,6 +194,8 @@ def test_damage_here_is_made_good_from_there(tmp_path: Path, suffix: str, capsys
     again = plain(tmp_path / "runs", max_duration="6ba", **options)
     assert int(again.state.timestamp.batch) == 4
     assert f"set aside ba4{suffix}" in capsys.readouterr().err
+    again._site.open()
+    assert (tmp_path / "runs" / "latest-rank0").resolve().name == f"ba2{suffix}"  # of the good ones here
     again.fit()
     again.close()
     assert names(tmp_path / "remote" / "r" / "checkpoints")[:3] == [f"ba2{suffix}", f"ba4{suffix}", f"ba6{suffix}"]

@@ -342,11 +342,12 @@ def test_schedulers_by_batch() -> None:
         assert scheduler.last_epoch == steps
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun with more than one process the constructor says what to use instead."""
+def test_several_processes_need_a_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of several processes, by its environment, with nothing in it that says where they meet."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(hf.ConfigError, match="one process so far"):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(hf.ConfigError, match="this is rank 0 of 2, and MASTER_ADDR"):
         plain(None)
 
 

@@ -72,7 +72,7 @@ def test_another_number_of_ranks(ranks: Any, tmp_path: Path, before: int, after:
 @pytest.mark.parametrize("suffix", ["", pytest.param(".pt", marks=slow)])
 def test_signal_to_one_rank(ranks: Any, tmp_path: Path, suffix: str) -> None:
     """SIGTERM to rank 1 alone: both ranks save the same batch and leave with the status for being started again."""
-    options = {"save_filename": "b{batch}" + suffix, "save_interval": "100ba"}
+    options = {"save_filename": "b{batch}" + suffix, "save_interval": "5000ba", "max_duration": "5000ba"}
     found = ranks.checked(f"{CASES}dies", str(tmp_path), 1, 3, "SIGTERM", **options)
     assert [one["left"] for one in found] == [85, 85]
     assert found[0]["batch"] == found[1]["batch"] >= 3

@@ -94,7 +94,7 @@ def test_other_clouds(server: str, scheme: str, monkeypatch: pytest.MonkeyPatch)
     assert int(plain(uri, autoresume=True, save_filename="ep{epoch}.pt").state.timestamp.batch) == 6
 
 
-@pytest.mark.parametrize("kind", ["500", "503", "reset", "truncate"])
+@pytest.mark.parametrize("kind", ["500", "503", "reset", "truncated"])
 @pytest.mark.slow
 def test_loading_through_faults(proxy: FaultProxy, kind: str) -> None:
     """Requests that fail while a checkpoint is found and loaded are repeated; what is loaded is right."""

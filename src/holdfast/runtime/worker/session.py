@@ -12,6 +12,7 @@ from .context import Context
 
 __all__ = [
     "Session",
+    "current_session",
     "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",

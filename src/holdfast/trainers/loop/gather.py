@@ -45,7 +45,7 @@ def gathered(found: dict[str, Any], ranks: Ranks) -> dict[str, Any] | None:
 def of_rank(found: dict[str, Any], rank: int, world_size: int, *, step: int | None) -> dict[str, Any]:
     """Undo `gathered` for one rank of ``world_size``; "rng" is what it is to have, or is left out."""
     generators = found.pop("rng", None)
-    state = _resolved(found, rank)
+    state: dict[str, Any] = _resolved(found, rank)
     metrics = state["state"].get("train_metrics")
     if metrics:
         # One process has gathered them for all; a rank that was not there has nothing.

@@ -78,8 +78,7 @@ class Kept:
         found = ranks.lead("kept", lambda: self._earlier(pattern))
         with self._lock:
             self._found = [one for one in (Found(**row) for row in found) if one.step <= now.count("batch")]
-            here = self._found[-1:] if self._site.resumed_from(self._folder) else []
-            newest = next((one for one in here if one.step == now.count("batch")), None)
+            newest = next((one for one in self._found[-1:] if one.step == now.count("batch")), None)
             if self._saver.num_to_keep == 0:  # what an earlier life has left was never uploaded
                 self._found = [newest] if newest is not None else []
         ranks.lead("links", lambda: self._finish_begun(newest, self._saver.destinations(now)))
@@ -94,17 +93,18 @@ class Kept:
         """Describe the good checkpoints of this saver that earlier lives have left, oldest first."""
         saver = self._saver
         found = look(self._folder.storage, nested=saver.nested, wanted=pattern.fullmatch)
-        good = [one for one in reversed(found) if one.problem is None and one.weights_only is saver.weights_only]
-        return [asdict(one) for one in good]
+        good = [one for one in reversed(found) if one.problem is None and one.name not in self._folder.quarantined]
+        return [asdict(one) for one in good if one.weights_only is saver.weights_only]
 
     def _send_again(self, saved: Found, there: Destinations) -> None:
-        """Upload what training goes on from, where the life that saved it did not come to that."""
+        """Upload the checkpoint of this moment, where the life that saved it did not come to that."""
         if there.remote is None or self._saver.remote_file_name is None:
             return
         is_unique = _has_times(self._saver.remote_file_name)
         missing = []
         for uploader in self._site.uploads_of(self._saver):
-            if is_unique and look_at(uploader.storage, uploader.path_of(there.remote)) is not None:
+            sent = look_at(uploader.storage, uploader.path_of(there.remote)) if is_unique else None
+            if sent is not None and sent.problem is None:
                 uploader.point(saved, there.remote, there.remote_latest)
             else:
                 missing.append(uploader)

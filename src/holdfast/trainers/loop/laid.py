@@ -97,25 +97,27 @@ class _Memory(Storage):
 class _TensorReader(FileReader):
     def __init__(self, tensor: torch.Tensor, mapped: Sequence[tuple[int, int]]) -> None:
         self.size = tensor.numel() * tensor.itemsize
-        first = tensor.untyped_storage().data_ptr()
-        last = first + tensor.untyped_storage().nbytes()
         # A tensor of other strides is brought into order first: a copy of this one, for as long as it is read.
         self._tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        own = self._tensor.data_ptr() == tensor.data_ptr()
-        self._is_mapped = own and any(low + _AROUND <= first and last <= high for low, high in mapped)
+        first, own = self._tensor.data_ptr(), self._tensor.data_ptr() == tensor.data_ptr()
+        begins = (low for low, high in mapped if own and low <= first and first + self.size <= high)
+        self._mapped_from: int | None = next(begins, None)  # where the file begins in memory
 
     def read_into(self, offset: int, view: memoryview) -> None:
         source, target = self._tensor.data_ptr() + offset, _address(view.cast("B"))
-        step = _STEP if self._is_mapped else max(1, view.nbytes)
+        step = max(1, view.nbytes) if self._mapped_from is None else _STEP
         for start in range(0, view.nbytes, step):
             size = min(step, view.nbytes - start)
             move(target + start, source + start, size)
-            if self._is_mapped:
+            if self._mapped_from is not None:
                 forget(source + start, size)
 
     def close(self) -> None:
-        if self._is_mapped:  # the kernel maps pages around each fault, among them some that were given back before
-            forget(self._tensor.data_ptr() - _AROUND, self.size + _AROUND)
+        if self._mapped_from is not None:
+            # The kernel maps pages around each fault, among them some that were given back before.
+            first = self._tensor.data_ptr()
+            begin = max(self._mapped_from, first - _AROUND)
+            forget(begin, first + self.size - begin)
 
 
 def _address(view: memoryview) -> int:

@@ -49,8 +49,8 @@ class Parallel:
         ids = [device] if device.type == "cuda" else None
         # Buffers are shared after the step, see `settle`. The argument has another name from torch 2.13 on.
         known = inspect.signature(DistributedDataParallel).parameters
-        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        self._wrapped = DistributedDataParallel(model, device_ids=ids, **{buffers: False})
+        buffers: Any = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+        self._wrapped = DistributedDataParallel(model, device_ids=ids, **buffers)
 
     def callable(self, model: nn.Module) -> Any:
         """Return what is called with a training batch."""

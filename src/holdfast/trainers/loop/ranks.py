@@ -122,7 +122,8 @@ def _make_group(info: RankInfo, device: torch.device) -> None:
             "meet: start with torchrun, or call torch.distributed.init_process_group before the Trainer is made"
         )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store, rank, world_size = next(dist.rendezvous("env://", info.rank, info.world_size))
+    store, rank, world_size = next(dist.rendezvous("env://", info.rank, info.world_size))  # type: ignore[attr-defined]
     # The store of torchrun may outlive a restart of the ranks: gloo must not find the addresses of an earlier life.
-    life = dist.PrefixStore(f"holdfast/group_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    prefix = f"holdfast/group_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    life = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=life, rank=rank, world_size=world_size)
