@@ -44,7 +44,7 @@ def run_page(page: Path, folder: Path, *, timeout_s: float = 120) -> None:
     _run(script, folder=folder, timeout_s=timeout_s)
 
 
-def run_example(name: str, folder: Path, *arguments: str, timeout_s: float = 120) -> str:
+def run_example(name: str, folder: Path, *arguments: str, timeout_s: float = 240) -> str:
     """Run a script of examples/ in a folder; returns what it printed."""
     return _run(ROOT / "examples" / name, *arguments, folder=folder, timeout_s=timeout_s)
 

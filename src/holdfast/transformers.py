@@ -19,7 +19,7 @@ from .runtime.worker._session import current_session
 
 __all__ = ["HoldfastCallback", "RayTrainReportCallback", "ReportCallback", "prepare_trainer"]
 
-_TrainerCallback = require("transformers", extra="transformers", purpose="holdfast.transformers").TrainerCallback
+_TrainerCallback: Any = require("transformers", extra="transformers", purpose="holdfast.transformers").TrainerCallback
 
 
 class ReportCallback(_TrainerCallback):  # type: ignore[misc]

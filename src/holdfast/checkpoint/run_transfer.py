@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from holdfast.errors import (
     CheckpointError,
@@ -139,7 +140,8 @@ def copy_run(
             outcome = _copy_one(source, name, target, previous, overwrite=overwrite, progress=progress, stop=ended)
             previous = name if outcome.state == "ok" else previous
             yield outcome
-        _copy_rest(source, target, quarantined)
+        # With its row: without one it would be taken for new, and for sound as far as its manifest is.
+        _copy_rest(source, target, {name: (why, theirs.rows.get(name)) for name, why in quarantined.items()})
 
 
 def check_apart(source: Storage, target: Storage) -> None:
@@ -198,13 +200,13 @@ def _check_target(ours: RunIndex, theirs: RunIndex, target: Storage, *, overwrit
         )
 
 
-def _copy_rest(source: Storage, target: Storage, quarantined: Mapping[str, str]) -> None:
+def _copy_rest(source: Storage, target: Storage, quarantined: Mapping[str, tuple[str, list[Any] | None]]) -> None:
     """Copy reports, logs and loose files, all of them each time: they are small and may have grown.
 
     Args:
         source: the run.
         target: where it goes.
-        quarantined: checkpoints at the target that are never to be picked there, and why.
+        quarantined: checkpoints at the target that are never to be picked there: why, and their rows in its index.
     """
     for _ in range(_TRIES):
         with contextlib.suppress(StorageNotFoundError):  # segments are merged while a run goes on: look again
@@ -218,7 +220,8 @@ def _copy_rest(source: Storage, target: Storage, quarantined: Mapping[str, str])
         data = source.read(RUN_FILE)
         if quarantined:
             index = RunIndex.load(source)
-            index.quarantined = {**quarantined, **index.quarantined}
+            index.quarantined = {**{name: why for name, (why, _) in quarantined.items()}, **index.quarantined}
+            index.rows = {**{name: row for name, (_, row) in quarantined.items() if row is not None}, **index.rows}
             data = index.to_bytes()
             if index.damage is not None:
                 return  # that of the target stays: without it nobody would know what was set aside

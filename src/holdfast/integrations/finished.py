@@ -83,7 +83,10 @@ def report_finished(
     session = current_session("report")
     if not all_written(directory, timeout_s=timeout_s):
         if session.rank == 0:
-            raise CheckpointNotFoundError(f"there is no {directory} to report: nothing was written on rank 0")
+            raise CheckpointNotFoundError(
+                f"there is no {directory} to report: nothing was written on rank 0, or the framework has deleted it "
+                "already (directories of an older run beside it can make it do so: use an empty place)"
+            )
         session.report(metrics, validation=validation)
         return
     place = session.new_place(f"finished-{next(_numbers)}-{session.rank}")

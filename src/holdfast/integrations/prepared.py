@@ -59,7 +59,8 @@ def own_loader(prepared: Any) -> tuple[DataLoader[Any], tuple[int, int] | bool] 
     if type(prepared).__name__ != "DataLoaderShard" or type(inner) is not DataLoader:
         return None
     batches: Any = inner.batch_sampler
-    size, part = getattr(batches, "batch_size", None), False
+    size: int | None = getattr(batches, "batch_size", None)
+    part: tuple[int, int] | bool = False
     if type(batches).__name__ == "BatchSamplerShard":
         part = batches.process_index, batches.num_processes
         size = batches.batch_size // batches.num_processes if batches.split_batches else batches.batch_size

@@ -25,7 +25,7 @@ def saved_metrics(history: Sequence[Mapping[str, Any]], *, step: int, epoch: flo
         step: of the checkpoint.
         epoch: of the checkpoint.
     """
-    training = next((entry for entry in reversed(history) if "loss" in entry), {})
+    training: Mapping[str, Any] = next((entry for entry in reversed(history) if "loss" in entry), {})
     here = [entry for entry in history if entry.get("step") == step]
     found = scalars(training, *here, {"step": step}, {} if epoch is None else {"epoch": epoch})
     return {name: value for name, value in found.items() if name not in _NOT_METRICS}

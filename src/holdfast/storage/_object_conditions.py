@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 
-from ..errors import StorageError
+from ..errors import StorageError, StorageNotFoundError
 from ._object_again import again_if_broken
 from ._object_errors import was_retried
 from .base import TEMPORARY
@@ -64,8 +65,10 @@ def _try_out(storage: ObjectStorage) -> bool:
     folder = f"{storage._prefix}/{_PROBES}" if storage._prefix else _PROBES
     left = _left_behind(storage, folder)
     # Credentials may have the right to write without the one to delete: then the same one serves for ever.
-    if left is not None and _ask(storage, folder, left):
-        return True
+    if left is not None:
+        with suppress(StorageNotFoundError):  # somebody removed it meanwhile
+            if _ask(storage, folder, left):
+                return True
     return _ask(storage, folder, f"{folder}/{uuid.uuid4().hex}")
 
 

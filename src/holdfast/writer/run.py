@@ -188,7 +188,7 @@ class Run:
     def end_uploads(self) -> None:
         """Upload what is staged, for a bounded time."""
         if self._staged is not None:
-            self._staged.mirror.close()
+            self._staged.end()
 
     def _is_staged(self, name: str, say: Callable[[], object]) -> bool:
         return self._staged is not None and name not in self._catalog.index.rows and self._staged.keeps(name, say)

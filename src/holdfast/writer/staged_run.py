@@ -70,6 +70,7 @@ class StagedRun(RemoteRun):
         self._run, self._server = run, server
         self._lock = threading.Lock()
         self._saves: dict[str, tuple[str, Manifest]] = {}  # by name, what waits
+        self._ended = False
         self._known: set[str] = set()
         self._left: set[str] = set()  # what cannot be completed in this life
         for name, save, manifest in staged_saves(local):
@@ -106,6 +107,12 @@ class StagedRun(RemoteRun):
         newest = self._run.newest()
         if newest is None or newest.checkpoint_id != manifest.checkpoint_id:
             raise CheckpointError(f"{name}, which the ranks have staged, could not be brought to {self._storage.uri}")
+
+    def end(self) -> None:
+        """Bring what can be brought within a bound; idempotent."""
+        if not self._ended:
+            self._ended = True
+            self.mirror.close()
 
     def keeps(self, name: str, say: Callable[[], object]) -> bool:
         """Keep what is said about a staged save until that arrives; false if it is none. Needs the run's lock."""

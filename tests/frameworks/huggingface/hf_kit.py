@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import holdfast as hf
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.storage.resolve import resolve
+
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "tests" / "storage"))
 from object_kit import s3_environment  # noqa: E402
@@ -37,6 +41,11 @@ def run_script(name: str, told: dict[str, Any], *, ranks: int = 1, endpoint: str
     killed = done.returncode == -KILLED or (ranks > 1 and "Signal 9 (SIGKILL)" in done.stderr)
     assert done.returncode == 0 or killed, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.returncode
+
+
+def checkpoints(uri: str) -> list[hf.Checkpoint]:
+    """The committed checkpoints of a run."""
+    return [hf.Checkpoint.at(resolve(uri), record.name) for record in Catalog(resolve(uri)).records()]
 
 
 def result(path: Path) -> dict[str, Any]:

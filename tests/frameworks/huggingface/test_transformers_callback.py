@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 import tiny
-from hf_kit import result, run_script
+from hf_kit import checkpoints, result, run_script
 from object_kit import BUCKET
 from transformers import TrainerCallback
 
 import holdfast as hf
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.storage.resolve import resolve
 from holdfast.transformers import HoldfastCallback
 
 
 def steps(uri: str) -> list[int | None]:
     """Steps of the committed checkpoints, all of them sound."""
-    found = [hf.Checkpoint.at(resolve(uri), record.name) for record in Catalog(resolve(uri)).records()]
+    found = checkpoints(uri)
     assert all(one.verify().ok for one in found)
     return sorted(one.step for one in found)
 

@@ -132,7 +132,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     )
     source = f"{HERE.parents[2] / 'src'}:{HERE}"
     subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": source}, check=True, timeout=120
+        [sys.executable, script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": source}, check=True, timeout=240
     )
     one, other = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in (0, 1))
     assert same(one, other)

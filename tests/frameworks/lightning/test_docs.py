@@ -15,7 +15,7 @@ from docs_kit import ROOT, pages_of, run_page
 @pytest.mark.parametrize("page", pages_of("lightning"), ids=lambda page: page.name)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """All Python blocks of a page run one after the other in a clean folder, in a process of their own."""
-    run_page(page, tmp_path)
+    run_page(page, tmp_path, timeout_s=240)
 
 
 def test_example(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_example(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "examples/lightning_resume.py"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True,
-        timeout=120, check=False,
+        timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the first life ended with status -9" in done.stdout

@@ -100,11 +100,17 @@ def look(root: str, *, remote: bool = False) -> int:
     one.close()
     for kind, name in (("directories", "b4"), ("files", "b4.pt")):
         pointers = ["latest.symlink"] if remote else []
-        assert names(Path(root) / kind) == [name, *pointers], names(Path(root) / kind)
+        found = [one for one in names(Path(root) / kind) if not (remote and is_empty(Path(root) / kind / one))]
+        assert found == [name, *pointers], found
         assert newest(Path(root) / kind, remote=remote).name == name
     expected = torch.load(f"{root}/expected.pt", weights_only=True)
     assert torch.equal(expected["weight"], one.state.model.weight)
     return resumed
+
+
+def is_empty(path: Path) -> bool:
+    """Tell a directory without files, which no storage elsewhere has, and nobody there would remove."""
+    return path.is_dir() and not any(one.is_file() for one in path.rglob("*"))
 
 
 def newest(folder: Path, *, remote: bool) -> Path:

@@ -58,6 +58,7 @@ def test_some_operations(server: ForkServer, base: Base, tmp_path: Path) -> None
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("first", range(4))
 def test_every_operation(server: ForkServer, base: Base, tmp_path: Path, first: int) -> None:
     """Killed at every operation of a save with two savers, their links and their retention."""

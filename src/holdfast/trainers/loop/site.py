@@ -110,10 +110,6 @@ class Site:
             if callable(flush := getattr(one, "flush", None)):
                 flush()
 
-    def resumed_from(self, folder: Folder) -> bool:
-        """Tell whether training goes on from a checkpoint in ``folder``."""
-        return self.resumed_at is folder
-
     # -- life
 
     def open(self, *, check: bool = True) -> None:
