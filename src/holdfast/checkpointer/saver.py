@@ -328,13 +328,14 @@ class Saver:
         self._num_lost += 1
         self._lost_in_a_row += 1
         self._lost = error
-        if self.on_full == "raise" or self._lost_in_a_row >= _MAX_LOST:
+        tries_again = self.on_full == "wait"  # the same step: its own time bounds that
+        if self.on_full == "raise" or (self._lost_in_a_row >= _MAX_LOST and not tries_again):
             raise error
         _LOG.warning(
             "step %d was NOT saved, %s (%s); older checkpoints are untouched, training goes on (save %d in a row)",
             step, _state(error), error, self._lost_in_a_row,
         )  # fmt: skip
-        self._retry = self.on_full == "wait"
+        self._retry = tries_again
 
     def _settle_side(self, done: list[Future[Any]]) -> None:
         self._side = [one for one in self._side if one not in done]

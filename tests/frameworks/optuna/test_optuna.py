@@ -14,7 +14,7 @@ import pytest
 from search import RATES, STEPS
 
 import holdfast as hf
-from docs_kit import ROOT, pages_of, run_page
+from docs_kit import ROOT
 from holdfast.optuna import TidyTrials, resume_killed, trial_path
 
 sys.path.insert(0, str(ROOT / "tests" / "storage"))
@@ -85,9 +85,3 @@ def test_arguments(tmp_path: Path) -> None:
         TidyTrials(tmp_path, states=["DONE"])
     with pytest.raises(hf.errors.ConfigError, match="at least 1"):
         TidyTrials(tmp_path, keep_best=0)
-
-
-@pytest.mark.parametrize("page", pages_of("optuna"), ids=lambda page: page.name)
-def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
-    """All Python blocks of a page run one after the other in a process of their own."""
-    run_page(page, tmp_path)
