@@ -289,11 +289,13 @@ def start_fails(root: str, how: str) -> str:
 def resume_with_damage(root: str) -> dict[str, Any]:
     """Only rank 1 finds the newest checkpoint damaged."""
     from holdfast.checkpointer import resume
+    from holdfast.state.shared_reads import no_part
 
     plain = resume.load_state
 
     def load(home: Any, *args: Any, **more: Any) -> Any:
         if dist.get_rank() == 1 and home.uri.endswith("step_00000004"):
+            no_part(more["swap"])  # as `load_state` does where it fails before it reads
             raise hf.CorruptCheckpointError("bytes differ")
         return plain(home, *args, **more)
 

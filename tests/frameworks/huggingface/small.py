@@ -114,6 +114,8 @@ def checkpointed(told: dict[str, Any]) -> None:
     ended = {**prepared.ended(), "steps": steps, "resumed": resumed}
     if prepared.accelerator.is_main_process:
         Path(told["result"]).write_text(json.dumps(ended))
+    prepared.accelerator.wait_for_everyone()
+    prepared.accelerator.end_training()  # gloo's threads abort a process that ends with its group
 
 
 def reported(config: dict[str, Any]) -> None:

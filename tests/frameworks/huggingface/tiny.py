@@ -111,6 +111,8 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=start)
     if rank == 0:
         Path(told["result"]).write_text(json.dumps({"start": start, "weights": weights(trainer)}))
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()  # gloo's threads abort a process that ends with its group
 
 
 if __name__ == "__main__":
