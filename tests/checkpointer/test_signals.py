@@ -76,7 +76,13 @@ def check_stopped(path: Path, name: str, result: tuple[int, str, str]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("mode", "name"), [("plain", "SIGTERM"), ("evaluating", "SIGUSR1"), ("saving", "SIGINT"), ("workers", "SIGTERM")]
+    ("mode", "name"),
+    [
+        ("plain", "SIGTERM"),
+        pytest.param("evaluating", "SIGUSR1", marks=pytest.mark.slow),
+        ("saving", "SIGINT"),
+        pytest.param("workers", "SIGTERM", marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_saves_the_last_step_and_the_same_command_goes_on(mode: str, name: str, tmp_path: Path) -> None:
     """Exit status 85, newest checkpoint of the last finished step, and the next start of the command resumes there."""

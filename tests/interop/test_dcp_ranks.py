@@ -71,6 +71,7 @@ def check_folder(folder: Path, world_size: int) -> None:
     assert all(torch.equal(value, reference["model"][name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_two_sharded_ranks_there_and_back(tmp_path) -> None:
     """dcp.save, async_save and load with 2 ranks; hf.load, import and export of the result in one process."""
     run_ranks(2, tmp_path, "save", "async", "plain", "load=mine", "load=later")

@@ -65,6 +65,7 @@ def grown(folder, total: int) -> int:
     return found
 
 
+@pytest.mark.slow
 def test_memory_of_every_route(tmp_path) -> None:
     """All routes of 160 MB together, half of it one tensor, stay within the slack that 600 MB have."""
     assert grown(tmp_path, 160_000_000) < SLACK

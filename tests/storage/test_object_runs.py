@@ -103,6 +103,7 @@ def _life(root: str, result: Path, pid_file: Path, pause: float) -> subprocess.P
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(root, tmp_path):
     """A run on s3:// that is killed, trainer and writer, ends with the same weights as one that was left alone."""
     calm = _life(f"{root}/calm", tmp_path / "calm", tmp_path / "calm.pid", 0.0)
