@@ -15,16 +15,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # When a run with a limit, as CI has one, has to be over (seconds since 1970). What would begin later is skipped, and
 # files come in another order every day, so that it is not always the same ones.
-_UNTIL = float(os.environ.get("HOLDFAST_TEST_UNTIL", "inf"))
+_UNTIL = float(os.environ.get("HOLDFAST_TEST_UNTIL", 0)) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if _UNTIL < float("inf"):
+    if _UNTIL is not None:
         files = sorted({item.path for item in items})
         random.Random(int(_UNTIL // 86400)).shuffle(files)  # alike in all processes of a run
         items.sort(key=lambda item: files.index(item.path))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if time.time() > _UNTIL:
+    if _UNTIL is not None and time.time() > _UNTIL:
         pytest.skip("no time left (HOLDFAST_TEST_UNTIL)")
