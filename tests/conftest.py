@@ -15,7 +15,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # When a run with a limit, as CI has one, has to be over (seconds since 1970). What would begin later is skipped, and
 # files come in another order every day, so that it is not always the same ones.
-_UNTIL = float(os.environ.get("HOLDFAST_TEST_UNTIL", 0)) or None
+_UNTIL = float(os.environ.get("HOLDFAST_TEST_UNTIL", "0")) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
