@@ -21,6 +21,7 @@ from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parents[1]
+_PROCESSES = {"ray_tune": "0"}  # each process of pytest would start a Ray of its own
 
 
 def main() -> int:
@@ -42,7 +43,7 @@ def main() -> int:
         python = _environment(options.venvs.resolve() / group, _HERE / group / "requirements.txt")
         installed = time.monotonic()
         status = subprocess.run(
-            [python, "-m", "pytest", "-rs", "-n", "2", *pytest_arguments, _HERE / group],
+            [python, "-m", "pytest", "-rs", "-n", _PROCESSES.get(group, "2"), *pytest_arguments, _HERE / group],
             cwd=_ROOT, env={**os.environ, "HOLDFAST_TEST_FRAMEWORKS": group}, check=False,
         ).returncode  # fmt: skip
         print(
