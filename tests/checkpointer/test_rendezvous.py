@@ -112,6 +112,23 @@ def test_rank_0_may_be_longer_at_work_than_the_others_wait_for_it_to_come() -> N
         rendezvous._ANSWER_S = before
 
 
+@pytest.mark.parametrize("where", ["give", "decide"])
+def test_rank_0_is_interrupted(where: str) -> None:
+    """A Ctrl-C while rank 0 is at work ends the meeting for all at once: nobody waits for the bound."""
+    first, *others = meetings(3, dist.HashStore())
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.extend(each(others, lambda one: one.agree("open", lambda: 1))))
+    waiting.start()
+    with pytest.raises(KeyboardInterrupt):
+        first.agree("open", *([interrupt] if where == "give" else [lambda: 1, interrupt]))
+    waiting.join()
+    assert ["KeyboardInterrupt" in str(one) for one in found] == [True, True]
+
+
 def test_one_process_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """It decides alone; several processes without a store are refused, with the ways out."""
     assert isinstance(meet(RankInfo(), name="x", timeout_s=1.0, otherwise="save alone"), Alone)

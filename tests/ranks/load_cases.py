@@ -89,10 +89,15 @@ def wrong_on_one(root: str) -> dict[str, str]:
         told = "fine"
     except hf.HoldfastError as error:
         told = f"{type(error).__name__}: {error}"
+    try:
+        hf.load("nowhere://one" if rank == 1 else Path(root, "one"), ranks="all")
+        named = "fine"
+    except hf.HoldfastError as error:
+        named = f"{type(error).__name__}: {error}"
     quick = time.monotonic() - began < 10
     if rank == 1:
         hf.load(Path(root, "one"), {"w": torch.zeros(ROWS, COLUMNS)})
-    return {"told": told, "quick": str(quick)}
+    return {"told": told, "named": named, "quick": str(quick)}
 
 
 def one_dies(root: str) -> str:

@@ -52,7 +52,12 @@ def train(
     storage: Any = remote
     if broken is not None and broken.pop("rank") == rank:
         storage = FaultyStorage(remote, **broken)
-    options = {"every": 2, "keep": None, "timeout_s": TIMEOUT_S, **options}
+    told: list[tuple[str, bool]] = []
+
+    def hear(checkpoint: hf.Checkpoint) -> None:
+        told.append((checkpoint.name, checkpoint.manifest is not None))
+
+    options = {"every": 2, "keep": None, "timeout_s": TIMEOUT_S, "on_commit": hear, **options}
     start = -1
     try:
         with hf.Checkpointer(storage, state, local_dir=local, **options) as ck:
@@ -77,6 +82,7 @@ def train(
         "error": None,
         "weights": model.weight.double().sum().item(),
         "remote": ck.stats.last_remote_step,
+        "told": told,
     }
 
 

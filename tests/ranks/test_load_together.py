@@ -17,10 +17,15 @@ def test_each_byte_is_read_once(ranks, tmp_path):
 
 
 def test_an_error_of_one_rank_is_raised_by_all(ranks, tmp_path):
-    """A state that does not fit on one rank: the same error on all ranks, at once; ranks may load alone afterwards."""
+    """A state that does not fit on one rank, or a source that it cannot name: the same error on all ranks, at once.
+
+    Ranks may load alone afterwards.
+    """
     found = ranks.checked(f"{CASES}:wrong_on_one", str(tmp_path), world_size=3)
     assert len({one["told"] for one in found}) == 1
     assert found[0]["told"].startswith("StateMismatchError: rank 1: ")
+    assert {one["named"] for one in found} == {found[0]["named"]}
+    assert "rank 1: " in found[0]["named"]
     assert all(one["quick"] == "True" for one in found)
 
 

@@ -6,17 +6,21 @@ import contextlib
 import errno
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast.checkpoint.catalog import Catalog
 from holdfast.config import Mirror
+from holdfast.errors import CheckpointError, StorageError
 from holdfast.format.commit import read_manifest
+from holdfast.format.parts import staged_name
 from holdfast.storage.local import LocalStorage
 from holdfast.testing import FaultyStorage
-from holdfast.writer import mirror
+from holdfast.writer import joint, mirror, staged_part, staged_run
 from holdfast.writer.arena import Arena
 from holdfast.writer.board import BOARD_BYTES, Board
 from holdfast.writer.client import WriterClient
@@ -41,8 +45,10 @@ class Life:
                 timeout_s=LIMIT_S, listener=None if rank else self._listener.fileno(), beat_s=0.1, stale_s=10.0,
             )  # fmt: skip
         self.opened = self.clients[0].open_run(self.remote, owner={"start_id": start_id}).result(LIMIT_S)
-        for client, disk, far in zip(self.clients, self.disks, (self.remote, second or self.remote), strict=True):
+        self.staging = [
             client.stage(disk, far, Mirror(disk.uri), start_id=start_id)
+            for client, disk, far in zip(self.clients, self.disks, (self.remote, second or self.remote), strict=True)
+        ]
 
     def save(self, step: int) -> None:
         """One save of both ranks, until it is staged."""
@@ -95,6 +101,7 @@ def test_what_both_have_staged_is_committed_at_the_remote(tmp_path: Path) -> Non
 def test_what_did_not_get_there_is_brought_by_the_next_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 could not reach the remote: nothing is committed, everything stays where it is until somebody asks."""
     monkeypatch.setattr(mirror, "END_S", 0.2)
+    monkeypatch.setattr(joint, "_LAST_S", 0.2)
     with life(tmp_path, "aaaaaaa1", FaultyStorage(tmp_path / "remote", fail_on={"pwrite": errno.EIO})) as one:
         one.save(1)
     assert not (tmp_path / "remote" / "step_00000001" / "manifest.json").exists()
@@ -103,3 +110,97 @@ def test_what_did_not_get_there_is_brought_by_the_next_life(tmp_path: Path, monk
         two.clients[0].run_op("bring", name="step_00000001", save="aaaaaaa1-1").result(LIMIT_S)
         assert [row[0] for row in two.clients[0].run_op("records").result(LIMIT_S)] == ["step_00000001"]
     assert files(tmp_path) == []
+
+
+def test_bringing_a_save_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that is broken off while the remote takes everything but the manifest: nobody waits for ever."""
+    monkeypatch.setattr(mirror, "END_S", 0.2)
+    monkeypatch.setattr(joint, "_LAST_S", 0.2)
+    tried = threading.Event()
+
+    def fail(*_: object) -> None:
+        tried.set()
+        raise StorageError("no answer")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(staged_run, "commit_manifest", fail)
+        with life(tmp_path, "aaaaaaa1") as one:
+            one.save(1)
+            assert tried.wait(LIMIT_S)
+        tried.clear()
+        with life(tmp_path, "aaaaaaa2") as two:
+            brought = two.clients[0].run_op("bring", name="step_00000001", save="aaaaaaa1-1")
+            assert tried.wait(LIMIT_S)
+        with pytest.raises(StorageError, match="before the end"):
+            brought.result(LIMIT_S)
+    with life(tmp_path, "aaaaaaa3") as three:
+        three.clients[0].run_op("bring", name="step_00000001", save="aaaaaaa1-1").result(LIMIT_S)
+        three.clients[0].run_op("bring", name="step_00000001", save="aaaaaaa1-1").result(LIMIT_S)  # asked again
+        with pytest.raises(CheckpointError, match="could not be brought"):
+            three.clients[0].run_op("bring", name="step_00000002", save="aaaaaaa1-2").result(LIMIT_S)
+
+
+def test_what_is_said_before_a_save_arrives_is_kept_until_it_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remote fails just when the metrics are to be bound: they are bound with the next try."""
+    may_go, failures = threading.Event(), iter([StorageError("no answer")])
+    send, bind = staged_part.send_entries, Catalog.set_metrics
+
+    def send_later(*args: Any) -> Any:
+        assert may_go.wait(LIMIT_S)
+        return send(*args)
+
+    def fail_once(*args: Any) -> Any:
+        for failure in failures:
+            raise failure
+        return bind(*args)
+
+    monkeypatch.setattr(staged_part, "send_entries", send_later)
+    monkeypatch.setattr(Catalog, "set_metrics", fail_once)
+    with life(tmp_path, "aaaaaaa1") as one:
+        one.save(1)
+        for loss in (0.5, 0.25):
+            one.clients[0].run_op("metrics", name="step_00000001", metrics={f"loss{loss}": loss}).result(LIMIT_S)
+        may_go.set()
+    assert Catalog(one.remote).record("step_00000001").metrics == {"loss0.5": 0.5, "loss0.25": 0.25}
+
+
+def test_staging_that_cannot_begin_is_an_error_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no end of the thread that works: other calls are answered."""
+
+    def fail(local: object) -> object:
+        raise StorageError("the disk does not answer")
+
+    monkeypatch.setattr(staged_run, "staged_saves", fail)
+    with life(tmp_path, "aaaaaaa1") as one:
+        one.staging[1].result(LIMIT_S)
+        with pytest.raises(StorageError, match="does not answer"):
+            one.staging[0].result(LIMIT_S)
+        assert one.clients[0].run_op("records").result(LIMIT_S) == []
+
+
+def test_only_directories_of_checkpoints_are_looked_at(tmp_path: Path) -> None:
+    """What else lies on the disk is the user's; a staged save of another version of the format is left alone."""
+    local = LocalStorage(tmp_path)
+    name = staged_name("aaaaaaa1-1")
+    for directory in ("step_00000001", "elsewhere"):
+        local.put(f"{directory}/{name}", b'{"format": "holdfast", "format_version": [99, 0]}')
+    assert list(staged_part.files_in_front(local)) == [("step_00000001", name)]
+    assert staged_run.staged_saves(local) == []
+
+
+def test_what_rank_0_has_asked_for_is_done_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its farewell is heard at once, while the last removal may still be under way."""
+    may_go, removed = threading.Event(), []
+
+    def remove(*args: object) -> None:
+        assert may_go.wait(LIMIT_S)
+        removed.append(args)
+
+    monkeypatch.setattr(staged_part, "remove_part", remove)
+    parts = staged_part.StagedParts(LocalStorage(tmp_path), LocalStorage(tmp_path), 1, "aaaaaaa1", lambda _: None)
+    parts.take({"do": "clear", "save": "aaaaaaa1-1", "directory": "step_00000001"})
+    threading.Timer(0.05, may_go.set).start()
+    parts.await_end(time.monotonic() + LIMIT_S, lambda: True)
+    assert len(removed) == 1

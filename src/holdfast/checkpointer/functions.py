@@ -196,8 +196,6 @@ def load(
         CorruptCheckpointError: stored bytes are damaged; names file and tensor.
         CheckpointNotFoundError: there is no checkpoint at ``source``.
     """
-    checkpoint = _checkpoint(source)
-    storage = checkpoint.storage.child(checkpoint.directory)
     if ranks not in ("all", "this"):
         raise ConfigError(f"ranks={ranks!r}: use 'all' (every rank calls load) or 'this' (only the calling rank loads)")
     info = current_ranks()
@@ -205,6 +203,11 @@ def load(
     meeting: Meeting = Alone()
     if together:
         meeting = meet(info, name="load", timeout_s=_LOAD_S, otherwise="load with ranks='this'")
+    found: list[Checkpoint] = []
+    # By itself: one rank whose source cannot even be named must not leave the others waiting for what it reads.
+    meeting.agree("source", lambda: found.append(_checkpoint(source)))
+    (checkpoint,) = found
+    storage = checkpoint.storage.child(checkpoint.directory)
     outcome: list[Loaded] = []
 
     def once() -> None:

@@ -64,7 +64,8 @@ class Checkpointer(Listing):
         timeout_s: bound of every wait; of a save of several ranks, from the first rank to the last.
         seed_samples: make random augmentation in ``__getitem__`` a function of (seed, epoch, index).
         on_commit: functions that rank 0 calls with each committed `Checkpoint`, on a thread of their own: they hold
-            nothing up, and what they raise is logged. See `holdfast.trackers`.
+            nothing up, and what they raise is logged. See `holdfast.trackers`. Where the ranks share no disk, once it
+            is at the remote.
 
     Raises:
         ConfigError: an argument is wrong.
@@ -301,7 +302,11 @@ class Checkpointer(Listing):
         saver.parent = started.parent
         saver.announcer = Announcer(options.on_commit)
         if options.mirror is not None and self.remote is not None and saver.leads:
-            saver.remote = RemoteWatch(client, options.mirror, self.remote.uri, staged=started.staged)
+            far, announcer = self.remote, saver.announcer
+            saver.remote = RemoteWatch(
+                client, options.mirror, far.uri, staged=started.staged,
+                arrived=lambda name: announcer.tell(Checkpoint.at(far, name)) if started.staged else None,
+            )  # fmt: skip
         if self.resumed_from is not None and started.in_this_run:
             # The step resumed from is safe already; saving it again would only make a copy.
             saver.last_step, saver.last_name = progress.step, self.resumed_from.name

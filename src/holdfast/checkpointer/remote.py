@@ -27,10 +27,20 @@ class RemoteWatch:
         mirror: its rules.
         uri: where the remote side is.
         staged: what has not arrived there is no checkpoint anywhere; see `spread`.
+        arrived: called once with the name of each checkpoint that arrives there; short, it may be on any thread.
     """
 
-    def __init__(self, client: WriterClient, mirror: Mirror, uri: str, *, staged: bool = False) -> None:
-        self._staged = staged
+    def __init__(
+        self,
+        client: WriterClient,
+        mirror: Mirror,
+        uri: str,
+        *,
+        staged: bool = False,
+        arrived: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        self.staged, self._arrived = staged, arrived
+        self._announced: set[str] = set()
         self._client, self._mirror, self.uri = client, mirror, uri
         self._told = threading.Condition()
         self._state: dict[str, Any] = {"version": None, "waiting": [], "last_step": -1, "created": None}
@@ -85,7 +95,7 @@ class RemoteWatch:
         """
         self._ask(timeout_s)
         if self._wait_until(lambda: not self._waiting, timeout_s):
-            if self._staged and self._state["last_step"] < step:
+            if self.staged and self._state["last_step"] < step:
                 raise StorageError(
                     f"step {step} was staged, but is not at {self.uri}, where the newest checkpoint is that of step "
                     f"{self._state['last_step']}; the log says why. What the disks of all machines have still is "
@@ -145,4 +155,8 @@ class RemoteWatch:
     def _take(self, state: dict[str, Any]) -> None:
         with self._told:
             self._state = state
+            for name in state.get("arrived", ()):
+                if name not in self._announced:
+                    self._announced.add(name)
+                    self._arrived(name)
             self._told.notify_all()

@@ -92,10 +92,15 @@ class Rendezvous:
         except Exception as error:  # noqa: BLE001 - all ranks hear of it, this one raises it below
             cause, given = error, {"error": error_to_ranks(error)}
         except BaseException as error:
-            self._set(f"{topic}/{self.rank}", {"error": error_to_ranks(error)})
+            # Nobody reads what rank 0 gives: its own end is everybody's decision.
+            self._set(f"{topic}/{self.rank or 'all'}", {"error": error_to_ranks(error)})
             raise
         if self.rank == 0:
-            decision = self._decide(topic, given, decide)
+            try:
+                decision = self._decide(topic, given, decide)
+            except BaseException as error:
+                self._set(f"{topic}/all", {"error": error_to_ranks(error)})
+                raise
             self._set(f"{topic}/all", decision)
         else:
             self._set(f"{topic}/{self.rank}", given)

@@ -111,6 +111,7 @@ def first_good(
     what_else: str,
     sides: Callable[[str], Sequence[Storage]] | None = None,
     skipped: list[tuple[str, str]] | None = None,
+    work_s: float = 0.0,
 ) -> Checkpoint | None:
     """Return the first candidate that is good for all ranks; those that are not are set aside.
 
@@ -124,6 +125,7 @@ def first_good(
         what_else: the user may do if none is good, for the error.
         sides: as in `resume_run`.
         skipped: gets (name, reason) of those that were set aside now.
+        work_s: how long ``attempt`` may take on some ranks while the others wait, beyond the bound of a wait.
 
     Raises:
         CorruptCheckpointError: there are checkpoints and none of them is good.
@@ -138,7 +140,7 @@ def first_good(
             more = {} if sides is None else {"side": side.uri}
             judge = partial(_judge, partial(quarantine, name, **more))
             # Not by its URI: the local side need not have the same path on all machines.
-            reason = meeting.agree(f"load {name} ({number})", partial(attempt, checkpoint), judge)
+            reason = meeting.agree(f"load {name} ({number})", partial(attempt, checkpoint), judge, work_s=work_s)
             if reason is None:
                 return checkpoint
             skipped.append((name, reason))

@@ -320,7 +320,7 @@ class Saver:
         stats.seconds_lost += self.clock.take_lost()
         self.deleted.extend(result.deleted)
         self.snapshotter.observe(result.unchanged)
-        if self.leads:
+        if self.leads and (self.remote is None or not self.remote.staged):  # that one tells of what has arrived
             self.announcer.tell(Checkpoint.at(self.storage, result.directory))
 
     def _leave_out(self, error: StorageError, step: int) -> None:

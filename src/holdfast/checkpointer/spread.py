@@ -9,7 +9,7 @@ from typing import Any
 
 from ..checkpoint.catalog import Catalog
 from ..checkpoint.record import record_from_row
-from ..errors import ConfigError, StorageError
+from ..errors import CheckpointError, ConfigError
 from ..format.commit import sweep
 from ..format.parts import read_part
 from ..storage.base import Storage
@@ -100,18 +100,20 @@ def _left(local: Storage, opened: RunOpened) -> list[dict[str, Any]]:
     from ..writer.staged_run import staged_saves  # not above: few trainers need it, and each start waits
 
     newest = max((record_from_row(row).order for row in opened.records), default=(-1, -1, ""))
+    staged = staged_saves(local)
     found = [
         ((manifest.attempt, manifest.step or 0, name), {"name": name, "save": save, "writers": len(manifest.writers)})
-        for name, save, manifest in staged_saves(local)
-        if manifest.run_id == opened.run_id
+        for name, save, manifest in staged
     ]
     catalog = Catalog(local)
     whole = [record for record in catalog.records() if record.order > newest]
-    if whole and catalog.index.run_id != opened.run_id:
-        raise ConfigError(
-            f"{local.uri} of rank 0 holds another run ({catalog.index.run_id}) than the remote ({opened.run_id}): give "
-            "each run a local_dir of its own, empty this one, or bring it to the remote first (holdfast push)"
-        )
+    runs = [manifest.run_id for _, _, manifest in staged] + [catalog.index.run_id for _ in whole]
+    for other in runs:
+        if other != opened.run_id:  # its owner may start it again: what it has here is not ours to remove
+            raise ConfigError(
+                f"{local.uri} of rank 0 holds another run ({other}) than the remote ({opened.run_id}): give each run a "
+                "local_dir of its own, empty this one, or bring it to the remote first (holdfast push)"
+            )
     found += [(record.order, {"name": record.name, "save": None, "writers": 0}) for record in whole]
     return [one for order, one in sorted(found, key=lambda row: row[0], reverse=True) if order > newest]
 
@@ -122,6 +124,6 @@ def _has(local: Storage, one: dict[str, Any], meeting: Meeting) -> bool:
         return True
     try:
         part = read_part(local, one["name"], one["save"], meeting.rank)
-    except StorageError:
+    except CheckpointError:  # damaged; a disk that does not answer is an error, for what is on it is removed below
         return False
     return part is not None and one["writers"] == meeting.world_size

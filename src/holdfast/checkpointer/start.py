@@ -13,6 +13,7 @@ from .._units import format_bytes
 from ..checkpoint.handle import Checkpoint
 from ..checkpoint.record import record_from_row
 from ..errors import ConfigError, StorageFullError
+from ..state.desk import node_name
 from ..state.snapshot import Snapshotter
 from ..storage.base import Storage
 from ..writer.client import WriterClient
@@ -92,7 +93,11 @@ def start_run(
         # The run is at the remote then, and the disks are where saves wait for it.
         root, remote = remote, None
         opened = _open(root, client, options, start_id, None, meeting)
-        client.stage(local, root, options.mirror, start_id=start_id)
+        mirror = options.mirror
+        meeting.agree(
+            "stage", lambda: answer(client.stage(local, root, mirror, start_id=start_id), local, timeout_s),
+            work_s=timeout_s,
+        )  # fmt: skip
         opened = take_up(meeting, client, local, root, opened, start_id=start_id, timeout_s=timeout_s)
     else:
         opened = _open(root, client, options, start_id, remote, meeting)
@@ -121,15 +126,19 @@ def start_run(
         name = outcome.checkpoint.name if mine else outcome.checkpoint.uri
         resumed = {"name": name, "step": progress.step}
 
-    def check(tensor_bytes: Sequence[int]) -> dict[str, Any]:
+    def need() -> list[Any]:
+        own = snapshotter.plan(live).tensor_bytes
+        return [node_name(), own, local.free_bytes()] if spread else ["", own, None]
+
+    def check(needs: Sequence[list[Any]]) -> dict[str, Any]:
         if resumed is not None:
             answer(client.run_op("resumed", **resumed), root, timeout_s)
-        room = _check_room(local, client, sum(tensor_bytes), live, start_id, timeout_s)
+        room = _check_room(local, client, needs, live, start_id, timeout_s)
         for far in {one for one in (root, remote) if one is not None and one is not local}:
             answer(client.probe(far, directory=f".probe-{start_id}"), far, timeout_s)
         return {"room": room, "taken": sorted(_taken(root, committed, opened)), "seed": progress.own_seed()}
 
-    ready = meeting.agree("ready", lambda: snapshotter.plan(live).tensor_bytes, check, work_s=_CALLS * timeout_s)
+    ready = meeting.agree("ready", need, check, work_s=_CALLS * timeout_s)
     if meeting.world_size > 1:
         progress.first_seed = ready["seed"]
     finished = None
@@ -233,26 +242,43 @@ def _sides(name: str, opened: RunOpened, storage: Storage, remote: Storage | Non
 def _check_room(
     storage: Storage,
     client: WriterClient,
-    tensor_bytes: int,
+    needs: Sequence[list[Any]],
     state: Mapping[Any, Any],
     start_id: str,
     timeout_s: float,
 ) -> str:
     """Send a small probe through the whole commit, compare free space with the size of a checkpoint.
 
+    Args:
+        storage: where saves go, of rank 0.
+        client: rank 0's writer.
+        needs: of each rank the machine, the bytes of its part, and what is free there. Where all ranks save to one
+            place, machine and free space are not named; else each machine has to hold the parts of its own ranks.
+        state: of rank 0.
+        start_id: of this life.
+        timeout_s: bound of the probe.
+
     Returns:
         A line about size and space.
     """
     found = answer(client.probe(storage, directory=f".probe-{start_id}"), storage, timeout_s)
-    expected = tensor_bytes + _future_optimizer_bytes(state.values())
-    free = found["free_bytes"]
-    if free is not None and free < expected + _MARGIN:
-        raise StorageFullError(
-            f"{storage.uri} has {format_bytes(free)} free and one checkpoint takes about {format_bytes(expected)} (and "
-            f"{format_bytes(_MARGIN)} to spare): free some space or choose another place; nothing was trained"
-        )
-    line = f"one checkpoint takes about {format_bytes(expected)}"
-    return line if free is None else f"{line}; {format_bytes(free)} are free"
+    future = _future_optimizer_bytes(state.values())
+    least = found["free_bytes"]
+    for machine in dict.fromkeys(name for name, _, _ in needs):
+        first, parts = [one[0] for one in needs].index(machine), [one[1:] for one in needs if one[0] == machine]
+        expected = sum(own for own, _ in parts) + future * len(parts) // len(needs)
+        frees = [its for _, its in parts if its is not None]
+        free = min(frees, default=found["free_bytes"] if first == 0 else None)
+        if free is not None and free < expected + _MARGIN:
+            whose = f" on the machine of rank {first}" if machine else ""
+            what = f"the parts of {len(parts)} of {len(needs)} ranks take" if whose else "one checkpoint takes"
+            raise StorageFullError(
+                f"{storage.uri}{whose} has {format_bytes(free)} free and {what} about {format_bytes(expected)} (and "
+                f"{format_bytes(_MARGIN)} to spare): free some space or choose another place; nothing was trained"
+            )
+        least = free if least is None or free is None else min(least, free)
+    line = f"one checkpoint takes about {format_bytes(sum(own for _, own, _ in needs) + future)}"
+    return line if least is None else f"{line}; {format_bytes(least)} are free"
 
 
 def _future_optimizer_bytes(values: Any) -> int:

@@ -235,7 +235,7 @@ class WriterClient:
             self._talk.team = ({**header, "beat_s": beat_s, "stale_s": stale_s}, board, fds)
             self._talk.tell_team()
 
-    def stage(self, local: Storage, remote: Storage, mirror: Mirror, *, start_id: str) -> None:
+    def stage(self, local: Storage, remote: Storage, mirror: Mirror, *, start_id: str) -> Future[None]:
         """Stage the parts of joint saves on a local disk and bring them to the remote, where the run is open.
 
         Args:
@@ -251,7 +251,7 @@ class WriterClient:
             keys = {"local": self._talk.tell_storage(local), "remote": self._talk.tell_storage(remote)}
             told = {**keys, "limits": limits_of(mirror).to_json(), "start_id": start_id}
             self._talk.team = ({**header, "stage": told}, board, fds)
-            self._talk.send({"do": "joint", "what": "stage", "args": told})
+            return self._call({"do": "joint", "what": "stage", "args": told})
 
     def tell_ranks(self, what: str, **args: Any) -> None:
         """Tell the other ranks something.

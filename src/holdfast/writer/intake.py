@@ -82,7 +82,7 @@ class Intake:
                     manifest, warnings = self._attempt(run)
                 except StorageFullError:
                     # As in a save: retention may be behind.
-                    if run is None or not run.retain():
+                    if run is None or not run.make_room():
                         raise
                     manifest, warnings = self._attempt(run)
             except BaseException:

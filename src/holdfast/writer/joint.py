@@ -108,14 +108,14 @@ class Joint:
         if "stage" in header:
             self.stage(**header["stage"])
 
-    def stage(self, local: int, remote: int, limits: dict[str, Any], start_id: str) -> None:
-        """From now on our parts are staged on the local disk, and brought to the remote later."""
+    def stage(self, local: int, remote: int, limits: dict[str, Any], start_id: str, call: int | None = None) -> None:
+        """From now on our parts are staged on the local disk, and brought to the remote later. May be repeated."""
         from .staged_part import StagedParts  # not above: few writers need it, and each start waits
 
         here, far = self._answers.storage_of(local), self._answers.storage_of(remote)
-        self._staged = StagedParts(here, far, self._rank, start_id, self._say)
-        if (server := self._server) is not None:
-            self._answers.later(lambda: self._lead(server, here, far, limits))
+        if self._staged is None:
+            self._staged = StagedParts(here, far, self._rank, start_id, self._say)
+        self._answers.later(lambda: self._lead(here, far, limits, call))
 
     def begun(self, call: int, job: SaveJob, storage: Storage, *, again: bool) -> None:
         """Take a job: from now on its end, good or bad, reaches the other ranks."""
@@ -363,13 +363,20 @@ class Joint:
             one.committed = result.manifest
             server.committed(save, value={"deleted": result.deleted, "warnings": result.warnings})
 
-    def _lead(self, server: ControlServer, local: Storage, remote: Storage, limits: dict[str, Any]) -> None:
+    def _lead(self, local: Storage, remote: Storage, limits: dict[str, Any], call: int | None) -> None:
         """Be the one who decides what is brought when; on the working thread, where the run is open by now."""
-        from .staged_run import StagedRun  # as above
-
         run = self._answers.run
-        if run is not None:
-            run.stage(partial(StagedRun, run, server, remote, local, Limits(**limits)))
+        try:
+            if self._server is not None and run is not None and run.uploads is None:
+                from .staged_run import StagedRun  # as above
+
+                run.stage(partial(StagedRun, run, self._server, remote, local, Limits(**limits)))
+        except Exception as error:  # noqa: BLE001 - a thread edge: the trainer, or the next save, hears of it
+            _LOG.warning("saves cannot be staged: %s", error)
+            self._answers.say_failed(call, error)
+        else:
+            if call is not None:
+                self._answers.say_done(call, None)
 
     def _stage(self, one: _Waiting, server: ControlServer) -> None:
         """Take a save that all ranks have staged: it is on its way to the remote from now on."""

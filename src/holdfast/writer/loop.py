@@ -154,7 +154,8 @@ class WriterLoop:
 
     def _on_joint(self, message: Message) -> None:
         """Tell the other ranks something: `Joint.want`, `acted` and so on."""
-        getattr(self._joined(), message.header["what"])(**message.header["args"])
+        call = {name: message.header[name] for name in ("call",) if name in message.header}  # if it is answered
+        getattr(self._joined(), message.header["what"])(**message.header["args"], **call)
 
     def _on_ask(self, message: Message) -> None:
         self._joined().ask(message.header["call"], message.header["about"])

@@ -11,6 +11,7 @@ import random
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ _LOG = logging.getLogger("holdfast.writer")
 END_S = 20.0
 """How long uploads go on after the trainer is gone: a successor waits three times as long for the lease."""
 _SYNC_S = 15.0  # reports and what the run says about itself
+_ARRIVED = 64  # names told to a follower, which asks again after each change
 _GRACE_S = 5.0  # after the end of uploads, for the last words and the lease
 
 Follower = Callable[[dict[str, Any]], None]
@@ -64,6 +66,7 @@ class Mirroring:
         self._lock = threading.Condition()
         self._waiting = list(waiting)
         self._uploaded = set(uploaded)
+        self._arrived: deque[str] = deque(maxlen=_ARRIVED)
         self._in_flight: str | None = None
         self._tried: set[str] = set()
         self._litter: list[str] = []  # given up half-way
@@ -105,6 +108,13 @@ class Mirroring:
             self._uploaded.discard(record.name)
             self._give_up()
             self._going = True
+            self._tell()
+
+    def look(self) -> None:
+        """Learn which checkpoint is the newest: one has come to the remote without an upload."""
+        newest = self.remote.newest()
+        with self._lock:
+            self._newest = newest
             self._tell()
 
     def needed(self) -> frozenset[str]:
@@ -180,6 +190,7 @@ class Mirroring:
             "last_step": -1 if newest is None else newest.step,
             "created": None if newest is None else newest.created,
             "waiting": [one.name for one in self._waiting],
+            "arrived": list(self._arrived),
             "given_up": self._num_given_up,
             "upload_s": self._upload_s,
             "error": self._error,
@@ -319,6 +330,7 @@ class Mirroring:
             if problem is None:
                 self._waiting = [record for record in self._waiting if record.name != name]
                 self._uploaded.add(name)
+                self._arrived.append(name)
                 self._newest = newest
                 self._arrival = self._warned = time.monotonic()
                 self._upload_s, self._num_lately = self._arrival - begun, 0

@@ -157,23 +157,17 @@ class Run:
 
     def stage_save(self, name: str, save: str, manifest: Manifest) -> None:
         """Take a save whose parts all ranks have staged."""
-        assert self._staged is not None
+        if self._staged is None:
+            raise HoldfastError("the writer could not begin to stage saves; its log says why")
         self._check()
         self._staged.add(name, save, manifest)
 
-    def arrived(self, name: str, manifest: Manifest, late: dict[str, list[Callable[[], object]]] | None = None) -> None:
-        """Record a staged save that has been committed at the remote; may be called by any thread.
-
-        Args:
-            name: of the checkpoint.
-            manifest: what is there.
-            late: what was said about saves before they arrived.
-        """
+    def arrived(self, name: str, manifest: Manifest, then: Callable[[], object] = lambda: None) -> None:
+        """Record a staged save that has been committed at the remote, then call ``then``; for any thread."""
         self._reports.flush()
         with self._lock:
             self.committed(name, manifest)
-            for say in (late or {}).pop(name, ()):
-                say()
+            then()
 
     def newest(self) -> Record | None:
         """Return the newest checkpoint; may be called by any thread."""
@@ -229,13 +223,18 @@ class Run:
         mirror, catalog = self._mirror, self._catalog
         needed = self._protected if mirror is None else self._protected | mirror.needed()
         gone: list[Verdict] = []
-        if self._keep is None:
-            catalog.index.save()
-        elif mirror is None or mirror.has_begun:
-            gone = catalog.prune(self._keep, needed)
-        if mirror is not None and mirror.has_begun:
-            gone += catalog.discard(mirror.done_with(catalog.index.rows), f"uploaded to {mirror.uri}")
+        with self._lock:
+            if self._keep is None:
+                catalog.index.save()
+            elif mirror is None or mirror.has_begun:
+                gone = catalog.prune(self._keep, needed)
+            if mirror is not None and mirror.has_begun:
+                gone += catalog.discard(mirror.done_with(catalog.index.rows), f"uploaded to {mirror.uri}")
         return tuple((verdict.name, verdict.why) for verdict in gone)
+
+    def make_room(self) -> bool:
+        """Apply the rules because a save found its disk full; false if that has not helped."""
+        return self._staged is None and bool(self.retain())  # staged saves have their own disks, with no checkpoint
 
     def latest_manifest(self) -> tuple[str, Manifest] | None:
         """Give name and manifest of the newest checkpoint, if there is a readable one."""

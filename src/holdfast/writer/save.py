@@ -91,7 +91,7 @@ class Saver:
             part, manifest, seconds = self._attempt(task, run, answer)
         except StorageFullError:
             # Retention may be behind (it was interrupted, or its rules have changed): catch up, then once more.
-            if run is None or task.source is not None or not run.retain():
+            if run is None or task.source is not None or not run.make_room():
                 raise
             _LOG.warning(
                 "%s is full: old checkpoints were removed by the rules of retention, trying once more", job.directory

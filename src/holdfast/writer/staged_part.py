@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from holdfast.checkpoint.transfer import send_entries
@@ -23,7 +23,7 @@ from holdfast.storage.base import Storage
 from .control_link import Message
 from .messages import error_to_json
 
-__all__ = ["StagedParts"]
+__all__ = ["StagedParts", "files_in_front"]
 
 _LOG = logging.getLogger("holdfast.writer")
 
@@ -45,8 +45,13 @@ class StagedParts:
         self._local, self._remote, self._rank, self._say = local, remote, rank, say
         self._changed = threading.Condition()
         own = part_name(rank, start_id).removesuffix(".json")
-        names = [info.path.rpartition("/")[2] for info in local.list("")]
-        self._held = {save for name in names if name.startswith(own) and (save := save_id_of(name)) is not None}
+        self._held: set[str] = set()
+        try:
+            names = [name for _, name in files_in_front(local)]
+            self._held = {save for name in names if name.startswith(own) and (save := save_id_of(name)) is not None}
+        except HoldfastError as error:  # they are only waited for at the end
+            _LOG.warning("what an earlier writer has staged may have to wait for the next start: %s", error)
+        self._closing = 0  # orders that end something and are not carried out yet
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="holdfast-staged", daemon=True).start()
 
@@ -72,22 +77,29 @@ class StagedParts:
 
     def take(self, order: Message) -> None:
         """Take an order: "upload"; "clear": our part is to be removed; "keep": it is left to the next start."""
+        if order["do"] != "upload":
+            with self._changed:
+                self._closing += 1
         self._orders.put(order)
 
     def await_end(self, until: float, is_over: Callable[[], bool]) -> None:
-        """Wait until nothing is needed any more, or ``is_over`` says that nobody will ask for it."""
+        """Wait until nothing is needed any more, or ``is_over`` says that nobody will ask for it.
+
+        What rank 0 has asked for before it left is done first.
+        """
         with self._changed:
-            while self._held and not is_over() and time.monotonic() < until:
+            while (self._closing or (self._held and not is_over())) and time.monotonic() < until:
                 self._changed.wait(0.2)
 
     def _work(self) -> None:
         while True:
             order = self._orders.get()
             save, directory = order["save"], order["directory"]
-            if order["do"] == "clear":
-                self._clear(save, directory)
-                continue
-            if order["do"] == "keep":
+            if order["do"] != "upload":
+                if order["do"] == "clear":
+                    self._clear(save, directory)
+                with self._changed:
+                    self._closing -= 1
                 self.let_go(save)
                 continue
             error = None
@@ -108,4 +120,15 @@ class StagedParts:
             remove_part(self._local, directory, save, self._rank)
         except HoldfastError as error:
             _LOG.warning("what is not needed any more of %s stays on the local disk for now: %s", directory, error)
-        self.let_go(save)
+
+
+def files_in_front(local: Storage) -> Iterator[tuple[str, str]]:
+    """Iterate over what lies on a disk in front of the remote: checkpoint's directory, name of the file.
+
+    Nothing else is looked at: the directory may be the user's own, with much in it, or with what we may not read.
+    """
+    for child in local.list("", recursive=False):
+        directory = child.path.rstrip("/")
+        if directory.startswith("step_"):
+            for info in local.list(directory, recursive=False):
+                yield directory, info.path.rpartition("/")[2]

@@ -19,7 +19,7 @@ from holdfast.checkpoint.heartbeat import Heartbeat
 from holdfast.checkpoint.record import Record, record_from_manifest
 from holdfast.checkpoint.retention import Verdict
 from holdfast.checkpoint.transfer import Copied, copy_checkpoint
-from holdfast.errors import CheckpointError, CorruptCheckpointError, HoldfastError
+from holdfast.errors import CheckpointError, HoldfastError, StorageError
 from holdfast.format.commit import commit_manifest, read_manifest, sweep
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import join, save_id_of
@@ -32,6 +32,7 @@ from .mirror_plan import Limits
 from .mirror_remote import RemoteRun
 from .outcome import committed_already
 from .run import Run
+from .staged_part import files_in_front
 
 __all__ = ["StagedRun", "staged_saves"]
 
@@ -70,7 +71,7 @@ class StagedRun(RemoteRun):
         self._run, self._server = run, server
         self._lock = threading.Lock()
         self._saves: dict[str, tuple[str, Manifest]] = {}  # by name, what waits
-        self._ended = False
+        self._ended = self._over = False
         self._known: set[str] = set()
         self._left: set[str] = set()  # what cannot be completed in this life
         for name, save, manifest in staged_saves(local):
@@ -98,14 +99,20 @@ class StagedRun(RemoteRun):
         if save is None:
             copy_checkpoint(self._local, name, self._storage, name)
             self._run.arrived(name, read_manifest(self._storage, name))
+            self.mirror.look()
             return
-        manifest = next(one for found, its, one in staged_saves(self._local) if (found, its) == (name, save))
-        self._queue(name, save, manifest)
+        its = {found: one for found, one_save, one in staged_saves(self._local) if one_save == save}
+        manifest = its.get(name)  # None: asked again, for the writer before this one died when it had just arrived
+        if manifest is not None:
+            self._queue(name, save, manifest)
         while name in self._saves:
             self.heartbeat.check()
+            if self._over:
+                raise StorageError(f"{name} could not be brought to {self._storage.uri} before the end of the run")
             time.sleep(_LOOK_S)
         newest = self._run.newest()
-        if newest is None or newest.checkpoint_id != manifest.checkpoint_id:
+        wanted = None if manifest is None else manifest.checkpoint_id
+        if newest is None or newest.name != name or wanted not in (None, newest.checkpoint_id):
             raise CheckpointError(f"{name}, which the ranks have staged, could not be brought to {self._storage.uri}")
 
     def end(self) -> None:
@@ -113,6 +120,7 @@ class StagedRun(RemoteRun):
         if not self._ended:
             self._ended = True
             self.mirror.close()
+            self._over = True
 
     def keeps(self, name: str, say: Callable[[], object]) -> bool:
         """Keep what is said about a staged save until that arrives; false if it is none. Needs the run's lock."""
@@ -168,8 +176,19 @@ class StagedRun(RemoteRun):
         self.heartbeat.confirm()
         if committed_already(self._storage, name, {"checkpoint_id": manifest.checkpoint_id}) is None:
             commit_manifest(self._storage, name, manifest)
-        self._run.arrived(name, manifest, self._late)
+        self._run.arrived(name, manifest, lambda: self._say_late(name))
         return Copied(files=len(manifest.files)), []
+
+    def _say_late(self, name: str) -> None:
+        """Repeat what was said about a save before it arrived; what cannot be stored is kept. Needs the run's lock."""
+        waiting = self._late.get(name, [])
+        for say in list(waiting):
+            try:
+                say()
+            except CheckpointError as error:  # as it would be the next time
+                _LOG.warning("what was said about %s before it arrived is lost: %s", name, error)
+            waiting.pop(0)
+        self._late.pop(name, None)
 
     def drop(self, name: str) -> None:
         """Remove what was sent of a save that was given up."""
@@ -197,13 +216,12 @@ class StagedRun(RemoteRun):
 def staged_saves(local: Storage) -> list[tuple[str, str, Manifest]]:
     """List the saves that rank 0 has staged on this disk: name, save id, manifest to be."""
     found = []
-    for info in local.list(""):
-        name, _, path = info.path.rpartition("/")
-        save = save_id_of(path)
-        if name and "/" not in name and save is not None and is_staged(path):
+    for name, path in files_in_front(local):
+        save, where = save_id_of(path), join(name, path)
+        if save is not None and is_staged(path):
             try:
-                found.append((name, save, Manifest.from_bytes(local.read(info.path), where=info.path)))
-            except CorruptCheckpointError as error:
+                found.append((name, save, Manifest.from_bytes(local.read(where), where=where)))
+            except CheckpointError as error:
                 _LOG.warning("a staged save is left alone: %s", error)
     return found
 
