@@ -15,7 +15,7 @@ import holdfast as hf
 from holdfast.state import shared_reads
 from holdfast.state.desk import Desk, PeerDesk
 from holdfast.state.restore import load_state
-from holdfast.state.shared_reads import _Numbers
+from holdfast.state.shared_reads import SharedReads, _Numbers
 from holdfast.storage.memory import MemoryStorage
 
 _numbers = itertools.count()
@@ -239,6 +239,91 @@ def test_another_process_in_the_place_of_a_rank_is_refused():
     with pytest.raises((OSError, ValueError)):
         PeerDesk(told)
     one.close()
+
+
+def test_what_a_rank_still_copies_stays_although_it_reads_for_nobody(monkeypatch):
+    """A rank whose reading for others has failed goes on copying from them: its slots are not filled anew."""
+    values = {f"t{number}": torch.randn(MIB) for number in range(5)}  # 10 blocks
+    storage = saved(values)
+    monkeypatch.setattr(shared_reads, "_SLOTS", 2)
+    read_own, read_block, finished = SharedReads._read_own, SharedReads._read_block, threading.Event()
+
+    def of_all(reads):
+        read_own(reads)
+        if reads._me == 1:
+            finished.set()
+
+    def of_block(reads, *args):
+        if reads._me == 0:
+            raise hf.StorageError("this rank cannot read for others")
+        read_block(reads, *args)
+
+    monkeypatch.setattr(SharedReads, "_read_own", of_all)
+    monkeypatch.setattr(SharedReads, "_read_block", of_block)
+    waits = iter([0.3])  # as long as the other rank would need to fill its slots anew
+
+    def load(rank, swap):
+        live = {name: torch.zeros_like(one) for name, one in values.items()}
+        slow = (lambda _: finished.wait(next(waits, 0))) if rank == 0 else None
+        load_state(storage, live, verify=False, swap=swap, progress=slow)
+        return all(torch.equal(live[name], one) for name, one in values.items())
+
+    assert Ranks(2).run(load) == [True, True]
+
+
+def test_a_rank_that_cannot_take_part_says_so_at_once(monkeypatch):
+    """Where one rank cannot map the desks of the others, these do not wait for it in vain."""
+    values = {f"t{number}": torch.randn(700_001) for number in range(4)}
+    storage, waits = saved(values), []
+    wait, refused, loaded = shared_reads._wait, threading.local(), threading.Semaphore(0)
+    monkeypatch.setattr(shared_reads, "_PATIENCE_S", 0.3)
+
+    def noted(ready, sign):
+        waits.append(wait(ready, sign))
+        return waits[-1]
+
+    def peer_desk(told):
+        if getattr(refused, "here", False):
+            raise PermissionError("a sandbox")
+        return PeerDesk(told)
+
+    monkeypatch.setattr(shared_reads, "PeerDesk", peer_desk)
+    monkeypatch.setattr(
+        shared_reads, "_wait", lambda *args, **named: (waits.append(wait(*args, **named)), waits[-1])[1]
+    )
+
+    def load(rank, swap):
+        refused.here = rank == 1
+        live = {name: torch.zeros_like(one) for name, one in values.items()}
+        load_state(storage, live, swap=swap, progress=lambda _: loaded.acquire(timeout=5) if rank == 1 else None)
+        loaded.release(100)  # the one that reads alone is slower than all others
+        return all(torch.equal(live[name], one) for name, one in values.items())
+
+    assert Ranks(3).run(load) == [True] * 3
+    assert all(waits)
+
+
+def test_a_damaged_table_of_digests_does_not_hold_up_the_others():
+    """A rank that cannot read what it checks against says so, and the others load."""
+    values = {"w": torch.randn(MIB)}
+    storage = saved(values)
+    damaged = MemoryStorage(f"damaged-table-{next(_numbers)}")
+    from holdfast.format.commit import read_manifest
+
+    for info in storage.list(""):
+        damaged.put(info.path, storage.read(info.path))
+    for entry in read_manifest(storage, "").files:
+        if entry.role == "digests":
+            damaged.put(entry.path, bytes([storage.read(entry.path)[0] ^ 1]) + storage.read(entry.path)[1:])
+
+    def load(rank, swap):
+        live = {"w": torch.zeros(MIB)}
+        load_state(storage if rank else damaged, live, swap=swap)
+        return torch.equal(live["w"], values["w"])
+
+    wrong, *others = Ranks(3).run(load)
+    assert isinstance(wrong, hf.CorruptCheckpointError)
+    assert others == [True, True]
 
 
 @settings(deadline=None, max_examples=60)

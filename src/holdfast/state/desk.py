@@ -25,7 +25,7 @@ __all__ = ["Desk", "PeerDesk", "can_share", "node_name", "pauses"]
 _PAGE = 4096
 _NAME = "holdfast-desk"
 _TOKEN_BYTES = 16
-_CONSUMED, _PUBLISHED, _GONE, _OPENED = range(_TOKEN_BYTES // 8, _TOKEN_BYTES // 8 + 4)
+_CONSUMED, _PUBLISHED, _GONE, _OPENED, _ENDED = range(_TOKEN_BYTES // 8, _TOKEN_BYTES // 8 + 5)
 _PAUSE_S = (50e-6, 2e-3)
 
 
@@ -102,6 +102,10 @@ class Desk:
         """Show that we have mapped the desks of the others."""
         self._words[_OPENED] = 1
 
+    def end(self) -> None:
+        """Show that we read for nobody any more; what others read we may still need."""
+        self._words[_ENDED] = 1
+
     def leave(self) -> None:
         """Show that we read for nobody any more, and need nothing."""
         self._words[_GONE] = 1
@@ -163,6 +167,11 @@ class PeerDesk:
     def has_opened(self) -> bool:
         """Whether that rank has mapped the desks of the others."""
         return bool(self._words[_OPENED])
+
+    @property
+    def ended(self) -> bool:
+        """Whether that rank reads for nobody any more; it may still copy what others read."""
+        return bool(self._words[_ENDED]) or self.gone
 
     @property
     def gone(self) -> bool:

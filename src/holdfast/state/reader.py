@@ -211,6 +211,7 @@ class _FileJob:
         self.reader, self.file, self.digests, self.side, self.progress = reader, file, digests, side, progress
         self.shared: FileBlocks | None = None
         self.rows: Sequence[ReadRequest] = ()
+        self.end = 0  # where the last row of this pass begins
         self.starts: list[int] = []
         self.addresses: list[int] = []
         self.failed = threading.Event()
@@ -221,7 +222,7 @@ class _FileJob:
 
         These go into a temporary batch, from where torch copies them.
         """
-        total = 0
+        total, self.end = 0, rows[-1].offset
         for group in _groups(rows):
             heads, addresses, detours = [], [], []
             for members, detour in group:
@@ -257,6 +258,8 @@ class _FileJob:
                 for offset, size, block in parts:
                     if not self.failed.is_set():
                         self._shared_block(offset, size, block, view, base)
+                if parts and self.shared is not None and self.rows[-1].offset == self.end:
+                    self.shared.passed(parts[-1][2])  # its owner must not wait while we read the rest
                 while not self.failed.is_set() and (next_one := feed.take()) is not None:
                     self._block(*next_one, view, base)
             except BaseException:

@@ -12,6 +12,7 @@ import torch
 from ..errors import ConfigError, StateMismatchError
 from ..format.strict_json import paused_gc
 from ..storage.base import Storage
+from .digests import Digests
 from .fill import fill
 from .match import Matcher, Problems
 from .reader import ReadRequest, read_tensors
@@ -89,12 +90,13 @@ def load_state(
             state, requests = matcher.run(into), matcher.targets.requests
             if strict and (refused := matcher.problems.without(tuple(lenient))):
                 raise _mismatch(refused, stored.storage.uri)
+        digests = stored.digests_of({one.file for one in requests}) if verify else None
     except Exception:
         if swap is not None:
             no_part(swap)
         raise
     with torch.no_grad():
-        read = _read(stored, requests, swap, verify=verify, progress=progress)
+        read = _read(stored, requests, digests, swap, progress=progress)
         if matcher is None:
             return Loaded(fill(tree, stored.per_rank), bytes_read=read)
         for action in matcher.actions:
@@ -116,13 +118,12 @@ def _opened(storage: Storage | Stored, rank: int, world_size: int | None, *, own
 def _read(
     stored: Stored,
     requests: Sequence[ReadRequest],
+    digests: Digests | None,
     swap: Swap | None,
     *,
-    verify: bool,
     progress: Callable[[int], None] | None,
 ) -> int:
     """Read, alone or together with other ranks; returns the bytes that this one has read."""
-    digests = stored.digests_of({one.file for one in requests}) if verify else None
     if swap is None:
         return read_tensors(stored.storage, requests, digests, progress=progress)
     with reading_together(stored.storage, tensor_files(stored.manifest), requests, swap) as shared:

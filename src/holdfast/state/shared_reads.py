@@ -138,6 +138,10 @@ class FileBlocks:
         """Return the bytes of a range of a block, and their address; None if we have to read it ourselves."""
         return self._reads.take(block, offset, size)
 
+    def passed(self, block: Block) -> None:
+        """Give back what was taken up to the end of a block: nothing more of it is wanted."""
+        self._reads.passed(block.number)
+
 
 class SharedReads:
     """One load of one rank, together with the others of its machine.
@@ -180,7 +184,11 @@ class SharedReads:
         """Give back what was taken of a file."""
         blocks = self._by_file.get(path)
         if blocks:
-            self._desk.consume(max(self._desk.consumed, 1 + max(block.number for block in blocks.values())))
+            self.passed(max(block.number for block in blocks.values()))
+
+    def passed(self, number: int) -> None:
+        """Give back what was taken up to the end of a block."""
+        self._desk.consume(max(self._desk.consumed, number + 1))
 
     def take(self, block: Block, offset: int, size: int) -> tuple[memoryview, int] | None:
         """See `FileBlocks.take`. Blocks are taken in ascending order."""
@@ -196,7 +204,7 @@ class SharedReads:
 
     def _arrives(self, block: Block, shelf: Desk | PeerDesk) -> bool:
         def over() -> bool:
-            return self._reading.done() if isinstance(shelf, Desk) else shelf.gone
+            return self._reading.done() if isinstance(shelf, Desk) else shelf.ended
 
         if shelf.published > block.turn:
             return True
@@ -231,7 +239,7 @@ class SharedReads:
             _LOG.debug("reading for other ranks has ended: %s", error)
         finally:
             if self._desk.published < len(self._own):
-                self._desk.leave()
+                self._desk.end()  # we ourselves may still copy from the slots of others
 
     def _announce(self, reader: FileReader, turn: int, count: int) -> None:
         for block in self._own[turn : turn + count]:
@@ -328,6 +336,8 @@ def reading_together(
         others = swap(node_name(), told)
         if desk is not None:
             reads = _join(storage, numbers, desk, told, others, peers)
+            if reads is None:
+                desk.leave()  # at once: the others must not wait for us while we read for ourselves
         yield reads
         if reads is not None:
             reads.finish()
@@ -344,7 +354,7 @@ def reading_together(
 
 def no_part(swap: Swap) -> None:
     """Tell the others that this rank does not read: they must not wait for it."""
-    with contextlib.suppress(HoldfastError):
+    with contextlib.suppress(HoldfastError, RuntimeError):  # it must not hide why this rank does not read
         swap(node_name(), None)
 
 

@@ -70,6 +70,20 @@ def train(folder: str, *, crash_at: int | None = None, suffix: str = "", **optio
     return {**found, "crashed": crashed}
 
 
+def loads_by_function(folder: str, suffix: str) -> dict[str, Any]:
+    """The generators and metrics a rank goes on with, loaded as they are and through a function."""
+    train(folder, suffix=suffix, crash_at=5)
+    found = []
+    for ignore in (None, lambda found: None):
+        path = f"{folder}/ep0-ba2{suffix}"
+        trainer = rich(None, load_path=path, load_ignore_keys=ignore, save_metrics=True, seed=3)
+        generators = trainer._generators
+        assert generators is not None
+        found.append([generators["torch"].tolist(), told(trainer, [])["sums"]])
+        trainer.close()
+    return {"plain": found[0], "by_function": found[1]}
+
+
 class Die(Callback):
     """Something happens to one rank after a batch."""
 

@@ -56,6 +56,16 @@ def test_twins(ranks: Any, tmp_path: Path, suffix: str) -> None:
 
 @slow
 @pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_a_function_that_changes_what_is_loaded(ranks: Any, tmp_path: Path, suffix: str) -> None:
+    """With load_ignore_keys=function each rank gets its own generators and metrics all the same."""
+    found = ranks.checked(f"{CASES}loads_by_function", str(tmp_path), suffix)
+    for one in found:
+        assert one["by_function"] == one["plain"]
+    assert found[0]["plain"][0] != found[1]["plain"][0]
+
+
+@slow
+@pytest.mark.parametrize("suffix", ["", ".pt"])
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_another_number_of_ranks(ranks: Any, tmp_path: Path, before: int, after: int, suffix: str) -> None:
     """Two ranks go on where one was, and one where two were: every sample of the epoch comes once."""

@@ -108,6 +108,8 @@ class Kept:
                 uploader.point(saved, there.remote, there.remote_latest)
             else:
                 missing.append(uploader)
+        with self._lock:
+            self._uploading += [saved.name] * len(missing)
         self._send(saved, missing, there)
 
     def _repair_link(self) -> None:
@@ -123,26 +125,27 @@ class Kept:
         storage, leads = self._folder.storage, self._folder.ranks.leads
         if there.latest is not None and self._saver.num_to_keep != 0 and leads:
             link_latest(storage, there.latest, saved.name)
-        with self._lock:
+        uploaders = self._site.uploads_of(self._saver) if leads and there.remote is not None else []
+        with self._lock:  # at once: an upload that ends meanwhile must not delete it
             self._found = [*(one for one in self._found if one.name != saved.name), saved]
+            self._uploading += [saved.name] * len(uploaders)
         if leads:
-            if there.remote is not None:
-                self._send(saved, self._site.uploads_of(self._saver), there)
+            self._send(saved, uploaders, there)
             self._retain()
             if any(one.name == saved.name for one in self._found):
                 self._site.tell(Checkpoint.at(storage, saved.name))
 
     def _send(self, saved: Found, uploaders: Sequence[RemoteUploaderDownloader], there: Destinations) -> None:
-        assert there.remote is not None
-        self._uploading += [saved.name] * len(uploaders)
         for uploader in uploaders:
+            assert there.remote is not None
             uploader.upload(
                 self._folder.storage, saved, there.remote, there.remote_latest,
                 after=lambda: self._uploaded(saved.name),
             )  # fmt: skip
 
     def _uploaded(self, name: str) -> None:
-        self._uploading.remove(name)  # one that cannot be uploaded stays here, where it is safe
+        with self._lock:
+            self._uploading.remove(name)  # one that cannot be uploaded stays here, where it is safe
         self._retain()
 
     def _retain(self) -> None:

@@ -164,16 +164,28 @@ def load_from(storage: Storage, name: str, state: State, *, options: LoadOptions
     """Load the checkpoint ``name`` of ``storage``; see `load_path`."""
     uri = f"{storage.uri.rstrip('/')}/{name}"
     if not storage.exists(name):
-        place = storage.child(name)
+        stored = open_stored(storage.child(name), rank=state.ranks.rank, world_size=state.ranks.world_size)
         if callable(options.ignore_keys):
-            with load_bar(place, show=options.show_bar if state.ranks.leads else False) as progress:
-                fresh = load_state(place, progress=progress).state
-            return _load_plain(fresh, uri, state, options)
-        stored = open_stored(place, rank=state.ranks.rank, world_size=state.ranks.world_size)
+            return _load_plain(_fresh(stored, state.ranks, options), uri, state, options)
         return _load_stored(stored, uri, state, options)
     with _local_copy(storage, name) as path:
         found = (_read_weights if name.endswith(".safetensors") else _read_torch)(path, uri)
         return _load_plain(found, uri, state, options, mapped_ranges(path))
+
+
+def _fresh(stored: Stored, ranks: Ranks, options: LoadOptions) -> dict[str, Any]:
+    """Load a directory as nested dictionaries of the form that a single file has."""
+    place, saved_by = stored.storage, stored.manifest.world_size
+    with load_bar(place, show=options.show_bar if ranks.leads else False) as progress:
+        found: dict[str, Any] = load_state(stored, progress=progress).state
+    if isinstance(own := found.get("rng"), Mapping):
+        of = dict.fromkeys(range(saved_by), own)
+        if stored.resized is not None:  # as in a load of all: these few show what was in step on all ranks
+            some = sorted({0, 1, saved_by - 1} & stored.parts.keys())
+            few = [load_state(open_stored(place, rank=rank), only="rng").state["rng"] for rank in some]
+            of = {**dict.fromkeys(range(saved_by), few[-1]), **dict(zip(some, few, strict=True))}
+        found["rng"] = [of[rank] for rank in range(saved_by)]
+    return found
 
 
 def _load_plain(
@@ -185,7 +197,7 @@ def _load_plain(
         options.ignore_keys(found)
         found.setdefault("state", {})
         options = replace(options, ignore_keys=None)
-    ranks = state.ranks
+    ranks, before = state.ranks, found.get("rng")
     batch = (found["state"].get("timestamp") or {}).get("Timestamp", {}).get("batch")
     found = of_rank(found, ranks.rank, ranks.world_size, step=batch)
     generators = found.pop("rng", None)
@@ -195,6 +207,10 @@ def _load_plain(
     if report.full and isinstance(generators, Mapping) and not covers(globs, "rng"):
         report.generators = generators
         report.restored.append("rng")
+        if isinstance(before, list) and len(before) != ranks.world_size:
+            report.notes.append(
+                f"random generators: derived for {ranks.world_size} rank(s) (the checkpoint has {len(before)})"
+            )
     return report
 
 

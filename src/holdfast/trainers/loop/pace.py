@@ -109,7 +109,9 @@ class JointPace(Pace):
 
     def look(self) -> None:
         """See `Pace`."""
-        self._owed += self._pass() if not self._stopping else 0.0
+        if not self._stopping:
+            counted = self._pass()  # first: at a meeting it takes what is owed away
+            self._owed += counted
 
     def _pass(self) -> float:
         """One moment has come; return how many seconds to count, if ranks meet at it."""

@@ -65,12 +65,17 @@ class Ranks:
         )
 
     def agree(
-        self, topic: str, give: Callable[[], Any], decide: Callable[[list[Any]], Any] = lambda values: values[0]
+        self,
+        topic: str,
+        give: Callable[[], Any],
+        decide: Callable[[list[Any]], Any] = lambda values: values[0],
+        *,
+        work_s: float = 0.0,
     ) -> Any:
         """Let every rank give plain data and rank 0 decide; all return, or raise, the same. See `Rendezvous.agree`."""
         before, self._number = self._topic, self._number + 1
         self._topic = f"{self._number}/{topic}"
-        decision = self._meeting.agree(self._topic, give, decide)
+        decision = self._meeting.agree(self._topic, give, decide, work_s=work_s)
         if isinstance(self._meeting, Rendezvous) and before is not None:
             self._meeting.forget(before)  # all have come here, so nobody reads it any more
         return decision
@@ -80,9 +85,9 @@ class Ranks:
         if isinstance(self._meeting, Rendezvous):
             self._meeting.watch = watch
 
-    def lead(self, topic: str, act: Callable[[], Any]) -> Any:
-        """Let rank 0 do something; all return what came of it, or raise what it raised."""
-        return self.agree(topic, act if self.leads else lambda: None)
+    def lead(self, topic: str, act: Callable[[], Any], *, work_s: float = 0.0) -> Any:
+        """Let rank 0 do something; all return what came of it, or raise what it raised. See `agree`."""
+        return self.agree(topic, act if self.leads else lambda: None, work_s=work_s)
 
     # -- numbers, through the process group
 

@@ -118,8 +118,8 @@ class Restart:
                 reason = ranks.agree("load", partial(self._try, storage, one.name, found), first_bad)
             if reason is not None:
                 bad.append((one.name, reason))
-                if storage is local:
-                    folder.quarantine(one.name, reason)
+                if storage is local:  # together: of what rank 0 fails at, all have to hear
+                    ranks.agree("aside", partial(folder.quarantine, one.name, reason))
             elif found[0].full:
                 found[0].notes += [
                     f"set aside {name}, its files are left alone: {why.splitlines()[0]}" for name, why in bad
@@ -135,8 +135,9 @@ class Restart:
             )
         then = f"; load_path={self._path!r} is used" if self._path is not None else ""
         headline = f"autoresume: no checkpoint under {folder.storage.uri}{then or ', a fresh start'}"
+        notes = ranks.lead("not usable", lambda: self._not_usable(saver))
         if ranks.leads:
-            ResumeBlock(headline=headline, notes=self._not_usable(saver)).show()
+            ResumeBlock(headline=headline, notes=notes).show()
         return None
 
     def _candidates(self, saver: CheckpointSaver, storages: Sequence[Storage]) -> list[tuple[int, dict[str, Any]]]:

@@ -6,11 +6,10 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ...state.clone import clone_of
-from ...state.seeding import generators_kept
+from ...state.seeding import generators_kept, seed_all
 from ...state.split import knows_its_rank
 from .ranks import Ranks
 
@@ -48,7 +47,7 @@ class Share:
             return
         loader, feed = clone_of(self._loader, seeded=False)
         with generators_kept():
-            torch.default_generator.manual_seed(0)  # whatever is drawn for the order is the same on all ranks
+            seed_all(0)  # whatever is drawn for the order is the same on all ranks
             every = list(loader_keys(self._loader))
         size, mine = self._ranks.world_size, self._ranks.rank
         rounds = -(-len(every) // size)

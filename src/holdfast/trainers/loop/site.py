@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...checkpoint.handle import Checkpoint
-from ...checkpointer.team import Team
+from ...checkpointer.team import ANSWER_MARGIN_S, Team
 from ...errors import ConfigError
 from ...storage.resolve import resolve
 from ...writer.client import WriterClient
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Site"]
 
 _LOG = logging.getLogger("holdfast.trainer")
+_SAVE_S = TIMEOUT_S + ANSWER_MARGIN_S  # that the last save of one saver may take
 
 
 class Site:
@@ -185,8 +186,16 @@ class Site:
 
     def finish(self, reason: str) -> None:
         """Wait until everything is durable and uploaded, and give the folders back; raises what failed."""
-        waits = [lambda: self.ranks.agree("saved", self._settle), *self._waits]
+        work_s = _SAVE_S * len(self.savers)  # single files are saved by rank 0 alone
+        waits = [lambda: self.ranks.agree("saved", self._settle, work_s=work_s), *self._waits]
         self._close(reason, waits if self._open else [])
+
+    def leave(self, error: BaseException | None) -> None:
+        """End outside of training; after an error alone: the other ranks need not have met it, and do not come."""
+        if error is None:
+            self.finish("closed")
+        else:
+            self.end_after(error, patient=True)
 
     def _settle(self) -> None:
         problem: Exception | None = None
@@ -205,7 +214,7 @@ class Site:
     def end_after(self, error: BaseException, *, patient: bool) -> None:
         """End after an error: what is under way finishes; the error is the one to see."""
         waits: list[Callable[[], object]] = []
-        if patient:
+        if patient and self._open:
             waits = [*(saver.settle for saver in self.savers), *self._waits]
         try:
             self._close(f"{type(error).__name__}: {error}", waits, patient=patient)
@@ -263,7 +272,7 @@ class Site:
             )
         found = gathered(expand(live), self.ranks)
         note = {"step": step, "weights_only": weights_only or container != "torch", "metrics": metrics_of(state)}
-        self.ranks.lead("save", lambda: _store(path, container, found or {}, note))
+        self.ranks.lead("save", lambda: _store(path, container, found or {}, note), work_s=_SAVE_S)
         return path
 
 

@@ -281,8 +281,7 @@ class Trainer:
             return
         self._eval_every.check(state.span)
         self._site.open()
-        self._left_for = None
-        self._signals = StopSignals()
+        self._left_for, self._signals = None, StopSignals()
         if any(saver.is_full for saver in self._savers):  # otherwise there is nothing to do before leaving
             self._signals.install()
         try:
@@ -383,18 +382,18 @@ class Trainer:
 
     def close(self) -> None:
         """Finish what is being saved, give everything back; idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            self._site.finish("closed")
-        finally:
-            self._finalizer.detach()
-            self._site.abandon()
-            self._engine.close()
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._site.leave(error)
+        finally:
+            self._finalizer.detach()
+            self._site.abandon()
+            self._engine.close()
