@@ -13,6 +13,7 @@ from .checkpointer.loop import Checkpointer as _Checkpointer
 from .errors import ConfigError
 from .integrations import reporting
 from .integrations.prepared import OneByOne, objects_of, own_loader, told_when_last
+from .integrations.verified import verified_directory
 from .runtime.worker.session import get_checkpoint
 
 __all__ = ["Checkpointer", "load_state", "report_model", "report_state"]
@@ -124,6 +125,8 @@ def report_model(
 def load_state(accelerator: Any, checkpoint: Checkpoint | None = None, **options: Any) -> Checkpoint | None:
     """Load what `report_state` reported, with ``accelerator.load_state``; every rank calls it, after ``prepare``.
 
+    Every byte is checked against its digest first.
+
     Args:
         accelerator: the `Accelerator`.
         checkpoint: which; the one to go on from by default.
@@ -134,7 +137,7 @@ def load_state(accelerator: Any, checkpoint: Checkpoint | None = None, **options
     """
     checkpoint = checkpoint or get_checkpoint()
     if checkpoint is not None:
-        with checkpoint.as_directory() as directory:
+        with verified_directory(checkpoint) as directory:
             accelerator.load_state(directory, **options)
     return checkpoint
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .checkpoint.handle import Checkpoint
-from .errors import CheckpointError
+from .errors import CheckpointError, ConfigError
 from .integrations import reporting
 from .integrations.verified import verified_directory
 from .runtime.types import CheckpointUploadMode
@@ -45,12 +45,19 @@ def report(
         options: of ``engine.save_checkpoint`` (``exclude_frozen_parameters``).
 
     Raises:
+        ConfigError: the engine's checkpoint engine writes in the background.
         SessionError: not inside of a ``train_func``.
         HoldfastError: a rank failed or did not come; all ranks hear of it.
 
     Example:
         >>> holdfast.deepspeed.report({"loss": loss}, engine, client_state={"step": step})  # doctest: +SKIP
     """
+    if getattr(getattr(engine, "checkpoint_engine", None), "is_decoupled", bool)():
+        raise ConfigError(
+            f"{type(engine.checkpoint_engine).__name__} writes after engine.save_checkpoint has returned (decoupled), "
+            "and half a checkpoint would be committed: take the checkpoint writer out of DeepSpeed's configuration "
+            '("checkpoint": {"writer": {"decoupled": true}}); the commit is in the background anyway'
+        )
     with reporting(metrics, sharded=True, upload_mode=checkpoint_upload_mode, validation=validation) as directory:
         engine.save_checkpoint(directory, tag=TAG, client_state=dict(client_state or {}), **options)
 

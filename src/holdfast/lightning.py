@@ -104,8 +104,8 @@ class HoldfastCheckpointIO(Grafted):
     Lightning gives it. What ``ModelCheckpoint`` removes goes when what replaces it is durable.
 
     Args:
-        root: where all checkpoints go, under the last part of their paths: a directory or a URI such as
-            ``s3://bucket/run``. None: to the paths themselves.
+        root: where all checkpoints go, under the last part of their paths, which markers keep taken: a directory or a
+            URI such as ``s3://bucket/run``. None: to the paths themselves.
         unsupported: what to do with values that cannot be stored without pickle, such as an ``nn.Module`` among the
             hyper-parameters: "raise", or "drop" to leave them out and name them in the log.
         timeout_s: bound of every wait.
@@ -124,7 +124,7 @@ class HoldfastCheckpointIO(Grafted):
         """Copy the checkpoint aside and write it in the background; raises what failed before. Rank 0 calls it."""
         if storage_options is not None:
             raise ConfigError("HoldfastCheckpointIO takes no storage_options: say where with root=, or in the path")
-        self._saves.save(path, checkpoint, step=checkpoint.get("global_step"), metrics=_monitored(checkpoint))
+        self._saves.save(path, checkpoint, step=checkpoint.get("global_step"), metrics=_monitored(checkpoint, path))
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint, checked; one that Lightning itself wrote is read by the weights-only reader of torch."""
@@ -144,7 +144,7 @@ class HoldfastCheckpointIO(Grafted):
         self._saves.wait()
 
 
-def _monitored(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``ModelCheckpoint`` ranks by, so that `holdfast ls` can show it."""
-    states = [state for state in checkpoint.get("callbacks", {}).values() if isinstance(state, Mapping)]
-    return scalars({state["monitor"]: state.get("current_score") for state in states if state.get("monitor")})
+def _monitored(checkpoint: Mapping[str, Any], path: Any) -> dict[str, Any]:
+    """What ``ModelCheckpoint`` ranks this very path by; its ``current_score`` may be that of an older checkpoint."""
+    states = [one for one in checkpoint.get("callbacks", {}).values() if isinstance(one, Mapping) and "monitor" in one]
+    return scalars(*({one["monitor"]: one.get("best_k_models", {}).get(os.fspath(path))} for one in states))

@@ -13,6 +13,7 @@ from typing import Any
 
 from ._optional import require
 from .checkpoint.handle import Checkpoint
+from .errors import ConfigError
 from .integrations import reporting
 from .integrations.verified import verified_directory
 from .runtime.types import CheckpointUploadMode
@@ -43,12 +44,18 @@ def report(
             ``async_sharded_save``: Holdfast commits what is written completely.
 
     Raises:
+        ConfigError: ``async_sharded_save`` is on.
         SessionError: not inside of a ``train_func``.
         HoldfastError: a rank failed or did not come; all ranks hear of it.
 
     Example:
         >>> holdfast.megatron.report({"loss": loss}, {"model": model.sharded_state_dict()})  # doctest: +SKIP
     """
+    if options.get("async_sharded_save"):
+        raise ConfigError(
+            "async_sharded_save=True returns before Megatron has written its files, and half a checkpoint would be "
+            "committed: leave it out; with checkpoint_upload_mode ASYNC the commit is in the background anyway"
+        )
     with reporting(metrics, sharded=True, upload_mode=checkpoint_upload_mode, validation=validation) as directory:
         _dist_checkpointing().save(sharded_state_dict, directory, **options)
 

@@ -8,6 +8,7 @@ with, in the objective, ``holdfast.Checkpointer(trial_path("runs/search", trial)
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ def resume_killed(study: Any, *, max_retry: int | None = None, alone: bool = Fal
             continue
         try:
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-        except ValueError:
+        except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
             continue  # another process has found it first
         found.append(trial.number)
         history = [*trial.system_attrs.get("retry_history", []), trial.number]
@@ -140,4 +141,6 @@ def _first(trial: Any) -> int:
 
 def _place(root: str | os.PathLike[str], study: str, trial: Any) -> str:
     safe = "".join(char if char.isalnum() or char in "-_." else "_" for char in study)
+    if safe != study or not study.strip("."):  # "a:1" and "a 1" are two studies
+        safe = f"{safe.strip('.')}-{hashlib.sha256(study.encode()).hexdigest()[:8]}"
     return f"{os.fspath(root).rstrip('/')}/{safe}/trial_{_first(trial):05d}"

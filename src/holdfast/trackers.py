@@ -10,6 +10,7 @@ and training goes on. One object works in all three places::
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 from ._optional import require
@@ -26,20 +27,25 @@ class MLflowTracker(Tracker):
     ``holdfast.checkpoint.STEP`` as well.
 
     Args:
-        run_id: of the run; default: the active one of the thread that makes this, else a new one.
+        run_id: of the run; default: the active one of the thread that makes this, else one that begins with the first
+            checkpoint, and ends with the process.
         prefix: before the names of metrics.
         upload: store the files as artifacts of the run too, under ``checkpoints/NAME``.
     """
 
     def __init__(self, run_id: str | None = None, *, prefix: str = "checkpoint/", upload: bool = False) -> None:
         super().__init__()
-        mlflow = require("mlflow", extra="mlflow", purpose="holdfast.trackers.MLflowTracker")
-        self._client = mlflow.MlflowClient()
-        self.run_id: str = run_id or (mlflow.active_run() or mlflow.start_run()).info.run_id
+        self._mlflow = require("mlflow", extra="mlflow", purpose="holdfast.trackers.MLflowTracker")
+        self._client = self._mlflow.MlflowClient()
+        active = self._mlflow.active_run()
+        self.run_id: str | None = run_id or (active and active.info.run_id)
         self._prefix, self._upload = prefix, upload
 
     def record(self, checkpoint: Checkpoint) -> None:
         """Log it."""
+        if self.run_id is None:  # not before: ranks that commit nothing need none
+            self.run_id = self._mlflow.start_run().info.run_id
+            atexit.register(self._client.set_terminated, self.run_id)
         step, digest = checkpoint.step or 0, checkpoint.digest or ""
         tags = {"uri": checkpoint.uri, "digest": digest, "step": str(step)}
         for name, value in numbers(checkpoint.metrics).items():

@@ -101,13 +101,14 @@ class HoldfastCallback(_TrainerCallback):  # type: ignore[misc]
         self._timeout_s = timeout_s
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say what in the settings does not fit."""
+        """Say what in the settings does not fit; what an earlier training of this process added is taken in."""
+        self.keeper.begin()
         say_misaligned(args, state, self._metric)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep what was just saved, once every rank has written its files."""
+        """Keep what was just saved, once every rank has written its files; all into one ``output_dir``."""
         directory = written(args, state)
-        all_written(directory, timeout_s=self._timeout_s)
+        all_written(directory, shared=True, timeout_s=self._timeout_s)
         metrics = saved_metrics(state.log_history, step=state.global_step, epoch=state.epoch)
         say_missing(args, state, self._metric, metrics)
         self.keeper.add(directory, step=state.global_step, epoch=int(state.epoch or 0), metrics=metrics)

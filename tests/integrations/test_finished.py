@@ -68,9 +68,18 @@ def test_every_way(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob(".incoming-*/*"))
 
 
+def test_an_output_that_is_not_shared() -> None:
+    """Refused only if rank 0 misses files: a mount may have other numbers elsewhere, and a listing may come late."""
+    one, other = ["out", 1, 5, ["model", "rng_0"]], ["out", 1, 6, ["rng_1"]]
+    finished.check_shared("out", [one, None, one, ["out", 7, 5, ["model", "rng_9"]], ["out", 1, 9, ["rng_0"]]])
+    with pytest.raises(hf.errors.ConfigError, match=r"rank 1 has written rng_1 .* must be on a file system"):
+        finished.check_shared("out", [one, other])
+
+
 def test_outside_of_a_worker(tmp_path: Path) -> None:
     """Without a function trainer the error says what to use; one process waits for nobody."""
     with pytest.raises(hf.SessionError, match="TorchTrainer"):
         finished.report_finished(write(tmp_path / "out", 0), {}, inside="inner")
     assert finished.all_written(str(tmp_path / "out"))
+    assert finished.all_written(str(tmp_path / "out"), shared=True)
     assert not finished.all_written(str(tmp_path / "nothing"))

@@ -58,6 +58,18 @@ def test_best_and_late_metrics(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["c1", "c2", "c3", "run"]
 
 
+def test_metrics_of_another_training(tmp_path: Path) -> None:
+    """An evaluation in a second training is not bound to what the first one saved at the same step."""
+    keeper = DirectoryKeeper(tmp_path / "run")
+    keeper.add(write(tmp_path / "c1"), step=1)
+    keeper.begin()
+    keeper.report(1, {"loss": 0.5})
+    keeper.add(write(tmp_path / "c2"), step=2)
+    keeper.report(2, {"loss": 0.3})
+    keeper.close()
+    assert [one.metrics for one in keeper.checkpoints()] == [{"loss": 0.3}, {}]
+
+
 def test_damaged_newest_is_set_aside(tmp_path: Path) -> None:
     """`latest` checks every byte: a damaged checkpoint is set aside and the one before taken; with none it raises."""
     keeper = DirectoryKeeper(tmp_path / "run")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def test_outside_of_a_worker(tmp_path: Path) -> None:
 
 
 def test_remote_runs_write_to_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a local run the directory is a temporary one; those of dead processes go when the next one comes."""
+    """Without a local run the directory is a temporary one; those of dead processes go a day later."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     new = Place(root=MemoryStorage("reporting"), uri="memory://reporting", start_id="ab12cd34", rank=0).new("new-0")
     assert Path(new).is_relative_to(tmp_path)
@@ -71,7 +72,26 @@ def test_remote_runs_write_to_the_temporary_directory(tmp_path: Path, monkeypatc
     (other / "owner.json").write_text(json.dumps({**machine(), "pid": ended.pid}))
     claim(str(living))
     claim(str(home))
+    assert sorted(os.listdir(home.parent)) == sorted([other.name, living.name, home.name])
+    (home / "owner.json").unlink()
+    two_days_ago = time.time() - 2 * 24 * 3600
+    for path in (other / "owner.json", other, living):
+        os.utime(path, (two_days_ago, two_days_ago))
+    claim(str(home))
     assert sorted(os.listdir(home.parent)) == sorted([living.name, home.name])
+
+
+def test_a_temporary_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that others may write to, or a link, is not used: they could feed us files."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    place = Place(root=MemoryStorage("reporting"), uri="memory://reporting", start_id="ab12cd34", rank=0)
+    Path(place.new("new-0")).parents[1].chmod(0o777)
+    with pytest.raises(hf.errors.StoragePermissionError, match="others may write"):
+        place.new("new-1")
+    Path(tmp_path, f"holdfast-new-{os.getuid()}").rmdir()
+    Path(tmp_path, f"holdfast-new-{os.getuid()}").symlink_to(tmp_path)
+    with pytest.raises(hf.errors.StoragePermissionError):
+        place.new("new-2")
 
 
 def test_scalars() -> None:

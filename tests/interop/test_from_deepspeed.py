@@ -89,6 +89,29 @@ def test_the_folder_of_a_tag(tmp_path: Path) -> None:
     assert hf.import_checkpoint(tmp_path / "theirs/global_step7", tmp_path / "ours").format == "deepspeed"
 
 
+def test_what_lies_beside(tmp_path: Path) -> None:
+    """Files of others, in the folder of the tag and beside it, are named; DeepSpeed's own script and ours are not."""
+    write(tmp_path / "theirs", 2)
+    for name in ("rng_state_0.pth", "trainer_state.json", "zero_to_fp32.py", "global_step7/notes.txt"):
+        (tmp_path / "theirs" / name).write_text("")
+    (tmp_path / "theirs" / "global_step3").mkdir()
+    done = hf.import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    wanted = ["global_step3", "global_step7/notes.txt", "rng_state_0.pth", "trainer_state.json"]
+    assert [path for path, _ in done.not_taken] == [*wanted, "optimizer"]
+
+
+@pytest.mark.parametrize(
+    "name", ["layer_1_expert_0_mp_rank_00_model_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt"]
+)
+def test_experts_are_refused(tmp_path: Path, name: str) -> None:
+    """A part of the model that lies in files of its own is never left out without a word."""
+    write(tmp_path / "theirs", 2)
+    (tmp_path / "theirs/global_step7" / name).write_bytes(b"")
+    with pytest.raises(hf.errors.UnsupportedStateError, match=r"experts.*ds_to_universal"):
+        hf.import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
 def test_cut_parameters_without_their_files(tmp_path: Path) -> None:
     """What is left of a cut parameter in the model's file is never taken for the parameter."""
     write(tmp_path / "theirs", 3)

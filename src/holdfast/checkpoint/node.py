@@ -18,16 +18,16 @@ import fcntl
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast._progress import progress_bar
-from holdfast.errors import CheckpointNotFoundError, StoragePermissionError
+from holdfast.errors import CheckpointNotFoundError
 from holdfast.storage.base import Storage
 from holdfast.storage.local import LocalStorage
 
 from ._process import birth
+from .private import private_directory
 from .transfer import copy_checkpoint
 
 __all__ = ["shared_download"]
@@ -141,15 +141,7 @@ def _sweep(base: Path, mine: Path) -> None:
 
 
 def _base() -> Path:
-    base = Path(tempfile.gettempdir()) / f"holdfast-{os.getuid()}"
-    base.mkdir(mode=0o700, exist_ok=True)
-    found = base.lstat()
-    # In a shared temporary directory somebody else may have been first, to feed us files.
-    if found.st_uid != os.getuid() or found.st_mode & 0o022 or base.is_symlink():
-        raise StoragePermissionError(
-            f"{base} belongs to another user or others may write to it: remove it, or set TMPDIR"
-        )
-    return base
+    return private_directory("holdfast")
 
 
 def _key(storage: Storage, name: str) -> tuple[str, int]:

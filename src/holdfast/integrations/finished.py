@@ -12,19 +12,19 @@ from typing import Any
 from .._ranks import current_ranks
 from ..checkpoint.handle import Checkpoint
 from ..checkpointer.rendezvous import meet
-from ..errors import CheckpointNotFoundError
+from ..errors import CheckpointNotFoundError, ConfigError
 from ..runtime.types import CheckpointUploadMode
 from ..runtime.worker.reflink import clone_tree
 from ..runtime.worker.session import current_session
 from .places import claim
 
-__all__ = ["all_written", "report_finished"]
+__all__ = ["all_written", "check_shared", "report_finished"]
 
 _TIMEOUT_S = 600.0
 _numbers = itertools.count()
 
 
-def all_written(directory: str, *, timeout_s: float = _TIMEOUT_S) -> bool:
+def all_written(directory: str, *, shared: bool = False, timeout_s: float = _TIMEOUT_S) -> bool:
     """Wait until every rank has written its files; True on the one rank of each directory that hands them over.
 
     Every rank calls this when its own files are complete. Ranks that share a directory have one of them, the lowest,
@@ -32,9 +32,11 @@ def all_written(directory: str, *, timeout_s: float = _TIMEOUT_S) -> bool:
 
     Args:
         directory: where this rank wrote; it need not exist on a rank that has nothing to write.
+        shared: rank 0 is to see what all have written.
         timeout_s: how long ranks wait for one another.
 
     Raises:
+        ConfigError: (``shared``) a rank has written where rank 0 does not see it.
         HoldfastError: a rank did not come.
     """
     info = current_ranks()
@@ -44,12 +46,31 @@ def all_written(directory: str, *, timeout_s: float = _TIMEOUT_S) -> bool:
         if not os.path.isdir(directory):
             return None
         found = os.stat(directory)
-        return [os.path.realpath(directory), found.st_dev, found.st_ino]
+        names = sorted(os.listdir(directory)) if shared else []
+        return [os.path.realpath(directory), found.st_dev, found.st_ino, names]
 
     def lowest(places: list[Any]) -> list[int]:
+        if shared:
+            check_shared(directory, places)
+        places = [None if one is None else one[:3] for one in places]
         return [rank for rank, one in enumerate(places) if one is not None and places.index(one) == rank]
 
     return info.rank in meeting.agree("written", place, lowest)
+
+
+def check_shared(directory: str, places: list[Any]) -> None:
+    """Refuse directories (path, device, inode, names in it) of several ranks that are not one, seen from rank 0.
+
+    Of one directory, devices differ on machines that mount it, and inodes with some file systems; names alone may come
+    late to another machine.
+    """
+    first = places[0] or ["", 0, 0, []]
+    for rank, one in enumerate(places):
+        if one is not None and one[2] != first[2] and (missing := sorted(set(one[3]) - set(first[3]))):
+            raise ConfigError(
+                f"rank {rank} has written {missing[0]} into {directory}, and rank 0 does not see it there: with "
+                "several machines output_dir must be on a file system that they share; a checkpoint would lack files"
+            )
 
 
 def report_finished(

@@ -25,7 +25,7 @@ from ..errors import CheckpointNotFoundError, ConfigError, HoldfastError, Storag
 from ..storage.resolve import resolve
 from ..writer.client import SaveFuture, WriterClient
 from ..writer.messages import IngestJob, IngestSource, RunOpened
-from .places import STAGED, fetch, stage, sweep_staged
+from .places import STAGED, WORK_S, fetch, stage, sweep_staged
 from .scalars import scalars
 
 __all__ = ["DirectoryKeeper"]
@@ -123,7 +123,7 @@ class DirectoryKeeper:
 
         checkpoint = first_good(
             self.storage, candidates=names, quarantined=quarantined, quarantine=self._quarantine, meeting=meeting,
-            attempt=attempt, what_else="point this to another place",
+            attempt=attempt, what_else="point this to another place", work_s=WORK_S,
         )  # fmt: skip
         if checkpoint is None:
             return None
@@ -194,6 +194,11 @@ class DirectoryKeeper:
         if staged is None:
             self._settle()
 
+    def begin(self) -> None:
+        """Begin another training in this process: `report` means what is added from now on."""
+        self._settle()
+        self._of_step.clear()
+
     def report(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Bind late metrics, of an evaluation say, to the checkpoint of a step; nothing if it has none in this life."""
         name = self._of_step.get(step)
@@ -215,6 +220,7 @@ class DirectoryKeeper:
             self._settle()
         finally:
             client, self._client, self._opened = self._client, None, None
+            self._of_step.clear()
             if client is not None:
                 with contextlib.suppress(HoldfastError):
                     answer(client.run_op("close_run", reason="finished"), self.storage, self.timeout_s)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,16 +16,22 @@ from ..checkpoint.handle import Checkpoint
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError
 from ..runtime.worker.reflink import clone_tree
 
-__all__ = ["STAGED", "claim", "fetch", "same_as_parent", "stage", "sweep_staged"]
+__all__ = ["STAGED", "WORK_S", "claim", "fetch", "same_as_parent", "stage", "sweep_staged"]
 
-STAGED = ".holdfast-staged-"
-"""First characters of the name of a directory made by `stage`."""
+STAGED = "_holdfast-staged-"
+"""First characters of the name of a directory made by `stage`; transformers does not upload what begins with "_"."""
+WORK_S = 24 * 3600.0
+"""How long ranks wait for one that downloads a checkpoint or passes over its bytes: these take what they take."""
 _OWNER = "owner.json"
+_FRESH_S = 24 * 3600.0
 _TOLD = "HOLDFAST_TOLD_CHILDREN"
 
 
 def claim(directory: str) -> None:
-    """Make a temporary directory that belongs to this process, and remove those beside it whose process has died."""
+    """Make a temporary directory that belongs to this process, and remove old ones beside it whose process has died.
+
+    The writer may still read what a process that died has left there; after a day it does not.
+    """
     base = os.path.dirname(directory)
     os.makedirs(directory, mode=0o700, exist_ok=True)
     told = os.path.join(directory, _OWNER)
@@ -34,10 +41,16 @@ def claim(directory: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             with open(os.path.join(base, name, _OWNER), encoding="utf-8") as file:
                 owner = json.load(file)
-            if is_dead(owner):
+            if is_dead(owner) and time.time() - _newest(os.path.join(base, name)) > _FRESH_S:
                 shutil.rmtree(os.path.join(base, name))
     with open(told, "w", encoding="utf-8") as file:
         json.dump({**machine(), "pid": os.getpid(), "pid_birth": birth(os.getpid())}, file)
+
+
+def _newest(directory: str) -> float:
+    """Return when something was last put into a directory, or into one right inside it."""
+    with os.scandir(directory) as entries:
+        return max([os.stat(directory).st_mtime, *(entry.stat(follow_symlinks=False).st_mtime for entry in entries)])
 
 
 def fetch(checkpoint: Checkpoint, downloads: contextlib.ExitStack) -> tuple[str, str | None]:

@@ -28,12 +28,13 @@ from ..errors import (
 )
 from ..storage.base import Storage
 from ..storage.resolve import resolve
-from .places import fetch, same_as_parent
+from .aside import move_aside
+from .markers import is_marker, mark, unmark
+from .places import WORK_S, fetch, same_as_parent
 
 __all__ = ["Saves"]
 
 _LOG = logging.getLogger("holdfast.integrations")
-_ASIDE = ".before-holdfast"
 _downloads = contextlib.ExitStack()  # the path is all that the user keeps
 atexit.register(_downloads.close)
 
@@ -83,6 +84,7 @@ class Saves:
         if (handle := self._handles.pop(target.uri, None)) is not None:
             handle.result(self._timeout_s)
         _move_file_aside(target)
+        mark(path, target)
         try:
             self._handles[target.uri] = save_async(
                 target, state, step=step, metrics=metrics, overwrite=True, ranks="this", unsupported=self._unsupported
@@ -99,7 +101,7 @@ class Saves:
             trusted: torch may unpickle whatever a file holds; else its weights-only reader refuses it.
         """
         target = self._at(path)
-        if os.path.exists(path) and target.uri not in self._handles:
+        if os.path.exists(path) and target.uri not in self._handles and not is_marker(path):
             target = Checkpoint(path)  # what `latest` gave, or a file of the framework
         if target.uri in self._handles:
             self._handles[target.uri].result(self._timeout_s)
@@ -112,7 +114,9 @@ class Saves:
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint in the background, once everything started before is durable."""
         target = self._at(path)
-        if os.path.exists(path):
+        if is_marker(path):
+            unmark(path)
+        elif os.path.exists(path):
             target = Checkpoint(path)
         before = list(self._handles.values())
         if self._thread is None:
@@ -143,7 +147,7 @@ class Saves:
 
         first_good(
             storage, candidates=names, quarantined=bad, quarantine=lambda name, reason: _say_bad(storage, name, reason),
-            meeting=meeting, attempt=attempt, what_else="or name one yourself",
+            meeting=meeting, attempt=attempt, what_else="or name one yourself", work_s=WORK_S,
         )  # fmt: skip
         return found[-1] if found else None
 
@@ -234,7 +238,7 @@ def _newest_first(storage: Storage) -> tuple[list[str], dict[str, str]]:
             continue
         try:
             manifest = Checkpoint.at(storage, name).manifest
-        except IncompleteCheckpointError:
+        except (IncompleteCheckpointError, CheckpointNotFoundError):
             continue
         except CheckpointError as error:
             _say_bad(storage, name, str(error))
@@ -261,6 +265,4 @@ def _move_file_aside(target: Checkpoint) -> None:
     root = target.storage.local_root
     path = None if root is None else root / target.directory
     if path is not None and path.is_file():
-        aside = path.with_name(path.name + _ASIDE)
-        os.replace(path, aside)
-        _LOG.warning("%s was a file of another writer: it is %s now", path, aside)
+        move_aside(path)

@@ -10,11 +10,11 @@ from .._ranks import current_ranks
 from ..checkpoint.handle import Checkpoint
 from ..checkpointer.rendezvous import meet
 from ..errors import CorruptCheckpointError
+from .places import WORK_S
 
 __all__ = ["verified_directory"]
 
 _TIMEOUT_S = 600.0
-_WORK_S = 24 * 3600.0  # a download and a pass over all bytes take what they take
 
 
 @contextlib.contextmanager
@@ -47,5 +47,5 @@ def verified_directory(
                 if not checked.ok:
                     raise CorruptCheckpointError(f"{source.uri} is damaged: {'; '.join(checked.problems)}")
 
-        meeting.agree("checked", check, work_s=_WORK_S)
+        meeting.agree("checked", check, work_s=WORK_S)
         yield found[0]

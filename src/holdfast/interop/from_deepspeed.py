@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import CorruptCheckpointError, UnsupportedStateError
+from ..format.names import MANIFEST_NAME, SIDECARS
 from ..state.arrays import dtype_name
 from .blobs import Blob
 from .gathered import Gathered, mapped_ranges, streamed
@@ -26,7 +27,11 @@ __all__ = ["from_deepspeed", "is_deepspeed"]
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+# Parts of a model that are not in its ranks' files: of mixtures of experts, and of pipelines.
+_ELSEWHERE = re.compile(r"layer_\d+.*model_states\.pt|expp_rank_\d+_.*optim_states\.pt")
 _LATEST = "latest"
+# Not of the source: what says where the files are, and what is about a checkpoint that was reported as it was.
+_ABOUT = frozenset({_LATEST, "zero_to_fp32.py", MANIFEST_NAME, *SIDECARS})
 # What describes the shards, and what only the live engine can use.
 _OWN = frozenset(
     {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}
@@ -47,8 +52,9 @@ def is_deepspeed(folder: str) -> bool:
 
 def from_deepspeed(folder: str, *, trusted: bool = False) -> Gathered:
     """Read the weights, whatever the stage, and the plain data of the client; the optimizer's moments are left out."""
-    folder = _tag_folder(folder)
+    told, folder = folder, _tag_folder(folder)
     names = sorted(os.listdir(folder))
+    _refuse_parts(folder, names)
     models = _by_rank(folder, names, _MODEL)
     if not models:
         raise UnsupportedStateError(f"{folder} has no *_model_states.pt: it is no checkpoint of DeepSpeed")
@@ -65,6 +71,7 @@ def from_deepspeed(folder: str, *, trusted: bool = False) -> Gathered:
             f"{folder}: its files are not laid out as those of DeepSpeed ({type(error).__name__}: {error})"
         ) from error
     gathered.weights("model", weights)
+    gathered.not_taken += [(name, "no file of DeepSpeed's ranks") for name in _others(told, folder)]
     rest = {key: value for key, value in head.items() if key not in _OWN and value is not None}
     if "lr_scheduler" in rest:
         rest["scheduler"] = rest.pop("lr_scheduler")
@@ -87,6 +94,24 @@ def _tag_folder(folder: str) -> str:
     if os.path.isabs(tag) or ".." in tag.split("/") or not os.path.isdir(found):
         raise CorruptCheckpointError(f"{path} names {tag!r}, and there is no such folder beside it", file=_LATEST)
     return found
+
+
+def _refuse_parts(folder: str, names: list[str]) -> None:
+    if parts := [name for name in names if _ELSEWHERE.fullmatch(name)]:
+        raise UnsupportedStateError(
+            f"{folder} has files of experts or of pipeline layers ({parts[0]}): how these belong together only the "
+            "model knows. Load it with its engine and save from there, or convert it with DeepSpeed's ds_to_universal"
+        )
+
+
+def _others(told: str, folder: str) -> list[str]:
+    """Name what lies in the folder of a tag, and beside it, that is not taken."""
+    inside = [name for name in os.listdir(folder) if not (_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]
+    found = {os.path.relpath(os.path.join(folder, name), told) for name in inside}
+    used = os.path.relpath(folder, told).split("/")[0]
+    if used != ".":
+        found |= {name for name in os.listdir(told) if name != used}
+    return sorted(name for name in found if os.path.basename(name) not in _ABOUT)
 
 
 def _by_rank(folder: str, names: list[str], pattern: re.Pattern[str]) -> list[str]:

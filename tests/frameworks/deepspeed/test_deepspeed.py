@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,6 +46,17 @@ def stage_2(remote: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[hf.R
     result, live = zero_cases.run(root, "killed", stage=2, kill=3, storage=remote)
     assert result.checkpoint is not None
     return result, live, Path(result.checkpoint.to_directory(root / "files"))
+
+
+def test_a_decoupled_writer_is_refused() -> None:
+    """DeepSpeed would still be writing when the directory is committed."""
+
+    class Decoupled:
+        def is_decoupled(self) -> bool:
+            return True
+
+    with pytest.raises(hf.errors.ConfigError, match="Decoupled writes after"):
+        holdfast.deepspeed.report({}, SimpleNamespace(checkpoint_engine=Decoupled()))
 
 
 def test_stage_2(stage_2: tuple[hf.Result, Any, Path], tmp_path: Path) -> None:

@@ -198,3 +198,52 @@ def test_both_names_of_lightning() -> None:
         ReportCallback(every_n_steps=0)
     with pytest.raises(hf.ConfigError, match="or every_n_steps"):
         ReportCallback(every_n_steps=1, every_n_epochs=1)
+
+
+def two_at_once(folder: Path, root: Path | None) -> tuple[Any, HoldfastCheckpointIO, dict[str, float]]:
+    """Train with one name for the two best, and note the score of each name when it is saved."""
+    io, scores, handed_over = HoldfastCheckpointIO(root), {}, HoldfastCheckpointIO.save_checkpoint
+
+    def save(checkpoint: dict[str, Any], path: str, storage_options: Any = None) -> None:
+        scores[os.path.basename(path)] = float(trainer.callback_metrics["val_loss"])
+        handed_over(io, checkpoint, path, storage_options)
+
+    io.save_checkpoint = save
+    ranked = keeper(TREES[0], folder, filename="best", every_n_epochs=2)
+    trainer = make_trainer(TREES[0], folder, plugins=io, callbacks=[ranked], max_epochs=4, val_check_interval=0.25)
+    trainer.fit(make_model(TREES[0]))
+    return trainer.checkpoint_callback, io, scores
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_names_do_not_collide(elsewhere: bool, tmp_path: Path) -> None:
+    """Two checkpoints of one name: Lightning sees that it is taken, wherever they lie; each has its own score."""
+    folder, root = tmp_path / "names", tmp_path / "root"
+    ranked, io, scores = two_at_once(folder, root if elsewhere else None)
+    kept = {os.path.basename(path): float(score) for path, score in ranked.best_k_models.items()}
+    assert len(kept) == 2
+    place = root if elsewhere else folder
+    assert sorted(os.listdir(place)) == sorted([*kept, "last.ckpt"]) == sorted(os.listdir(folder))
+    assert {name: hf.Checkpoint(place / name).metrics["val_loss"] for name in kept} == pytest.approx(kept)
+    assert {name: scores[name] for name in kept} == pytest.approx(kept)
+    assert hf.Checkpoint(place / "last.ckpt").metrics == {}
+    loaded = io.load_checkpoint(ranked.best_model_path)
+    assert loaded["callbacks"]
+    assert all(path.is_file() == elsewhere for path in folder.iterdir())
+    assert io.latest(None if elsewhere else folder) is not None
+
+
+def test_markers_and_files_of_others(tmp_path: Path) -> None:
+    """A marker goes with its checkpoint; a file that somebody else left at the path is moved aside, and stays."""
+    path, io = tmp_path / "names" / "best.ckpt", HoldfastCheckpointIO(tmp_path / "root")
+    path.parent.mkdir()
+    torch.save({"state_dict": {"w": torch.ones(1)}}, path)
+    assert io.load_checkpoint(path)["state_dict"]["w"] == 1
+    io.save_checkpoint({"state_dict": {"w": torch.zeros(1)}}, path)
+    assert b"root/best.ckpt" in path.read_bytes()
+    assert io.load_checkpoint(path)["state_dict"]["w"] == 0
+    io.remove_checkpoint(path)
+    assert not path.exists()
+    io.teardown()
+    assert os.listdir(tmp_path / "root") == []
+    assert os.listdir(path.parent) == ["best.ckpt.before-holdfast"]

@@ -14,6 +14,7 @@ import tp_cases
 from object_kit import BUCKET, moto, s3_environment
 
 import holdfast as hf
+import holdfast.megatron
 
 
 def whole(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -28,6 +29,12 @@ def whole(folder: str | os.PathLike[str]) -> dict[str, Any]:
         warnings.simplefilter("ignore")  # DCP tells that there is one process
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
+
+
+def test_a_save_in_the_background_is_refused() -> None:
+    """Megatron would still be writing when the directory is committed."""
+    with pytest.raises(hf.errors.ConfigError, match="async_sharded_save"):
+        holdfast.megatron.report({}, {}, async_sharded_save=True)
 
 
 def test_kill_and_reshard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,8 +70,6 @@ def test_kill_and_reshard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_damage(tmp_path: Path) -> None:
     """A damaged file is refused before Megatron reads anything."""
-    import holdfast.megatron
-
     folder = tmp_path / "run"
     result = tp_cases.run(folder, "run", workers=1, steps=1)
     assert result.checkpoint is not None

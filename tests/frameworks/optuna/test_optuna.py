@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,7 +70,8 @@ def test_whose_trials_are_dead(tmp_path: Path) -> None:
     study = optuna.create_study(study_name="a/b", storage=f"sqlite:///{tmp_path / 'base.db'}")
     trial = study.ask()
     path = trial_path(tmp_path, trial)
-    assert path == f"{tmp_path}/a_b/trial_00000" == trial_path(tmp_path, study.trials[0], study)
+    assert path == trial_path(tmp_path, study.trials[0], study)
+    assert re.fullmatch(r"a_b-[0-9a-f]{8}/trial_00000", os.path.relpath(path, tmp_path))
     assert resume_killed(study) == []
     assert resume_killed(study, alone=True, max_retry=1) == [0]
     again = study.ask()
@@ -77,6 +79,19 @@ def test_whose_trials_are_dead(tmp_path: Path) -> None:
     assert resume_killed(study, alone=True, max_retry=1) == [1]
     assert [one.state.name for one in study.trials] == ["FAIL", "FAIL"]
     assert trial_path(tmp_path, optuna.trial.FixedTrial({})).endswith("fixed/trial_00000")
+
+
+def test_two_workers_resume_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that comes second leaves the trial to the first."""
+    study = optuna.create_study(study_name="both", storage=f"sqlite:///{tmp_path / 'base.db'}")
+    trial_path(tmp_path, study.ask())
+
+    def tell(*args: Any, **options: Any) -> None:
+        raise optuna.exceptions.UpdateFinishedTrialError("told already")
+
+    monkeypatch.setattr(study, "tell", tell)
+    assert resume_killed(study, alone=True) == []
+    assert len(study.trials) == 1
 
 
 def test_arguments(tmp_path: Path) -> None:

@@ -48,6 +48,16 @@ def test_mlflow(tmp_path: Path, store: str, upload: bool) -> None:
     assert artifacts == (["checkpoints/step_00000002", "checkpoints/step_00000004"] if upload else [])
 
 
+def test_mlflow_begins_late(tmp_path: Path) -> None:
+    """Without a run one begins with the first checkpoint, so that ranks that commit none leave none behind."""
+    mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
+    tracker = MLflowTracker()
+    assert len(mlflow.search_runs(search_all_experiments=True)) == 0
+    newest, _ = run(tmp_path / "run", tracker)
+    assert mlflow.active_run() is None
+    assert mlflow.get_run(tracker.run_id).data.tags["holdfast.uri"] == newest.uri
+
+
 @pytest.mark.parametrize("upload", [False, True])
 def test_wandb_offline(tmp_path: Path, upload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each checkpoint is a version of an artifact that refers to it; the summary has the newest."""

@@ -11,12 +11,12 @@ import contextlib
 import logging
 import os
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...checkpoint.handle import METADATA_FILE, Checkpoint
+from ...checkpoint.private import private_directory
 from ...checkpoint.remains import INCOMING
 from ...errors import CheckpointNotFoundError, ConfigError
 from ...format.names import MANIFEST_NAME
@@ -57,7 +57,7 @@ class Place:
 
     def new(self, name: str) -> str:
         """A place to write something that will be reported; the same for all ranks. In the run if that is local."""
-        base = self.local or os.path.join(tempfile.gettempdir(), f"holdfast-new-{os.getuid()}")
+        base = self.local or private_directory("holdfast-new")
         return os.path.join(base, f"{INCOMING}{self.start_id}", name)
 
     def sibling(self, path: str, index: int) -> str:
