@@ -64,6 +64,7 @@ def sweep(forks, base, fresh, case, *, stride=1, go_on=False):
     return count, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_operation(forks, base, fresh, case):
     """Killed before operation k, for every k: a normal start finds the right checkpoint bit-exact and cleans up."""

@@ -107,6 +107,7 @@ def home(server, tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_kills(server, home):
     """Twelve kills of trainer and writer change nothing in the end."""
     kills = run_until_done(server, home, 12, seed=1)

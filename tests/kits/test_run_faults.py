@@ -112,6 +112,7 @@ def run_full(root, after, on_full):
     return hit, skipped
 
 
+@pytest.mark.slow
 def test_full_at_every_write_of_a_save(tmp_path):
     """ENOSPC at each growing operation: training goes on, old checkpoints are whole, the next save works."""
     hits = skips = after = 0
