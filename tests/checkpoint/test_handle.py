@@ -9,6 +9,7 @@ import pickle
 import select
 import subprocess
 import sys
+import tempfile
 import threading
 from datetime import datetime, timezone
 from pathlib import Path
@@ -38,7 +39,7 @@ def storage(request, tmp_path):
 @pytest.fixture(autouse=True)
 def temporary(tmp_path, monkeypatch):
     """Keep downloads of the tests to themselves."""
-    monkeypatch.setattr(node.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def test_location_is_fixed_when_it_is_made(tmp_path, monkeypatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 
 from build import small
@@ -18,7 +19,7 @@ def test_a_child_forked_during_a_download_does_not_keep_its_lock(tmp_path, monke
 
     The child has a copy of the descriptor of the lock.
     """
-    monkeypatch.setattr(node.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     storage = MemoryStorage(f"node-fork-{tmp_path.name}")
     small(storage, "c", step=1)
     children = []
