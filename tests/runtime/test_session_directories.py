@@ -230,6 +230,22 @@ def test_an_upload_by_the_users_function(root, mode):
         assert (root.parent / "mine").exists() is (mode is SYNC)
 
 
+def test_an_upload_quicker_than_report_is_not_waited_for_ever(root, monkeypatch):
+    """The word that the checkpoint is committed may arrive before `report` has noted that it waits for it."""
+    with Pair(begin(root)) as pair:
+        submit = pair.session._link._uploads.submit
+
+        def slow(work):
+            submit(work)
+            pair.session._link._uploads.drain()
+            pair.session._link.ask({"what": "checkpoint", "upto": 0})()  # answers come in order
+
+        monkeypatch.setattr(pair.session._link._uploads, "submit", slow)
+        mine = make(root.parent / "mine")
+        hf.report({}, mine, checkpoint_upload_fn=lambda one, name: make(root / name), checkpoint_upload_mode=ASYNC)
+        assert pair.session._link._answers._is_settled(1)
+
+
 def test_reports_after_an_upload_in_the_background_keep_their_order(root):
     """Metrics reported meanwhile are sent after it: the controller hears every number in turn."""
     go = threading.Event()

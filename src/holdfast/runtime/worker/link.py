@@ -67,9 +67,13 @@ class Link:
 
     def tell_later(self, index: int, work: Callable[[], dict[str, Any]]) -> None:
         """Enter a report whose message ``work`` makes in the background; what follows is sent after it."""
-        self._uploads.submit(work)
+        self._answers.expect(index)  # first: the word that it is committed may come before `submit` returns
+        try:
+            self._uploads.submit(work)
+        except BaseException:
+            self._answers.forget(index)
+            raise
         self.count = index
-        self._answers.expect(index)
 
     def expect(self, index: int) -> None:
         """Note that report ``index`` goes on in the background."""
