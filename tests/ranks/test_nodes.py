@@ -123,8 +123,8 @@ def test_a_rank_or_its_machine_dies(ranks, tmp_path, rank, what):
     assert left(disks) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.long  # its 20 s may be over on a busy machine
+@pytest.mark.parametrize("rank", [1, 0])
 def test_a_writer_is_killed_in_the_middle_of_an_upload(ranks, tmp_path, rank):
     """It is started again and goes on: every save arrives."""
     remote, disks = tmp_path / "remote", tmp_path / "disks"
