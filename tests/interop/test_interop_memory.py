@@ -15,6 +15,7 @@ import os, sys, warnings
 import torch
 import torch.distributed.checkpoint
 import holdfast as hf
+from memory_kit import peak_bytes
 from holdfast.interop import dcp_reader
 
 warnings.simplefilter("ignore")
@@ -35,11 +36,7 @@ os.waitpid(pid, 0)
 hf.save("warm", {"a": torch.ones(2)})  # what is needed in any case
 hf.export("warm", "warm.pt", to="torch")
 hf.import_checkpoint("warm.pt", "warm2")
-
-def peak():  # of this program alone: ru_maxrss keeps that of the parent which it was forked from
-    return int(next(row for row in open("/proc/self/status") if row.startswith("VmHWM")).split()[1])
-
-before = peak()
+before = peak_bytes()
 for name, options in (
     ("a.pt", {"to": "torch"}),
     ("a.safetensors", {"to": "safetensors"}),
@@ -50,7 +47,7 @@ for name, options in (
     hf.export("ck", name, **options)
 for number, name in enumerate(("a.pt", "a.safetensors", "hf", "dcp", "theirs.pt", "theirs")):
     hf.import_checkpoint(name, f"back{number}")
-print((peak() - before) * 1024)
+print(peak_bytes() - before)
 """
 
 

@@ -11,6 +11,7 @@ import os, sys
 import torch
 from torch import nn
 import holdfast as hf
+from memory_kit import peak_bytes
 
 os.chdir(sys.argv[1])
 
@@ -43,13 +44,9 @@ if sys.argv[2] == "sharded":
     dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=0, world_size=1)
     fully_shard(live, mesh=init_device_mesh("cpu", (1,)))
     optimizer = torch.optim.Adam(live.parameters())
-
-def peak():  # of this program alone: ru_maxrss keeps that of the parent which it was forked from
-    return int(next(row for row in open("/proc/self/status") if row.startswith("VmHWM")).split()[1])
-
-before = peak()
+before = peak_bytes()
 hf.load("ck", {"model": live, "optimizer": optimizer})
-print((peak() - before) * 1024)
+print(peak_bytes() - before)
 """
 STATE = 3 * 128 << 20
 

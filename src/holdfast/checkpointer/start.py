@@ -27,7 +27,7 @@ from .rendezvous import Alone, Meeting, same_for_all
 from .resume import is_within, resume_run
 from .spread import share_a_disk, take_up
 
-__all__ = ["Started", "answer", "see_together", "start_run"]
+__all__ = ["Started", "answer", "open_together", "start_run"]
 
 _LEASE_S = 60.0
 _CALLS = 3  # of the writer, that rank 0 makes one after the other
@@ -168,11 +168,8 @@ def _open(
     """Open the run on rank 0, and see that all ranks have it before their eyes."""
     keep, timeout_s = options.keep, options.timeout_s
     lease_s = min(_LEASE_S, timeout_s)
-    mark = f".probe-{start_id}/ranks"
 
-    def open_run() -> dict[str, Any] | None:
-        if meeting.rank > 0:
-            return None
+    def open_run() -> RunOpened:
         opened: RunOpened = answer(
             client.open_run(
                 storage, owner={"start_id": start_id}, keep=None if keep is None else keep.to_json(), wait_s=lease_s,
@@ -180,23 +177,40 @@ def _open(
             ),
             remote or storage, lease_s + timeout_s,
         )  # fmt: skip
+        return opened
+
+    return open_together(meeting, storage, start_id, open_run, work_s=lease_s + timeout_s)
+
+
+def open_together(
+    meeting: Meeting, storage: Storage, start_id: str, open_run: Callable[[], RunOpened], *, work_s: float
+) -> RunOpened:
+    """Open a run on rank 0, and see that all ranks have its storage before their eyes.
+
+    Args:
+        meeting: of the ranks.
+        storage: root of the run.
+        start_id: of this start; part of the name of the file that rank 0 shows the others.
+        open_run: opens it; called on rank 0 alone.
+        work_s: how long that may take.
+
+    Raises:
+        ConfigError: naming the ranks that see another storage.
+    """
+    mark = f".probe-{start_id}/ranks"
+
+    def open_here() -> dict[str, Any] | None:
+        if meeting.rank > 0:
+            return None
+        opened = open_run()
         if meeting.world_size > 1:
             storage.put(mark, b"all ranks see this file")
         return opened.to_json()
 
-    opened = RunOpened.from_json(meeting.agree("open", open_run, work_s=lease_s + timeout_s))
+    opened = RunOpened.from_json(meeting.agree("open", open_here, work_s=work_s))
     if meeting.world_size > 1:
-        see_together(meeting, storage, mark)
+        meeting.agree("place", lambda: _sees(storage, mark), lambda seen: _check_shared(seen, storage, mark))
     return opened
-
-
-def see_together(meeting: Meeting, storage: Storage, mark: str) -> None:
-    """See that all ranks have a file before their eyes that rank 0 has made, and remove it.
-
-    Raises:
-        ConfigError: naming those that have not.
-    """
-    meeting.agree("place", lambda: _sees(storage, mark), lambda seen: _check_shared(seen, storage, mark))
 
 
 def _told(option: Any) -> str:

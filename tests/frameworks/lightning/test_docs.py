@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from docs_kit import ROOT, pages_of, run_page
+from docs_kit import pages_of, run_example, run_page
 
 
 @pytest.mark.parametrize("page", pages_of("lightning"), ids=lambda page: page.name)
@@ -20,10 +17,5 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
 
 def test_example(tmp_path: Path) -> None:
     """The example kills itself, goes on, and finds the same weights."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples/lightning_resume.py"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True,
-        timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the first life ended with status -9" in done.stdout
+    said = run_example("lightning_resume.py", tmp_path)
+    assert "the first life ended with status -9" in said

@@ -11,13 +11,9 @@ import torch
 from torch.nn import functional
 
 import holdfast as hf
+from memory_kit import peak_bytes
 
 WIDTH, LAYERS = 1024, 24  # 96 MiB of weights, 288 MiB with the optimizer's state
-
-
-def peak() -> int:
-    rows = Path("/proc/self/status").read_text().splitlines()
-    return int(next(row for row in rows if row.startswith("VmHWM")).split()[1]) // 1024
 
 
 def training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -46,9 +42,9 @@ def main(folder: str, suffix: str) -> None:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
-        before = peak()
+        before = peak_bytes()
         hf.Trainer(model=other, optimizers=its, load_path=f"{folder}/x{suffix}", **options).close()
-        more = peak() - before
+        more = (peak_bytes() - before) >> 20
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
     print(more)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from ...checkpoint.remains import is_remains
-from ...checkpointer.start import answer, see_together
+from ...checkpointer.start import answer, open_together
 from ...checkpointer.team import Team
 from ...errors import ConfigError, StorageNotFoundError
 from ...format.commit import remove
@@ -96,21 +96,13 @@ class Folder:
         if ranks.world_size > 1:
             self.team = Team(meeting, client, timeout_s=TIMEOUT_S)
             self.start_id = self.team.start_id
-        mark = f".probe-{self.start_id}/ranks"
 
-        def open_run() -> dict[str, object] | None:
-            if not ranks.leads:
-                return None
+        def open_run() -> RunOpened:
             future = client.open_run(storage, owner={"start_id": self.start_id}, keep=None, wait_s=_LEASE_S)
             opened: RunOpened = answer(future, storage, _LEASE_S + TIMEOUT_S, bound="")
-            if ranks.world_size > 1:
-                storage.put(mark, b"all ranks see this file")
-            return opened.to_json()
+            return opened
 
-        opened = RunOpened.from_json(meeting.agree("open", open_run, work_s=_LEASE_S + TIMEOUT_S))
-        if ranks.world_size > 1:
-            see_together(meeting, storage, mark)
-        return opened
+        return open_together(meeting, storage, self.start_id, open_run, work_s=_LEASE_S + TIMEOUT_S)
 
     def _leave(self) -> None:
         team, self.team = self.team, None
