@@ -115,23 +115,31 @@ class _Rounds:
             self._downloads[peer.name] = lambda path, peer=peer: _fsynced(peer.download, peer.name[:4], path)  # type: ignore[misc]
 
     def run(self) -> None:
-        """Measure all, ``repeat`` times and once before."""
+        """Measure all, ``repeat`` times and once before, in another order every time.
+
+        What a method has brought is deleted before the next one begins: whoever comes later would find less memory
+        that this machine has not given back to its host, and touching new memory costs the server most of its time.
+        """
+        names = list(self._uploads)
         for turn in range(self._context.repeat + 1):
-            self._saves(first=not turn)
-            for name in list(self._uploads):
-                self._measure("upload", name, first=not turn)
-            for name in list(self._downloads):
-                self._measure("download", name, first=not turn)
-            self._remote.delete_tree("")
+            self._saves(first=not turn, remote_first=turn % 2 == 0)
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                if name in self._uploads:
+                    self._measure("upload", name, first=not turn)
+                for download in {"push": ("pull", "load")}.get(name, (name,)):
+                    if download in self._downloads:
+                        self._measure("download", download, first=not turn)
+                self._remote.delete_tree("")
         self._memory()
 
-    def _saves(self, *, first: bool) -> None:
+    def _saves(self, *, first: bool, remote_first: bool) -> None:
         """Save to the remote and to the disk, in turns; the trainer is to be held the same."""
         self._limits.memcpy()
-        for method, place in (
+        places: list[tuple[str, str | Path]] = [
             ("save_async", f"s3://{BUCKET}/async"),
             ("save_async to disk", self._context.folder("s")),
-        ):
+        ]
+        for method, place in places if remote_first else places[::-1]:
             self._state.touch()
             start = time.perf_counter()
             with _RssOfChildren() as rss:
@@ -143,7 +151,8 @@ class _Rounds:
             self._context.say(f"{method}: held {held:.3f} s, durable {durable:.2f} s")
             if isinstance(place, Path):
                 remove(place)
-        self._remote.delete_tree("async")
+            else:
+                self._remote.delete_tree("async")
 
     def _measure(self, kind: str, name: str, *, first: bool) -> None:
         methods: dict[str, Callable[..., object]] = self._uploads if kind == "upload" else self._downloads  # type: ignore[assignment]

@@ -34,9 +34,9 @@ class Feed:
 
     def _hint(self) -> None:
         start, stop = self._blocks[self._hinted][0], self._blocks[self._hinted][0]
-        while self._hinted < len(self._blocks) and stop - start < _HINT:
+        while self._hinted < len(self._blocks):
             offset, size, _ = self._blocks[self._hinted]
-            if offset != stop:
+            if offset != stop or stop + size - start > _HINT:
                 break
             stop += size
             self._hinted += 1
