@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from .trainers.loop.algorithms import EMA, Algorithm, LabelSmoothing
+from .trainers.loop.callbacks import Callback
 from .trainers.loop.events import Event
 from .trainers.loop.state import State
 from .trainers.loop.time import Time, TimeUnit
 from .trainers.loop.timestamp import Timestamp
 from .trainers.loop.trainer import Trainer
 
-__all__ = ["EMA", "Algorithm", "Event", "LabelSmoothing", "State", "Time", "TimeUnit", "Timestamp", "Trainer"]
+__all__ = [
+    "EMA",
+    "Algorithm",
+    "Callback",
+    "Event",
+    "LabelSmoothing",
+    "State",
+    "Time",
+    "TimeUnit",
+    "Timestamp",
+    "Trainer",
+]

@@ -18,8 +18,6 @@ from ..errors import (
     CheckpointNotFoundError,
     HoldfastError,
     StorageError,
-    StorageFullError,
-    StorageUnavailableError,
 )
 from ..format.names import MANIFEST_NAME
 from ..state.snapshot import Snapshotter, Submitted
@@ -28,6 +26,7 @@ from ..writer.client import WriterClient
 from ..writer.messages import RunOpened, SaveResult
 from .announce import Announcer
 from .identity import free_name, manifest_fields
+from .passing import MAX_LOST, PASSING, passing_error, state_of
 from .remote import RemoteWatch
 from .stats import Stats, StepClock
 from .team import ANSWER_MARGIN_S, Team
@@ -35,8 +34,6 @@ from .team import ANSWER_MARGIN_S, Team
 __all__ = ["Saver"]
 
 _LOG = logging.getLogger("holdfast.checkpointer")
-_PASSING = (StorageFullError, StorageUnavailableError)  # what ``on_full`` decides about
-_MAX_LOST = 10  # saves in a row: who trains on after that trains for nothing
 _SLOW_DISK = 200e6  # bytes/s, for the time of a save before the first one was measured
 
 
@@ -250,7 +247,7 @@ class Saver:
         # This step is not saved: the final save must not take it for done, nor the next one for its parent.
         self._free_name(self.last_name)
         self.last_step, self.last_name, self.parent = pending.before
-        if not isinstance(error, _PASSING):
+        if not isinstance(error, PASSING):
             raise error
         self._leave_out(error, pending.step)
 
@@ -288,12 +285,8 @@ class Saver:
 
     def final_is_missing(self, step: int) -> StorageError:
         """Return the error for a run whose last step could not be saved."""
-        down = isinstance(self._lost, StorageUnavailableError)
-        return (StorageUnavailableError if down else StorageFullError)(
-            f"the final step {step} was NOT saved, {_state(self._lost)} ({self._lost}); {self._newest_safe()}: "
-            f"{'when it answers again,' if down else 'free some space and'} start the same command again, it goes on "
-            "from there"
-        )
+        lost = f"the final step {step} was NOT saved, {state_of(self._lost)} ({self._lost}); {self._newest_safe()}"
+        return passing_error(self._lost, lost)
 
     def _newest_safe(self) -> str:
         step = self.stats.last_durable_step
@@ -329,11 +322,11 @@ class Saver:
         self._lost_in_a_row += 1
         self._lost = error
         tries_again = self.on_full == "wait"  # the same step: its own time bounds that
-        if self.on_full == "raise" or (self._lost_in_a_row >= _MAX_LOST and not tries_again):
+        if self.on_full == "raise" or (self._lost_in_a_row >= MAX_LOST and not tries_again):
             raise error
         _LOG.warning(
             "step %d was NOT saved, %s (%s); older checkpoints are untouched, training goes on (save %d in a row)",
-            step, _state(error), error, self._lost_in_a_row,
+            step, state_of(error), error, self._lost_in_a_row,
         )  # fmt: skip
         self._retry = tries_again
 
@@ -341,8 +334,8 @@ class Saver:
         self._side = [one for one in self._side if one not in done]
         for future in done:
             error = future.exception()
-            if isinstance(error, _PASSING) and self.on_full != "raise":
-                _LOG.warning("metrics were not recorded, %s: %s", _state(error), error)
+            if isinstance(error, PASSING) and self.on_full != "raise":
+                _LOG.warning("metrics were not recorded, %s: %s", state_of(error), error)
             elif isinstance(error, CheckpointNotFoundError) and self._num_lost:
                 _LOG.warning("metrics were not bound, the save of their step was lost: %s", error)
             elif error is not None:
@@ -361,7 +354,3 @@ class Saver:
     def _is_busy(self, step: int) -> bool:
         """Tell whether the save before is still being written; the same answer on all ranks."""
         return self.busy if self.team is None else not self.team.may_save(step)
-
-
-def _state(error: StorageError | None) -> str:
-    return "the storage does not answer" if isinstance(error, StorageUnavailableError) else "the storage is full"

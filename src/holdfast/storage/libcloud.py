@@ -41,8 +41,9 @@ class LibcloudObjectStore(AdaptedStorage):
     """
 
     def __init__(
-        self, provider: str, container: str, provider_kwargs: Mapping[str, Any] | None = None, *, prefix: str = ""
-    ) -> None:
+        self, provider: str, container: str, provider_kwargs: Mapping[str, Any] | None = None, *, prefix: str = "",
+        key_environ: str | None = None, secret_environ: str | None = None,
+    ) -> None:  # fmt: skip
         """Name a container.
 
         Args:
@@ -51,6 +52,8 @@ class LibcloudObjectStore(AdaptedStorage):
             provider_kwargs: arguments of the driver, such as key, secret, region, host; a value
                 ``{"environ": "NAME"}`` is read from the environment where it is used.
             prefix: directory inside the container.
+            key_environ: environment variable that holds the argument key.
+            secret_environ: environment variable that holds the argument secret.
 
         Raises:
             ConfigError: libcloud knows no such provider.
@@ -59,7 +62,11 @@ class LibcloudObjectStore(AdaptedStorage):
         if not container:
             raise ConfigError("LibcloudObjectStore(container=''): give the name of a container")
         self._provider, self._container = provider.lower(), container
-        self._arguments = dict(provider_kwargs or {})
+        named = {"key": key_environ, "secret": secret_environ}
+        self._arguments = {
+            **(provider_kwargs or {}),
+            **{argument: {"environ": name} for argument, name in named.items() if name is not None},
+        }
         self._environ: dict[str, str] = {}
         self._kind = _driver_class(self._provider)
         self._local = threading.local()

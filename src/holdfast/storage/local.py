@@ -188,11 +188,15 @@ class LocalStorage(Storage):
                     else:
                         yield ObjectInfo(path=f"{base}{entry.name}/", size=0)
                     continue
-                with contextlib.suppress(FileNotFoundError):
+                try:
                     found = entry.stat()
-                    if stat_module.S_ISREG(found.st_mode):
-                        path = base + entry.name
-                        yield ObjectInfo(path=path, size=found.st_size, etag=_etag(found), modified=found.st_mtime)
+                except OSError as error:
+                    if error.errno not in (errno.ENOENT, errno.ELOOP):  # gone, or a link that leads to itself
+                        raise
+                    continue
+                if stat_module.S_ISREG(found.st_mode):
+                    path = base + entry.name
+                    yield ObjectInfo(path=path, size=found.st_size, etag=_etag(found), modified=found.st_mtime)
 
     def delete(self, path: str) -> None:
         """Remove a file and the directories this leaves empty; see `Storage.delete`."""

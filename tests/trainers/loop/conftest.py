@@ -15,5 +15,5 @@ from ranks_kit import RankServer  # noqa: E402
 
 @pytest.fixture(scope="session")
 def ranks():
-    with RankServer(preload=[str(HERE / "rank_cases.py")], path=[HERE]) as server:
+    with RankServer(preload=[str(HERE / "rank_cases.py"), str(HERE / "sharded_cases.py")], path=[HERE]) as server:
         yield server

@@ -103,6 +103,8 @@ def look(root: str, *, remote: bool = False) -> int:
         found = [one for one in names(Path(root) / kind) if not (remote and is_empty(Path(root) / kind / one))]
         assert found == [name, *pointers], found
         assert newest(Path(root) / kind, remote=remote).name == name
+    litter = [one.name for one in Path(root).rglob(".*") if one.name != ".tmp-lock"]
+    assert litter == [], litter
     expected = torch.load(f"{root}/expected.pt", weights_only=True)
     assert torch.equal(expected["weight"], one.state.model.weight)
     return resumed

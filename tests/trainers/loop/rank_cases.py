@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from loop_kit import Crash, CrashAt, Points, Seen, accuracy, everything, loader, plain, rich
+from loop_kit import Crash, Points, Seen, accuracy, everything, loader, plain, rich
 
 import holdfast as hf
 from holdfast.callbacks import Callback, CheckpointSaver, LoadCheckpoint
@@ -109,40 +109,6 @@ def dies(folder: str, rank: int, batch: int, how: str, **options: Any) -> dict[s
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return told(trainer, seen)
-
-
-def sharded(
-    folder: str, *, crash_at: int | None = None, whole: bool = False, suffix: str = "", **options: Any
-) -> dict[str, Any]:
-    """A model that the user has sharded with `fully_shard` trains, is evaluated and goes on."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
-    if not whole:
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    seen: list[Seen] = [Seen()]
-    dies = [] if crash_at is None else [CrashAt(crash_at)]
-    trainer = plain(
-        folder, model=model, optimizers=torch.optim.AdamW(model.parameters(), lr=0.01), seed=3, autoresume=True,
-        eval_dataloader=loader(21, shuffle=False), eval_metrics={"accuracy": accuracy}, save_interval="2ba",
-        callbacks=[*seen, *dies], grad_accum=2, grad_clip_norm=1.0, save_filename="b{batch}" + suffix,
-        algorithms=EMA(smoothing=0.9), **options,
-    )  # fmt: skip
-    try:
-        trainer.fit()
-    except (Crash, hf.HoldfastError):
-        if crash_at is None:
-            raise
-        return {"crashed": True}
-    weights = {
-        name: (one.full_tensor() if hasattr(one, "full_tensor") else one).double().sum().item()
-        for name, one in model.state_dict().items()
-    }
-    values = {name: float(one) for name, one in trainer.state.eval_metric_values["eval"].items()}
-    trainer.close()
-    return {"rows": seen[0].rows, "weights": weights, "eval": values, "saved": trainer.saved_checkpoints}
 
 
 def by_the_clock(folder: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from loop_kit import Crash, CrashAt, names, network, plain, rich
 import holdfast as hf
 from holdfast.callbacks import Callback, CheckpointSaver, LoadCheckpoint
 from holdfast.loggers import RemoteUploaderDownloader
-from holdfast.storage import LibcloudObjectStore
+from holdfast.storage import LibcloudObjectStore, LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.storage.resolve import resolve
 from holdfast.testing import assert_state_equal
@@ -152,6 +151,12 @@ def test_nothing_there(tmp_path: Path) -> None:
     torch.save({"state": {"model": {}}, "f": network()}, tmp_path / "objects.pt")
     with pytest.raises(hf.ConfigError, match="pickled objects"):
         plain(None, load_path=tmp_path / "objects.pt")
+    (tmp_path / "notes.txt").write_text("hi")
+    with pytest.raises(hf.CorruptCheckpointError, match=r"notes\.txt cannot be read as a file of torch"):
+        plain(None, load_path=tmp_path / "notes.txt")
+    torch.save(network().state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(hf.ConfigError, match="not saved by a trainer"):
+        plain(None, load_path=tmp_path / "weights.pt")
 
 
 @pytest.mark.parametrize("suffix", ["", ".pt"])
@@ -176,6 +181,14 @@ def test_damage_falls_back(tmp_path: Path, suffix: str, capsys: pytest.CaptureFi
         flip(tmp_path / "copy" / name)
     with pytest.raises(hf.CorruptCheckpointError, match="none of them is good"):
         plain(tmp_path / "copy", autoresume=True, **options)
+
+
+def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
+    """A file of weights is checked against its digest, too."""
+    plain(tmp_path, max_duration="1ep", save_filename="w.safetensors", save_weights_only=True).fit()
+    flip(tmp_path / "w.safetensors")
+    with pytest.raises(hf.CorruptCheckpointError, match=r"w\.safetensors is damaged"):
+        plain(None, load_path=tmp_path / "w.safetensors")
 
 
 def test_an_explicit_damaged_file_is_an_error(saved: Path) -> None:
@@ -215,17 +228,20 @@ def test_autoresume_with_savers_in_callbacks(tmp_path: Path) -> None:
     assert "w5" in names(tmp_path / "weights")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_no_permission_is_an_error(tmp_path: Path) -> None:
-    """A folder that cannot be read is never taken for an empty one."""
-    folder = tmp_path / "runs"
-    plain(folder, max_duration="1ep").fit()
-    folder.chmod(0)
-    try:
-        with pytest.raises(hf.StorageError):
-            plain(folder, autoresume=True)
-    finally:
-        folder.chmod(stat.S_IRWXU)
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_no_permission_is_an_error(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that cannot be read is never taken for an empty one, be there a load_path or not."""
+    options: dict[str, Any] = {"save_filename": "ep{epoch}" + suffix, "max_duration": "1ep"}
+    for folder in ("runs", "other"):
+        plain(tmp_path / folder, **options).fit()
+
+    def refused(self: Any, *args: Any, **given: Any) -> Any:
+        raise hf.StoragePermissionError("nobody may look into it (a test)")
+
+    monkeypatch.setattr(LocalStorage, "list", refused)  # as root, who runs some of these tests, may read everything
+    for path in (None, tmp_path / "other" / f"ep1{suffix}"):
+        with pytest.raises(hf.StoragePermissionError):
+            plain(tmp_path / "runs", autoresume=True, load_path=path, **options)
 
 
 def test_run_name_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,14 +145,14 @@ def test_early_stopping(tmp_path: Path) -> None:
     stop = EarlyStopping("loss", patience="2ep", comp=lambda new, best: False)
     trainer = plain(tmp_path, callbacks=stop, eval_dataloader=loader(6), max_duration="50ep", save_interval="100ep")
     trainer.fit()
-    assert trainer.state.timestamp.epoch == Time("3ep")
-    assert [path.rsplit("/", 1)[1] for path in trainer.saved_checkpoints] == ["ep3-ba18"]
+    assert trainer.state.timestamp.epoch == Time("4ep")
+    assert [path.rsplit("/", 1)[1] for path in trainer.saved_checkpoints] == ["ep4-ba24"]
     trainer.close()
     again = plain(
         tmp_path, callbacks=EarlyStopping("loss"), eval_dataloader=loader(6), max_duration="50ep", autoresume=True
     )
     again.fit()
-    assert again.state.timestamp.epoch == 3
+    assert again.state.timestamp.epoch == 4
     with pytest.raises(hf.ConfigError, match="no such metric"):
         plain(None, callbacks=EarlyStopping("apples"), eval_dataloader=loader(6)).fit()
     with pytest.raises(hf.ConfigError, match="comp"):
@@ -301,17 +301,22 @@ def test_streaming_datasets(tmp_path: Path) -> None:
 
 
 def test_stateful_loaders(tmp_path: Path) -> None:
-    """A StatefulDataLoader is asked for its own state."""
+    """A StatefulDataLoader is asked for its own state: training ends as it would have, in mid-epoch and at its end."""
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 
-    def make(duration: str) -> hf.Trainer:
+    def make(folder: str, duration: str) -> hf.Trainer:
         data = torchdata.StatefulDataLoader(Points(), batch_size=6, shuffle=True)
-        return plain(tmp_path, train_dataloader=data, max_duration=duration, save_interval="2ba", autoresume=True)
+        return plain(
+            tmp_path / folder, train_dataloader=data, max_duration=duration, save_interval="2ba", autoresume=True
+        )
 
-    make("4ba").fit()
-    again = make("2ep")
-    again.fit()
-    assert int(again.state.timestamp.sample) == 68
+    whole = make("whole", "3ep")
+    whole.fit()
+    for duration in ("4ba", "1ep", "2ep", "14ba", "3ep"):
+        again = make("parts", duration)
+        again.fit()
+    assert int(again.state.timestamp.sample) == 3 * 34
+    assert torch.equal(again.state.model.weight, whole.state.model.weight)
 
 
 def test_seeds() -> None:

@@ -19,7 +19,7 @@ from holdfast.torch import TorchTrainer
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-CASES = f"{HERE / 'rank_cases.py'}:"
+CASES, SHARDED = (f"{HERE / name}:" for name in ("rank_cases.py", "sharded_cases.py"))
 slow = pytest.mark.slow
 
 
@@ -137,18 +137,45 @@ def test_a_save_fails(ranks: Any, tmp_path: Path, kind: str) -> None:
 @slow
 def test_sharded(ranks: Any, tmp_path: Path) -> None:
     """A model sharded with fully_shard trains like one under DDP, and resumes exactly; a file of it is refused."""
-    whole = ranks.checked(f"{CASES}sharded", str(tmp_path / "whole"))
-    ranks.checked(f"{CASES}sharded", str(tmp_path / "twin"), crash_at=5)
-    twins = ranks.checked(f"{CASES}sharded", str(tmp_path / "twin"))
+    whole = ranks.checked(f"{SHARDED}sharded", str(tmp_path / "whole"))
+    ranks.checked(f"{SHARDED}sharded", str(tmp_path / "twin"), crash_at=5)
+    twins = ranks.checked(f"{SHARDED}sharded", str(tmp_path / "twin"))
     for one, other in zip(whole, twins, strict=True):
         assert (one["weights"], one["eval"]) == (other["weights"], other["eval"])
         assert other["rows"] == one["rows"][4:]
-    replicated = ranks.checked(f"{CASES}sharded", str(tmp_path / "ddp"), whole=True)
+    replicated = ranks.checked(f"{SHARDED}sharded", str(tmp_path / "ddp"), what="nothing")
     for name, value in replicated[0]["weights"].items():
         assert whole[0]["weights"][name] == pytest.approx(value, rel=1e-5)
     assert whole[0]["eval"]["accuracy"] == replicated[0]["eval"]["accuracy"]
-    refused = ranks.ranks(f"{CASES}sharded", str(tmp_path / "file"), suffix=".pt")
+    refused = ranks.ranks(f"{SHARDED}sharded", str(tmp_path / "file"), suffix=".pt")
     assert all("holdfast export" in one.error for one in refused)
+
+
+@slow
+@pytest.mark.parametrize("what", ["a layer", "all but a layer"])
+def test_partly_sharded(ranks: Any, tmp_path: Path, what: str) -> None:
+    """What is left out of a sharded model is trained in step as well: as under DDP, on both ranks, and resumed."""
+    replicated = ranks.checked(f"{SHARDED}sharded", str(tmp_path / "ddp"), what="nothing", max_duration="1ep")
+    ranks.checked(f"{SHARDED}sharded", str(tmp_path / "parts"), what=what, crash_at=2)
+    parts = ranks.checked(f"{SHARDED}sharded", str(tmp_path / "parts"), what=what, max_duration="1ep")
+    assert parts[0]["weights"] == parts[1]["weights"]
+    for name, value in replicated[0]["weights"].items():
+        assert parts[0]["weights"][name] == pytest.approx(value, rel=1e-5)
+    assert parts[0]["eval"] == parts[1]["eval"]
+
+
+@slow
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("tensor parallel", "0.weight is split over ranks by something else than fully_shard"),
+        ("part of the ranks", "0.weight is sharded over 1 of 2 ranks"),
+        ("first generation", "use torch.distributed.fsdp.fully_shard instead"),
+    ],
+)
+def test_models_that_would_not_train_in_step(ranks: Any, what: str, told: str) -> None:
+    """A model whose ranks would train different weights is refused, before anything is trained."""
+    assert all(told in one for one in ranks.checked(f"{SHARDED}split_otherwise", what))
 
 
 @slow

@@ -12,7 +12,9 @@ from loop_kit import Crash, CrashAt, plain
 
 import holdfast as hf
 from holdfast.checkpoint.catalog import Catalog
+from holdfast.errors import StorageUnavailableError
 from holdfast.loggers import RemoteUploaderDownloader
+from holdfast.storage.object import ObjectStorage
 from holdfast.storage.resolve import resolve
 from holdfast.testing import assert_state_equal
 from holdfast.testing.fault_proxy import Fault, FaultProxy
@@ -64,6 +66,31 @@ def test_forbidden_is_not_nothing(proxy: FaultProxy) -> None:
     proxy.inject(Fault(kind="403", times=None))
     with pytest.raises(hf.StoragePermissionError):
         plain(uri, autoresume=True, save_filename="e{epoch}.pt")
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_a_bucket_that_is_down_costs_saves_alone(
+    proxy: FaultProxy, suffix: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be saved is left out and said; only a training whose last save was lost ends with an error."""
+
+    def resolve_impatient(uri: str) -> ObjectStorage:
+        return ObjectStorage(uri, {"max_retries": 0})
+
+    monkeypatch.setattr("holdfast.trainers.loop.folder.resolve", resolve_impatient)
+    uri = f"s3://{BUCKET}/down{suffix}"
+    options = {"save_filename": "ba{batch}" + suffix, "save_interval": "3ba", "save_latest_filename": None}
+    proxy.inject(Fault(kind="503", path="/ba6"))
+    trainer = plain(uri, **options)
+    trainer.fit()
+    trainer.close()
+    assert "a checkpoint was NOT saved, the storage does not answer" in caplog.text
+    assert [path.rsplit("/", 1)[1] for path in trainer.saved_checkpoints] == [f"ba{n}{suffix}" for n in (3, 9, 12)]
+    proxy.inject(Fault(kind="503", path="/ba18"))
+    with pytest.raises(StorageUnavailableError, match=f"the newest is {uri}/ba15{suffix}: when it answers again"):
+        plain(uri, autoresume=True, max_duration="18ba", **options).fit()
+    proxy.inject()
+    assert int(plain(uri, autoresume=True, **options).state.timestamp.batch) == 15
 
 
 def test_uploads_through_faults(proxy: FaultProxy, tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ def check_ignore_keys(given: Any, what: str) -> IgnoreKeys:
     """
     if given is None or callable(given):
         return given  # type: ignore[no-any-return]
-    globs = [given] if isinstance(given, str) else list(given)
-    if not all(isinstance(one, str) and one for one in globs):
+    globs = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [given]
+    if isinstance(given, Mapping) or not all(isinstance(one, str) and one for one in globs):
         raise ConfigError(f"{what}={given!r}: give globs such as 'state/optimizers/*', or a function")
     return globs
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import ConfigError
+from .anatomy import check_ignore_keys
+from .arguments import check_flags, check_path
 from .events import Event
 from .time import TimeUnit
 from .timestamp import Timestamp
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from .loggers import Logger
     from .state import State
 
-__all__ = ["Callback", "EarlyStopping", "LoadCheckpoint"]
+__all__ = ["Callback", "EarlyStopper", "EarlyStopping", "LoadCheckpoint"]
 
 _LOG = logging.getLogger("holdfast.trainer")
 
@@ -78,16 +80,21 @@ for _event in Event:
     setattr(Callback, _event.value, _method(_event))
 
 
+_FALLS, _RISES = ("min", "less", "lt"), ("max", "greater", "gt")
+
+
 class EarlyStopping(Callback):
-    """Ends training when a metric has stopped getting better.
+    """Ends training when a metric has stopped getting better. Composer calls it ``EarlyStopper``, a name it also has.
 
     Args:
         monitor: name of the metric.
         dataloader_label: "train", or the label of the evaluation data ("eval" if there is one loader).
-        comp: "min" or "max" (or a function ``(new, best) -> bool``): when a value is better; by default smaller is
-            better for names with "loss", "error" or "perplexity", greater otherwise.
+        comp: when a value is better: "min" ("less", "lt"), "max" ("greater", "gt") or a function
+            ``(new, best) -> bool`` of two tensors, such as ``torch.less``; by default smaller is better for names with
+            "loss", "error" or "perplexity", greater otherwise.
         min_delta: how much better it has to be to count.
-        patience: how long to wait for something better: a time, or a number of epochs.
+        patience: how long nothing better is put up with: a time, or a number of epochs. Training ends at the first
+            look after more than that.
     """
 
     def __init__(
@@ -103,8 +110,11 @@ class EarlyStopping(Callback):
         if comp is None:
             falls = any(word in monitor.lower() for word in ("loss", "error", "perplexity"))
             comp = "min" if falls else "max"
-        if comp not in ("min", "max") and not callable(comp):
-            raise ConfigError(f"EarlyStopping(comp={comp!r}): use 'min', 'max' or a function (new, best) -> bool")
+        known = comp.lower() in (*_FALLS, *_RISES) if isinstance(comp, str) else callable(comp)
+        if not known:
+            raise ConfigError(
+                f"EarlyStopping(comp={comp!r}): use 'min' ('less'), 'max' ('greater') or a function (new, best) -> bool"
+            )
         self.monitor, self.dataloader_label, self.min_delta = monitor, dataloader_label, abs(min_delta)
         self._better = comp
         self.patience = parse_every(patience, "patience").interval
@@ -118,9 +128,10 @@ class EarlyStopping(Callback):
         if self.best is None:
             return not math.isnan(new)
         if callable(self._better):
-            return bool(self._better(new, self.best)) and abs(new - self.best) >= self.min_delta
-        gain = self.best - new if self._better == "min" else new - self.best
-        return gain > self.min_delta
+            better = self._better(torch.tensor(new), torch.tensor(self.best))
+            return bool(better) and abs(new - self.best) > self.min_delta
+        gain = self.best - new if self._better.lower() in _FALLS else new - self.best
+        return bool(gain > self.min_delta)
 
     def _look(self, state: State, values: Mapping[str, Any]) -> None:
         if self.monitor not in values:
@@ -133,7 +144,7 @@ class EarlyStopping(Callback):
             self.best, self.best_at = (None if math.isnan(new) else new), state.timestamp
             return
         unit = self.patience.unit
-        if state.timestamp.value(unit) - self.best_at.value(unit) >= self.patience.value:
+        if state.timestamp.value(unit) - self.best_at.value(unit) > self.patience.value:
             _LOG.warning(
                 "%s %s has not been better than %s since batch %d: training ends at batch %d",
                 self.dataloader_label, self.monitor, self.best, int(self.best_at.batch), int(state.timestamp.batch),
@@ -168,6 +179,9 @@ class EarlyStopping(Callback):
         self.best_at = None if state["best_at"] is None else Timestamp.from_state_dict(state["best_at"])
 
 
+EarlyStopper = EarlyStopping
+
+
 class LoadCheckpoint(Callback):
     """Loads another checkpoint at an event: weights in layers, a base under an adapter.
 
@@ -187,12 +201,13 @@ class LoadCheckpoint(Callback):
         ignore_keys: Sequence[str] | Any = None,
         event: str | Event = Event.BEFORE_LOAD,
     ) -> None:
-        self.load_path = os.fspath(load_path)
+        self.load_path = check_path(load_path, "LoadCheckpoint(load_path)")
+        check_flags(load_weights_only=load_weights_only, strict_model_weights=strict_model_weights)
         self.load_weights_only, self.strict_model_weights = load_weights_only, strict_model_weights
-        self.ignore_keys = ignore_keys
+        self.ignore_keys = check_ignore_keys(ignore_keys, "LoadCheckpoint(ignore_keys)")
         try:
             self.event = Event.of(event)
-        except ValueError:
+        except (AttributeError, ValueError):
             names = ", ".join(one.name for one in Event)
             raise ConfigError(f"LoadCheckpoint(event={event!r}): there is no such event; use one of {names}") from None
 

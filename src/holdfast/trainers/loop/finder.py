@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger("holdfast.trainer")
-OWN_NAMES = ("reports", "logs")  # folders that a run keeps beside its checkpoints
+OWN_NAMES = ("lease.json", "logs", "reports", "run.json")  # what a run keeps beside its checkpoints
 CONTAINERS = {"": "directory", ".pt": "torch", ".safetensors": "safetensors"}
 _REFUSED = (
     ".tar",
@@ -66,8 +66,8 @@ def container_of(name: str, *, what: str) -> str:
     Raises:
         ConfigError: the suffix is that of a container there is none of.
     """
-    suffix = PurePosixPath(name).suffix.lower()
-    if suffix in _REFUSED:
+    suffix = PurePosixPath(name).suffix
+    if suffix.lower() in _REFUSED or (suffix not in CONTAINERS and suffix.lower() in CONTAINERS):
         raise ConfigError(
             f"{what}={name!r}: there is no container {suffix!r}; use no suffix (a Holdfast directory), '.pt' (one file "
             "for torch.load) or '.safetensors' (weights)"

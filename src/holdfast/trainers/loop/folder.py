@@ -8,13 +8,13 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
-from ...checkpoint.remains import is_remains
+from ...checkpoint.remains import PROBE, is_remains
 from ...checkpointer.start import answer, open_together
 from ...checkpointer.team import Team
 from ...errors import ConfigError, StorageNotFoundError
 from ...format.commit import remove
 from ...format.manifest import MANIFEST_NAME
-from ...storage.base import Storage
+from ...storage.base import TEMPORARY, Storage
 from ...storage.ops import errors_of
 from ...storage.resolve import resolve, split_uri
 from ...writer.client import WriterClient
@@ -22,7 +22,7 @@ from ...writer.messages import RunOpened
 from .finder import Found, look
 from .ranks import TIMEOUT_S, Ranks
 
-__all__ = ["Folder", "link_latest"]
+__all__ = ["Folder", "check_link", "link_latest"]
 
 _LEASE_S = 60.0
 
@@ -113,9 +113,10 @@ class Folder:
         """Number this life by what lies there, and see that the folder can be written to before any training."""
 
         def look_here() -> int:
-            probe = f".probe-{self.start_id}"
-            self.storage.put(probe, b"")
-            self.storage.delete(probe)
+            self.storage.put(f"{PROBE}{self.start_id}", b"")
+            for info in list(self.storage.list("", recursive=False)):
+                if info.path.startswith(PROBE) and not info.path.endswith("/"):  # ours, and those of killed lives
+                    self.storage.delete(info.path)
             with contextlib.suppress(StorageNotFoundError):
                 return 1 + max((one.attempt for one in look(self.storage, nested=nested)), default=0)
             return 1
@@ -189,17 +190,38 @@ def link_latest(storage: Storage, latest: str, name: str) -> None:
         _link(link, root, name)
 
 
-def _link(link: Path, root: Path, name: str) -> None:
+def check_link(storage: Storage, latest: str) -> None:
+    """Refuse a name for the link to the newest that something else has; remove what a killed life left of a link.
+
+    Raises:
+        ConfigError: a file or a directory is in the way.
+    """
+    if (root := storage.local_root) is None:
+        return
+    link = root / latest
+    with errors_of("link", str(link)):
+        _refuse_other(link)
+        for path in link.parent.glob(f"{TEMPORARY}*") if link.parent.is_dir() else ():
+            if path.is_symlink():
+                path.unlink(missing_ok=True)
+
+
+def _refuse_other(link: Path) -> None:
     if not link.is_symlink() and link.exists():
         kind = "directory" if link.is_dir() else "file"
         raise ConfigError(
-            f"save_latest_filename: {link} is a {kind} of somebody else, so no link can be made of it: use another name"
+            f"save_latest_filename: {link} is a {kind}, so no link can be made of it (a copy of the folder that "
+            "followed links?): move it away, or use another name"
         )
+
+
+def _link(link: Path, root: Path, name: str) -> None:
+    _refuse_other(link)
     target = os.path.relpath(root / name, link.parent)
     if link.is_symlink() and os.readlink(link) == target:
         return
     link.parent.mkdir(parents=True, exist_ok=True)
-    temporary = link.parent / f".tmp-{os.getpid()}-{secrets.token_hex(6)}"
+    temporary = link.parent / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}"
     os.symlink(target, temporary)
     try:
         os.replace(temporary, link)

@@ -198,7 +198,10 @@ def _load_plain(
         found.setdefault("state", {})
         options = replace(options, ignore_keys=None)
     ranks, before = state.ranks, found.get("rng")
-    batch = (found["state"].get("timestamp") or {}).get("Timestamp", {}).get("batch")
+    told: Any = found["state"].get("timestamp")
+    for name in ("Timestamp", "batch"):
+        told = told.get(name) if isinstance(told, Mapping) else None
+    batch = told if isinstance(told, int) else None
     found = of_rank(found, ranks.rank, ranks.world_size, step=batch)
     generators = found.pop("rng", None)
     stored = lay({"state": found["state"]}, uri, mapped=mapped)
@@ -334,8 +337,11 @@ def _read_torch(path: str, uri: str) -> dict[str, Any]:
             f"{uri} holds pickled objects, which loading would execute: convert it where it was made, to tensors "
             f"and plain data ({str(error).splitlines()[0]})"
         ) from error
-    except (RuntimeError, EOFError, OSError) as error:
-        raise CorruptCheckpointError(f"{uri} cannot be read: {error}", file=uri) from error
+    except (RuntimeError, EOFError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
+        # Of what is no torch file at all its reader says all kinds of things.
+        raise CorruptCheckpointError(
+            f"{uri} cannot be read as a file of torch.save: {type(error).__name__}: {error}", file=uri
+        ) from error
     found = from_plain(found)
     if not isinstance(found, dict) or not isinstance(found.get("state"), dict):
         raise ConfigError(f"{uri} was not saved by a trainer: it has no 'state' with 'model' in it")

@@ -43,6 +43,17 @@ class NameTemplate:
         unknown = sorted({name for name in self.variables if name not in allowed})
         if unknown:
             raise ConfigError(f"{what}={text!r}: unknown variable {', '.join(unknown)}; there are {', '.join(allowed)}")
+        self._check_formats()
+
+    def _check_formats(self) -> None:
+        """Refuse now what `format` would fail at when training has gone on for hours."""
+        run: dict[str, Any] = {name: "" if name == "run_name" else 0 for name in RUN_VARIABLES}
+        try:
+            self.format(run, Timestamp())
+        except (ValueError, KeyError, IndexError) as error:
+            raise ConfigError(
+                f"{self.what}={self.text!r}: {error}; variables take formats such as {{epoch:04d}} or none"
+            ) from None
 
     def format(self, run: Mapping[str, Any], timestamp: Timestamp | None = None) -> str:
         """Fill the variables in.

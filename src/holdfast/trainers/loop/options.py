@@ -13,6 +13,7 @@ import torch
 from ..._ranks import current_ranks
 from ...errors import ConfigError
 from ...state.seeding import seed_all
+from .arguments import check_path
 from .intervals import parse_every
 from .metrics import as_metrics
 from .ranks import Ranks
@@ -20,7 +21,7 @@ from .steps import LossOfEvaluation
 from .time import Time, TimeUnit
 
 __all__ = [
-    "as_list",
+    "check_clip",
     "choose_device",
     "choose_run_name",
     "eval_loaders",
@@ -44,11 +45,14 @@ def parse_duration(value: Any, what: str = "max_duration") -> Time | None:
     return duration
 
 
-def as_list(value: Any) -> list[Any]:
-    """Return one thing, several or none of them as a list."""
-    if value is None:
-        return []
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+def check_clip(norm: Any) -> None:
+    """Refuse a bound of gradients that bounds nothing.
+
+    Raises:
+        ConfigError: it is no positive number.
+    """
+    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float)) or not norm > 0):
+        raise ConfigError(f"grad_clip_norm={norm!r}: give a positive number, or None")
 
 
 def choose_device(device: Any) -> torch.device:
@@ -63,7 +67,7 @@ def choose_device(device: Any) -> torch.device:
         return _own("cuda") if torch.cuda.is_available() else torch.device("cpu")
     try:
         return _own("cuda" if device == "gpu" else device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device={device!r}: {str(error).splitlines()[0]}") from error
 
 
@@ -79,11 +83,11 @@ def choose_run_name(run_name: str | None, *, needed: bool) -> str:
     """Return the name of the run: the argument, COMPOSER_RUN_NAME, RUN_NAME, or a new one.
 
     Raises:
-        ConfigError: it is empty, or has to be the same at every start and is not given.
+        ConfigError: it is no text, or has to be the same at every start and is not given.
     """
     given = run_name or os.environ.get("COMPOSER_RUN_NAME") or os.environ.get("RUN_NAME")
     if given:
-        return str(given)
+        return check_path(given, "run_name")
     if needed:
         raise ConfigError(
             "autoresume=True finds the run of an earlier start by its name: pass run_name=..., or set RUN_NAME, or "
@@ -94,7 +98,13 @@ def choose_run_name(run_name: str | None, *, needed: bool) -> str:
 
 
 def seed_ranks(seed: int | None, ranks: Ranks) -> int:
-    """Seed this process, each rank differently, and return the seed of rank 0; without one, torch's own decides."""
+    """Seed this process, each rank differently, and return the seed of rank 0; without one, torch's own decides.
+
+    Raises:
+        ConfigError: it is no seed.
+    """
+    if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= int(seed) < 1 << 62):
+        raise ConfigError(f"seed={seed!r}: give a whole number from 0 to 2**62, or None")
     common = int(ranks.agree("seed", lambda: torch.initial_seed() % (1 << 62) if seed is None else seed))
     if seed is not None or ranks.rank > 0:
         seed_all(common + ranks.rank)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,10 +13,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...errors import ConfigError
 from ...state.sharded import is_spread
 from .ranks import Ranks
 
-__all__ = ["Parallel", "bare", "is_sharded"]
+__all__ = ["Parallel", "bare", "clip_gradients", "is_sharded"]
+
+_INSTEAD = "; the trainer gives every rank its own part of the data: use holdfast.Checkpointer in a loop of your own"
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -33,24 +38,41 @@ class Parallel:
     Args:
         given: what the user passed; a `DistributedDataParallel` is used as it is.
         ranks: the processes that train.
+
+    Raises:
+        ConfigError: parts of it would not be trained in step.
     """
 
     def __init__(self, given: nn.Module, ranks: Ranks) -> None:
         self._given, self._ranks = given, ranks
         self._wrapped: nn.Module | None = given if isinstance(given, DistributedDataParallel) else None
+        self._plain: list[nn.Parameter] = []  # whole on every rank, in a model that is sharded otherwise
+        if ranks.world_size > 1:
+            _check_sharding(bare(given), ranks.world_size)
+        _gather_in_evaluations(bare(given))
 
     def ready(self, model: nn.Module, device: torch.device) -> None:
         """Wrap the model, if several ranks train and nobody did; all ranks begin with the weights of rank 0."""
         if self._ranks.world_size == 1 or (self._wrapped is not None and bare(self._wrapped) is model):
             return
-        self._wrapped = None
-        if is_sharded(model) or not any(one.requires_grad for one in model.parameters()):
+        self._wrapped, self._plain = None, []
+        if is_sharded(model):
+            _check_sharding(model, self._ranks.world_size)
+            self._ready_sharded(model)
+            return
+        if not any(one.requires_grad for one in model.parameters()):
             return
         ids = [device] if device.type == "cuda" else None
         # Buffers are shared after the step, see `settle`. The argument has another name from torch 2.13 on.
         known = inspect.signature(DistributedDataParallel).parameters
         buffers: Any = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
         self._wrapped = DistributedDataParallel(model, device_ids=ids, **buffers)
+
+    def _ready_sharded(self, model: nn.Module) -> None:
+        """Let what `fully_shard` was not given begin alike; DDP would do that, and average its gradients."""
+        whole = [one for one in model.parameters() if not is_spread(one)]
+        self._ranks.share([one.detach() for one in whole])
+        self._plain = [one for one in whole if one.requires_grad]
 
     def callable(self, model: nn.Module) -> Any:
         """Return what is called with a training batch."""
@@ -64,7 +86,76 @@ class Parallel:
             model.set_requires_gradient_sync(last)  # type: ignore[operator]
         return contextlib.nullcontext()
 
+    def average(self) -> None:
+        """Average the gradients that neither DDP nor FSDP has: of plain parameters beside sharded ones."""
+        if not self._plain:
+            return
+        counts = self._ranks.sum([float(one.grad is not None) for one in self._plain])
+        used = [one for one, count in zip(self._plain, counts, strict=True) if count]
+        for one in used:
+            if one.grad is None:  # other ranks went through it with this batch
+                one.grad = torch.zeros_like(one)
+        self._ranks.average([one.grad for one in used if one.grad is not None])
+
     def settle(self, model: nn.Module) -> None:
         """Give all ranks the buffers of rank 0 after a step: they evaluate, average and save one state."""
         if self._ranks.world_size > 1:
             self._ranks.share([one for one in model.buffers() if not is_spread(one)])
+
+
+def clip_gradients(model: nn.Module, bound: float) -> None:
+    """Bound the norm of all gradients together, sharded and plain ones (which torch's own function does not mix)."""
+    with_grad = [one for one in model.parameters() if one.grad is not None]
+    kinds = [[one for one in with_grad if is_spread(one.grad) is spread] for spread in (True, False)]
+    if not all(kinds):
+        torch.nn.utils.clip_grad_norm_(with_grad, bound)
+        return
+    norms: list[Any] = [torch.nn.utils.clip_grad_norm_(kind, float("inf")) for kind in kinds]
+    whole = torch.stack([norm.full_tensor() if is_spread(norm) else norm for norm in norms])
+    factor = float((bound / (torch.linalg.vector_norm(whole) + 1e-6)).clamp(max=1.0))
+    for one in with_grad:
+        one.grad.mul_(factor)  # type: ignore[union-attr]
+
+
+def _gather_in_evaluations(model: nn.Module) -> None:
+    """Let ``eval_forward`` find the whole of a sharded model: FSDP gathers it for `forward` alone."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    register = getattr(fsdp, "register_fsdp_forward_method", None)  # takes no notice of other models
+    if register is not None and callable(getattr(model, "eval_forward", None)) and "eval_forward" not in vars(model):
+        register(model, "eval_forward")
+
+
+def _check_sharding(model: nn.Module, world_size: int) -> None:
+    """Refuse a model of which ranks that see different data hold different parts, in other ways than `fully_shard`."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    first = getattr(fsdp, "FullyShardedDataParallel", None)
+    if first is not None and any(isinstance(one, first) for one in model.modules()):
+        raise ConfigError(
+            "model is wrapped in FullyShardedDataParallel (FSDP1), whose flattened parameters the trainer does not "
+            "save: use torch.distributed.fsdp.fully_shard instead"
+        )
+    older = sys.modules.get("torch.distributed._composable.fsdp")  # torch < 2.6
+    second: Any = getattr(fsdp, "FSDPModule", None) or getattr(older, "FSDPModule", ())
+    for name, one, within in _spread_parameters(model, second):
+        mesh = getattr(one, "device_mesh", None)  # a ShardedTensor has none
+        places = () if mesh is None else zip(one.placements, mesh.shape, strict=True)
+        if mesh is None or not within or sum(size > 1 and not place.is_replicate() for place, size in places) > 1:
+            raise ConfigError(
+                f"the parameter {name} is split over ranks by something else than fully_shard (such as tensor "
+                f"parallelism){_INSTEAD}"
+            )
+        if mesh.size() != world_size:
+            raise ConfigError(
+                f"the parameter {name} is sharded over {mesh.size()} of {world_size} ranks, so the others "
+                "would train another model: give fully_shard a mesh of all ranks"
+            )
+
+
+def _spread_parameters(module: nn.Module, fsdp: Any, path: str = "", within: bool = False) -> Iterator[Any]:
+    """Yield the sharded parameters: name, itself, and whether it lies within a module under `fully_shard`."""
+    within = within or isinstance(module, fsdp)
+    for name, one in module._parameters.items():
+        if one is not None and is_spread(one):
+            yield f"{path}{name}", one, within
+    for name, child in module.named_children():
+        yield from _spread_parameters(child, fsdp, f"{path}{name}.", within)

@@ -23,7 +23,7 @@ def check_precision(precision: Any) -> str:
         ConfigError: it is unknown.
     """
     value = getattr(precision, "value", precision)
-    name = _ALIASES.get(value, value)
+    name = _ALIASES.get(value, value) if value is None or isinstance(value, str) else ""
     if name != "fp32" and name not in _DTYPES:
         raise ConfigError(f"precision={precision!r}: use 'fp32', 'amp_bf16' or 'amp_fp16'")
     return str(name)

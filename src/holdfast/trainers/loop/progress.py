@@ -35,9 +35,14 @@ class ProgressBar(LoggerDestination):
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._bar = Progress(*columns, console=Console(stderr=True), refresh_per_second=4)
         self._bar.start()
+        if int(state.timestamp.batch_in_epoch):  # the rest of an epoch that an earlier life has begun
+            self._begin(state)
 
     def epoch_start(self, state: State, logger: Logger) -> None:
         """Begin a new bar."""
+        self._begin(state)
+
+    def _begin(self, state: State) -> None:
         if self._bar is not None:
             if self._task is not None:
                 self._bar.remove_task(self._task)
@@ -57,18 +62,20 @@ class ProgressBar(LoggerDestination):
     def _words(self, state: State) -> str:
         from .loggers import plain
 
-        shown = [f"{name.removeprefix('metrics/')} {plain(value):.4g}" for name, value in self._last.items()]
+        numbers = {name.removeprefix("metrics/"): plain(value) for name, value in self._last.items()}
+        shown = [f"{name} {value:.4g}" for name, value in numbers.items() if isinstance(value, (int, float))]
         return "  ".join([f"epoch {int(state.timestamp.epoch)}", *shown])
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Leave the bar as it is and give the terminal back; idempotent."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = self._task = None
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Leave the bar as it is."""
-        self._stop()
+        self.stop()
 
     def close(self, state: State, logger: Logger) -> None:
         """Give the terminal back."""
-        self._stop()
+        self.stop()

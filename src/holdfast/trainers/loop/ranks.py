@@ -112,6 +112,17 @@ class Ranks:
 
         return ended
 
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace tensors by their means over all ranks."""
+        kinds: dict[Any, list[torch.Tensor]] = {}
+        for one in tensors:
+            kinds.setdefault((one.dtype, one.device), []).append(one)
+        for kind in kinds.values():
+            flat = torch.cat([one.reshape(-1) for one in kind]) / self.world_size
+            dist.all_reduce(flat)
+            for one, mean in zip(kind, torch.split(flat, [one.numel() for one in kind]), strict=True):
+                one.copy_(mean.view_as(one))
+
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give every rank the values that rank 0 has."""
         if self.world_size > 1 and tensors:

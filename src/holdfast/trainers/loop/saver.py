@@ -9,14 +9,17 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ...config import Keep
-from ...errors import CheckpointExistsError, ConfigError, StorageFullError
+from ...checkpointer.passing import passing_error, state_of
+from ...config import Keep, _removed
+from ...errors import CheckpointExistsError, ConfigError
+from ...storage.base import TEMPORARY
 from ...storage.resolve import split_uri
 from .anatomy import check_ignore_keys, ignored
+from .arguments import OF_SAVER, check_flags, check_path
 from .callbacks import Callback
 from .events import Event
-from .finder import Found, container_of, is_in_the_way, names_in
-from .folder import Folder
+from .finder import OWN_NAMES, Found, container_of, is_in_the_way, names_in
+from .folder import Folder, check_link
 from .intervals import Every, parse_every
 from .kept import Destinations, Kept
 from .metrics import metrics_of
@@ -37,6 +40,7 @@ _LOG = logging.getLogger("holdfast.trainer")
 _FILE, _LATEST, _REMOTE = "ep{epoch}-ba{batch}-rank{rank}", "latest-rank{rank}", "{run_name}/checkpoints/"
 
 
+@_removed(**OF_SAVER)
 class CheckpointSaver(Callback):
     """Saves the training at an interval into a folder. A trainer may have several.
 
@@ -74,12 +78,10 @@ class CheckpointSaver(Callback):
         ignore_keys: Any = None,
         keep: Keep | None = None,
     ) -> None:
-        if isinstance(num_checkpoints_to_keep, bool) or not isinstance(num_checkpoints_to_keep, int):
-            raise ConfigError(f"num_checkpoints_to_keep={num_checkpoints_to_keep!r}: give a whole number, -1 for all")
-        if keep is not None and num_checkpoints_to_keep != -1:
-            raise ConfigError("give either num_checkpoints_to_keep or keep, not both")
-        self.folder = NameTemplate(os.fspath(folder), what="save_folder", times=False)
-        self.filename = NameTemplate(os.fspath(filename).lstrip("/"), what="save_filename")
+        _check_number(num_checkpoints_to_keep, keep)
+        check_flags(overwrite=overwrite, weights_only=weights_only)
+        self.folder = NameTemplate(check_path(folder, "save_folder"), what="save_folder", times=False)
+        self.filename = NameTemplate(check_path(filename, "save_filename").lstrip("/"), what="save_filename")
         self.latest_filename = _optional(latest_filename, "save_latest_filename")
         if remote_file_name == _REMOTE + _FILE:  # the default follows the name here: two savers must not meet there
             remote_file_name = _REMOTE + self.filename.text
@@ -88,8 +90,6 @@ class CheckpointSaver(Callback):
             latest_remote_file_name = _REMOTE + self.latest_filename.text
         self.remote_file_name = _optional(remote_file_name, "save_remote_file_name")
         self.latest_remote_file_name = _optional(latest_remote_file_name, "latest_remote_file_name")
-        if not self.filename.text or any(part in ("", ".", "..") for part in self.filename.text.split("/")):
-            raise ConfigError(f"save_filename={self.filename.text!r}: give the name of a file inside of save_folder")
         self.container = container_of(self.filename.text, what="save_filename")
         self.weights_only = weights_only
         if self.container == "safetensors" and not weights_only:
@@ -131,6 +131,9 @@ class CheckpointSaver(Callback):
     def attach(self, site: Site, folder: Folder) -> None:
         """Learn where it belongs."""
         self._site, self._folder, self._kept = site, folder, Kept(self, site, folder)
+        for template in (self.filename, self.latest_filename):
+            if template is not None:
+                _check_name(template, template.shape(site.variables))
         if self.container != "directory" and is_sharded(site.state.model):
             raise ConfigError(
                 f"save_filename={self.filename.text!r}: no rank holds the whole of a sharded model, so it cannot be "
@@ -152,8 +155,9 @@ class CheckpointSaver(Callback):
 
     @property
     def nested(self) -> bool:
-        """True when names lie in sub-folders."""
-        return "/" in self.filename.text
+        """True when names lie in sub-folders, be it by the name of the run."""
+        assert self._site is not None
+        return "/" in self.filename.shape(self._site.variables)
 
     def remote_names(self, uploader: RemoteUploaderDownloader) -> Callable[[str], re.Match[str] | None]:
         """Return what recognises the uploads of this saver: in a bucket there may be many runs."""
@@ -208,6 +212,9 @@ class CheckpointSaver(Callback):
         folder.open(directories=self.container == "directory", nested=self.nested)
         self._track = Track(folder, self.container)
         pattern = self.filename.pattern(self._site.variables)
+        if (latest := self.latest_filename) is not None:
+            link = latest.format(self._site.variables, self._site.state.timestamp)
+            folder.ranks.lead("link", lambda: check_link(folder.storage, link))
         if self.container == "directory":
             folder.ranks.lead("sweep", lambda: folder.sweep(pattern.fullmatch, nested=self.nested))
         if self._site.resumed and self._kept is not None and self._kept.find_earlier(pattern):
@@ -284,17 +291,19 @@ class CheckpointSaver(Callback):
             self._track.settle()
 
     def check_lost(self) -> None:
-        """Refuse to call a training saved whose last checkpoint found no space.
+        """Refuse to call a training saved whose last checkpoint found no space, or no answer.
 
         Raises:
             StorageFullError: saying what is safe.
+            StorageUnavailableError: the same.
         """
         lost = None if self._track is None else self._track.lost
         if lost is not None:
             newest = self.saved_checkpoints[-1:] or ["none"]
-            raise StorageFullError(
-                f"the last checkpoint (batch {self._last_batch}) was NOT saved, the storage is full ({lost}); the "
-                f"newest is {newest[0]}: free some space and start the same command again, it goes on from there"
+            raise passing_error(
+                lost,
+                f"the last checkpoint (batch {self._last_batch}) was NOT saved, {state_of(lost)} ({lost}); the newest "
+                f"is {newest[0]}",
             )
 
     def release(self) -> None:
@@ -315,7 +324,30 @@ def default_saver(folder: str | os.PathLike[str] | None, **options: Any) -> Chec
 
 
 def _optional(text: str | None, what: str) -> NameTemplate | None:
-    return None if text is None else NameTemplate(os.fspath(text).lstrip("/"), what=what)
+    return None if text is None else NameTemplate(check_path(text, what).lstrip("/"), what=what)
+
+
+def _check_name(template: NameTemplate, shape: str) -> None:
+    """Refuse a name that leaves the folder, or that means something else there."""
+    parts = shape.split("/")
+    if any(part in ("", ".", "..") for part in parts):
+        raise ConfigError(
+            f"{template.what}={template.text!r} would be {shape!r} here: give the name of a file inside of save_folder"
+        )
+    if parts[0] in OWN_NAMES or any(part.startswith(TEMPORARY) for part in parts):
+        raise ConfigError(
+            f"{template.what}={template.text!r}: {', '.join(OWN_NAMES)} and names that begin with {TEMPORARY} are "
+            "those of a run's own files; use another"
+        )
+
+
+def _check_number(number: Any, keep: Any) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < -1:
+        raise ConfigError(f"num_checkpoints_to_keep={number!r}: give a whole number, -1 for all")
+    if keep is not None and not isinstance(keep, Keep):
+        raise ConfigError(f"keep={keep!r} is a {type(keep).__name__}: give a holdfast.Keep")
+    if keep is not None and number != -1:
+        raise ConfigError("give either num_checkpoints_to_keep or keep, not both")
 
 
 def _join(folder: str, name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from ...errors import ConfigError
 from ...storage.resolve import resolve
 from ...writer.client import WriterClient
 from .anatomy import as_torch_file, expand
+from .arguments import check_path
 from .events import Event
 from .files import FileImage
 from .finder import container_of
@@ -131,11 +131,11 @@ class Site:
         try:
             if check:
                 self.ranks.lead("overwrite", self._check_overwrite)
+            for saver in self.savers:
+                saver.open()
         except BaseException:
             self.abandon()
             raise
-        for saver in self.savers:
-            saver.open()
         self._open = True
 
     def _check_overwrite(self) -> None:
@@ -260,7 +260,7 @@ class Site:
         from .metrics import metrics_of
 
         state = self.state
-        path = NameTemplate(os.fspath(name), what="name").format(self.variables, state.timestamp)
+        path = NameTemplate(check_path(name, "name"), what="name").format(self.variables, state.timestamp)
         container, live = container_of(path, what="name"), state.live(weights_only=weights_only)
         step = state.timestamp.count("batch")
         if container == "directory":

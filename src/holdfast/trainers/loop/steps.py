@@ -16,7 +16,7 @@ from .events import Event
 from .loggers import Logger
 from .metrics import Averaged, computed
 from .pace import Pace
-from .parallel import Parallel, is_sharded
+from .parallel import Parallel, clip_gradients, is_sharded
 from .precision import autocast
 from .shares import Share
 from .state import State
@@ -97,11 +97,12 @@ class TrainStep:
 
     def _step(self) -> None:
         state, scaler = self._state, self._state.scaler
+        self._parallel.average()
         if self._clip is not None:
             if scaler is not None:
                 for optimizer in state.optimizers:
                     scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(state.model.parameters(), self._clip)
+            clip_gradients(state.model, self._clip)
         for optimizer in state.optimizers:
             if scaler is None:
                 optimizer.step()

@@ -123,9 +123,24 @@ class Time:
         return cls(value, TimeUnit.TOKEN)
 
     @classmethod
+    def from_iteration(cls, value: int) -> Time:
+        """Count iterations."""
+        return cls(value, TimeUnit.ITERATION)
+
+    @classmethod
+    def from_duration(cls, value: float) -> Time:
+        """Take a share of the whole training."""
+        return cls(value, TimeUnit.DURATION)
+
+    @classmethod
     def from_seconds(cls, value: float) -> Time:
         """Count seconds."""
         return cls(value, TimeUnit.SECOND)
+
+    @classmethod
+    def from_timedelta(cls, value: str | timedelta) -> Time:
+        """Count seconds, of a span such as "1h20m"."""
+        return cls.from_input(value)
 
     # -- reading it
 
@@ -212,6 +227,9 @@ class Time:
 
     def __neg__(self) -> Time:
         return self._same(-self.value)
+
+    def __pos__(self) -> Time:
+        return self
 
     def __mul__(self, other: Any) -> Time:
         """Scale by a number, or take a share: ``Time("0.5dur") * Time("10ep")`` is 5 epochs."""

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from ...checkpointer.identity import manifest_fields
+from ...checkpointer.passing import MAX_LOST, PASSING, state_of
 from ...checkpointer.stats import Stats
 from ...checkpointer.team import ANSWER_MARGIN_S
-from ...errors import HoldfastError, StorageFullError
+from ...errors import HoldfastError, StorageError
 from ...state.snapshot import Snapshotter
 from .anatomy import as_torch_file, expand
 from .files import FileImage
@@ -48,7 +49,8 @@ class Track:
         self._pending: Future[None] | None = None
         self._parent: str | None = None
         self.stats = Stats()
-        self.lost: StorageFullError | None = None  # why the last save was left out, if it was
+        self.lost: StorageError | None = None  # why the last save was left out, if it was
+        self._lost_in_a_row = 0
 
     def glance(self) -> None:
         """Take in a save that has ended; costs nothing while none has.
@@ -83,8 +85,8 @@ class Track:
         begun = time.perf_counter()
         try:
             durable = self._hand_over(name, live, about, content)
-        except StorageFullError as error:
-            self._full(error)
+        except PASSING as error:
+            self._leave_out(error)
             return
         self.stats.seconds_blocked += time.perf_counter() - begun
         if durable is None:
@@ -141,10 +143,13 @@ class Track:
         after()
 
     def settle(self) -> None:
-        """Wait for the save under way; raises what failed. A full storage costs that save only, and is said.
+        """Wait for the save under way; raises what failed.
+
+        A storage that is full or does not answer costs that save only, and is said.
 
         Raises:
             HoldfastError: it failed, or takes for ever.
+            StorageError: it was the tenth in a row that the storage did not take.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -158,15 +163,21 @@ class Track:
             )
         try:
             pending.result()
-            self.lost = None
-        except StorageFullError as error:
-            self._full(error)
+            self.lost, self._lost_in_a_row = None, 0
+        except PASSING as error:
+            self._leave_out(error)
 
-    def _full(self, error: StorageFullError) -> None:
+    def _leave_out(self, error: StorageError) -> None:
         self.stats.skipped += 1
         self.lost = error
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row >= MAX_LOST:
+            raise error
         if self._ranks.leads:
-            _LOG.warning("a checkpoint was NOT saved, the storage is full (%s); older ones are untouched", error)
+            _LOG.warning(
+                "a checkpoint was NOT saved, %s (%s); older ones are untouched, training goes on (save %d in a row)",
+                state_of(error), error, self._lost_in_a_row,
+            )  # fmt: skip
 
     def close(self) -> None:
         """Give memory and thread back; what is under way goes on."""

@@ -15,6 +15,7 @@ from ...config import _removed
 from ...errors import ConfigError, SessionError
 from ...state import rng
 from ...state.seeding import generators_kept
+from .arguments import OF_TRAINER, check_flags, check_path, several
 from .callbacks import Callback
 from .engine import Engine
 from .events import Event
@@ -23,7 +24,7 @@ from .loggers import Logger, LoggerDestination
 from .loop import TrainingLoop
 from .metrics import as_metrics, move_metrics
 from .options import (
-    as_list,
+    check_clip,
     choose_device,
     choose_run_name,
     eval_loaders,
@@ -46,25 +47,9 @@ __all__ = ["Trainer"]
 
 _LOG = logging.getLogger("holdfast.trainer")
 EXIT_CODE_FOR_REQUEUE = 85
-_SHARD = "shard the model yourself with torch.distributed.fsdp.fully_shard, and pass it as model"
-_OWN_GROUP = "call torch.distributed.init_process_group(timeout=...) before the Trainer is made"
 
 
-@_removed(
-    device_train_microbatch_size="give grad_accum, the number of parts of each batch",
-    spin_dataloaders="positions in the data are found without going through it, leave it out",
-    load_exclude_algorithms="algorithms of a checkpoint are never made by themselves, leave it out",
-    load_fsdp_monolith_rank0_only="each rank reads what it needs, leave it out",
-    parallelism_config=_SHARD,
-    fsdp_config=_SHARD,
-    deepspeed_config="there is holdfast.deepspeed for DeepSpeed's own engine, leave it out",
-    dist_timeout=_OWN_GROUP,
-    train_subset_num_batches="give max_duration in batches, such as '100ba'",
-    eval_subset_num_batches="give an eval_dataloader of that length",
-    log_to_console="give a holdfast.loggers.ConsoleLogger among the loggers",
-    console_log_interval="give a holdfast.loggers.ConsoleLogger(log_interval) among the loggers",
-    deterministic_mode="call torch.use_deterministic_algorithms(True)",
-)
+@_removed(**OF_TRAINER)
 class Trainer:
     """Trains a model and saves it so that nothing is lost.
 
@@ -178,8 +163,15 @@ class Trainer:
             raise ConfigError(f"model is a {type(model).__name__}: give a torch.nn.Module")
         if isinstance(grad_accum, bool) or not isinstance(grad_accum, int) or grad_accum < 1:
             raise ConfigError(f"grad_accum={grad_accum!r}: give a whole number of at least 1")
-        if grad_clip_norm is not None and not grad_clip_norm > 0:
-            raise ConfigError(f"grad_clip_norm={grad_clip_norm!r}: give a positive number, or None")
+        check_clip(grad_clip_norm)
+        strict = load_strict_model_weights if load_strict is None else load_strict
+        load_from = None if load_path is None else check_path(load_path, "load_path")
+        check_flags(
+            step_schedulers_every_batch=step_schedulers_every_batch or False, progress_bar=progress_bar,
+            save_overwrite=save_overwrite, save_weights_only=save_weights_only, save_metrics=save_metrics,
+            load_weights_only=load_weights_only, load_strict_model_weights=load_strict_model_weights,
+            load_strict=strict, load_progress_bar=load_progress_bar, autoresume=autoresume,
+        )  # fmt: skip
         precision, chosen = check_precision(precision), choose_device(device)
         ranks = Ranks.join(chosen)
         self._parallel, model = Parallel(model, ranks), bare(model)
@@ -189,7 +181,7 @@ class Trainer:
             weights_only=save_weights_only, ignore_keys=save_ignore_keys,
             num_checkpoints_to_keep=save_num_checkpoints_to_keep,
         )  # fmt: skip
-        given, destinations = as_list(callbacks), as_list(loggers)
+        given, destinations = several(callbacks, "callbacks"), several(loggers, "loggers")
         savers = [*([mine] if mine is not None else []), *(one for one in given if isinstance(one, CheckpointSaver))]
         first = next((one for one in savers if one.is_full), None)  # the one that autoresume goes by
         needed = autoresume and first is not None and first.is_named_by_run(destinations)
@@ -198,10 +190,12 @@ class Trainer:
         if not is_sharded(model):
             model.to(chosen)
         trains = train_dataloader is not None
-        found = as_list(optimizers) or ([torch.optim.AdamW(model.parameters(), lr=1e-3)] if trains else [])
+        found = several(optimizers, "optimizers") or (
+            [torch.optim.AdamW(model.parameters(), lr=1e-3)] if trains else []
+        )
         loaders = eval_loaders(eval_dataloader)
         self.state = state = State(
-            model=model, optimizers=found, schedulers=as_list(schedulers), run_name=name,
+            model=model, optimizers=found, schedulers=several(schedulers, "schedulers"), run_name=name,
             rank_zero_seed=seed, device=chosen, ranks=ranks,
             precision=precision, scaler=make_scaler(precision, chosen), max_duration=parse_duration(max_duration),
             train_dataloader=train_dataloader, eval_dataloaders=loaders, grad_accum=grad_accum,
@@ -213,10 +207,11 @@ class Trainer:
         state.eval_metrics = eval_metric_sets(eval_metrics, model, list(loaders), with_loss=loss_fn is not None)
         for metrics in (state.train_metrics, *state.eval_metrics.values()):
             move_metrics(metrics, chosen)
-        state.algorithms = as_list(algorithms)
+        state.algorithms = several(algorithms, "algorithms")
         others = [one for one in given if not isinstance(one, CheckpointSaver)]
         state.callbacks = [*others, *savers]
-        shown = [*destinations, *([ProgressBar()] if progress_bar else [])]
+        self._bar = ProgressBar()
+        shown = [*destinations, *([self._bar] if progress_bar else [])]
         self.logger = Logger(state, shown if ranks.leads else [])
         self._savers = tuple(savers)
         self._signals = StopSignals()
@@ -231,11 +226,9 @@ class Trainer:
         self._generators: Mapping[str, Any] | None = None
         self._closed = False
         self._finalizer = weakref.finalize(self, self._site.abandon)
-        strict = load_strict_model_weights if load_strict is None else load_strict
         restart = Restart(
-            self._site, path=None if load_path is None else os.fspath(load_path), object_store=load_object_store,
-            weights_only=load_weights_only, strict=strict, ignore_keys=load_ignore_keys, autoresume=autoresume,
-            progress_bar=load_progress_bar,
+            self._site, path=load_from, object_store=load_object_store, weights_only=load_weights_only,
+            strict=strict, ignore_keys=load_ignore_keys, autoresume=autoresume, progress_bar=load_progress_bar,
         )  # fmt: skip
         try:
             self._engine.run(Event.INIT)
@@ -288,6 +281,7 @@ class Trainer:
             self._train()
         finally:
             self._signals.remove()
+            self._bar.stop()
         if self._left_for is not None:
             raise SystemExit(EXIT_CODE_FOR_REQUEUE)
 

@@ -10,9 +10,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoint.transfer import copy_checkpoint, copy_file
+from ...config import _removed
 from ...errors import ConfigError, StorageError, StoragePermissionError
 from ...storage.base import Storage
 from ...storage.resolve import resolve, split_uri
+from .arguments import OF_UPLOADER, check_path
 from .finder import Found
 from .folder import storage_prefix
 from .loggers import Logger, LoggerDestination
@@ -25,6 +27,7 @@ __all__ = ["RemoteUploaderDownloader"]
 _LOG = logging.getLogger("holdfast.trainer")
 
 
+@_removed(**OF_UPLOADER)
 class RemoteUploaderDownloader(LoggerDestination):
     """Among the loggers: uploads every checkpoint that a saver has committed locally.
 
@@ -41,13 +44,15 @@ class RemoteUploaderDownloader(LoggerDestination):
         bucket_uri: str,
         backend_kwargs: Mapping[str, Any] | None = None,
         file_path_format_string: str = "{remote_file_name}",
-        *,
         num_concurrent_uploads: int = 1,
+        *,
         num_attempts: int = 3,
     ) -> None:
-        if num_concurrent_uploads < 1 or num_attempts < 1:
-            raise ConfigError("RemoteUploaderDownloader: num_concurrent_uploads and num_attempts are at least 1")
-        self.storage = _storage(bucket_uri, backend_kwargs)
+        for name, number in (("num_concurrent_uploads", num_concurrent_uploads), ("num_attempts", num_attempts)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ConfigError(f"RemoteUploaderDownloader({name}={number!r}): give a whole number of at least 1")
+        _check_format(file_path_format_string)
+        self.storage = _storage(check_path(bucket_uri, "bucket_uri"), backend_kwargs)
         self.file_path_format_string, self.num_attempts = file_path_format_string, num_attempts
         self._workers = num_concurrent_uploads
         self._pool: ThreadPoolExecutor | None = None
@@ -138,6 +143,18 @@ class RemoteUploaderDownloader(LoggerDestination):
             if self._pool is not None:
                 self._pool.shutdown()
                 self._pool = None
+
+
+def _check_format(text: str) -> None:
+    """Refuse a path of which nobody could be told what is to be filled in, or that all uploads would have."""
+    try:
+        filled = text.format(remote_file_name="\0", run_name="")
+    except (AttributeError, ValueError, KeyError, IndexError):
+        filled = ""
+    if "\0" not in filled:
+        raise ConfigError(
+            f"file_path_format_string={text!r}: give a path with {{remote_file_name}} in it; {{run_name}} is known, too"
+        )
 
 
 def _storage(uri: str, arguments: Mapping[str, Any] | None) -> Storage:

@@ -1,0 +1,116 @@
+"""Arguments that are refused: those of Composer that have no place here, and values of a wrong kind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+
+__all__ = ["OF_SAVER", "OF_TRAINER", "OF_UPLOADER", "check_flags", "check_path", "several"]
+
+_SHARD = "shard the model yourself with torch.distributed.fsdp.fully_shard, and pass it as model"
+_CONSOLE = "give a holdfast.loggers.ConsoleLogger(log_interval, stream) among the loggers"
+_SCHEDULE = "give the schedulers their lengths yourself"
+_LIBRARY = "set it up in torch before the Trainer is made"
+
+# What to do instead, by the name of the argument: answered by `holdfast.config._removed`.
+OF_TRAINER = {
+    "accumulate_train_batch_on_tokens": "parts of a batch weigh by their samples; weigh them by tokens in the loss",
+    "algorithm_passes": "algorithms run in the order they are given",
+    "auto_log_hparams": "call trainer.logger.log_hyperparameters({...})",
+    "compile_config": "pass torch.compile(model); names in checkpoints stay the same",
+    "console_log_interval": _CONSOLE,
+    "console_stream": _CONSOLE,
+    "ddp_sync_strategy": "pass a DistributedDataParallel as model",
+    "deepspeed_config": "there is holdfast.deepspeed for DeepSpeed's own engine, leave it out",
+    "deterministic_mode": "call torch.use_deterministic_algorithms(True)",
+    "device_train_microbatch_size": "give grad_accum, the number of parts of each batch",
+    "dist_timeout": "call torch.distributed.init_process_group(timeout=...) before the Trainer is made",
+    "eval_subset_num_batches": "give an eval_dataloader of that length",
+    "fsdp_auto_wrap": _SHARD,
+    "fsdp_config": _SHARD,
+    "load_chunk_size": "what is read at once is chosen for each storage, leave it out",
+    "load_exclude_algorithms": "algorithms of a checkpoint are never made by themselves, leave it out",
+    "load_fsdp_monolith_rank0_only": "each rank reads what it needs, leave it out",
+    "log_to_console": _CONSOLE,
+    "log_traces": "give a callback with run_event(event, state, logger)",
+    "parallelism_config": _SHARD,
+    "precision_config": _LIBRARY,
+    "profiler": "use torch.profiler around fit()",
+    "python_log_level": 'call logging.getLogger("holdfast").setLevel(...)',
+    "save_artifact_name": "it is called save_remote_file_name",
+    "save_compression": "there is no container for it, leave it out",
+    "save_latest_artifact_name": "it is CheckpointSaver(latest_remote_file_name=...)",
+    "scale_schedule_ratio": _SCHEDULE,
+    "spin_dataloaders": "positions in the data are found without going through it, leave it out",
+    "train_dataloader_label": "the label is always 'train', leave it out",
+    "train_subset_num_batches": "give max_duration in batches, such as '100ba'",
+}
+OF_SAVER = {
+    "artifact_name": "it is called remote_file_name",
+    "latest_artifact_name": "it is called latest_remote_file_name",
+    "num_concurrent_uploads": "give it to the RemoteUploaderDownloader; a save_folder that is a URI needs none",
+    "upload_timeout_in_seconds": "an upload may take as long as it makes progress, leave it out",
+}
+OF_UPLOADER = {
+    "upload_staging_folder": "what is saved is read from save_folder, leave it out",
+    "use_procs": "uploads are made by threads, leave it out",
+}
+
+
+def check_flags(**flags: Any) -> None:
+    """Refuse what is not True or False: a word such as "no" would count as true.
+
+    Raises:
+        ConfigError: naming the argument.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r}: give True or False")
+
+
+def check_path(value: Any, what: str) -> str:
+    """Return a path or a name as text.
+
+    Raises:
+        ConfigError: it is neither, or holds what no name can hold.
+    """
+    try:
+        text = os.fspath(value)
+    except TypeError:
+        raise ConfigError(f"{what}={value!r} is a {type(value).__name__}: give a str or a pathlib.Path") from None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ConfigError(f"{what}={value!r}: give a str, with something in it but zero bytes")
+    return text
+
+
+_KINDS = {
+    "algorithms": (("match", "apply"), "a holdfast.core.Algorithm"),
+    "callbacks": ((), "a holdfast.callbacks.Callback"),
+    "loggers": (("log_metrics",), "a holdfast.loggers.LoggerDestination"),
+    "optimizers": (("step", "zero_grad", "state_dict"), "a torch.optim.Optimizer"),
+    "schedulers": (("step", "state_dict"), "a scheduler of torch.optim.lr_scheduler"),
+}
+
+
+def several(value: Any, what: str) -> list[Any]:
+    """Return one thing, several or none of them as a list.
+
+    Raises:
+        ConfigError: something in it cannot be one of ``what``: a class, say, instead of what it makes.
+    """
+    if value is None:
+        return []
+    found = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    methods, kind = _KINDS[what]
+    for number, one in enumerate(found):
+        if isinstance(one, type):
+            raise ConfigError(f"{what}[{number}] is the class {one.__name__}: give what it makes, {one.__name__}(...)")
+        plain = isinstance(one, (str, bytes, int, float, dict, set, torch.Tensor))
+        if plain or not all(callable(getattr(one, name, None)) for name in methods):
+            raise ConfigError(f"{what}[{number}] is a {type(one).__name__}: give {kind}")
+    return found
