@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from interop_kit import Net, Odd, adamw, full_state, load_all, plain_state, trained
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import holdfast as hf
 from holdfast.testing import assert_state_equal
@@ -230,6 +231,42 @@ def test_transformers_and_accelerate_folders(tmp_path) -> None:
     other = Net()
     hf.load(tmp_path / "accelerated", {"model": other}, only="model")
     assert_state_equal(other, model)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_accelerate_folders_of_fsdp(tmp_path, sharded) -> None:
+    """What `save_state` leaves under FSDP: whole files or directories of DCP, the optimizer by parameter name."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = stepped(model, torch.optim.AdamW(model.parameters()))
+    by_name = get_optimizer_state_dict(model, optimizer)
+    folder = tmp_path / "state"
+    folder.mkdir()
+    if sharded:
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "pytorch_model_fsdp_0")
+        dcp.save({"optimizer": by_name}, checkpoint_id=folder / "optimizer_0")
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "pytorch_model_fsdp_1")
+    else:
+        torch.save(model.state_dict(), folder / "pytorch_model_fsdp.bin")
+        torch.save(by_name, folder / "optimizer.bin")
+    torch.save({"seen": 7}, folder / "custom_checkpoint_0.pkl")
+    done = hf.import_checkpoint(folder, tmp_path / "taken")
+    assert done.format == "hf"
+    assert {name for name, _ in done.taken} == {"model", "optimizer", "custom_checkpoint_0"}
+    assert [path for path, _ in done.not_taken] == (["pytorch_model_fsdp_1"] if sharded else [])
+    other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    others = torch.optim.AdamW([{"params": [one]} for one in reversed(list(other.parameters()))])
+    assert hf.load(tmp_path / "taken", {"model": other, "optimizer": others})["custom_checkpoint_0"] == {"seen": 7}
+    assert_state_equal(other, model)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert_state_equal(others.state[two], optimizer.state[one])
+
+
+def test_a_damaged_trainer_state(tmp_path) -> None:
+    """JSON that is none is damage, and names the file."""
+    torch.save({}, tmp_path / "optimizer.pt")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": ')
+    with pytest.raises(hf.CorruptCheckpointError, match=r"trainer_state\.json"):
+        hf.import_checkpoint(tmp_path, tmp_path / "new")
 
 
 def test_safetensors_of_others(tmp_path) -> None:

@@ -8,6 +8,7 @@ import pickle
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 import holdfast as hf
-from holdfast.interop.unpickle import read_metadata, read_torch_stream
+from holdfast.interop.unpickle import read_metadata, read_torch, read_torch_stream
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -114,6 +115,74 @@ def test_pickle_bombs_where_items_of_dcp_are(tmp_path, monkeypatch, bomb) -> Non
         with pytest.raises(hf.CorruptCheckpointError):
             watched(lambda data=data: read_torch_stream(io.BytesIO(data), "item"))
     assert not (tmp_path / "canary").exists()
+
+
+class Calls:
+    """Is pickled as a call, and perhaps a state."""
+
+    def __init__(self, *reduced) -> None:
+        self.reduced = reduced
+
+    def __reduce__(self):
+        return self.reduced
+
+
+OBJECTS = (3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0)  # and flags that say there are none
+GADGETS = {
+    "pointers": Calls(np.ndarray, ((1,), "O", b"A" * 8)),
+    "fields": Calls(np.dtype, ("V8", False, True), OBJECTS),
+    "list of fields": Calls(np.dtype, ([("a", "O")],)),
+    "several types": Calls(np.dtype, ("i4,O",)),
+    "size": Calls(np.dtype, ("S4", False, True), (3, "|", None, None, None, 1 << 20, 1, 0)),
+    "flags": Calls(np.dtype, ("S8", False, True), (3, "|", None, None, None, 8, 1, 63)),
+}
+
+
+@pytest.mark.parametrize("gadget", GADGETS)
+def test_arrays_that_are_no_arrays(tmp_path, gadget) -> None:
+    """Pickles of NumPy that take bytes for pointers, which no loader but NumPy's own believes."""
+    torch.save({"w": torch.ones(2), "a": GADGETS[gadget]}, tmp_path / "a.pt")
+    with pytest.raises(hf.UnsupportedStateError, match="--trusted"):
+        watched(lambda: hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "a"))
+
+
+def test_arrays_that_are(tmp_path) -> None:
+    """Arrays and scalars of NumPy come along, also from a file that only the careful reader reads."""
+    kinds = ["?", "i1", ">i4", "f2", ">f8", "c8", "M8[ns]", "m8[s]", "S3", "U4"]
+    values = {kind: np.arange(4).reshape(2, 2).astype("i8" if kind[0] in "mM" else kind).astype(kind) for kind in kinds}
+    found = {"arrays": values, "scalars": {kind: array[1, 1] for kind, array in values.items()}, "it": Bomb()}
+    torch.save(found, tmp_path / "a.pt")
+    read = watched(lambda: read_torch(str(tmp_path / "a.pt")))
+    for kind, array in values.items():
+        assert read["arrays"][kind].dtype == array.dtype.newbyteorder("=")  # as NumPy itself reads them
+        assert read["arrays"][kind].tolist() == array.tolist()
+        assert read["scalars"][kind] == array[1, 1]
+        assert type(read["scalars"][kind]) is type(array[1, 1])
+    assert np.dtype("f8").isnative
+
+
+def test_programs(tmp_path) -> None:
+    """A program of TorchScript is not loaded, which would run code of it; neither as a file nor from a stream."""
+
+    class Writer(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    torch.jit.script(Writer()).save(str(tmp_path / "a.pt"))
+    with pytest.raises(hf.UnsupportedStateError, match="TorchScript"):
+        watched(lambda: hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "a"))
+    with pytest.raises(hf.CorruptCheckpointError, match="TorchScript"):
+        read_torch_stream(io.BytesIO((tmp_path / "a.pt").read_bytes()), "item")
+
+
+def test_a_list_that_holds_itself(tmp_path) -> None:
+    """Is refused in words, and no checkpoint is made."""
+    endless: list = [torch.ones(1)]
+    endless.append(endless)
+    torch.save({"a": endless}, tmp_path / "a.pt")
+    with pytest.raises(hf.HoldfastError):
+        hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "a")
+    assert not (tmp_path / "a").exists()
 
 
 def test_trusted_files_are_read_as_they_are(tmp_path, monkeypatch) -> None:

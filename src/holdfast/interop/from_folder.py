@@ -18,8 +18,10 @@ from ..storage.base import FileReader
 from ..storage.local import LocalStorage
 from .blobs import Blob
 from .boxes import WINDOW
+from .from_dcp import from_dcp
 from .from_torch import take_optimizers
 from .gathered import Gathered, mapped_ranges
+from .to_dcp import METADATA_NAME
 from .to_safetensors import INDEX_NAME, WEIGHTS_NAME
 from .unpickle import read_torch
 
@@ -34,22 +36,23 @@ _TORCH = {
     "F8_E8M0": "float8_e8m0fnu",
 }
 _BIN = "pytorch_model.bin"
-# What Accelerate calls the second model and those after it.
-_OTHER_MODEL = re.compile(r"(?:model|pytorch_model)_(\d+)\.(safetensors|bin)")
+# What Accelerate calls the second model and those after it, and those of FSDP whose state is whole.
+_OTHER_MODEL = re.compile(r"(?:model|pytorch_model)_(\d+)\.(safetensors|bin)|pytorch_model_fsdp(?:_(\d+))?\.(bin)")
+# Directories of torch.distributed.checkpoint with the sharded state of FSDP.
+_SHARDED = {"pytorch_model_fsdp_0": "model", "optimizer_0": "optimizer"}
 _MAX_INDEX = 256 << 20
-# Files of a folder that are torch files, and what they are called in the state.
-_TORCH_FILES = {
-    "optimizer": ("optimizer.pt", "optimizer.bin"),
-    "scheduler": ("scheduler.pt", "scheduler.bin"),
-    "scaler": ("scaler.pt",),
-}
+# Files of a folder that are torch files; in the state they have their own names.
+_STATES = re.compile(
+    r"(?:optimizer|scheduler|scaler|sampler|dl_state_dict)(?:_\d+)?\.(?:pt|bin)"
+    r"|(?:random_states|rng_state|custom_checkpoint)(?:_\d+)?\.(?:pkl|pth)"
+)
 
 
 def is_hf(folder: str) -> bool:
     """Tell whether a folder looks like one of Transformers or Accelerate."""
     return any(
         os.path.exists(os.path.join(folder, name))
-        for name in (WEIGHTS_NAME, INDEX_NAME, _BIN, f"{_BIN}.index.json", "optimizer.bin", "optimizer.pt")
+        for name in (WEIGHTS_NAME, INDEX_NAME, _BIN, f"{_BIN}.index.json", "optimizer.bin", "optimizer.pt", *_SHARDED)
     )
 
 
@@ -86,33 +89,44 @@ def from_hf(folder: str, stack: ExitStack, *, trusted: bool = False) -> Gathered
             state.setdefault("model", {}).update(_torch_file(os.path.join(folder, name), mapped, trusted=trusted))
     for name in names:
         if found := _OTHER_MODEL.fullmatch(name):
+            number, kind = found[1] or found[3], found[2] or found[4]
+            label = f"model_{number}" if number else "model"
+            if label in models or label in state:
+                continue
             used.add(name)
-            label = f"model_{found[1]}"
-            if found[2] == "safetensors":
+            if kind == "safetensors":
                 models[label] = _blobs(folder, [name], stack, gathered)
             else:
                 _take(state, label, os.path.join(folder, name), mapped, gathered, trusted=trusted)
-    for key, choices in _TORCH_FILES.items():
-        for name in names:
-            stem, _, number = name.partition("_")
-            plain = name if name in choices else f"{stem}{os.path.splitext(name)[1]}" if number else ""
-            if plain in choices and name not in used:
-                used.add(name)
-                label = key if name == plain else os.path.splitext(name)[0]
-                _take(state, label, os.path.join(folder, name), mapped, gathered, trusted=trusted)
-    for name in names:
-        if (name.startswith(("random_states_", "rng_state"))) and name not in used:
+        elif _STATES.fullmatch(name) and (label := os.path.splitext(name)[0]) not in state:
             used.add(name)
-            _take(state, os.path.splitext(name)[0], os.path.join(folder, name), mapped, gathered, trusted=trusted)
+            _take(state, label, os.path.join(folder, name), mapped, gathered, trusted=trusted)
     if "trainer_state.json" in names:
         used.add("trainer_state.json")
-        with open(os.path.join(folder, "trainer_state.json"), "rb") as file:
-            state["trainer_state"] = told = json.load(file)
+        state["trainer_state"] = told = _json(os.path.join(folder, "trainer_state.json"))
         step = told.get("global_step") if isinstance(told, dict) else None
         gathered.step = step if type(step) is int else None
     _finish(gathered, state, models, mapped)
-    gathered.not_taken += [(name, "a file that is no training state") for name in names if name not in used]
+    for name, key in _SHARDED.items():
+        if key not in gathered.tree and os.path.isfile(os.path.join(folder, name, METADATA_NAME)):
+            used.add(name)
+            gathered.join(from_dcp(os.path.join(folder, name), stack), inside=name)
+    gathered.not_taken += [(name, _why_not(os.path.join(folder, name))) for name in names if name not in used]
     return gathered
+
+
+def _why_not(path: str) -> str:
+    if os.path.isfile(os.path.join(path, METADATA_NAME)):
+        return "a directory of torch.distributed.checkpoint: import it by itself"
+    return "no training state that is known here"
+
+
+def _json(path: str) -> Any:
+    try:
+        with open(path, "rb") as file:
+            return json.load(file)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path} is no JSON: {error}", file=os.path.basename(path)) from error
 
 
 def _finish(

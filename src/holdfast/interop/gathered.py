@@ -91,6 +91,14 @@ class Gathered:
             blob = Blob(name, dtype_name(tensor.dtype), shape, partial(streamed, tensor, mapped), tensor.itemsize)
             self.rows.append(Row(name, blob, shape))
 
+    def join(self, other: Gathered, *, inside: str) -> None:
+        """Take what was found in a directory ``inside`` of the source; its names are not taken yet."""
+        self.tree.update(other.tree)
+        self.rows += other.rows
+        self.aliases.update(other.aliases)
+        self.taken += other.taken
+        self.not_taken += [(f"{inside}/{path}", why) for path, why in other.not_taken]
+
     def tie_equal(self) -> None:
         """Store weights with equal bytes once: formats without ties write a tied tensor under each of its names.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..checkpoint.handle import Checkpoint
 from ..checkpointer.identity import manifest_fields, new_start_id
-from ..errors import CheckpointExistsError, ConfigError
+from ..errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
 from ..format.codec import dumps
 from ..format.commit import PartSummary, commit, sweep
 from ..format.names import MANIFEST_NAME
@@ -101,7 +101,10 @@ def import_checkpoint(
             folder = stack.enter_context(of.as_directory())
             path = os.path.join(folder, of.name) if is_file else folder
         kind = _kind(path) if format == "auto" else format
-        gathered = _gather(path, kind, stack, trusted=trusted)
+        try:
+            gathered = _gather(path, kind, stack, trusted=trusted)
+        except RecursionError as error:
+            raise CorruptCheckpointError(f"{of.uri}: values in it are nested too deeply, or hold themselves") from error
         gathered.tie_equal()
         sweep(target.storage, target.directory)
         try:

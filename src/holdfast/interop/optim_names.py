@@ -1,9 +1,9 @@
 """Whose state is what an optimizer has stored by position: names, where they are certain.
 
 ``Optimizer.state_dict`` numbers parameters in the order in which the script gave them. That order is told by the file
-(``param_names``), or does not matter because every state has another shape that only one parameter of the model has.
-To guess it would mix up states silently when the guess is wrong, so anything else is left by position: an optimizer
-made in the same way takes it as it is.
+(``param_names``, or names in place of numbers), or does not matter because every state has another shape that only one
+parameter of the model has. To guess it would mix up states silently when the guess is wrong, so anything else is left
+by position: an optimizer made in the same way takes it as it is.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def named(optimizer: Mapping[str, Any], model: Mapping[str, Any], prefix: str) -
     told = [name for group in groups for name in group.get("param_names", ())]
     if len(told) == len(keys) and keys:
         names: list[str] | None = told if all(name in model for name in told) else None
+    elif keys and all(isinstance(key, str) for key in keys):  # FSDP, torch.distributed.checkpoint.state_dict
+        names = keys if all(key in model for key in keys) else None
     else:
         names = _by_shape([_shape(states.get(key)) for key in keys], _parameters(model))
     if names is None or not states.keys() <= set(keys):

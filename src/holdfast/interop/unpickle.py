@@ -50,6 +50,7 @@ _ALLOWED_IN_METADATA = {
     "collections": frozenset({"OrderedDict"}),
 }
 MAX_METADATA = 2 << 30
+_ZIP = b"PK\x03\x04"
 
 
 # The reader in Python, because in that one it can be said whose state a pickle may set.
@@ -71,6 +72,8 @@ class _Guarded(_PYTHON):  # type: ignore[misc]
         made = self.stack[-2]
         if isinstance(made, Opaque):
             self.stack.pop()
+        elif isinstance(made, np.dtype) and not _is_plain_dtype(made, self.stack[-1]):
+            raise pickle.UnpicklingError("it makes a dtype of NumPy that is no plain one: refused")
         elif isinstance(made, self.buildable):
             super().load_build()
         else:
@@ -181,14 +184,45 @@ def _plain_globals() -> dict[str, Any]:
         "datetime.datetime": datetime.datetime,
         "datetime.timedelta": datetime.timedelta,
         "pathlib.PosixPath": pathlib.PosixPath,
-        "numpy.ndarray": np.ndarray,
-        "numpy.dtype": np.dtype,
+        "numpy.ndarray": _ARRAY,
+        "numpy.dtype": _dtype,
     }
-    multiarray = (getattr(np, "_core", None) or np.core).multiarray
     for core in ("numpy.core", "numpy._core"):
-        known[f"{core}.multiarray._reconstruct"] = multiarray._reconstruct
-        known[f"{core}.multiarray.scalar"] = multiarray.scalar
+        known[f"{core}.multiarray._reconstruct"] = _new_array
+        known[f"{core}.multiarray.scalar"] = _scalar
     return known
+
+
+# NumPy believes what a pickle says of memory: `ndarray(1, "O", b"...")` takes bytes for pointers, and a dtype whose
+# flags deny its objects does so, too. So arrays are made empty and filled by `__setstate__`, which counts bytes, and
+# dtypes are those that have a name.
+_ARRAY = "numpy.ndarray"
+
+
+def _dtype(name: str, *_: Any) -> np.dtype[Any]:
+    made = np.dtype(str(name), False, True)  # a copy: a pickle may set its state
+    if made.fields is not None or made.subdtype is not None:
+        raise pickle.UnpicklingError(f"it makes the dtype {name!r} of NumPy: refused")
+    return made
+
+
+def _is_plain_dtype(made: np.dtype[Any], state: Any) -> bool:
+    """Tell whether a state says of a dtype no more than byte order and unit."""
+    if not isinstance(state, tuple) or len(state) not in (8, 9):
+        return False
+    _, _, subdtype, names, fields, size, alignment, flags = state[:8]
+    told = subdtype is None and names is None and fields is None and flags == made.flags
+    return bool(told and size in (-1, made.itemsize) and alignment in (-1, made.alignment))
+
+
+def _new_array(kind: Any, *_: Any) -> Any:
+    return np.empty(0, np.uint8) if kind is _ARRAY else kind()
+
+
+def _scalar(dtype: np.dtype[Any], data: bytes = b"") -> Any:
+    if dtype.hasobject:
+        raise pickle.UnpicklingError("it makes a scalar of NumPy out of an object: refused")
+    return np.frombuffer(data, dtype, 1)[0] if dtype.itemsize else dtype.type()
 
 
 class _LenientUnpickler(_Guarded):
@@ -226,6 +260,8 @@ def read_torch(path: str, *, trusted: bool = False) -> Any:
     try:
         if trusted:
             return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
+        with open(path, "rb") as file:
+            _refuse_code(file, path)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         refused = error
@@ -254,6 +290,7 @@ def read_torch_stream(stream: io.BufferedReader, name: str, *, map_location: str
         CorruptCheckpointError: it is no such file.
     """
     try:
+        _refuse_code(stream, name)
         try:
             return torch.load(stream, map_location=map_location, weights_only=True)
         except pickle.UnpicklingError:
@@ -265,10 +302,23 @@ def read_torch_stream(stream: io.BufferedReader, name: str, *, map_location: str
         ) from error
 
 
+def _refuse_code(stream: Any, name: str) -> None:
+    """Refuse an archive of TorchScript: `torch.load` would hand it to `torch.jit.load`, which runs code in it."""
+    start = stream.tell()
+    is_archive = stream.read(4) == _ZIP
+    stream.seek(start)
+    if is_archive and "constants.pkl" in torch._C.PyTorchFileReader(stream).get_all_records():
+        raise UnsupportedStateError(
+            f"{name} is a program of TorchScript: it is not loaded. Save its weights (torch.save(module.state_dict(), "
+            "...)), or, if you trust who wrote it, import it with trusted=True (--trusted)"
+        )
+    stream.seek(start)
+
+
 def is_zip(path: str) -> bool:
     """Tell whether a file is a zip, as ``torch.save`` writes since torch 1.6."""
     with open(path, "rb") as file:
-        return file.read(4) == b"PK\x03\x04"
+        return file.read(4) == _ZIP
 
 
 def _first_line(error: BaseException) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..errors import StateMismatchError
+from ..errors import ConfigError, StateMismatchError
 from .clone import clone_of
 from .order import MapOrder
 from .position import elsewhere, said
@@ -62,7 +62,7 @@ class ResumableBatches:
             knows nothing of ranks; False: each rank gets all of them.
 
     Raises:
-        ConfigError: what is to be split cannot be.
+        ConfigError: what is to be split cannot be, or the loader hides its position.
         StateMismatchError: the position is that of another kind of loader.
 
     Example:
@@ -334,6 +334,12 @@ class ResumableBatches:
 
 
 def _kind(loader: Any) -> str:
+    if hasattr(loader, "base_dataloader") and not hasattr(loader.base_dataloader, "state_dict"):
+        # It has both methods and no state, and shuffles by a generator that no later life sets to where it was.
+        raise ConfigError(
+            f"a {type(loader).__name__} of Accelerate does not tell its position: use holdfast.accelerate.Checkpointer("
+            "path, accelerator), whose batches() takes it, or prepare it with use_stateful_dataloader=True (torchdata)"
+        )
     if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
         return "stateful"
     # A subclass that only prepares arguments is still a DataLoader; one with its own __iter__ is anything.
