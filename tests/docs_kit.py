@@ -1,7 +1,7 @@
 """Runs the code blocks of the documentation.
 
 A page whose first line is ``<!-- tests: frameworks/GROUP -->`` needs a package of that group: it is left out of the
-main suite, and `tests/frameworks/GROUP/test_docs.py` runs it.
+main suite, and `tests/frameworks/GROUP/test_docs.py` runs it (`page_test`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["PAGES", "ROOT", "blocks", "group_of", "pages_of", "run_example", "run_page"]
+import pytest
+
+__all__ = ["PAGES", "ROOT", "blocks", "group_of", "page_test", "pages_of", "run_example", "run_page"]
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,6 +45,16 @@ def run_page(page: Path, folder: Path, *, timeout_s: float = 120) -> None:
     script = folder / "page.py"
     script.write_text("\n\n".join(blocks(page, "python")))
     _run(script, folder=folder, timeout_s=timeout_s)
+
+
+def page_test(group: str | None, *, timeout_s: float = 120) -> Callable[..., None]:
+    """Return the test of a group's pages: all Python blocks of each run, as `run_page` does it."""
+
+    @pytest.mark.parametrize("page", pages_of(group), ids=lambda page: page.name)
+    def run(page: Path, tmp_path: Path) -> None:
+        run_page(page, tmp_path, timeout_s=timeout_s)
+
+    return run
 
 
 def run_example(name: str, folder: Path, *arguments: str, timeout_s: float = 240) -> str:

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-import pytest
+from docs_kit import PAGES, ROOT, blocks, group_of, page_test
 
-from docs_kit import PAGES, ROOT, blocks, group_of, pages_of, run_page
-
-
-@pytest.mark.parametrize("page", pages_of(None), ids=lambda page: page.name)
-def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
-    """All Python blocks of a page run one after the other in a clean folder, in a process of their own."""
-    run_page(page, tmp_path)
+test_python_blocks_run = page_test(None)
 
 
 def test_pages_of_frameworks_are_run() -> None:

@@ -1,6 +1,7 @@
-"""DeepSpeed: the shards of all ranks as one checkpoint of the function trainer, checked before they are read.
+"""DeepSpeed: the shards of all ranks as one checkpoint, checked before they are read.
 
-`report` calls ``engine.save_checkpoint`` on every rank and commits what they wrote, `load` gives it back to an engine.
+On workers of the function trainer `report` calls ``engine.save_checkpoint`` on every rank and commits what they wrote,
+and `load` gives it back to an engine; in a loop of your own under torchrun or the `deepspeed` launcher `Keeper` does.
 The files stay DeepSpeed's own, which are pickles; `holdfast.import_checkpoint` puts the float32 weights of all ranks
 together without running any of it.
 """
@@ -14,10 +15,11 @@ from typing import Any
 from .checkpoint.handle import Checkpoint
 from .errors import CheckpointError, ConfigError
 from .integrations import reporting
+from .integrations.shard_keeper import ShardKeeper
 from .integrations.verified import verified_directory
 from .runtime.types import CheckpointUploadMode
 
-__all__ = ["TAG", "load", "report"]
+__all__ = ["TAG", "Keeper", "load", "report"]
 
 TAG = "deepspeed"  # the folder in which DeepSpeed's files lie; `latest` names it
 
@@ -52,18 +54,13 @@ def report(
     Example:
         >>> holdfast.deepspeed.report({"loss": loss}, engine, client_state={"step": step})  # doctest: +SKIP
     """
-    if getattr(getattr(engine, "checkpoint_engine", None), "is_decoupled", bool)():
-        raise ConfigError(
-            f"{type(engine.checkpoint_engine).__name__} writes after engine.save_checkpoint has returned (decoupled), "
-            "and half a checkpoint would be committed: take the checkpoint writer out of DeepSpeed's configuration "
-            '("checkpoint": {"writer": {"decoupled": true}}); the commit is in the background anyway'
-        )
+    _refuse_decoupled(engine)
     with reporting(metrics, sharded=True, upload_mode=checkpoint_upload_mode, validation=validation) as directory:
-        engine.save_checkpoint(directory, tag=TAG, client_state=dict(client_state or {}), **options)
+        _write(engine, directory, client_state, options)
 
 
 def load(engine: Any, checkpoint: str | os.PathLike[str] | Checkpoint, **options: Any) -> dict[str, Any]:
-    """Give an engine what `report` has saved, and return the client's state; every rank calls this.
+    """Give an engine what was saved, and return the client's state; every rank calls this.
 
     Every byte is checked against its digest first: DeepSpeed unpickles its files, and these are the ones that the run
     itself has written. Stage and number of ranks have to be those of the save, as DeepSpeed wants them.
@@ -78,10 +75,62 @@ def load(engine: Any, checkpoint: str | os.PathLike[str] | Checkpoint, **options
         CheckpointError: DeepSpeed finds nothing of its own there.
     """
     with verified_directory(checkpoint) as directory:
-        path, client_state = engine.load_checkpoint(directory, **options)
+        return _read(engine, directory, checkpoint, options)
+
+
+class Keeper(ShardKeeper):
+    """Keeps the checkpoints of an engine, without the function trainer: any storage, in the background, best and last.
+
+    Every rank makes one and makes the same calls, after ``deepspeed.initialize``. Arguments are those of `ShardKeeper`.
+
+    Example:
+        >>> with Keeper("s3://bucket/run", keep=Keep(last=2, best=1, metric="loss")) as keeper:  # doctest: +SKIP
+        ...     step = (keeper.load(engine) or {"step": 0})["step"]
+        ...     while step < 1000:
+        ...         loss, step = train_one(engine), step + 1
+        ...         if step % 100 == 0:
+        ...             keeper.save(engine, step=step, metrics={"loss": loss}, client_state={"step": step})
+    """
+
+    def save(
+        self,
+        engine: Any,
+        *,
+        step: int,
+        epoch: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Let all ranks write; returns when their files are taken over, and commits in the background. As `report`."""
+        _refuse_decoupled(engine)
+        with self.writing(step=step, epoch=epoch, metrics=metrics) as directory:
+            _write(engine, directory, client_state, options)
+
+    def load(self, engine: Any, **options: Any) -> dict[str, Any] | None:
+        """Give an engine the newest sound checkpoint; returns the client's state, None at a fresh start. As `load`."""
+        directory = self.latest()
+        return None if directory is None else _read(engine, directory, directory, options)
+
+
+def _refuse_decoupled(engine: Any) -> None:
+    if getattr(getattr(engine, "checkpoint_engine", None), "is_decoupled", bool)():
+        raise ConfigError(
+            f"{type(engine.checkpoint_engine).__name__} writes after engine.save_checkpoint has returned (decoupled), "
+            "and half a checkpoint would be committed: take the checkpoint writer out of DeepSpeed's configuration "
+            '("checkpoint": {"writer": {"decoupled": true}}); the commit is in the background anyway'
+        )
+
+
+def _write(engine: Any, directory: str, client_state: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
+    engine.save_checkpoint(directory, tag=TAG, client_state=dict(client_state or {}), **options)
+
+
+def _read(engine: Any, directory: str, name: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    path, client_state = engine.load_checkpoint(directory, **options)
     if path is None:
         raise CheckpointError(
-            f"{checkpoint}: DeepSpeed has loaded nothing. It needs the directory with `latest` in it, as `report` and "
+            f"{name}: DeepSpeed has loaded nothing. It needs the directory with `latest` in it, as `report` and "
             "engine.save_checkpoint write it; its own log says what is missing"
         )
     return dict(client_state or {})

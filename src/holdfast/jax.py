@@ -28,7 +28,8 @@ class Pytree:
     """A pytree that can be saved and restored.
 
     JAX's arrays never change, so a load makes new ones: read `value` afterwards. They have the sharding (and so the
-    devices) of those they replace. Every leaf is an array, a NumPy array, a key of `jax.random`, or plain data.
+    devices) of those they replace. Every leaf is an array, a NumPy array, a key of `jax.random`, or plain data. With
+    several processes each of them has a whole copy of every array.
 
     Args:
         value: dicts, lists, tuples, dataclasses... of arrays, as in ``{"params": params, "opt": optimizer_state}``.
@@ -52,7 +53,7 @@ class Pytree:
         """Return the leaves by their path ("params/dense/kernel"); arrays as tensors over the same memory.
 
         Raises:
-            UnsupportedStateError: an array is spread over processes, or two leaves have one path.
+            UnsupportedStateError: an array is cut over processes, or two leaves have one path.
         """
         found: dict[str, Any] = {}
         for name, leaf in self._leaves():
@@ -93,20 +94,31 @@ class Pytree:
     def _stored(self, name: str, leaf: Any) -> Any:
         if not isinstance(leaf, self._jax.Array):
             return leaf
+        if self._is_key(leaf):
+            leaf = self._jax.random.key_data(leaf)
         if not leaf.is_fully_addressable:
-            raise UnsupportedStateError(
-                f"{name}: this array is spread over processes, and this one cannot read all of it: gather it first "
-                "(jax.experimental.multihost_utils.process_allgather), or use Orbax"
-            )
-        return tensor_of(self._jax.random.key_data(leaf) if self._is_key(leaf) else leaf)
+            if not leaf.is_fully_replicated:
+                raise UnsupportedStateError(
+                    f"{name}: this array is cut over processes, and this one cannot read all of it: gather it first "
+                    "(jax.experimental.multihost_utils.process_allgather), or use Orbax"
+                )
+            leaf = leaf.addressable_data(0)  # data-parallel training: every process has all of it
+        return tensor_of(leaf)
 
     def _made(self, leaf: Any, stored: Any) -> Any:
         if not isinstance(leaf, self._jax.Array):
             return stored
         array = array_of(stored) if isinstance(stored, torch.Tensor) else stored
         if self._is_key(leaf):
-            return self._jax.random.wrap_key_data(array, impl=self._jax.random.key_impl(leaf))
-        return self._jax.device_put(array.astype(leaf.dtype, copy=False), leaf.sharding)
+            data = self._placed(array, self._jax.random.key_data(leaf))
+            return self._jax.random.wrap_key_data(data, impl=self._jax.random.key_impl(leaf))
+        return self._placed(array, leaf)
+
+    def _placed(self, array: Any, like: Any) -> Any:
+        array = array.astype(like.dtype, copy=False)
+        if like.is_fully_addressable:
+            return self._jax.device_put(array, like.sharding)
+        return self._jax.make_array_from_callback(like.shape, like.sharding, lambda index: array[index])
 
 
 def load(source: str | os.PathLike[str] | Checkpoint, like: Any, *, item: str) -> Any:

@@ -1,8 +1,8 @@
-"""Megatron-Core: what `dist_checkpointing` writes on all ranks, as one checkpoint of the function trainer.
+"""Megatron-Core: what `dist_checkpointing` writes on all ranks, as one checkpoint.
 
-`report` calls ``dist_checkpointing.save`` on every rank and commits what they wrote; `load` checks every byte and calls
-``dist_checkpointing.load``, which cuts tensors as the sharded state dict says: with another number of tensor- or
-pipeline-parallel ranks, too.
+On workers of the function trainer `report` calls ``dist_checkpointing.save`` on every rank and commits what they wrote;
+`load` checks every byte and calls ``dist_checkpointing.load``, which cuts tensors as the sharded state dict says: with
+another number of tensor- or pipeline-parallel ranks, too. In a loop of your own under torchrun a `Keeper` does both.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from ._optional import require
 from .checkpoint.handle import Checkpoint
 from .errors import ConfigError
 from .integrations import reporting
+from .integrations.shard_keeper import ShardKeeper
 from .integrations.verified import verified_directory
 from .runtime.types import CheckpointUploadMode
 
-__all__ = ["load", "report"]
+__all__ = ["Keeper", "load", "report"]
 
 
 def report(
@@ -51,11 +52,7 @@ def report(
     Example:
         >>> holdfast.megatron.report({"loss": loss}, {"model": model.sharded_state_dict()})  # doctest: +SKIP
     """
-    if options.get("async_sharded_save"):
-        raise ConfigError(
-            "async_sharded_save=True returns before Megatron has written its files, and half a checkpoint would be "
-            "committed: leave it out; with checkpoint_upload_mode ASYNC the commit is in the background anyway"
-        )
+    _refuse_async(options)
     with reporting(metrics, sharded=True, upload_mode=checkpoint_upload_mode, validation=validation) as directory:
         _dist_checkpointing().save(sharded_state_dict, directory, **options)
 
@@ -76,6 +73,44 @@ def load(sharded_state_dict: dict[str, Any], checkpoint: str | os.PathLike[str] 
     """
     with verified_directory(checkpoint) as directory:
         return _dist_checkpointing().load(sharded_state_dict, directory, **options)
+
+
+class Keeper(ShardKeeper):
+    """Keeps sharded checkpoints without the function trainer: any storage, in the background, best and last.
+
+    Every rank makes one and makes the same calls. Arguments are those of `ShardKeeper`.
+
+    Example:
+        >>> with Keeper("s3://bucket/run", keep=Keep(last=2, best=1, metric="loss")) as keeper:  # doctest: +SKIP
+        ...     loaded = keeper.load({"model": model.sharded_state_dict(), "step": 0})
+    """
+
+    def save(
+        self,
+        sharded_state_dict: dict[str, Any],
+        *,
+        step: int,
+        epoch: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Let all ranks write; returns when their files are taken over, and commits in the background. As `report`."""
+        _refuse_async(options)
+        with self.writing(step=step, epoch=epoch, metrics=metrics) as directory:
+            _dist_checkpointing().save(sharded_state_dict, directory, **options)
+
+    def load(self, sharded_state_dict: dict[str, Any], **options: Any) -> Any:
+        """Return what the newest sound checkpoint holds for this rank, None at a fresh start. As `load`."""
+        directory = self.latest()
+        return None if directory is None else _dist_checkpointing().load(sharded_state_dict, directory, **options)
+
+
+def _refuse_async(options: Mapping[str, Any]) -> None:
+    if options.get("async_sharded_save"):
+        raise ConfigError(
+            "async_sharded_save=True returns before Megatron has written its files, and half a checkpoint would be "
+            "committed: leave it out; with checkpoint_upload_mode ASYNC the commit is in the background anyway"
+        )
 
 
 def _dist_checkpointing() -> Any:

@@ -88,8 +88,7 @@ class WandbTracker(Tracker):
             with checkpoint.as_directory() as directory:
                 artifact.add_dir(directory)
         else:
-            uri = checkpoint.uri
-            artifact.add_reference(uri if "://" in uri else f"file://{uri}", name=checkpoint.name, checksum=False)
+            _refer(artifact, checkpoint.uri, checkpoint.name)
         run.log_artifact(artifact, aliases=["latest", f"step-{told['step']}"])
         run.summary.update({f"holdfast/{name}": value for name, value in told.items()})
 
@@ -119,3 +118,13 @@ class TensorBoardTracker(Tracker):
         for name, value in numbers(checkpoint.metrics).items():
             self._writer.add_scalar(self._prefix + name, value, step)
         self._writer.flush()
+
+
+def _refer(artifact: Any, uri: str, name: str) -> None:
+    """Let an artifact refer to a checkpoint, wherever it is."""
+    if "://" not in uri:
+        artifact.add_reference(f"file://{uri}", name=name, checksum=False)
+        return
+    # What `add_reference` comes to for s3://, gs:// and https:// too, which wants boto3 and the like to be installed.
+    entries = require("wandb.sdk.artifacts.artifact_manifest_entry", extra="wandb", purpose="a reference of wandb")
+    artifact.manifest.add_entry(entries.ArtifactManifestEntry(path=name, ref=uri, digest=uri))

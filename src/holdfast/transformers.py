@@ -104,6 +104,10 @@ class HoldfastCallback(_TrainerCallback):  # type: ignore[misc]
         """Say what in the settings does not fit; what an earlier training of this process added is taken in."""
         self.keeper.begin()
         say_misaligned(args, state, self._metric)
+        if args.load_best_model_at_end and state.best_global_step:
+            # A machine that was not there when it was saved has it only in the run.
+            kept = self.keeper.directory_of(state.best_global_step, wanted=state.best_model_checkpoint is None)
+            state.best_model_checkpoint = state.best_model_checkpoint or kept
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep what was just saved, once every rank has written its files; all into one ``output_dir``."""

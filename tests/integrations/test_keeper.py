@@ -71,13 +71,19 @@ def test_metrics_of_another_training(tmp_path: Path) -> None:
 
 
 def test_damaged_newest_is_set_aside(tmp_path: Path) -> None:
-    """`latest` checks every byte: a damaged checkpoint is set aside and the one before taken; with none it raises."""
+    """`latest` checks every byte: a damaged checkpoint is set aside and the one before taken; with none it raises.
+
+    So does `directory_of`, but for a step that has no sound one it gives nothing.
+    """
     keeper = DirectoryKeeper(tmp_path / "run")
     for step in (1, 2):
         keeper.add(write(tmp_path / f"c{step}", f"{step}"), step=step)
+    assert keeper.directory_of(2) == str(tmp_path / "run" / "step_00000002")
+    assert keeper.directory_of(2, wanted=False) is None
     keeper.close()
     rot(tmp_path / "run" / "step_00000002")
     again = DirectoryKeeper(tmp_path / "run")
+    assert [os.path.basename(again.directory_of(step) or "") for step in (1, 2, 3)] == ["step_00000001", "", ""]
     assert os.path.basename(again.latest() or "") == "step_00000001"
     again.close()
     rot(tmp_path / "run" / "step_00000001")
@@ -121,6 +127,24 @@ def test_full_disk(tmp_path: Path, on_full: str, caplog: pytest.LogCaptureFixtur
     keeper.wait()
     assert [one.step for one in keeper.checkpoints()] == [2]
     keeper.close()
+
+
+def test_the_tenth_in_a_row_is_raised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who keeps nothing ten times trains for nothing; one that was kept in between starts the count anew."""
+    keeper = DirectoryKeeper(tmp_path / "run")
+    keeper.storage = FaultyStorage(tmp_path / "run", disk_bytes=40_000)
+    big = write(tmp_path / "big", "x" * 100_000)
+    for step in (1, 2, *range(4, 13)):
+        if step == 4:
+            keeper.add(write(tmp_path / "small"), step=3)
+        keeper.add(big, step=step)
+        keeper.wait()
+    assert caplog.text.count("was NOT kept, the storage is full") == 11
+    keeper.add(big, step=13)
+    with pytest.raises(StorageFullError):
+        keeper.wait()
+    keeper.close()
+    assert [one.step for one in DirectoryKeeper(tmp_path / "run").checkpoints()] == [3]
 
 
 def test_what_cannot_be_kept(tmp_path: Path) -> None:

@@ -74,6 +74,15 @@ def moto() -> Iterator[str]:
         yield endpoint
 
 
+@contextlib.contextmanager
+def moto_bucket() -> Iterator[str]:
+    """Run moto with endpoint and credentials in the environment; gives the URI of its bucket."""
+    with moto() as endpoint, pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_environment(endpoint).items():
+            patch.setenv(name, value)
+        yield f"s3://{BUCKET}"
+
+
 def client(endpoint: str, key: str = KEY, secret: str = SECRET):
     import boto3
     from botocore.config import Config

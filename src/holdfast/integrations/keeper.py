@@ -10,27 +10,29 @@ import uuid
 from collections.abc import Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from .._ranks import current_ranks
 from ..checkpoint.catalog import Catalog
 from ..checkpoint.handle import Checkpoint
 from ..checkpointer.identity import free_name, manifest_fields, new_start_id
 from ..checkpointer.options import check_root
-from ..checkpointer.rendezvous import meet
-from ..checkpointer.resume import first_good
+from ..checkpointer.passing import MAX_LOST, PASSING, state_of
+from ..checkpointer.rendezvous import Meeting, meet
 from ..checkpointer.start import answer
 from ..config import Keep
-from ..errors import CheckpointNotFoundError, ConfigError, HoldfastError, StorageFullError
+from ..errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, HoldfastError
 from ..storage.resolve import resolve
 from ..writer.client import SaveFuture, WriterClient
 from ..writer.messages import IngestJob, IngestSource, RunOpened
-from .places import STAGED, WORK_S, fetch, stage, sweep_staged
+from .places import STAGED, stage, sweep_staged
 from .scalars import scalars
+from .verified import newest_sound
 
 __all__ = ["DirectoryKeeper"]
 
 _LOG = logging.getLogger("holdfast.integrations")
+_Keeper = TypeVar("_Keeper", bound="DirectoryKeeper")
 _LEASE_S = 60.0
 _MAX_PENDING = 2  # directories on their way; their files may be the only copies left, on the framework's disk
 
@@ -53,7 +55,8 @@ class DirectoryKeeper:
     Args:
         path: root of the run: a path or a URI.
         keep: which checkpoints stay; None keeps all. The framework's own directories are never touched.
-        on_full: when the storage is full: "skip" (say so and train on) or "raise".
+        on_full: when the storage is full or does not answer: "skip" (say so and train on; the tenth time in a row
+            raises) or "raise".
         timeout_s: bound of every wait.
 
     Raises:
@@ -94,7 +97,7 @@ class DirectoryKeeper:
         self._names: set[str] = set()
         self._of_step: dict[int, str] = {}
         self._parent: str | None = None
-        self._number = 0
+        self._number = self._lost_in_a_row = 0
         self._pending: list[_Pending] = []
         self._downloads = contextlib.ExitStack()
         self._swept: set[str] = set()
@@ -112,23 +115,30 @@ class DirectoryKeeper:
             CorruptCheckpointError: there are checkpoints and none of them is good.
             RunBusyError: another live process holds the run.
         """
-        meeting = meet(current_ranks(), name="latest", timeout_s=self.timeout_s, otherwise="give a path yourself")
-        names, quarantined = meeting.agree("candidates", self._candidates)
-        found: list[str] = []
-
-        def attempt(checkpoint: Checkpoint) -> str | None:
-            path, reason = fetch(checkpoint, self._downloads)
-            found.append(path)
-            return reason
-
-        checkpoint = first_good(
-            self.storage, candidates=names, quarantined=quarantined, quarantine=self._quarantine, meeting=meeting,
-            attempt=attempt, what_else="point this to another place", work_s=WORK_S,
-        )  # fmt: skip
-        if checkpoint is None:
+        meeting = self._meet("latest")
+        found = self._sound(meeting)
+        if found is None:
             return None
+        checkpoint, path = found
         meeting.agree("resumed", lambda: self._resumed(checkpoint))
-        return found[-1]
+        return path
+
+    def directory_of(self, step: int, *, wanted: bool = True) -> str | None:
+        """Return a local directory with the checkpoint of a step, like `latest`; None if there is no sound one.
+
+        Args:
+            step: which.
+            wanted: on this rank; if no rank wants it, nothing is done.
+        """
+        meeting = self._meet("step")
+        if not meeting.agree("wanted", lambda: wanted, any):
+            return None
+        try:
+            found = self._sound(meeting, step)
+        except CorruptCheckpointError as error:
+            _LOG.warning("%s", error)
+            return None
+        return None if found is None else found[1]
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the committed checkpoints of the run, newest first."""
@@ -151,6 +161,7 @@ class DirectoryKeeper:
         step: int,
         epoch: int | None = None,
         metrics: Mapping[str, Any] | None = None,
+        move: bool = False,
     ) -> None:
         """Keep a directory (or one file) that is written completely. Returns at once; it may be deleted from now on.
 
@@ -162,6 +173,7 @@ class DirectoryKeeper:
             step: training step.
             epoch: current epoch.
             metrics: what the retention ranks by; what is no number or string is left out.
+            move: take it away, which on the disk of the run is a rename.
 
         Raises:
             CheckpointNotFoundError: there is nothing.
@@ -175,7 +187,7 @@ class DirectoryKeeper:
         client, opened = self._run()
         self._settle(leave=_MAX_PENDING - 1)
         self._number += 1
-        staged, owned = self._stage(source, opened)
+        staged, owned = (source, True) if move else self._stage(source, opened)
         name, checkpoint_id = free_name(step, attempt=opened.attempt, taken=self._names), uuid.uuid4().hex
         fields = manifest_fields(
             run_id=opened.run_id, checkpoint_id=checkpoint_id, parent=self._parent, attempt=opened.attempt, step=step,
@@ -227,6 +239,12 @@ class DirectoryKeeper:
                 client.close(self.timeout_s)
             self._downloads.close()
 
+    def __enter__(self: _Keeper) -> _Keeper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # -- inside
 
     def _run(self) -> tuple[WriterClient, RunOpened]:
@@ -245,12 +263,24 @@ class DirectoryKeeper:
             self._client, self._names = client, {*there, *opened.taken}
         return self._client, self._opened
 
-    def _candidates(self) -> tuple[list[str], dict[str, str]]:
+    def _meet(self, name: str) -> Meeting:
+        return meet(current_ranks(), name=name, timeout_s=self.timeout_s, otherwise="give a path yourself")
+
+    def _sound(self, meeting: Meeting, step: int | None = None) -> tuple[Checkpoint, str] | None:
+        names, quarantined = meeting.agree("candidates", lambda: self._candidates(step))
+        return newest_sound(
+            self.storage, candidates=names, quarantined=quarantined, quarantine=self._quarantine, meeting=meeting,
+            downloads=self._downloads, what_else="point this to another place",
+        )  # fmt: skip
+
+    def _candidates(self, step: int | None) -> tuple[list[str], dict[str, str]]:
         if current_ranks().rank != 0:
             return [], {}
         self._settle()
         _, opened = self._run()
-        return [record.name for record in Catalog(self.storage).records()], opened.quarantined
+        names = [record.name for record in Catalog(self.storage).records() if step in (None, record.step)]
+        known = opened.quarantined
+        return names, known if step is None else {name: known[name] for name in names if name in known}
 
     def _quarantine(self, name: str, *, reason: str) -> None:
         client, _ = self._run()
@@ -295,12 +325,15 @@ class DirectoryKeeper:
     def _ended(self, one: _Pending) -> None:
         error = one.future.exception()
         if error is None:
+            self._lost_in_a_row = 0
             for warning in one.future.result().warnings:
                 _LOG.warning("%s: %s", one.name, warning)
             return
         self._names.discard(one.name)
         self._of_step = {step: name for step, name in self._of_step.items() if name != one.name}
-        if isinstance(error, StorageFullError) and self.on_full == "skip":
-            _LOG.warning("%s was NOT kept, the storage is full (%s); training goes on", one.source, error)
-            return
+        if isinstance(error, PASSING) and self.on_full == "skip":
+            self._lost_in_a_row += 1
+            if self._lost_in_a_row < MAX_LOST:
+                _LOG.warning("%s was NOT kept, %s (%s); training goes on", one.source, state_of(error), error)
+                return
         raise error

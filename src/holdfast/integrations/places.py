@@ -10,18 +10,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .._ranks import current_ranks
 from ..checkpoint._process import birth, is_dead, machine
-from ..checkpoint.handle import Checkpoint
-from ..errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError
 from ..runtime.worker.reflink import clone_tree
 
-__all__ = ["STAGED", "WORK_S", "claim", "fetch", "same_as_parent", "stage", "sweep_staged"]
+__all__ = ["STAGED", "claim", "same_as_parent", "stage", "sweep_staged"]
 
 STAGED = "_holdfast-staged-"
 """First characters of the name of a directory made by `stage`; transformers does not upload what begins with "_"."""
-WORK_S = 24 * 3600.0
-"""How long ranks wait for one that downloads a checkpoint or passes over its bytes: these take what they take."""
 _OWNER = "owner.json"
 _FRESH_S = 24 * 3600.0
 _TOLD = "HOLDFAST_TOLD_CHILDREN"
@@ -51,29 +46,6 @@ def _newest(directory: str) -> float:
     """Return when something was last put into a directory, or into one right inside it."""
     with os.scandir(directory) as entries:
         return max([os.stat(directory).st_mtime, *(entry.stat(follow_symlinks=False).st_mtime for entry in entries)])
-
-
-def fetch(checkpoint: Checkpoint, downloads: contextlib.ExitStack) -> tuple[str, str | None]:
-    """Have a checkpoint on this machine, every byte checked against its digest.
-
-    Args:
-        checkpoint: wherever it is.
-        downloads: a remote one stays here until this is closed.
-
-    Returns:
-        Its local path, and what is wrong with it (None: nothing).
-    """
-    try:
-        if checkpoint.storage.local_root is None:
-            return downloads.enter_context(checkpoint.as_directory()), None
-        # One rank of each machine reads it all.
-        if current_ranks().local_rank == 0:
-            checked = checkpoint.verify()
-            if not checked.ok:
-                return "", "; ".join(checked.problems)
-        return checkpoint.path, None
-    except (CorruptCheckpointError, IncompleteCheckpointError, CheckpointNotFoundError) as error:
-        return "", str(error)
 
 
 def same_as_parent(what: str, decide: Callable[[], Any]) -> Any:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import shutil
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from .._ranks import current_ranks
 from ..checkpoint.handle import Checkpoint
-from ..checkpointer.rendezvous import meet
+from ..checkpointer.rendezvous import Alone, Meeting, meet
 from ..runtime.types import CheckpointUploadMode
 from ..runtime.worker.session import Session, current_session
 from .places import claim
+from .together import written_together
 
 __all__ = ["reporting"]
 
@@ -55,17 +54,11 @@ def reporting(
         claim(os.path.dirname(directory))
     if sharded or session.rank == 0:
         os.makedirs(directory, exist_ok=True)
-    meeting = meet(current_ranks(), name="report", timeout_s=timeout_s, otherwise="report a state") if sharded else None
-    try:
+    meeting: Meeting = Alone()
+    if sharded:
+        meeting = meet(current_ranks(), name="report", timeout_s=timeout_s, otherwise="report a state")
+    with written_together(meeting, directory):
         yield directory
-    except BaseException as error:
-        if meeting is not None:
-            with contextlib.suppress(Exception):  # the others have to hear of it; this rank raises its own
-                meeting.agree("written", partial(_fail, error))
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
-    if meeting is not None:
-        meeting.agree("written", lambda: None)
     checkpoint = Checkpoint.from_directory(directory) if _hands_over(session.rank, sharded=sharded) else None
     session.report(
         metrics,
@@ -84,7 +77,3 @@ def _is_remote(session: Session) -> bool:
 def _hands_over(rank: int, *, sharded: bool) -> bool:
     """One rank of each machine hands over what all of its ranks have written."""
     return rank == 0 or (sharded and current_ranks().local_rank == 0)
-
-
-def _fail(error: BaseException) -> None:
-    raise error

@@ -17,7 +17,6 @@ from .._ranks import current_ranks
 from ..checkpoint.handle import Checkpoint
 from ..checkpointer import SaveHandle, load, save_async
 from ..checkpointer.rendezvous import Alone, Meeting, meet
-from ..checkpointer.resume import first_good
 from ..errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -30,7 +29,8 @@ from ..storage.base import Storage
 from ..storage.resolve import resolve
 from .aside import move_aside
 from .markers import is_marker, mark, unmark
-from .places import WORK_S, fetch, same_as_parent
+from .places import same_as_parent
+from .verified import newest_sound
 
 __all__ = ["Saves"]
 
@@ -50,11 +50,18 @@ class Saves:
         unsupported: "raise" or "drop", as in `holdfast.save`.
         timeout_s: bound of every wait.
         advice: what the user can do about a value that cannot be saved.
+
+    Raises:
+        ConfigError: an argument is wrong.
     """
 
     def __init__(
         self, root: str | os.PathLike[str] | None = None, *, unsupported: str, timeout_s: float, advice: str = ""
     ) -> None:
+        if unsupported not in ("raise", "drop"):
+            raise ConfigError(f"unsupported={unsupported!r}: use 'raise' or 'drop'")
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s={timeout_s!r}: it must be a positive number of seconds")
         self._given = root if root is None or "://" in os.fspath(root) else os.path.abspath(root)
         self._root: Storage | None = None if self._given is None else resolve(self._given)
         self._unsupported, self._timeout_s, self._advice = unsupported, timeout_s, advice
@@ -138,18 +145,11 @@ class Saves:
         self.wait()
         meeting = _meeting(self._timeout_s)
         names, bad = meeting.agree("candidates", lambda: same_as_parent(storage.uri, lambda: _newest_first(storage)))
-        found: list[str] = []
-
-        def attempt(checkpoint: Checkpoint) -> str | None:
-            path, reason = fetch(checkpoint, _downloads)
-            found.append(path)
-            return reason
-
-        first_good(
+        found = newest_sound(
             storage, candidates=names, quarantined=bad, quarantine=lambda name, reason: _say_bad(storage, name, reason),
-            meeting=meeting, attempt=attempt, what_else="or name one yourself", work_s=WORK_S,
+            meeting=meeting, downloads=_downloads, what_else="or name one yourself",
         )  # fmt: skip
-        return found[-1] if found else None
+        return None if found is None else found[1]
 
     def wait(self) -> None:
         """Wait until everything saved is durable and everything removed is gone.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import zero_cases
-from object_kit import BUCKET, moto, s3_environment
+from object_kit import moto_bucket
 
 import holdfast as hf
 import holdfast.deepspeed
@@ -33,10 +36,14 @@ def weights(source: Any, target: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def remote() -> Iterator[str]:
-    with moto() as url, pytest.MonkeyPatch.context() as patch:
-        for name, value in s3_environment(url).items():
-            patch.setenv(name, value)
-        yield f"s3://{BUCKET}/deepspeed"
+    with moto_bucket() as uri:
+        yield f"{uri}/deepspeed"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The weights of a ZeRO-2 training that nobody disturbs."""
+    return zero_cases.run(tmp_path_factory.mktemp("alone"), "alone", stage=2)[1]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +66,7 @@ def test_a_decoupled_writer_is_refused() -> None:
         holdfast.deepspeed.report({}, SimpleNamespace(checkpoint_engine=Decoupled()))
 
 
-def test_stage_2(stage_2: tuple[hf.Result, Any, Path], tmp_path: Path) -> None:
+def test_stage_2(stage_2: tuple[hf.Result, Any, Path], alone: dict[str, Any], tmp_path: Path) -> None:
     """A rank is killed; all go on from what both reported, and end with the same bits, which the import finds too."""
     result, live, files = stage_2
     assert len(result.attempts) == 2
@@ -68,23 +75,43 @@ def test_stage_2(stage_2: tuple[hf.Result, Any, Path], tmp_path: Path) -> None:
     assert {f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)} <= set(
         os.listdir(files / "deepspeed")
     )
-    _, alone = zero_cases.run(tmp_path, "alone", stage=2)
     assert same(live, alone)
     assert same(weights(files, tmp_path / "imported"), alone)
 
 
-def test_stage_3(tmp_path: Path) -> None:
+def test_stage_3(remote: str, tmp_path: Path) -> None:
     """The same with cut parameters, bfloat16 and some frozen; the import finds the float32 masters."""
     options = {"stage": 3, "half": True, "frozen": True}
     _, alone = zero_cases.run(tmp_path, "alone", **options)
-    result, live = zero_cases.run(tmp_path, "killed", kill=3, **options)
+    result, live = zero_cases.run(tmp_path, "killed_3", kill=3, storage=remote, **options)
     assert len(result.attempts) == 2
+    assert [metrics["step"] for _, metrics in result.best_checkpoints] == [2]
     assert same(live, alone)
     assert result.checkpoint is not None
     found = weights(result.checkpoint, tmp_path / "imported")
     assert found["3.weight"].dtype is torch.float32
     assert live["3.weight"].dtype is torch.bfloat16
     assert same({name: value.to(live[name].dtype) for name, value in found.items()}, live)
+
+
+def test_a_loop_of_ones_own(remote: str, alone: dict[str, Any], tmp_path: Path) -> None:
+    """Under torchrun, into a bucket: a rank is killed, both go on from what both wrote, and end with the same bits."""
+    told = {"run": f"{remote}/loop", "out": str(tmp_path / "out.pt"), "stage": 2, "steps": 4, "kill": 3}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", zero_cases.__file__]
+    killed, done = (
+        subprocess.run([*launch, json.dumps(told)], capture_output=True, text=True, timeout=200, check=False)
+        for _ in range(2)
+    )
+    assert "exitcode: -9" in killed.stderr
+    assert done.returncode == 0, done.stderr
+    assert same(torch.load(told["out"], weights_only=True), alone)
+    run = hf.Result.from_path(told["run"])
+    assert [one.step for one in holdfast.deepspeed.Keeper(told["run"]).checkpoints()] == [
+        4,
+        3,
+        2,
+    ]  # newest, resumed from, best
+    assert same(weights(run.checkpoint, tmp_path / "imported"), alone)
 
 
 def test_damage(stage_2: tuple[hf.Result, Any, Path], tmp_path: Path) -> None:

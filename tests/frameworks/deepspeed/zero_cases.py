@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,11 +27,9 @@ def config_of(stage: int, *, half: bool = False) -> dict[str, Any]:
     return {**config, **({"bf16": {"enabled": True}} if half else {})}
 
 
-def train(config: dict[str, Any]) -> None:
-    """So many steps, each reported; killed once where the config says."""
+def engine_of(config: dict[str, Any]) -> Any:
+    """An engine over gloo."""
     import deepspeed
-
-    import holdfast.deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo: compiling its own takes two minutes
     model = make(half=config.get("half", False))
@@ -38,26 +39,49 @@ def train(config: dict[str, Any]) -> None:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=trained, config=config_of(config["stage"], half=config.get("half", False))
     )
-    context, checkpoint, step = hf.get_context(), hf.get_checkpoint(), 0
-    if checkpoint is not None:
-        step = holdfast.deepspeed.load(engine, checkpoint)["step"]
-    while step < config["steps"]:
-        if checkpoint is None and step == config.get("kill") and context.get_world_rank() == 1:
+    return engine
+
+
+def steps(engine: Any, config: dict[str, Any], first: int | None) -> Iterator[dict[str, Any]]:
+    """Train the steps that are left, tell the metrics of each, and leave the weights; killed once if told so."""
+    import deepspeed
+
+    rank, model = torch.distributed.get_rank(), engine.module
+    dtype = next(one.dtype for one in model.parameters() if one.requires_grad)
+    for step in range(first or 0, config["steps"]):
+        if first is None and step == config.get("kill") and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        generator = torch.Generator().manual_seed(2 * step + context.get_world_rank())
-        batch = torch.randn(4, 8, generator=generator).to(next(iter(trained)).dtype)
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + rank)).to(dtype)
         loss = engine(batch).float().pow(2).mean()
         engine.backward(loss)
         engine.step()
-        step += 1
         # A score whose best is neither the first nor the last.
-        metrics = {"step": step, "loss": loss.item(), "score": -abs(step - 2)}
-        holdfast.deepspeed.report(metrics, engine, client_state={"step": step})
-    parameters = list(model.parameters())
-    with deepspeed.zero.GatheredParameters(parameters, enabled=config["stage"] == 3):
+        yield {"step": step + 1, "loss": loss.item(), "score": -abs(step - 1)}
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=config["stage"] == 3):
         weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    if context.get_world_rank() == 0:
+    if rank == 0:
         torch.save(weights, config["out"])
+
+
+def train(config: dict[str, Any]) -> None:
+    """On a worker of the function trainer: every step is reported."""
+    import holdfast.deepspeed
+
+    engine, checkpoint = engine_of(config), hf.get_checkpoint()
+    first = None if checkpoint is None else holdfast.deepspeed.load(engine, checkpoint)["step"]
+    for metrics in steps(engine, config, first):
+        holdfast.deepspeed.report(metrics, engine, client_state={"step": metrics["step"]})
+
+
+def loop(config: dict[str, Any]) -> None:
+    """In a process of torchrun: every step is kept."""
+    import holdfast.deepspeed
+
+    engine = engine_of(config)
+    with holdfast.deepspeed.Keeper(config["run"], keep=hf.Keep(last=1, best=1, metric="score", mode="max")) as keeper:
+        state = keeper.load(engine)
+        for metrics in steps(engine, config, None if state is None else state["step"]):
+            keeper.save(engine, step=metrics["step"], metrics=metrics, client_state={"step": metrics["step"]})
 
 
 def run(root: Any, name: str, *, workers: int = 2, storage: Any = None, **config: Any) -> tuple[hf.Result, Any]:
@@ -75,3 +99,7 @@ def run(root: Any, name: str, *, workers: int = 2, storage: Any = None, **config
         ),
     ).fit()
     return result, torch.load(out, weights_only=True)
+
+
+if __name__ == "__main__":
+    loop(json.loads(sys.argv[1]))

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration, DistributedType, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import set_seed
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 import holdfast as hf
@@ -51,20 +50,13 @@ class Average:
 class Prepared:
     """What a script makes before its loop."""
 
-    def __init__(self, *, fsdp: bool = False, scaler: bool = False, stateful: bool = False) -> None:
+    def __init__(self, *, scaler: bool = False, stateful: bool = False) -> None:
         torch.set_num_threads(1)
         set_seed(5)
         self.accelerator = accelerator = Accelerator(
             cpu=True, gradient_accumulation_steps=2,
             dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=stateful, use_seedable_sampler=True),
         )  # fmt: skip
-        if fsdp:  # Accelerate passes over an fsdp_plugin where there is no accelerator: told after it has looked
-            plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2, auto_wrap_policy="no_wrap", state_dict_type="FULL_STATE_DICT"
-            )
-            accelerator.state.distributed_type = DistributedType.FSDP
-            accelerator.state.fsdp_plugin = plugin
-        assert accelerator.is_fsdp2 == fsdp
         if scaler:  # as with fp16 on a GPU
             accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
         model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1))
@@ -91,9 +83,8 @@ class Prepared:
     def ended(self) -> dict[str, Any]:
         """Everything that a resume has to bring back."""
         model = self.accelerator.unwrap_model(self.model).state_dict()
-        whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.items()}
         return {
-            "weights": {name: value.tolist() for name, value in whole.items()},
+            "weights": {name: value.tolist() for name, value in model.items()},
             "rate": self.scheduler.get_last_lr(), "average": self.average.value,
             "scale": None if self.accelerator.scaler is None else self.accelerator.scaler.get_scale(),
         }  # fmt: skip

@@ -53,31 +53,27 @@ def test_two_ranks_killed(tmp_path: Path) -> None:
     assert disturbed == quiet
 
 
-def test_fsdp2_killed(tmp_path: Path) -> None:
-    """The same with FSDP2 as Accelerate sets it up: every rank stores its shards."""
-    quiet, disturbed = killed_and_not(tmp_path, kill_at=4, ranks=2, fsdp=True)
-    assert (disturbed.pop("resumed"), quiet.pop("resumed")) == (4, None)
-    assert disturbed == quiet
+def test_reported_directories(s3: str, tmp_path: Path) -> None:
+    """Directories of save_state bring killed workers back to the same weights, from S3 too.
 
+    Those of save_model are kept as well.
+    """
 
-def test_reported_directories(tmp_path: Path) -> None:
-    """Directories of save_state bring killed workers back to the same weights; those of save_model are kept too."""
-
-    def fit(name: str, *, kill: bool) -> hf.Result:
+    def fit(name: str, storage: str, *, kill: bool) -> hf.Result:
         return TorchTrainer(
             small.reported,
             train_loop_config={"result": str(tmp_path / name), "kill": kill},
             scaling_config=hf.ScalingConfig(num_workers=2),
             run_config=hf.RunConfig(
                 name=name,
-                storage_path=tmp_path / "results",
+                storage_path=storage,
                 checkpoint_config=hf.CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="score"),
                 failure_config=hf.FailureConfig(max_failures=1),
             ),
         ).fit()
 
-    fit("quiet.json", kill=False)
-    ended = fit("killed.json", kill=True)
+    fit("quiet.json", str(tmp_path / "results"), kill=False)
+    ended = fit("killed.json", f"s3://{BUCKET}/reported", kill=True)
     assert len(ended.attempts) == 2
     assert result(tmp_path / "killed.json") == result(tmp_path / "quiet.json")
     best = [(one, metrics["score"]) for one, metrics in ended.best_checkpoints]
@@ -114,7 +110,7 @@ def test_loaders_of_unknown_order(tmp_path: Path, stateful: bool) -> None:
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
-    """Nothing prepared; a name that is taken; directories that Accelerate names by itself."""
+    """Nothing prepared; a name that is taken; directories that Accelerate names by itself; a loader without a state."""
     from accelerate.utils import ProjectConfiguration
 
     from holdfast.accelerate import report_state
@@ -123,7 +119,12 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     accelerator.free_memory()
     with pytest.raises(hf.errors.ConfigError, match="prepared no model"):
         Checkpointer(tmp_path / "run", accelerator)
-    accelerator.prepare(torch.nn.Linear(1, 1))
+    _, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.arange(4.0), shuffle=True))
+    with (
+        hf.Checkpointer(tmp_path / "plain") as plain,
+        pytest.raises(hf.errors.ConfigError, match=r"DataLoaderShard .*holdfast.accelerate.Checkpointer"),
+    ):
+        next(plain.batches(loader))
     with pytest.raises(hf.errors.ConfigError, match=r"\['model'\]"):
         Checkpointer(tmp_path / "run", accelerator, {"model": 1})
     accelerator.project_configuration = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)

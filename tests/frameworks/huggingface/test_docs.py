@@ -9,13 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from docs_kit import ROOT, pages_of, run_page
+from docs_kit import ROOT, page_test, run_example
 
-
-@pytest.mark.parametrize("page", pages_of("huggingface"), ids=lambda page: page.name)
-def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
-    """All Python blocks of a page run one after the other in a process of their own."""
-    run_page(page, tmp_path)
+test_python_blocks_run = page_test("huggingface")
 
 
 @pytest.mark.parametrize(("example", "ranks"), [("transformers_gpt.py", 1), ("accelerate_loop.py", 2)], ids=str)
@@ -35,3 +31,10 @@ def test_examples_run_twice(example: str, ranks: int, tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stdout + done.stderr
     assert "from step 6" in done.stdout + done.stderr or "at step 6" in done.stdout + done.stderr
+
+
+def test_sharded_example(tmp_path: Path) -> None:
+    """With FSDP2 both processes are killed, their shards come back, and the weights are the same."""
+    said = run_example("accelerate_fsdp2.py", tmp_path)
+    assert "this life ended with status 1" in said
+    assert "the same as without the kill: True" in said

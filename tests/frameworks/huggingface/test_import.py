@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from accelerate import Accelerator
+from hf_kit import run_script
 from torch import nn
 from transformers import GPT2LMHeadModel
 
@@ -38,6 +39,40 @@ def test_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
     assert_state_equal(again.state_dict(), trainer.model.state_dict())
     log = hf.load(checkpoint, only="trainer_state")["trainer_state"]["log_history"]
     assert log[-1]["step"] == 2
+
+
+def test_pretrained(tmp_path: Path) -> None:
+    """Shards of `save_pretrained` are taken over, and `from_pretrained` opens an export, though weights are tied."""
+    model = tiny.make(tmp_path / "out", []).model
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="4KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+    done = hf.import_checkpoint(tmp_path / "theirs", tmp_path / "taken")
+    assert done.format == "hf"
+    assert [path for path, _ in done.not_taken] == ["config.json", "generation_config.json"]
+    again = GPT2LMHeadModel(model.config)
+    hf.load(done.checkpoint, {"model": again})
+    assert_state_equal(again, model)
+    hf.export(done.checkpoint, tmp_path / "ours", to="hf", max_shard_size="4KB")
+    model.config.save_pretrained(tmp_path / "ours")
+    assert_state_equal(GPT2LMHeadModel.from_pretrained(tmp_path / "ours", local_files_only=True), model)
+
+
+def test_a_state_of_fsdp(tmp_path: Path) -> None:
+    """What `save_state` of two FSDP2 ranks leaves, whole or sharded: the same weights and moments, by name."""
+    run_script("sharded_state.py", {"folder": str(tmp_path)}, ranks=2)
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    found = {}
+    for kind in ("FULL", "SHARDED"):
+        done = hf.import_checkpoint(tmp_path / kind, tmp_path / f"taken-{kind}")
+        assert {name for name, _ in done.taken} == {"model", "optimizer"}
+        assert done.not_taken == ()
+        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+        optimizer = torch.optim.Adam(reversed(list(model.parameters())))
+        hf.load(done.checkpoint, {"model": model, "optimizer": optimizer}, only=["model", "optimizer"])
+        assert_state_equal(dict(model.named_parameters()), weights)
+        found[kind] = [optimizer.state[one] for one in model.parameters()]
+    assert_state_equal(found["FULL"], found["SHARDED"])
+    assert all(one["exp_avg"].any() for one in found["FULL"])
 
 
 @pytest.mark.parametrize("safe", [True, False])

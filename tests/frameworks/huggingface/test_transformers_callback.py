@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+import torch
 from hf_kit import checkpoints, result, run_script
 from object_kit import BUCKET
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 import holdfast as hf
@@ -95,3 +98,22 @@ def test_nothing_to_keep_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING, "holdfast.transformers"):
         tiny.make(tmp_path / "out", [HoldfastCallback(tmp_path / "run")], save_strategy="no", max_steps=1).train()
     assert "nothing will ever be saved" in caplog.records[0].message
+
+
+def test_the_best_model_on_another_machine(tmp_path: Path) -> None:
+    """`load_best_model_at_end` loads the best of an earlier life from the run, where no disk of that life is there."""
+    options = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "save_total_limit": 1}
+    for out, steps in (("first", 4), ("second", 8)):
+        callback = HoldfastCallback(tmp_path / "run", keep=hf.Keep(last=1, best=1, metric="eval_loss"))
+        trainer = tiny.make(tmp_path / out, [callback], max_steps=steps, **options)
+        start = callback.latest()
+        trainer.train(resume_from_checkpoint=start)
+        shutil.rmtree(tmp_path / out)
+    assert start is not None
+    best = callback.best()
+    assert best is not None
+    assert best.step == 2
+    with best.as_directory() as directory:
+        kept = load_file(Path(directory, "model.safetensors"))
+    weights = {name: torch.tensor(value) for name, value in tiny.weights(trainer).items()}
+    assert all(torch.equal(weights[name], value) for name, value in kept.items())

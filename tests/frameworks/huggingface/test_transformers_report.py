@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +69,65 @@ def test_taken_away_to_s3(s3: str, tmp_path: Path, undisturbed: Any) -> None:
     assert ended.checkpoint is not None
     assert ended.checkpoint.verify().ok
     assert ended.checkpoint.metrics["step"] == tiny.STEPS
+
+
+class Mine(ReportCallback):
+    """What users do: remember what is logged, and say something at each save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[float] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logged.append(logs.get("loss", 0.0))
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_save(args, state, control, **kwargs)
+        self.logged.clear()
+
+    def metrics(self, state: Any) -> dict[str, Any]:
+        return {**super().metrics(state), "logs": len(self.logged)}
+
+
+def prepared(config: dict[str, Any]) -> None:
+    """Three trainers: with a callback of the user's own, with none, and one that sees other ranks than there are."""
+    said: list[str] = []
+    logging.getLogger("holdfast.transformers").addFilter(lambda record: said.append(record.getMessage()) is not None)
+    folder = Path(config["folder"])
+    mine = prepare_trainer(tiny.make(folder / "mine", [Mine()], max_steps=2))
+    mine.train()
+    bare = prepare_trainer(tiny.make(folder / "bare", [], max_steps=2, eval_strategy="no"))
+    bare.train()
+    callbacks = [
+        [type(one).__name__ for one in trainer.callback_handler.callbacks if hasattr(one, "validation")]
+        for trainer in (mine, bare)
+    ]
+    with pytest.raises(hf.errors.ConfigError, match="sees 4 ranks, the run has 1"):
+        prepare_trainer(SimpleNamespace(args=SimpleNamespace(world_size=4)))
+    Path(config["result"]).write_text(json.dumps({"callbacks": callbacks, "said": said}))
+
+
+def test_prepare_trainer_and_a_subclass(tmp_path: Path) -> None:
+    """A callback of the user's own is left alone, where there is none one is added, and a wrong number of ranks told.
+
+    A subclass uses `on_log` and `on_save`. Without an evaluation a checkpoint lacks what ranks it: that is said when
+    training begins and at the save.
+    """
+    told = {"folder": str(tmp_path / "out"), "result": str(tmp_path / "result")}
+    ended = TorchTrainer(
+        prepared,
+        train_loop_config=told,
+        run_config=hf.RunConfig(
+            name="run",
+            storage_path=tmp_path / "results",
+            checkpoint_config=hf.CheckpointConfig(checkpoint_score_attribute="eval_loss"),
+        ),
+    ).fit()
+    found = result(tmp_path / "result")
+    assert found["callbacks"] == [["Mine"], ["ReportCallback"]]
+    assert ended.metrics_dataframe["logs"].tolist()[0] == 3  # two losses and an evaluation
+    assert ["eval_loss" in metrics for _, metrics in ended.best_checkpoints] == [False, True]  # the best is the last
+    assert ["eval_strategy='no'" in found["said"][0], "step 2 has no 'eval_loss'" in found["said"][1]] == [True, True]
 
 
 def test_needs_a_train_func() -> None:

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from docs_kit import page_test, run_example
 
-from docs_kit import pages_of, run_example, run_page
-
-
-@pytest.mark.parametrize("page", pages_of("jax"), ids=lambda page: page.name)
-def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
-    """All Python blocks of the page run one after the other."""
-    run_page(page, tmp_path)
+test_python_blocks_run = page_test("jax")
 
 
 def test_example(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import parallel_cases
 import pytest
 import torch
+from object_kit import moto_bucket
 
 import holdfast as hf
 from holdfast.integrations.array_views import array_of, tensor_of
@@ -118,13 +120,32 @@ def train(run: str, kill_at: int | None = None) -> Any:
     return np.asarray(tree.value["w"]).tobytes()
 
 
+def losses_of(run: str) -> dict[int | None, float]:
+    """Steps and losses of the checkpoints that are kept."""
+    return {one.step: one.metrics["loss"] for one in hf.Checkpointer(run).checkpoints()}
+
+
 def test_kill(tmp_path: Path) -> None:
     """Killed and resumed through `Checkpointer`, the weights are the same bits; the best checkpoint stays."""
     run = str(tmp_path / "killed")
-    code = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_jax; test_jax.train({run!r}, 5)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    command = [sys.executable, "-c", f"import test_jax; test_jax.train({run!r}, 5)"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    assert subprocess.run(command, env=env, check=False).returncode == -signal.SIGKILL
     assert train(run) == train(str(tmp_path / "alone"))
-    checkpoints = hf.Result.from_path(run).best_checkpoints
-    assert len(checkpoints) >= 1
+    alone, kept = losses_of(str(tmp_path / "alone")), losses_of(run)
+    assert len(alone) == 2  # the newest and the best
+    assert kept == {**alone, 4: kept[4]}  # and the one it was resumed from
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    """Arrays of which two processes have a copy each, in a bucket: a rank is killed, all go on, the same bits."""
+    alone = parallel_cases.run(str(tmp_path), "alone")
+    assert alone.checkpoint is not None
+    with moto_bucket() as uri:
+        result = parallel_cases.run(f"{uri}/jax", "killed", kill=3)
+        assert len(result.attempts) == 2
+        assert list(result.metrics_dataframe["step"]) == [1, 2, 3, 4]
+        assert [metrics["step"] for _, metrics in result.best_checkpoints] == [2]  # and the newest, which always stays
+        assert result.checkpoint is not None
+        found, wanted = (hf.load(one.checkpoint)["train"] for one in (result, alone))
+    assert all(torch.equal(found[name], wanted[name]) for name in ("w", "key"))

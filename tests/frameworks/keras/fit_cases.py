@@ -161,7 +161,9 @@ def refusals(run: str) -> list[str]:
     return found
 
 
-def reported(root: str, *, epochs: int, fails_at: int | None, workers: int = 1, **options: Any) -> dict[str, Any]:
+def reported(
+    root: str, *, epochs: int, fails_at: int | None, workers: int = 1, storage: str | None = None, **options: Any
+) -> dict[str, Any]:
     """`fit` on workers of the function trainer."""
 
     def train(config: dict[str, Any]) -> None:
@@ -190,23 +192,24 @@ def reported(root: str, *, epochs: int, fails_at: int | None, workers: int = 1, 
         scaling_config=hf.ScalingConfig(num_workers=workers),
         run_config=hf.RunConfig(
             name="fit",
-            storage_path=root,
+            storage_path=storage or root,
             checkpoint_config=hf.CheckpointConfig(
                 num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min"
             ),
             failure_config=hf.FailureConfig(max_failures=1),
         ),
     ).fit()
-    assert result.checkpoint is not None
+    stored = result.checkpoint
+    assert stored is not None
     with open(f"{root}-0") as file:
         trained = file.read()
     return {
         "digest": trained,
-        "stored": digest(load_model(result.checkpoint)),
+        "stored": digest(load_model(stored)),
         "attempts": len(result.attempts),
         "epochs": list(result.metrics_dataframe["epoch"]),
         "steps": list(result.metrics_dataframe["step"]),
         "best": [one.metrics["loss"] for one, _ in result.best_checkpoints],
         "losses": list(result.metrics_dataframe["loss"]),
-        "files": sorted(os.listdir(result.checkpoint.path)),
+        "files": sorted(info.path.rpartition("/")[2] for info in stored.storage.list(stored.directory)),
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from object_kit import BUCKET, moto, s3_environment
+from object_kit import BUCKET, moto_bucket
 
 import holdfast as hf
 from holdfast.testing.crash import ForkServer
@@ -20,10 +20,8 @@ CASES = f"{HERE / 'fit_cases.py'}:"
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
     """A process that has imported Keras once; each case runs in a fork of it."""
-    with moto() as url, pytest.MonkeyPatch.context() as patch:
+    with moto_bucket(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("KERAS_BACKEND", "torch")
-        for name, value in s3_environment(url).items():
-            patch.setenv(name, value)
         with ForkServer(preload=["torch", "keras", "obstore", "holdfast.checkpointer", CASES[:-1]]) as running:
             yield running
 
@@ -121,9 +119,10 @@ def test_weights_and_refusals(server: ForkServer, tmp_path: Path) -> None:
 
 
 def test_report(server: ForkServer, tmp_path: Path) -> None:
-    """On workers of the function trainer: killed, restored from the reported file, same bits; the best two stay."""
+    """On workers of the function trainer, in a bucket: killed, restored from the file, same bits; the best two stay."""
     alone = server.run(f"{CASES}reported", str(tmp_path / "a"), epochs=4, fails_at=None).checked()
-    again = server.run(f"{CASES}reported", str(tmp_path / "b"), epochs=4, fails_at=2).checked()
+    there = {"storage": f"s3://{BUCKET}/keras/reported"}
+    again = server.run(f"{CASES}reported", str(tmp_path / "b"), epochs=4, fails_at=2, **there).checked()
     assert (alone["attempts"], again["attempts"]) == (1, 2)
     assert again["digest"] == alone["digest"] == again["stored"]
     assert again["epochs"] == [0, 1, 2, 3]

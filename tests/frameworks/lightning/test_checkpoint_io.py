@@ -110,6 +110,31 @@ def test_remote(tmp_path: Path, bucket: str) -> None:
     assert same(weights(model), uninterrupted(tree, tmp_path))
 
 
+def test_remote_dirpath(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths of ModelCheckpoint that are in S3 themselves: two of one name do not collide, `latest` finds the newest.
+
+    Lightning, which asks for names through fsspec, sees each as taken at once, although it is written later.
+    """
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    importlib.import_module("obstore.fsspec").register("s3")  # s3fs wants another boto than moto
+    folder, io = f"{bucket}/names", HoldfastCheckpointIO()
+    ranked = keeper(TREES[0], folder, filename="best", every_n_epochs=2)
+    options = {"max_epochs": 4, "val_check_interval": 0.25}
+    make_trainer(TREES[0], tmp_path, plugins=io, callbacks=[ranked], **options).fit(make_model(TREES[0]))
+    kept = {path: float(score) for path, score in ranked.best_k_models.items()}
+    assert {path.rpartition("/")[2] for path in kept} <= {"best.ckpt", "best-v1.ckpt", "best-v2.ckpt"}
+    assert {path: hf.Checkpoint(path).metrics["val_loss"] for path in kept} == pytest.approx(kept)
+    assert len(kept) == 2
+    assert all(hf.Checkpoint(path).verify() for path in kept)
+    storage = hf.Checkpoint(folder).storage
+    there = {info.path.rstrip("/").rpartition("/")[2] for info in storage.list("names", recursive=False)}
+    assert there == {"last.ckpt", *(path.rpartition("/")[2] for path in kept)}
+    found = io.latest(folder)
+    assert found is not None
+    newest = max(hf.Checkpoint(path).step or 0 for path in (f"{folder}/last.ckpt", *kept))
+    assert io.load_checkpoint(found)["global_step"] == newest
+
+
 def test_two_ranks(tmp_path: Path) -> None:
     """DDP with two processes that Lightning starts itself: rank 0 saves, both go on from the same checkpoint."""
     script = tmp_path / "ddp.py"
@@ -198,6 +223,9 @@ def test_both_names_of_lightning() -> None:
         ReportCallback(every_n_steps=0)
     with pytest.raises(hf.ConfigError, match="or every_n_steps"):
         ReportCallback(every_n_steps=1, every_n_epochs=1)
+    for wrong in ({"unsupported": "pickle"}, {"timeout_s": 0}):
+        with pytest.raises(hf.ConfigError, match=next(iter(wrong))):
+            HoldfastCheckpointIO(**wrong)
 
 
 def two_at_once(folder: Path, root: Path | None) -> tuple[Any, HoldfastCheckpointIO, dict[str, float]]:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from docs_kit import page_test, run_example
 
-from docs_kit import pages_of, run_example, run_page
-
-
-@pytest.mark.parametrize("page", pages_of("lightning"), ids=lambda page: page.name)
-def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
-    """All Python blocks of a page run one after the other in a clean folder, in a process of their own."""
-    run_page(page, tmp_path, timeout_s=240)
+test_python_blocks_run = page_test("lightning", timeout_s=240)
 
 
 def test_example(tmp_path: Path) -> None:
     """The example kills itself, goes on, and finds the same weights."""
     said = run_example("lightning_resume.py", tmp_path)
     assert "the first life ended with status -9" in said
+
+
+def test_sharded_example(tmp_path: Path) -> None:
+    """With FSDP2 a worker is killed, the shards of both come back, and the weights are the same."""
+    said = run_example("lightning_fsdp2.py", tmp_path, str(tmp_path / "runs"))
+    assert "2 attempts" in said
+    assert "the same as without the kill: True" in said
+    names = {one.name for one in (tmp_path / "runs" / "killed").glob("checkpoint_*/checkpoint.ckpt/*")}
+    assert {"__0_0.distcp", "__1_0.distcp"} <= names

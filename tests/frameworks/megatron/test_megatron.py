@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import tp_cases
-from object_kit import BUCKET, moto, s3_environment
+from object_kit import moto_bucket
 
 import holdfast as hf
 import holdfast.megatron
@@ -37,35 +41,65 @@ def test_a_save_in_the_background_is_refused() -> None:
         holdfast.megatron.report({}, {}, async_sharded_save=True)
 
 
-def test_kill_and_reshard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a bucket: a rank is killed, all go on and end with the same bits; one worker takes over what two have left."""
-    alone = tp_cases.run(tmp_path, "alone", workers=2, steps=4)
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a training that nobody disturbs comes to."""
+    alone = tp_cases.run(tmp_path_factory.mktemp("alone"), "alone", workers=2, steps=4)
     assert alone.checkpoint is not None
-    with moto() as url:
-        for name, value in s3_environment(url).items():
-            monkeypatch.setenv(name, value)
-        uri = f"s3://{BUCKET}/megatron"
-        result = tp_cases.run(tmp_path, "killed", workers=2, storage=uri, steps=4, kill=3)
-        assert result.checkpoint is not None
-        assert len(result.attempts) == 2
-        assert list(result.metrics_dataframe["step"]) == [1, 2, 3, 4]
-        assert [metrics["step"] for _, metrics in result.best_checkpoints] == [2]  # and the newest, which always stays
-        found, wanted = whole(result.checkpoint.to_directory(tmp_path / "files")), whole(alone.checkpoint.path)
-        assert sorted(wanted) == [f"{kind}.{name}" for kind in ("model", "momentum") for name in ("bias", "down", "up")]
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-        done = hf.import_checkpoint(result.checkpoint, tmp_path / "imported")
-        assert done.format == "dcp"
-        assert [path for path, _ in done.not_taken] == ["common.pt", "metadata.json"]
-        imported = hf.load(done.checkpoint)
-        assert all(torch.equal(imported[name], wanted[name]) for name in wanted)
-        assert {"metadata.json", "common.pt", "manifest.json"} <= set(os.listdir(tmp_path / "files"))
-        out = tmp_path / "one.pt"
-        one = tp_cases.run(tmp_path, "killed", workers=1, storage=uri, steps=5, out=str(out))
-        assert one.metrics is not None
-        assert one.metrics["step"] == 5
+    found = whole(alone.checkpoint.path)
+    assert sorted(found) == [f"{kind}.{name}" for kind in ("model", "momentum") for name in ("bias", "down", "up")]
+    return found
+
+
+@pytest.fixture(scope="module")
+def remote() -> Iterator[str]:
+    with moto_bucket() as uri:
+        yield f"{uri}/megatron"
+
+
+def test_kill_and_reshard(remote: str, wanted: dict[str, Any], tmp_path: Path) -> None:
+    """In a bucket: a rank is killed, all go on and end with the same bits; one worker takes over what two have left."""
+    result = tp_cases.run(tmp_path, "killed", workers=2, storage=remote, steps=4, kill=3)
+    assert result.checkpoint is not None
+    assert len(result.attempts) == 2
+    assert list(result.metrics_dataframe["step"]) == [1, 2, 3, 4]
+    assert [metrics["step"] for _, metrics in result.best_checkpoints] == [2]  # and the newest, which always stays
+    found = whole(result.checkpoint.to_directory(tmp_path / "files"))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    done = hf.import_checkpoint(result.checkpoint, tmp_path / "imported")
+    assert done.format == "dcp"
+    assert [path for path, _ in done.not_taken] == ["common.pt", "metadata.json"]
+    imported = hf.load(done.checkpoint)
+    assert all(torch.equal(imported[name], wanted[name]) for name in wanted)
+    assert {"metadata.json", "common.pt", "manifest.json"} <= set(os.listdir(tmp_path / "files"))
+    out = tmp_path / "one.pt"
+    one = tp_cases.run(tmp_path, "killed", workers=1, storage=remote, steps=5, out=str(out))
+    assert one.metrics is not None
+    assert one.metrics["step"] == 5
     taken = torch.load(out, weights_only=True)
     assert taken.pop("step") == 4
     assert all(torch.equal(taken[name], wanted[f"model.{name}"]) for name in taken)
+
+
+def test_a_loop_of_ones_own(remote: str, wanted: dict[str, Any], tmp_path: Path) -> None:
+    """Under torchrun, into a bucket: a rank is killed, both go on from what both wrote, and end with the same bits."""
+    told = {"run": f"{remote}/loop", "steps": 4, "kill": 3}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tp_cases.__file__]
+    killed, done = (
+        subprocess.run([*launch, json.dumps(told)], capture_output=True, text=True, timeout=200, check=False)
+        for _ in range(2)
+    )
+    assert "exitcode: -9" in killed.stderr
+    assert done.returncode == 0, done.stderr
+    run = hf.Result.from_path(told["run"])
+    assert run.checkpoint is not None
+    assert [one.step for one in holdfast.megatron.Keeper(told["run"]).checkpoints()] == [
+        4,
+        3,
+        2,
+    ]  # newest, resumed from, best
+    found = whole(run.checkpoint.to_directory(tmp_path / "files"))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_damage(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -59,25 +62,26 @@ class Parallel(torch.nn.Module):
         return found
 
 
-def train(config: dict[str, Any]) -> None:
-    """SGD with momentum; every step is reported, one rank killed once where the config says."""
+def steps(config: dict[str, Any], load: Callable[[Any], Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """SGD with momentum, of what is left: metrics and sharded state of each step; a rank is killed once if told so.
+
+    ``load`` gives the state to go on from, None at a fresh start.
+    """
     without_a_gpu()
     from megatron.core import parallel_state
 
-    import holdfast.megatron
-
-    world = hf.get_context().get_world_size()
+    world = torch.distributed.get_world_size()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     rank = parallel_state.get_tensor_model_parallel_rank()
     model = Parallel(rank, world)
     momentum = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    step, checkpoint = 0, hf.get_checkpoint()
+    step = 0
 
     def state() -> dict[str, Any]:
         return {**model.sharded_state_dict(momentum), "step": step}
 
-    if checkpoint is not None:
-        loaded = holdfast.megatron.load(state(), checkpoint)
+    loaded = load(state())
+    if loaded is not None:
         step = loaded["step"]
         if "out" in config:
             torch.save({"step": step, **loaded["model"]}, config["out"])
@@ -85,8 +89,9 @@ def train(config: dict[str, Any]) -> None:
             parameter.data.copy_(loaded["model"][name])
             momentum[name].copy_(loaded["momentum"][name])
     while step < config["steps"]:
-        if checkpoint is None and step == config.get("kill") and rank == world - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if loaded is None and step == config.get("kill") and rank == world - 1:
+            assert os.getsid(0) == os.getpid()
+            os.killpg(0, signal.SIGKILL)  # with what Megatron has started: nobody else would end that
         batch = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
         loss = model(batch).pow(2).mean()
         model.zero_grad()
@@ -95,7 +100,31 @@ def train(config: dict[str, Any]) -> None:
             momentum[name].mul_(0.9).add_(parameter.grad)
             parameter.data.sub_(momentum[name], alpha=0.01)
         step += 1
-        holdfast.megatron.report({"step": step, "loss": loss.item(), "score": -abs(step - 2)}, state())
+        yield {"step": step, "loss": loss.item(), "score": -abs(step - 2)}, state()
+
+
+def train(config: dict[str, Any]) -> None:
+    """On a worker of the function trainer: every step is reported."""
+    import holdfast.megatron
+
+    checkpoint = hf.get_checkpoint()
+
+    def load(state: Any) -> Any:
+        return None if checkpoint is None else holdfast.megatron.load(state, checkpoint)
+
+    for metrics, state in steps(config, load):
+        holdfast.megatron.report(metrics, state)
+
+
+def loop(config: dict[str, Any]) -> None:
+    """In a process of torchrun: every step is kept."""
+    import holdfast.megatron
+
+    torch.distributed.init_process_group("gloo")
+    with holdfast.megatron.Keeper(config["run"], keep=hf.Keep(last=1, best=1, metric="score", mode="max")) as keeper:
+        for metrics, state in steps(config, keeper.load):
+            keeper.save(state, step=metrics["step"], metrics=metrics)
+    torch.distributed.destroy_process_group()
 
 
 def run(root: Any, name: str, *, workers: int, storage: Any = None, **config: Any) -> hf.Result:
@@ -111,3 +140,7 @@ def run(root: Any, name: str, *, workers: int, storage: Any = None, **config: An
             failure_config=hf.FailureConfig(max_failures=1),
         ),
     ).fit()
+
+
+if __name__ == "__main__":
+    loop(json.loads(sys.argv[1]))

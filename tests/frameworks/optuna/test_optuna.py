@@ -12,20 +12,18 @@ from typing import Any
 
 import optuna
 import pytest
+from object_kit import moto_bucket
 from search import RATES, STEPS
 
 import holdfast as hf
 from docs_kit import ROOT
 from holdfast.optuna import TidyTrials, resume_killed, trial_path
 
-sys.path.insert(0, str(ROOT / "tests" / "storage"))
-from object_kit import BUCKET, moto, s3_environment
 
-
-def run(told: dict[str, Any], endpoint: str) -> subprocess.CompletedProcess[str]:
+def run(told: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(Path(__file__).with_name("search.py")), json.dumps(told)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **s3_environment(endpoint)},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -43,13 +41,13 @@ def test_a_killed_trial_goes_on(tmp_path: Path) -> None:
 
     The pruned trial has left nothing, and of the others the two best keep their checkpoints.
     """
-    with moto() as endpoint:
+    with moto_bucket() as bucket:
         quiet, base = tmp_path / "quiet.db", tmp_path / "base.db"
-        assert run({"root": str(tmp_path / "quiet"), "base": str(quiet)}, endpoint).returncode == 0
-        told = {"root": f"s3://{BUCKET}/search", "base": str(base)}
+        assert run({"root": str(tmp_path / "quiet"), "base": str(quiet)}).returncode == 0
+        told = {"root": f"{bucket}/search", "base": str(base)}
         for step in (2, 4):
-            assert run({**told, "kill": [0.1, step]}, endpoint).returncode == -9
-        done = run(told, endpoint)
+            assert run({**told, "kill": [0.1, step]}).returncode == -9
+        done = run(told)
         assert done.returncode == 0, done.stderr
         assert values(base) == values(quiet)
         study = optuna.load_study(study_name="lines", storage=f"sqlite:///{base}")

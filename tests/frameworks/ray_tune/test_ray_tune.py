@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.fs
 import pytest
 import ray
 import ray.tune
 import trials
-from object_kit import BUCKET, moto, s3_environment
+from object_kit import BUCKET, moto_bucket
 from ray.tune.schedulers import PopulationBasedTraining
 
 import holdfast as hf
@@ -26,27 +27,34 @@ HERE = Path(__file__).resolve().parent
 @pytest.fixture(scope="module", autouse=True)
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """An S3 server, and a Ray of two CPUs whose trials know it."""
-    with moto() as endpoint, pytest.MonkeyPatch.context() as patch:
-        for name, value in s3_environment(endpoint).items():
-            patch.setenv(name, value)
+    with moto_bucket() as uri, pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("OMP_NUM_THREADS", "1")
         # Ray's own logs are longer than everything else here, and its sockets need a short path.
         ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
         try:
-            yield f"s3://{BUCKET}"
+            yield uri
         finally:
             ray.shutdown()
 
 
-def tuned(trainable: Any, folder: Path, config: dict[str, Any], *, keep: int | None = None, **options: Any) -> Any:
-    """Run trials of one CPU each; every trial is restarted twice at most."""
+def tuned(
+    trainable: Any,
+    folder: Path,
+    config: dict[str, Any],
+    *,
+    keep: int | None = None,
+    storage: Any = None,
+    **options: Any,
+) -> Any:
+    """Run trials of one CPU each; every trial is restarted twice at most. ``storage``: path and filesystem."""
+    path, filesystem = storage or (str(folder / "tune"), None)
     tuner = ray.tune.Tuner(
         ray.tune.with_resources(trainable, {"cpu": 1}),
         param_space={**config, "folder": str(folder)},
         tune_config=ray.tune.TuneConfig(metric="loss", mode="min", **options),
         run_config=ray.tune.RunConfig(
-            name="t", storage_path=str(folder / "tune"), verbose=0,
+            name="t", storage_path=path, storage_filesystem=filesystem, verbose=0,
             failure_config=ray.tune.FailureConfig(max_failures=2),
             checkpoint_config=ray.tune.CheckpointConfig(
                 num_to_keep=keep, checkpoint_score_attribute="loss" if keep else None, checkpoint_score_order="min"
@@ -62,12 +70,14 @@ def uninterrupted() -> tuple[list[float], list[float]]:
     return trials.weights(state), losses
 
 
-def test_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("remote", [False, True])
+def test_killed(tmp_path: Path, remote: bool) -> None:
     """A trial killed with SIGKILL goes on from its newest checkpoint and ends with the weights of one that was not.
 
-    Tune keeps the two best by the metric, and each is a checkpoint of ours with every byte as it was.
+    Tune keeps the two best by the metric, on a disk or in a bucket; each is a checkpoint with every byte as it was.
     """
-    (result,) = tuned(trials.killed_once, tmp_path, {}, keep=2)
+    bucket = pyarrow.fs.S3FileSystem(endpoint_override=os.environ["AWS_ENDPOINT_URL"], region="us-east-1")
+    (result,) = tuned(trials.killed_once, tmp_path, {}, keep=2, storage=(f"{BUCKET}/tune", bucket) if remote else None)
     expected, losses = uninterrupted()
     assert (tmp_path / "died").exists()
     assert json.loads(result.metrics["weights"]) == expected

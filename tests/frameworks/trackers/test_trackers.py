@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +17,7 @@ import mlflow
 import pytest
 import torch
 import wandb
+from object_kit import moto_bucket
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import holdfast as hf
@@ -25,6 +33,12 @@ def run(root: Path, tracker: Any) -> list[hf.Checkpoint]:
             ck.step(loss=1 / step)
     tracker.wait()
     return ck.checkpoints()
+
+
+@pytest.fixture(scope="module")
+def remote() -> Iterator[str]:
+    with moto_bucket() as uri:
+        yield f"{uri}/tracked"
 
 
 @pytest.fixture
@@ -84,6 +98,51 @@ def test_wandb_offline(tmp_path: Path, upload: bool, monkeypatch: pytest.MonkeyP
     else:
         assert all(entry.ref.startswith(f"file://{first.uri}/") for entry in entries.values())
         assert len(entries) > 1
+
+
+def test_a_bucket(remote: str, tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in a bucket is killed and goes on: trackers have the checkpoints of both lives, at their places."""
+    root, board = f"{remote}/run", str(tmp_path / "board")
+    told = {"root": root, "store": store, "mlruns": f"file://{tmp_path}/mlruns", "board": board}
+    code = "import sys, json, test_trackers; test_trackers.train_and_tell(json.loads(sys.argv[1]), kill=3)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    command = [sys.executable, "-W", "ignore", "-c", code, json.dumps(told)]
+    assert subprocess.run(command, env=env, check=False).returncode == -signal.SIGKILL
+    logged: list[Any] = []
+    with wandb.init(project="holdfast", dir=tmp_path) as active:
+        monkeypatch.setattr(active, "log_artifact", lambda artifact, **_: logged.append(artifact))
+        train_and_tell(told, also=WandbTracker(active))
+    checkpoints = {one.step: one for one in hf.Checkpointer(root).checkpoints()}
+    tags = mlflow.get_run(store).data.tags
+    for step, one in checkpoints.items():
+        assert one.uri == f"{root}/step_{step:08d}"
+        assert tags[f"holdfast.checkpoint.{step}"] == f"{one.uri} {one.digest}"
+    assert tags["holdfast.uri"] == f"{root}/step_00000004"
+    history = mlflow.MlflowClient().get_metric_history(store, "checkpoint/loss")
+    assert [(one.step, one.value) for one in history] == [(2, 0.5), (4, 0.25)]
+    (entry,) = logged[-1].manifest.entries.values()
+    assert (entry.path, entry.ref) == ("step_00000004", f"{root}/step_00000004")
+    scalars = EventAccumulator(board).Reload().Scalars("checkpoint/loss")
+    assert [one.step for one in scalars] == [2, 4]
+
+
+def train_and_tell(told: dict[str, Any], *, kill: int | None = None, also: Any = None) -> None:
+    """A run of four steps, or what is left of it, that tells MLflow and TensorBoard."""
+    mlflow.set_tracking_uri(told["mlruns"])
+    trackers = [MLflowTracker(told["store"]), TensorBoardTracker(told["board"]), *([also] if also else [])]
+    heard = threading.Event()
+    listeners = [*trackers, lambda _: heard.set()]
+    with hf.Checkpointer(told["root"], {"w": torch.ones(3)}, every=2, on_commit=listeners) as ck:
+        while ck.global_step < 4 and ck.global_step != kill:
+            ck.step(loss=1 / (ck.global_step + 1))
+        ck.wait()
+        assert heard.wait(60)
+        if kill:
+            for tracker in trackers:
+                tracker.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+    for tracker in trackers:
+        tracker.wait()
 
 
 def test_tensorboard(tmp_path: Path) -> None:

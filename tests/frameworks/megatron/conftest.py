@@ -1,8 +1,0 @@
-"""The kits of the main suite that these tests use."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "storage"))
