@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ from holdfast.state.cuts import Cuts
 from holdfast.state.plan import Layout, Signature, plan
 from holdfast.state.sharded import Region, Spread
 from holdfast.state.stored import Stored, unite
-from holdfast.state.targets import box_of
+from holdfast.state.targets import Targets, box_of
 from holdfast.storage.memory import MemoryStorage
 from holdfast.writer.messages import PartsJob
 from holdfast.writer.parts import commit_parts
@@ -56,9 +55,9 @@ def run(context: Context) -> Outcome:
             storage = MemoryStorage(f"plan-{world}-{turn}")
             job = _parts(storage, world, layouts[0])
             outcome.add(method, merge_s=timed(partial(commit_parts, storage, job, None, again=False)))
-        # A reader's share takes longest to set up: a tenth of the pieces shows the slope as well.
+        # A tenth of the pieces shows the slope as well.
         indexes = [_index(rank, world, max(1, held // 10)) for rank in range(world)]
-        outcome.add(method, unite_s=timed(_unite, indexes, world))
+        outcome.add(method, reshard_s=timed(_reshard, indexes, world))
         outcome.add(method, own_s=timed(_own, [_index(rank, world, held) for rank in (0, world - 1)]))
         slowest = max(outcome.samples[method]["plan_s"])
         context.say(f"{method}, {held} pieces each: plan {slowest:.3f} s")
@@ -76,12 +75,23 @@ def run(context: Context) -> Outcome:
     held_by_rank = [pieces * _REPLICAS / world for world in worlds]
     planned = [outcome.median(f"{world} ranks", "plan_s") for world in worlds]
     merged = [outcome.median(f"{world} ranks", "merge_s") for world in worlds]
-    united = [outcome.median(f"{world} ranks", "unite_s") for world in worlds]
+    resharded = [outcome.median(f"{world} ranks", "reshard_s") for world in worlds]
+    indexes = [_index(rank, worlds[-1], pieces * _REPLICAS // worlds[-1]) for rank in range(worlds[-1])]
+    whole = timed(_reshard, indexes, worlds[-1])
+    context.say(f"{pieces} pieces of {worlds[-1]} ranks: a rank of another layout plans {whole:.3f} s")
     outcome.goals += [
         Goal(what="plan: slope over pieces of a rank (log-log)", value=_slope(held_by_rank, planned), at_most=1.15),
         Goal(what="merge: slope over ranks (log-log)", value=_slope(worlds, merged), at_most=1.15),
-        Goal(what=f"a reader unites and checks {pieces // 10} pieces", value=max(united), unit="s"),
-        Goal(what="reader: slope over ranks, pieces the same (log-log)", value=_slope(worlds, united), at_most=0.3),
+        Goal(
+            what=f"another layout: a rank plans the reading of {pieces} pieces of {worlds[-1]} ranks",
+            value=whole,
+            unit="s",
+        ),
+        Goal(
+            what="another layout: slope over ranks, pieces the same (log-log)",
+            value=_slope(worlds, resharded),
+            at_most=0.3,
+        ),
     ]
     return outcome
 
@@ -149,16 +159,18 @@ def _index(rank: int, world: int, held: int) -> bytes:
 
 
 @paused_gc()
-def _unite(indexes: list[bytes], world: int) -> None:
-    """Do what a reader does with the indexes of all ranks; each tensor must be made up by its boxes."""
+def _reshard(indexes: list[bytes], world: int) -> None:
+    """Do what a rank of three quarters as many does with all indexes: unite them, check them, plan what it reads."""
     stored = Stored(MemoryStorage("plan"), Manifest(**{**_fields(), "world_size": world}))
     unite(stored, [Index.from_bytes(data, save_id=_ID) for data in indexes])
-    known: dict[Any, Cuts] = {}
+    targets = Targets(stored)
+    rows = world // _REPLICAS * 8
+    wanted = Box((0, 0), (-(-rows // max(1, world // _REPLICAS * 3 // 4)), _WIDTH))
+    live = torch.empty(wanted.shape)
     for entry in stored.entries.values():
-        boxes = tuple([box_of(piece, entry.shape) for piece in entry.pieces])
-        cuts = known.setdefault((entry.shape, boxes), Cuts(entry.shape, boxes))
-        if cuts.problem:
-            raise AssertionError(f"{entry.name}: {cuts.problem}")
+        targets._boxes(entry, torch.float32, [(wanted, live)])
+    if sum(request.nbytes for request in targets.requests) != live.nbytes * len(stored.entries):
+        raise AssertionError("not all is read, or more")
 
 
 @paused_gc()

@@ -15,8 +15,6 @@ import holdfast as hf
 from holdfast.checkpointer import team
 from holdfast.testing.faults import FaultyStorage
 
-TIMEOUT_S = 20.0
-
 
 def train(
     remote: str,
@@ -28,6 +26,9 @@ def train(
     broken: dict[str, Any] | None = None,
     bare: bool = False,
     seed: int = 0,
+    frozen: int = 0,
+    stale_s: float = 4.0,
+    patience_s: float = 20.0,
     mirror: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
     **options: Any,
@@ -36,9 +37,10 @@ def train(
 
     ``fault``: rank, step, what ("trainer", "writer", "both": killed at that step; "all": every trainer and writer).
     ``broken``: rank, and how the remote fails for it (arguments of `FaultyStorage`). ``bare``: without a disk in front
-    of the remote. ``seed``: not the same on all ranks, times the rank.
+    of the remote. ``seed``: not the same on all ranks, times the rank. ``frozen``: numbers that never change, beside
+    the rest. ``stale_s`` and ``patience_s``: after which a writer counts as lost, and a save.
     """
-    team.BEAT_S, team.STALE_S, team.ANSWER_MARGIN_S = 0.2, 4.0, 4.0
+    team.BEAT_S, team.STALE_S, team.ANSWER_MARGIN_S = 0.2, stale_s, 4.0
     os.environ.update(environment or {})
     rank = dist.get_rank()
     mine = Path(disks, f"node{rank // per_node}")
@@ -48,6 +50,8 @@ def train(
     model = torch.nn.Linear(8, 6)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer, "mine": hf.PerRank(torch.full((3,), float(rank)))}
+    if frozen:
+        state["frozen"] = torch.nn.Linear(frozen, 1, bias=False).requires_grad_(False)
     local = None if bare else hf.Mirror(mine, **(mirror or {}))
     storage: Any = remote
     if broken is not None and broken.pop("rank") == rank:
@@ -57,7 +61,7 @@ def train(
     def hear(checkpoint: hf.Checkpoint) -> None:
         told.append((checkpoint.name, checkpoint.manifest is not None))
 
-    options = {"every": 2, "keep": None, "timeout_s": TIMEOUT_S, "on_commit": hear, **options}
+    options = {"every": 2, "keep": None, "timeout_s": patience_s, "on_commit": hear, **options}
     start = -1
     try:
         with hf.Checkpointer(storage, state, local_dir=local, **options) as ck:

@@ -75,13 +75,14 @@ def test_a_signal_is_heard_while_a_full_disk_holds_all_ranks(ranks, tmp_path):
 
 
 def test_nothing_is_collective_between_start_and_end(ranks, tmp_path):
-    """Saves by steps, time and hand, metrics, and `save` beside the run: no collective, and no key in the store."""
+    """Saves by steps, time and hand, metrics, `save` beside the run, a sharded tensor: no collective, no key stored."""
     found = ranks.checked(f"{CASES}:count_collectives", str(tmp_path))
     for one in found:
         assert one["calls"] == []
         assert one["sequence"] == 0
         assert one["keys"] == 0
         assert one["saves"] >= 5
+        assert one["seen"], "a barrier afterwards is counted in both ways"
 
 
 def test_a_busy_writer_makes_all_ranks_skip_the_same(ranks, tmp_path):

@@ -10,7 +10,10 @@ CASES = str(Path(__file__).with_name("joint_cases.py"))
 
 
 def test_all_ranks_save_one_checkpoint(ranks, tmp_path):
-    """Two ranks make one checkpoint, each value of a rank is its own, and both futures end with it."""
+    """Two ranks make one checkpoint, each value of a rank is its own, and both futures end with it.
+
+    With ``ranks="this"`` one of them makes a whole one by itself.
+    """
     found = ranks.checked(f"{CASES}:save_twice", str(tmp_path))
     assert [one["rank"] for one in found] == [0, 1]
     for name in ("first", "second"):
@@ -19,6 +22,10 @@ def test_all_ranks_save_one_checkpoint(ranks, tmp_path):
         assert checkpoint.manifest.world_size == 2
         assert checkpoint.manifest.writers == (0, 1)
         assert not list((tmp_path / name).glob("part-*"))
+    alone = hf.Checkpoint(tmp_path / "alone")
+    assert (alone.manifest.world_size, alone.manifest.writers) == (1, (0,))
+    assert alone.verify(deep=True).ok
+    assert alone.load()["model"].keys() == checkpoint.load()["model"].keys()
 
 
 def test_what_fails_on_one_rank_fails_on_all_and_moves_nothing(ranks, tmp_path):

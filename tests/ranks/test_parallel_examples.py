@@ -30,7 +30,8 @@ def torchrun(example: str, processes: int, out: Path, steps: int) -> str:
 
 
 @pytest.mark.parametrize(("example", "chain"), [
-    pytest.param("ddp.py", [(2, 6), (1, 18)], id="ddp 2-1", marks=pytest.mark.slow),
+    pytest.param("fsdp2.py", [(2, 6), (1, 18)], id="fsdp2 2-1", marks=pytest.mark.slow),
+    pytest.param("ddp.py", [(2, 6), (1, 18)], id="ddp 2-1", marks=pytest.mark.long),
     pytest.param("ddp.py", [(4, 3), (2, 6), (3, 8)], id="ddp 4-2-3", marks=pytest.mark.long),
     pytest.param("fsdp2.py", [(4, 3), (2, 6), (3, 8)], id="fsdp2 4-2-3", marks=pytest.mark.long),
 ])  # fmt: skip

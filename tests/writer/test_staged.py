@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import queue
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +19,10 @@ import pytest
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.config import Mirror
 from holdfast.errors import CheckpointError, StorageError
-from holdfast.format.commit import read_manifest
-from holdfast.format.parts import staged_name
+from holdfast.format.commit import PartSummary, read_manifest
+from holdfast.format.parts import put_part, staged_name
 from holdfast.storage.local import LocalStorage
+from holdfast.storage.memory import MemoryStorage
 from holdfast.testing import FaultyStorage
 from holdfast.writer import joint, mirror, staged_part, staged_run
 from holdfast.writer.arena import Arena
@@ -32,8 +36,8 @@ LIMIT_S = 20.0
 class Life:
     """Two ranks; the writers are threads of this process."""
 
-    def __init__(self, home: Path, start_id: str, second: Any = None) -> None:
-        self.start_id, self.remote = start_id, LocalStorage(home / "remote")
+    def __init__(self, home: Path, start_id: str, second: Any = None, remote: Any = None) -> None:
+        self.start_id, self.remote = start_id, remote or LocalStorage(home / "remote")
         self.disks = [LocalStorage(home / f"node{rank}") for rank in (0, 1)]
         self.clients = [WriterClient.start(disk, thread=True) for disk in self.disks]
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -50,20 +54,29 @@ class Life:
             for client, disk, far in zip(self.clients, self.disks, (self.remote, second or self.remote), strict=True)
         ]
 
-    def save(self, step: int) -> None:
-        """One save of both ranks, until it is staged."""
+    def save(self, step: int, *more: bytes) -> None:
+        """One save of both ranks, until it is staged; ``more``: files of every rank beside its own."""
         futures = []
         for rank, client in enumerate(self.clients):
             save_id = f"{self.start_id}-{step:x}"
             manifest = {"run_id": self.opened.run_id, "checkpoint_id": save_id, "step": step}
             job = SaveJob(
                 directory=f"step_{step:08d}", save_id=save_id, writer=rank, part=True, joint=True, run=rank == 0,
-                blobs=(BlobPlan(path=f"rank-{rank:05d}-{save_id}.json", role="rank"),),
+                blobs=(
+                    BlobPlan(path=f"rank-{rank:05d}-{save_id}.json", role="rank"),
+                    *(BlobPlan(path=f"more{n}-{rank:05d}-{save_id}.json", role="rank") for n in range(len(more))),
+                ),
                 manifest={**manifest, "attempt": self.opened.attempt},
             )  # fmt: skip
-            futures.append(client.submit(self.disks[rank], job, [b"{}"]))
+            futures.append(client.submit(self.disks[rank], job, [b"{}", *more]))
         for future in futures:
             future.result(LIMIT_S)
+
+    def arrive(self) -> None:
+        """Wait until all that is staged is at the remote."""
+        state: dict[str, Any] = {"version": None, "waiting": ["not asked yet"]}
+        while state["waiting"]:
+            state = self.clients[0].run_op("follow", since=state["version"]).result(LIMIT_S)
 
     def close(self) -> None:
         ends = [threading.Thread(target=client.close, args=(LIMIT_S,)) for client in self.clients]
@@ -75,8 +88,8 @@ class Life:
 
 
 @contextlib.contextmanager
-def life(home: Path, start_id: str, second: Any = None) -> Iterator[Life]:
-    one = Life(home, start_id, second)
+def life(home: Path, start_id: str, second: Any = None, remote: Any = None) -> Iterator[Life]:
+    one = Life(home, start_id, second, remote)
     try:
         yield one
     finally:
@@ -110,6 +123,46 @@ def test_what_did_not_get_there_is_brought_by_the_next_life(tmp_path: Path, monk
         two.clients[0].run_op("bring", name="step_00000001", save="aaaaaaa1-1").result(LIMIT_S)
         assert [row[0] for row in two.clients[0].run_op("records").result(LIMIT_S)] == ["step_00000001"]
     assert files(tmp_path) == []
+
+
+class Store(MemoryStorage):
+    """Tells what was sent to it, and what it has repeated by itself."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.sent: list[str] = []
+        self.repeated: list[str] = []
+
+    def create(self, path: str, size: int) -> Any:
+        self.sent.append(path)
+        return super().create(path, size)
+
+    def copy(self, source: str, target: str) -> None:
+        super().copy(source, target)
+        self.repeated.append(target)
+
+
+def test_a_store_repeats_what_did_not_change(tmp_path: Path) -> None:
+    """Nobody sends it again: but small files, what has changed, every tenth time, and where it is gone at the store."""
+    store, large = Store("staged-repeats"), b"7" * (1 << 20)
+    with life(tmp_path, "aaaaaaa1", remote=store) as one:
+        for step in range(1, 14):
+            if step == 13:
+                for found in list(store.list("step_00000012")):
+                    store.delete(found.path)
+            one.save(step, large, bytes([step]) * (1 << 20), large[:-1])
+            one.arrive()
+
+    def steps(paths: list[str], kind: str) -> list[int]:
+        return sorted(int(path[5:13]) for path in paths if f"/{kind}-" in path)
+
+    both = sorted([*range(1, 14)] * 2)
+    assert steps(store.sent, "more0") == [1, 1, 11, 11, 13, 13]
+    assert steps(store.repeated, "more0") == [step for step in both if step not in (1, 11, 13)]
+    assert all("/more0-" in path for path in store.repeated)
+    assert steps(store.sent, "more1") == steps(store.sent, "more2") == steps(store.sent, "rank") == both
+    found = read_manifest(store, "step_00000013", check_sizes=True)
+    assert store.read(f"step_00000013/{found.files[1].path}") == large
 
 
 def test_bringing_a_save_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,9 +200,9 @@ def test_what_is_said_before_a_save_arrives_is_kept_until_it_is_stored(
     may_go, failures = threading.Event(), iter([StorageError("no answer")])
     send, bind = staged_part.send_entries, Catalog.set_metrics
 
-    def send_later(*args: Any) -> Any:
+    def send_later(*args: Any, **more: Any) -> Any:
         assert may_go.wait(LIMIT_S)
-        return send(*args)
+        return send(*args, **more)
 
     def fail_once(*args: Any) -> Any:
         for failure in failures:
@@ -204,3 +257,30 @@ def test_what_rank_0_has_asked_for_is_done_before_the_end(tmp_path: Path, monkey
     threading.Timer(0.05, may_go.set).start()
     parts.await_end(time.monotonic() + LIMIT_S, lambda: True)
     assert len(removed) == 1
+
+
+def test_an_order_that_comes_with_the_first_words_is_carried_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that is started again in the middle of an upload hears of it while it joins; its answer is not lost."""
+    local, remote = LocalStorage(tmp_path / "node1"), LocalStorage(tmp_path / "remote")
+    put_part(local, "step_00000001", "aaaaaaa1-1", PartSummary(writer=1, files=()))
+    said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    class Eager:
+        def __init__(self, *, hear: Any, **_: Any) -> None:
+            order = {"do": "upload", "save": "aaaaaaa1-1", "directory": "step_00000001"}
+            first = threading.Thread(target=hear, args=(order,))
+            first.start()
+            first.join(LIMIT_S)
+
+        def say(self, message: Any) -> None:
+            said.put(message)
+
+    monkeypatch.setattr(joint, "ControlMember", Eager)
+    stages = {"local": 1, "remote": 2, "limits": {}, "start_id": "aaaaaaa1"}
+    answers: Any = SimpleNamespace(storage_of={1: local, 2: remote}.get, later=lambda work: None)
+    header = {"rank": 1, "world_size": 2, "timeout_s": LIMIT_S, "pid": os.getpid(), "beat_s": 0.1, "stale_s": 10.0}
+    told = {**header, "addresses": [], "token": "t", "stage": stages}
+    joint.Joint(answers).join(told, (), memoryview(bytearray(BOARD_BYTES)))
+    assert said.get(timeout=LIMIT_S) == {"do": "uploaded", "save": "aaaaaaa1-1", "error": None}

@@ -28,12 +28,20 @@ from ._sending import WINDOW, File, Progress, Sender, Stop, TransferStopped, Win
 from .remains import is_remains
 from .sidecar import METRICS_FILE, read_sidecar, write_sidecar
 
-__all__ = ["Copied", "TransferStopped", "compare_files", "copy_checkpoint", "copy_file", "send_entries"]
+__all__ = [
+    "REPEATED_FROM",
+    "Copied",
+    "TransferStopped",
+    "compare_files",
+    "copy_checkpoint",
+    "copy_file",
+    "send_entries",
+]
 
 # Not among the files of a checkpoint: they go last, or not at all.
 _NOT_FILES = frozenset({MANIFEST_NAME, REMOVING_NAME, *SIDECARS})
-# To have a store repeat a file takes three requests, to send a small one takes one.
-_REPEATED_FROM = 1 << 20
+REPEATED_FROM = 1 << 20
+"""To have a store repeat a file takes three requests, to send a small one takes one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,20 +141,44 @@ def copy_file(source: Storage, path: str, target: Storage, new_path: str, *, pro
     sender.each([File(path=new_path, source=path, target=new_path, size=source.stat(path).size)], sender.send)
 
 
-def send_entries(source: Storage, target: Storage, directory: str, entries: Sequence[FileEntry]) -> None:
-    """Send files of a save, whose manifest comes later, as far as they are not there yet; digests are checked."""
+def send_entries(
+    source: Storage,
+    target: Storage,
+    directory: str,
+    entries: Sequence[FileEntry],
+    *,
+    twins: Mapping[tuple[str, int], str] | None = None,
+) -> set[str]:
+    """Send files of a save, whose manifest comes later, as far as they are not there yet; digests are checked.
+
+    Args:
+        source: holds them.
+        target: where they go.
+        directory: of the save, at both.
+        entries: the files.
+        twins: files at the target by digest and size, to be repeated there.
+
+    Returns:
+        Names of the files that passed through this machine.
+    """
     is_local = target.local_root is not None
     there = {info.path: info.size for info in target.list(directory, recursive=False)}
     sender = Sender(source, target)
+    sent: set[str] = set()
 
     def bring(file: File, windows: Windows) -> None:
         # The name carries the save's id. On a disk a file that looks whole may be one whose writer died.
-        if there.get(file.target) != file.size or (is_local and not sender.is_at_target(file, windows)):
+        if there.get(file.target) == file.size and (not is_local or sender.is_at_target(file, windows)):
+            return
+        twin = (twins or {}).get((file.digest or "", file.size))
+        if twin is None or not _repeat(target, twin, file.target, replace=file.target in there):
             sender.send(file, windows)
+            sent.add(file.path)
 
     paths = [(entry, join(directory, entry.path)) for entry in entries]
     files = [File(path=one.path, source=path, target=path, size=one.size, digest=one.digest) for one, path in paths]
     sender.each(files, bring)
+    return sent
 
 
 def compare_files(source: Storage, path: str, target: Storage, new_path: str) -> Literal["same", "unfinished", "other"]:
@@ -229,7 +261,9 @@ class _Copy:
                     return
             twin = twins.get((file.digest, file.size)) if file.digest and start_id_of(file.path) else None
             # On a disk the two then share their bytes, and what befalls them: no more of that than at the source.
-            if twin is not None and (not is_local or file.shared or twin.shared) and self._repeat(twin, file):
+            may_share = twin is not None and (not is_local or file.shared or twin.shared)
+            replace = file.path in self._there
+            if twin is not None and may_share and _repeat(self._target, twin.target, file.target, replace=replace):
                 self._count(file, bytes_copied=file.size)
                 return
             try:
@@ -277,18 +311,6 @@ class _Copy:
                     f"{join(self._target.uri, self._directory)}: another checkpoint was committed there meanwhile"
                 ) from error
 
-    def _repeat(self, twin: File, file: File) -> bool:
-        """Copy a file of an earlier checkpoint at the target; False if that one is gone or the store cannot."""
-        try:
-            if file.path in self._there:
-                self._target.delete(file.target)
-            self._target.copy(twin.target, file.target)
-        except StorageFullError:
-            raise
-        except StorageError:  # it only would have saved time; one that does not answer says so to the sending too
-            return False
-        return True
-
     def _gone(self, file: File, error: StorageNotFoundError) -> Exception:
         if self._source.exists(file.source):
             return error  # it was the target: a bucket that is not there
@@ -305,6 +327,19 @@ class _Copy:
     def _file(self, path: str, size: int, digest: str | None, *, shared: bool = False) -> File:
         source, target = join(self._name, path), join(self._directory, path)
         return File(path=path, source=source, target=target, size=size, digest=digest, shared=shared)
+
+
+def _repeat(target: Storage, twin: str, path: str, *, replace: bool) -> bool:
+    """Copy a file of an earlier checkpoint at the target; False if that one is gone or the store cannot."""
+    try:
+        if replace:
+            target.delete(path)
+        target.copy(twin, path)
+    except StorageFullError:
+        raise
+    except StorageError:  # it only would have saved time; one that does not answer says so to the sending too
+        return False
+    return True
 
 
 def _sizes(storage: Storage, directory: str) -> dict[str, int]:
@@ -348,7 +383,7 @@ def _twins(target: Storage, previous: str | None) -> dict[tuple[str | None, int]
         return {}  # gone or damaged: it only would have saved time
     twins: dict[tuple[str | None, int], File] = {}
     for entry in entries:
-        if entry.size >= _REPEATED_FROM and start_id_of(entry.path) is not None:
+        if entry.size >= REPEATED_FROM and start_id_of(entry.path) is not None:
             path = join(previous, entry.path)
             shared = entry.reused_from is not None
             twins[entry.digest, entry.size] = File(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from functools import cached_property
+from math import prod
 from operator import sub
 
-from ..format.boxes import Box, flaw, overlap
+import numpy as np
+
+from ..format.boxes import Box, flaw
 
 __all__ = ["Cuts"]
 
@@ -27,12 +30,30 @@ class Cuts:
         """Why the boxes do not make up the tensor, each element once; None if they do."""
         return flaw(self.shape, self.boxes)
 
+    @cached_property
+    def counts(self) -> list[int]:
+        """How many elements each box has."""
+        return [prod(box.shape) for box in self.boxes]
+
+    @cached_property
+    def _edges(self) -> tuple[np.ndarray, np.ndarray]:
+        """First indices of all boxes, and those behind their last ones: rows of as many numbers as dimensions."""
+        size = len(self.boxes), len(self.shape)
+        starts = np.array([box.start for box in self.boxes], dtype=np.int64).reshape(size)
+        return starts, starts + np.array([box.shape for box in self.boxes], dtype=np.int64).reshape(size)
+
     def overlaps(self, wanted: Box) -> tuple[tuple[int, Box], ...]:
         """Return the numbers of the boxes that overlap ``wanted``, each with what they have in common."""
         found = self._overlaps.get(wanted)
         if found is None:
-            pairs = ((number, overlap(box, wanted)) for number, box in enumerate(self.boxes))
-            found = self._overlaps[wanted] = tuple((number, common) for number, common in pairs if common is not None)
+            starts, ends = self._edges
+            first = np.array(wanted.start, dtype=np.int64)
+            low = np.maximum(starts, first)
+            sizes = np.minimum(ends, first + np.array(wanted.shape, dtype=np.int64)) - low
+            numbers = (sizes > 0).all(axis=1).nonzero()[0]
+            rows = zip(numbers.tolist(), low[numbers].tolist(), sizes[numbers].tolist(), strict=True)
+            found = tuple([(number, Box(tuple(start), tuple(size))) for number, start, size in rows])
+            self._overlaps[wanted] = found
         return found
 
     def make_up(self, wanted: Box) -> bool:

@@ -216,11 +216,11 @@ def unite(stored: Stored, indexes: Sequence[Index]) -> None:
             if before is None and name not in aliases:
                 entries[name] = entry
                 continue
-            if before is None or before[1:3] != entry[1:3] or not (_in_boxes(before) and _in_boxes(entry)):
-                raise _twice(where, name, index, indexes)
             there = pieces.get(name)
-            if there is None:
+            if there is None and before is not None and _in_boxes(before):
                 there = pieces[name] = list(before.pieces)
+            if before is None or there is None or before[1:3] != entry[1:3] or not _in_boxes(entry):
+                raise _twice(where, name, index, indexes)
             there.extend(entry.pieces)
         for name, original in index.aliases.items():
             # Boxes of tied tensors are tied on each rank.
@@ -240,7 +240,7 @@ def _twice(where: str, name: str, second: Index, indexes: Sequence[Index]) -> Co
 
 
 def _in_boxes(entry: TensorEntry) -> bool:
-    return all(piece.box_start is not None for piece in entry.pieces)
+    return None not in [piece[3] for piece in entry[3]]  # their `box_start`, by number: a million pieces take a while
 
 
 def _save_id(index_path: str) -> str:

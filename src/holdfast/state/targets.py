@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 
 from ..errors import CorruptCheckpointError
@@ -32,7 +30,7 @@ class Targets:
         self.requests: list[ReadRequest] = []
         self._dtypes: dict[str, torch.dtype] = {}
         self._complete: set[str] = set()  # tensors whose boxes were found to make them up
-        self._cuts: dict[tuple[tuple[int, ...], tuple[Box, ...]], Cuts] = {}
+        self._cuts: dict[tuple[object, ...], Cuts] = {}
         # By address: tied live tensors are one memory, which is read once.
         self._at: dict[int, list[tuple[torch.Tensor, str]]] = {}
 
@@ -117,8 +115,8 @@ class Targets:
             entry = self.stored.entry(entry.name)
             cuts = self._cuts_of(entry)
         if entry.name not in self._complete:
-            pairs = zip(entry.pieces, cuts.boxes, strict=True)
-            short = [box for piece, box in pairs if piece.nbytes != prod(box.shape) * dtype.itemsize]
+            rows, width = zip(entry.pieces, cuts.counts, cuts.boxes, strict=True), dtype.itemsize
+            short = [box for piece, count, box in rows if piece[2] != count * width]
             problem = f"its bytes do not make {entry.dtype} {list(short[0].shape)}" if short else None
             if not problem and self.stored.is_complete:
                 problem = cuts.problem
@@ -136,10 +134,12 @@ class Targets:
                 self.requests.extend(spans(entry.name, piece, box, common, _within(target, wanted, common), dtype))
 
     def _cuts_of(self, entry: TensorEntry) -> Cuts:
-        boxes = tuple([box_of(piece, entry.shape) for piece in entry.pieces])
-        found = self._cuts.get((entry.shape, boxes))
+        # By identity: in one index boxes that are alike are one object, and to compare a million of them takes seconds.
+        key = entry.shape, *[id(piece[3]) for piece in entry.pieces], *[id(piece[4]) for piece in entry.pieces]
+        found = self._cuts.get(key)
         if found is None:
-            found = self._cuts[entry.shape, boxes] = Cuts(entry.shape, boxes)
+            boxes = tuple([box_of(piece, entry.shape) for piece in entry.pieces])  # these keep the objects alive
+            found = self._cuts[key] = Cuts(entry.shape, boxes)
         return found
 
 

@@ -173,9 +173,9 @@ class ControlMember:
             if self._woken in ready:
                 self._clear_wake()
             ended = self._say_all(link)
-            if ended is not None:
-                return ended
-            fine = fine and link.flush() and (link not in ready or self._listen(link))
+            if ended:
+                return True
+            fine = fine and ended is None and link.flush() and (link not in ready or self._listen(link))
             if self.lost is not None:
                 return True
         link.close()

@@ -95,18 +95,19 @@ class Joint:
                 commit=self._commit_later,
                 **times,
             )
-        self._member = ControlMember(
-            rank=self._rank,
-            addresses=[(host, port) for host, port in header["addresses"]],
-            token=header["token"],
-            board=Board(board),
-            hear=self._hear,
-            again=self._again,
-            stopped=lambda: is_stopped(self._trainer),
-            **times,
-        )
-        if "stage" in header:
+        if "stage" in header:  # before orders for it can come
             self.stage(**header["stage"])
+        with self._changed:  # else what is answered to the first words of rank 0 may be said by nobody
+            self._member = ControlMember(
+                rank=self._rank,
+                addresses=[(host, port) for host, port in header["addresses"]],
+                token=header["token"],
+                board=Board(board),
+                hear=self._hear,
+                again=self._again,
+                stopped=lambda: is_stopped(self._trainer),
+                **times,
+            )
 
     def stage(self, local: int, remote: int, limits: dict[str, Any], start_id: str, call: int | None = None) -> None:
         """From now on our parts are staged on the local disk, and brought to the remote later. May be repeated."""
@@ -288,8 +289,10 @@ class Joint:
                 self._answers.say_failed(call, HoldfastError(why))
 
     def _say(self, message: Message) -> None:
-        if self._member is not None:
-            self._member.say(message)
+        with self._changed:
+            member = self._member
+        if member is not None:
+            member.say(message)
 
     # -- the end of a save
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from holdfast.checkpoint.transfer import send_entries
+from holdfast.checkpoint.transfer import REPEATED_FROM, send_entries
 from holdfast.errors import CheckpointError, HoldfastError
 from holdfast.format.commit import PartSummary
 from holdfast.format.names import join, save_id_of
@@ -21,6 +21,7 @@ from holdfast.format.parts import part_name, read_part, remove_part
 from holdfast.storage.base import Storage
 
 from .control_link import Message
+from .history import MAX_REUSES
 from .messages import error_to_json
 
 __all__ = ["StagedParts", "files_in_front"]
@@ -44,6 +45,8 @@ class StagedParts:
     ) -> None:
         self._local, self._remote, self._rank, self._say = local, remote, rank, say
         self._changed = threading.Condition()
+        # What we have brought last, by digest and size: where it is, and how often in a row the remote has repeated it.
+        self._brought: dict[tuple[str, int], tuple[str, int]] = {}
         own = part_name(rank, start_id).removesuffix(".json")
         self._held: set[str] = set()
         try:
@@ -104,10 +107,22 @@ class StagedParts:
                 continue
             error = None
             try:
-                send_entries(self._local, self._remote, directory, self._read(save, directory).files)
+                self._bring(directory, self._read(save, directory))
             except Exception as problem:  # noqa: BLE001 - a thread edge: rank 0 hears of it, and may ask again
                 error = error_to_json(problem)
             self._say({"do": "uploaded", "save": save, "error": error})
+
+    def _bring(self, directory: str, part: PartSummary) -> None:
+        """Bring our files; those that are in the save before as well the remote repeats by itself, if it is a store."""
+        before, stores = self._brought, self._remote.local_root is None
+        twins = {key: path for key, (path, times) in before.items() if stores and times < MAX_REUSES}
+        sent = send_entries(self._local, self._remote, directory, part.files, twins=twins)
+        self._brought = {}
+        for one in part.files:
+            if one.size >= REPEATED_FROM:
+                key = one.digest, one.size
+                times = 0 if one.path in sent else before.get(key, ("", 0))[1] + 1
+                self._brought[key] = join(directory, one.path), times
 
     def _read(self, save: str, directory: str) -> PartSummary:
         part = read_part(self._local, directory, save, self._rank)

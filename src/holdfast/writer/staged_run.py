@@ -167,17 +167,21 @@ class StagedRun(RemoteRun):
         """Have one save brought by all ranks, and commit it; see `RemoteRun.take`."""
         self.heartbeat.confirm()
         save, manifest = self._saves[name]
+        if committed_already(self._storage, name, {"checkpoint_id": manifest.checkpoint_id}) is None:
+            self._bring(name, save, stop)
+            self.heartbeat.confirm()
+            commit_manifest(self._storage, name, manifest)
+        self._run.arrived(name, manifest, lambda: self._say_late(name))
+        return Copied(files=len(manifest.files)), []
+
+    def _bring(self, name: str, save: str, stop: Callable[[], bool]) -> None:
+        order = {"do": "upload", "save": save, "directory": name}
         try:
-            self._server.uploads.bring({"do": "upload", "save": save, "directory": name}, self._server.tell, stop)
+            self._server.uploads.bring(order, self._server.tell, stop)
         except CheckpointError:
             if self._server.uploads.lacks_ranks:
                 self._left.add(name)
             raise
-        self.heartbeat.confirm()
-        if committed_already(self._storage, name, {"checkpoint_id": manifest.checkpoint_id}) is None:
-            commit_manifest(self._storage, name, manifest)
-        self._run.arrived(name, manifest, lambda: self._say_late(name))
-        return Copied(files=len(manifest.files)), []
 
     def _say_late(self, name: str) -> None:
         """Repeat what was said about a save before it arrived; what cannot be stored is kept. Needs the run's lock."""
