@@ -153,7 +153,7 @@ NONSENSE: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), NONSENSE, ids=lambda value: repr(value)[:30])
+@pytest.mark.parametrize(("name", "value"), NONSENSE, ids=[f"{one[0]}-{at}" for at, one in enumerate(NONSENSE)])
 def test_nonsense(tmp_path: Path, name: str, value: Any) -> None:
     """What cannot be meant is refused by the constructor with an error that names it; nothing is written."""
     options: dict[str, Any] = {"folder": tmp_path / "runs"}
