@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import holdfast as hf
 from holdfast.torch import TorchTrainer
 
 
-def fit(storage: Path, name: str, *, kill: bool) -> hf.Result:
+def fit(storage: Path, name: str, strategy: str, *, kill: bool) -> hf.Result:
     def train(config: dict[str, Any]) -> None:
-        import torch
         from torch.utils.data import DataLoader, TensorDataset
 
         import holdfast as hf
         from holdfast.torch import prepare_data_loader, prepare_model
 
         torch.manual_seed(0)
-        model = prepare_model(torch.nn.Linear(1, 1))
+        model = prepare_model(torch.nn.Linear(1, 1), parallel_strategy=config["strategy"])
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
         data = TensorDataset(torch.arange(24.0).reshape(-1, 1))
         loader = prepare_data_loader(DataLoader(data, batch_size=2, shuffle=True), seed=1)
@@ -44,7 +44,7 @@ def fit(storage: Path, name: str, *, kill: bool) -> hf.Result:
 
     return TorchTrainer(
         train,
-        train_loop_config={"kill": kill},
+        train_loop_config={"kill": kill, "strategy": strategy},
         scaling_config=hf.ScalingConfig(num_workers=2),
         run_config=hf.RunConfig(
             name=name,
@@ -56,9 +56,10 @@ def fit(storage: Path, name: str, *, kill: bool) -> hf.Result:
 
 
 @pytest.mark.timeout(120)
-def test_a_worker_killed_in_mid_epoch_changes_nothing_in_the_result(tmp_path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_worker_killed_in_mid_epoch_changes_nothing_in_the_result(tmp_path, strategy: str) -> None:
     """Losses, data order, best checkpoints are equal to the bit; the history has every step once."""
-    whole, broken = fit(tmp_path, "whole", kill=False), fit(tmp_path, "broken", kill=True)
+    whole, broken = fit(tmp_path, "whole", strategy, kill=False), fit(tmp_path, "broken", strategy, kill=True)
     assert [len(one.attempts) for one in (whole, broken)] == [1, 2]
     assert "SIGKILL" in str(broken.attempts[0].reason)
     assert broken.attempts[0].seconds_lost > 0
@@ -71,3 +72,8 @@ def test_a_worker_killed_in_mid_epoch_changes_nothing_in_the_result(tmp_path) ->
     again = hf.Result.from_path(broken.path)
     assert again.best_checkpoints == broken.best_checkpoints
     assert again.checkpoint == broken.checkpoint
+    alone = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]  # one process reads what two have sharded
+    for model, result in zip(alone, (whole, broken), strict=True):
+        assert result.checkpoint is not None
+        hf.load(result.checkpoint, {"model": model}, only="model")
+    assert torch.equal(alone[0].weight, alone[1].weight)

@@ -110,11 +110,11 @@ def test_one_worker_needs_nothing() -> None:
 
 
 def test_strategies() -> None:
-    """FSDP is refused until checkpoints of sharded models come; others are unknown."""
-    with pytest.raises(hf.ConfigError, match="later version"):
-        prepare_model(nn.Linear(1, 1), parallel_strategy="fsdp")
-    with pytest.raises(hf.ConfigError, match="use 'ddp' or None"):
-        prepare_model(nn.Linear(1, 1), parallel_strategy="zero")
+    """One worker has nothing to shard; an unknown strategy is refused."""
+    model = nn.Linear(1, 1)
+    assert prepare_model(model, parallel_strategy="fsdp") is model
+    with pytest.raises(hf.ConfigError, match="use 'ddp', 'fsdp' or None"):
+        prepare_model(model, parallel_strategy="zero")
 
 
 def test_models_move_where_they_are_told() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
     BatchSampler,
@@ -55,19 +56,17 @@ def prepare_model(
     Args:
         model: the model; one that is wrapped already is only moved.
         move_to_device: True: to `get_device`; or the device.
-        parallel_strategy: "ddp" or None.
-        parallel_strategy_kwargs: arguments for `torch.nn.parallel.DistributedDataParallel`.
+        parallel_strategy: "ddp", "fsdp" or None. With "fsdp" every worker has a part of each parameter (FSDP2); make the
+            optimizer afterwards, and shard large blocks by themselves first (`fully_shard` of torch), else all of the
+            model is gathered at once.
+        parallel_strategy_kwargs: arguments for `torch.nn.parallel.DistributedDataParallel`, or for
+            `torch.distributed.fsdp.fully_shard`.
 
     Raises:
         ConfigError: an unknown strategy, or several ranks without a process group.
     """
-    if parallel_strategy == "fsdp":
-        raise ConfigError(
-            "prepare_model(parallel_strategy='fsdp'): checkpoints of sharded models come in a later version; use 'ddp' "
-            "(the default), or None and wrap the model yourself, and report its checkpoints as directories"
-        )
-    if parallel_strategy not in ("ddp", None):
-        raise ConfigError(f"prepare_model(parallel_strategy={parallel_strategy!r}): use 'ddp' or None")
+    if parallel_strategy not in ("ddp", "fsdp", None):
+        raise ConfigError(f"prepare_model(parallel_strategy={parallel_strategy!r}): use 'ddp', 'fsdp' or None")
     device = _target(move_to_device)
     if device is not None:
         if device.type == "cuda":
@@ -79,6 +78,8 @@ def prepare_model(
     _need_group(ranks, "prepare_model")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return model  # nothing to average; DDP refuses such a model
+    if parallel_strategy == "fsdp":
+        return _shard(model, ranks, dict(parallel_strategy_kwargs or {}))
     options: dict[str, Any] = {}
     if device is not None and device.type == "cuda":
         options = {"device_ids": [device], "output_device": device}
@@ -154,6 +155,22 @@ def enable_reproducibility(seed: int = 0) -> None:
     torch.backends.cudnn.benchmark = False
     # See https://docs.nvidia.com/cuda/cublas/#results-reproducibility
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+
+
+def _shard(model: nn.Module, ranks: RankInfo, options: dict[str, Any]) -> nn.Module:
+    """Shard a model over all ranks, on the kind of device that its parameters are on."""
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError as error:
+        raise ConfigError(
+            f"prepare_model(parallel_strategy='fsdp') needs torch 2.6 or newer, this is {torch.__version__}: upgrade "
+            "it, or use 'ddp'"
+        ) from error
+    if "mesh" not in options:
+        kind = next(model.parameters()).device.type
+        options["mesh"] = init_device_mesh(kind, (ranks.world_size,))
+    fully_shard(model, **options)
+    return model
 
 
 def _split(loader: DataLoader[Any], ranks: RankInfo, seed: int) -> DataLoader[Any]:
