@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from holdfast.errors import (
     CheckpointError,
@@ -66,6 +66,13 @@ class Copied:
     def total_bytes(self) -> int:
         """The bytes of all files."""
         return self.bytes_sent + self.bytes_there + self.bytes_copied
+
+
+class Brought(NamedTuple):
+    """Names of files that passed through this machine, and of those that the target repeated by itself."""
+
+    sent: set[str]
+    repeated: set[str]
 
 
 def copy_checkpoint(
@@ -148,7 +155,7 @@ def send_entries(
     entries: Sequence[FileEntry],
     *,
     twins: Mapping[tuple[str, int], str] | None = None,
-) -> set[str]:
+) -> Brought:
     """Send files of a save, whose manifest comes later, as far as they are not there yet; digests are checked.
 
     Args:
@@ -159,26 +166,28 @@ def send_entries(
         twins: files at the target by digest and size, to be repeated there.
 
     Returns:
-        Names of the files that passed through this machine.
+        Which of them took what way; the others were there.
     """
     is_local = target.local_root is not None
     there = {info.path: info.size for info in target.list(directory, recursive=False)}
     sender = Sender(source, target)
-    sent: set[str] = set()
+    brought = Brought(set(), set())
 
     def bring(file: File, windows: Windows) -> None:
         # The name carries the save's id. On a disk a file that looks whole may be one whose writer died.
         if there.get(file.target) == file.size and (not is_local or sender.is_at_target(file, windows)):
             return
         twin = (twins or {}).get((file.digest or "", file.size))
-        if twin is None or not _repeat(target, twin, file.target, replace=file.target in there):
-            sender.send(file, windows)
-            sent.add(file.path)
+        if twin is not None and _repeat(target, twin, file.target, replace=file.target in there):
+            brought.repeated.add(file.path)
+            return
+        sender.send(file, windows)
+        brought.sent.add(file.path)
 
     paths = [(entry, join(directory, entry.path)) for entry in entries]
     files = [File(path=one.path, source=path, target=path, size=one.size, digest=one.digest) for one, path in paths]
     sender.each(files, bring)
-    return sent
+    return brought
 
 
 def compare_files(source: Storage, path: str, target: Storage, new_path: str) -> Literal["same", "unfinished", "other"]:
@@ -331,6 +340,8 @@ class _Copy:
 
 def _repeat(target: Storage, twin: str, path: str, *, replace: bool) -> bool:
     """Copy a file of an earlier checkpoint at the target; False if that one is gone or the store cannot."""
+    if not target.copies_itself:
+        return False
     try:
         if replace:
             target.delete(path)

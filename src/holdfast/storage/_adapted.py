@@ -226,6 +226,11 @@ class AdaptedStorage(Storage):
                 writer.write(chunk)
 
     @property
+    def copies_itself(self) -> bool:
+        """Whether the client has the server copy."""
+        return type(self)._repeat is not AdaptedStorage._repeat
+
+    @property
     def max_file_bytes(self) -> int:
         """256 MiB: what was sent completely is not sent again after an interruption, so it should not be too much."""
         return 256 << 20

@@ -269,6 +269,11 @@ class Storage(ABC):
         """Size at which the files of a checkpoint are split here."""
         return 4 << 30
 
+    @property
+    def copies_itself(self) -> bool:
+        """Whether `copy` repeats an object where it is; False if its bytes would come here and go back."""
+        return True
+
     def free_bytes(self) -> int | None:
         """Return the bytes that can still be written, None if unknown."""
         return None

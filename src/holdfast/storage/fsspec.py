@@ -167,6 +167,17 @@ class FsspecStorage(AdaptedStorage):
             fs.rm_file(full)
             self._prune(fs, posixpath.dirname(full))
 
+    @property
+    def copies_itself(self) -> bool:
+        """Whether the file system has a copy of its own."""
+        from fsspec.asyn import AsyncFileSystem
+        from fsspec.spec import AbstractFileSystem
+
+        kind = type(self.filesystem)
+        if issubclass(kind, AsyncFileSystem) and kind.cp_file is AbstractFileSystem.cp_file:
+            return kind._cp_file is not AsyncFileSystem._cp_file
+        return kind.cp_file is not AbstractFileSystem.cp_file
+
     def _repeat(self, source: str, target: str) -> bool:
         with _guarded(self.filesystem) as fs:
             try:

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, unquote
 
 from .._optional import require
+from ..config import _removed
 from ..errors import ConfigError, StorageError
 from ._adapted import AdaptedStorage, Found, temporary_beside
 from ._client_options import Described, rebuild_options
@@ -28,6 +29,7 @@ _NAMED = "environ:"
 _KEY, _SECRET = "HOLDFAST_LIBCLOUD_KEY", "HOLDFAST_LIBCLOUD_SECRET"
 
 
+@_removed(chunk_size="what is read or sent at once is chosen for each storage, leave it out")
 class LibcloudObjectStore(AdaptedStorage):
     """Objects in one container of a provider of libcloud; the container must exist.
 
@@ -61,6 +63,11 @@ class LibcloudObjectStore(AdaptedStorage):
         """
         if not container:
             raise ConfigError("LibcloudObjectStore(container=''): give the name of a container")
+        if provider_kwargs is not None and not isinstance(provider_kwargs, Mapping):
+            raise ConfigError(
+                f"LibcloudObjectStore({provider!r}, {container!r}, {provider_kwargs!r}): the third is provider_kwargs, "
+                "a dictionary; there is no chunk_size"
+            )
         self._provider, self._container = provider.lower(), container
         named = {"key": key_environ, "secret": secret_environ}
         self._arguments = {

@@ -105,6 +105,11 @@ class PrefixStorage(Storage):
         """Size at which the parent wants files split."""
         return self._parent.max_file_bytes
 
+    @property
+    def copies_itself(self) -> bool:
+        """Whether the parent repeats objects by itself."""
+        return self._parent.copies_itself
+
     def describe(self) -> dict[str, Any] | None:
         """Return the description of the parent and the prefix."""
         parent = self._parent.describe()

@@ -56,9 +56,9 @@ def prepare_model(
     Args:
         model: the model; one that is wrapped already is only moved.
         move_to_device: True: to `get_device`; or the device.
-        parallel_strategy: "ddp", "fsdp" or None. With "fsdp" every worker has a part of each parameter (FSDP2); make the
-            optimizer afterwards, and shard large blocks by themselves first (`fully_shard` of torch), else all of the
-            model is gathered at once.
+        parallel_strategy: "ddp", "fsdp" or None. With "fsdp" every worker has a part of each parameter (FSDP2); make
+            the optimizer afterwards, and shard large blocks by themselves first (`fully_shard` of torch), else all of
+            the model is gathered at once.
         parallel_strategy_kwargs: arguments for `torch.nn.parallel.DistributedDataParallel`, or for
             `torch.distributed.fsdp.fully_shard`.
 

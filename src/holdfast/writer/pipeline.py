@@ -160,7 +160,7 @@ class PartWriter:
     # ---- steps
 
     def _is_candidate(self, number: int, plan: FilePlan) -> bool:
-        if not self._job.reuse or not self._previous.files:
+        if not self._job.reuse or not self._previous.files or not self._storage.copies_itself:
             return False
         known = self._previous.at(number, plan.size)
         return plan.stable or (known is not None and known.repeated)

@@ -116,13 +116,19 @@ class StagedParts:
         """Bring our files; those that are in the save before as well the remote repeats by itself, if it is a store."""
         before, stores = self._brought, self._remote.local_root is None
         twins = {key: path for key, (path, times) in before.items() if stores and times < MAX_REUSES}
-        sent = send_entries(self._local, self._remote, directory, part.files, twins=twins)
+        sent, repeated = send_entries(self._local, self._remote, directory, part.files, twins=twins)
         self._brought = {}
         for one in part.files:
             if one.size >= REPEATED_FROM:
-                key = one.digest, one.size
-                times = 0 if one.path in sent else before.get(key, ("", 0))[1] + 1
-                self._brought[key] = join(directory, one.path), times
+                key, path = (one.digest, one.size), join(directory, one.path)
+                known, times = before.get(key, ("", 0))
+                if one.path in repeated:
+                    times += 1
+                elif one.path in sent:
+                    times = 0
+                elif known != path:  # an earlier writer of this save brought it, who knows how
+                    times = MAX_REUSES
+                self._brought[key] = path, times
 
     def _read(self, save: str, directory: str) -> PartSummary:
         part = read_part(self._local, directory, save, self._rank)

@@ -11,6 +11,7 @@ import pytest
 from loop_kit import Crash, CrashAt, plain
 
 import holdfast as hf
+from holdfast.callbacks import CheckpointSaver
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.errors import StorageUnavailableError
 from holdfast.loggers import RemoteUploaderDownloader
@@ -79,7 +80,7 @@ def test_a_bucket_that_is_down_costs_saves_alone(
 
     monkeypatch.setattr("holdfast.trainers.loop.folder.resolve", resolve_impatient)
     uri = f"s3://{BUCKET}/down{suffix}"
-    options = {"save_filename": "ba{batch}" + suffix, "save_interval": "3ba", "save_latest_filename": None}
+    options = {"save_filename": "ba{batch}" + suffix, "save_interval": "3ba"}
     proxy.inject(Fault(kind="503", path="/ba6"))
     trainer = plain(uri, **options)
     trainer.fit()
@@ -91,6 +92,57 @@ def test_a_bucket_that_is_down_costs_saves_alone(
         plain(uri, autoresume=True, max_duration="18ba", **options).fit()
     proxy.inject()
     assert int(plain(uri, autoresume=True, **options).state.timestamp.batch) == 15
+
+
+def test_a_link_that_cannot_be_set_loses_no_checkpoint(
+    proxy: FaultProxy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said, the next save sets it, and until then nothing is deleted that it may mean."""
+    monkeypatch.setattr("holdfast.trainers.loop.folder.resolve", lambda uri: ObjectStorage(uri, {"max_retries": 0}))
+    uri = f"s3://{BUCKET}/unlinked"
+
+    def train(batches: int) -> None:
+        saver = CheckpointSaver(uri, "ba{batch}", save_interval="3ba", keep=hf.Keep(last=1))
+        trainer = plain(None, callbacks=saver, autoresume=True, run_name="r", max_duration=f"{batches}ba")
+        trainer.fit()
+        trainer.close()
+
+    faults = [Fault(kind="503", method="PUT", path="symlink", at=number) for number in (1, 2)]
+    proxy.inject(*faults)
+    train(9)
+    assert "is saved, but its link" in caplog.text
+    assert "NOT saved" not in caplog.text
+    there = resolve(uri)
+    assert there.read("latest-rank0.symlink") == b"unlinked/ba3"
+    assert [record.step for record in Catalog(there).records()] == [9, 6, 3]
+    proxy.inject()
+    train(12)
+    assert there.read("latest-rank0.symlink") == b"unlinked/ba12"
+    assert [record.step for record in Catalog(there).records()] == [12]
+
+
+def test_uploads_to_a_bucket_that_is_down_for_a_while(
+    proxy: FaultProxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training goes on, and all of them arrive; where they cannot, the end says so and the local ones stay."""
+
+    def uploader(name: str) -> RemoteUploaderDownloader:
+        found = RemoteUploaderDownloader(f"s3://{BUCKET}/{name}", num_attempts=1)
+        found.storage = ObjectStorage(found.storage.uri, {"max_retries": 0})
+        return found
+
+    options = {"run_name": "r", "save_filename": "ba{batch}", "save_interval": "4ba"}
+    proxy.inject(Fault(kind="503", path="/ba4", times=1))
+    trainer = plain(tmp_path / "one", loggers=uploader("away"), **options)
+    trainer.fit()
+    trainer.close()
+    assert "NOT uploaded to" in caplog.text
+    for batch in (4, 8, 12):
+        assert hf.Checkpoint(f"s3://{BUCKET}/away/r/checkpoints/ba{batch}").verify().ok
+    proxy.inject(Fault(kind="503", path="/ba12", times=None))
+    with pytest.raises(StorageUnavailableError, match=r"1 upload\(s\) to .* are missing"):
+        plain(tmp_path / "two", loggers=uploader("gone"), **options).fit()
+    assert hf.Checkpoint(tmp_path / "two" / "ba12").verify().ok
 
 
 def test_uploads_through_faults(proxy: FaultProxy, tmp_path: Path) -> None:

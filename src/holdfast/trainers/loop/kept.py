@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections.abc import Sequence
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...checkpoint.handle import Checkpoint
 from ...checkpoint.retention import decide
+from ...checkpointer.passing import PASSING, state_of
 from ...config import Keep
+from ...errors import StorageError
 from .finder import Found, look, look_at
 from .folder import Folder, link_latest
 from .naming import TIME_VARIABLES, NameTemplate
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from .site import Site
 
 __all__ = ["Destinations", "Kept"]
+
+_LOG = logging.getLogger("holdfast.trainer")
 
 
 class Destinations(NamedTuple):
@@ -51,6 +56,7 @@ class Kept:
         self._lock = threading.Lock()
         self._found: list[Found] = []  # oldest first
         self._uploading: list[str] = []
+        self._unlinked = False  # the link means an older checkpoint than the newest: nothing is deleted meanwhile
 
     @property
     def all(self) -> list[Found]:
@@ -121,19 +127,30 @@ class Kept:
     # -- after a commit, on another thread
 
     def add(self, saved: Found, there: Destinations) -> None:
-        """A checkpoint is committed."""
+        """A checkpoint is committed.
+
+        Raises:
+            StorageError: of the link, after all else but deletions: the link may still mean one of those.
+        """
         storage, leads = self._folder.storage, self._folder.ranks.leads
+        unlinked: StorageError | None = None
         if there.latest is not None and self._saver.num_to_keep != 0 and leads:
-            link_latest(storage, there.latest, saved.name)
+            try:
+                link_latest(storage, there.latest, saved.name)
+            except PASSING as error:
+                unlinked = error
         uploaders = self._site.uploads_of(self._saver) if leads and there.remote is not None else []
         with self._lock:  # at once: an upload that ends meanwhile must not delete it
             self._found = [*(one for one in self._found if one.name != saved.name), saved]
             self._uploading += [saved.name] * len(uploaders)
+            self._unlinked = unlinked is not None
         if leads:
             self._send(saved, uploaders, there)
             self._retain()
             if any(one.name == saved.name for one in self._found):
                 self._site.tell(Checkpoint.at(storage, saved.name))
+        if unlinked is not None:
+            raise unlinked
 
     def _send(self, saved: Found, uploaders: Sequence[RemoteUploaderDownloader], there: Destinations) -> None:
         for uploader in uploaders:
@@ -146,12 +163,15 @@ class Kept:
     def _uploaded(self, name: str) -> None:
         with self._lock:
             self._uploading.remove(name)  # one that cannot be uploaded stays here, where it is safe
-        self._retain()
+        try:
+            self._retain()
+        except PASSING as error:  # the upload has not failed
+            _LOG.warning("older checkpoints were not deleted, %s (%s): the next save does that", state_of(error), error)
 
     def _retain(self) -> None:
         """Delete what the rules do not keep, and nothing that is still being uploaded."""
         storage, keep, number = self._folder.storage, self._saver.keep, self._saver.num_to_keep
-        if keep is None and (number < 0 or self._folder.is_remote):
+        if self._unlinked or (keep is None and (number < 0 or self._folder.is_remote)):
             return
         with self._lock:
             protect = frozenset(self._uploading)

@@ -140,7 +140,13 @@ class Track:
         self.stats.saves += 1
         self.stats.seconds_to_durable.append(time.perf_counter() - begun)
         self.stats.last_durable_step = step
-        after()
+        try:
+            after()
+        except PASSING as error:  # the save itself is not lost
+            _LOG.warning(
+                "the checkpoint of batch %d is saved, but its link, its upload or the deletion of older ones was not "
+                "done, %s (%s): the next save does that", step, state_of(error), error,
+            )  # fmt: skip
 
     def settle(self) -> None:
         """Wait for the save under way; raises what failed.

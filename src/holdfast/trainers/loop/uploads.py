@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...checkpoint.transfer import copy_checkpoint, copy_file
+from ...checkpointer.passing import MAX_LOST, PASSING, state_of
 from ...config import _removed
 from ...errors import ConfigError, StorageError, StoragePermissionError
 from ...storage.base import Storage
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 __all__ = ["RemoteUploaderDownloader"]
 
 _LOG = logging.getLogger("holdfast.trainer")
+
+
+class _Job(NamedTuple):
+    future: Future[None]
+    work: Callable[..., None]
+    arguments: tuple[Any, ...]
 
 
 @_removed(**OF_UPLOADER)
@@ -56,7 +63,9 @@ class RemoteUploaderDownloader(LoggerDestination):
         self.file_path_format_string, self.num_attempts = file_path_format_string, num_attempts
         self._workers = num_concurrent_uploads
         self._pool: ThreadPoolExecutor | None = None
-        self._sent: list[Future[None]] = []
+        self._lock = threading.Lock()
+        self._sent: list[_Job] = []
+        self._left: list[_Job] = []  # to be tried again: the storage was full or did not answer
         self._pointing = threading.Lock()
         self._pointed: dict[str, tuple[int, int, str]] = {}
         self._run_name = ""
@@ -74,7 +83,11 @@ class RemoteUploaderDownloader(LoggerDestination):
     def upload(
         self, source: Storage, saved: Found, remote: str, latest: str | None, *, after: Callable[[], object]
     ) -> None:
-        """Send a checkpoint, then the pointer to it, and call ``after``; returns at once."""
+        """Send a checkpoint, then the pointer to it, and call ``after``; returns at once.
+
+        What could not be sent before is tried again first.
+        """
+        self._try_again()
         self._submit(self._send, source, saved, self.path_of(remote), latest, after)
 
     def point(self, saved: Found, remote: str, latest: str | None) -> None:
@@ -83,9 +96,18 @@ class RemoteUploaderDownloader(LoggerDestination):
             self._submit(self._point, saved, self.path_of(remote), latest)
 
     def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="holdfast-uploads")
-        self._sent.append(self._pool.submit(work, *arguments))
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="holdfast-uploads")
+            self._sent.append(_Job(self._pool.submit(work, *arguments), work, arguments))
+
+    def _try_again(self) -> bool:
+        """Submit what is left; False if nothing is."""
+        with self._lock:
+            left, self._left = self._left, []
+        for job in left:
+            self._submit(job.work, *job.arguments)
+        return bool(left)
 
     def _send(self, source: Storage, saved: Found, path: str, latest: str | None, after: Callable[[], object]) -> None:
         for attempt in range(1, self.num_attempts + 1):
@@ -117,23 +139,46 @@ class RemoteUploaderDownloader(LoggerDestination):
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Raise what failed meanwhile."""
-        if self._sent and self._sent[0].done():
-            self._settle()
+        self._settle()
 
-    def _settle(self) -> None:
-        done = [one for one in self._sent if one.done()]
-        self._sent = [one for one in self._sent if one not in done]
-        for future in done:
-            future.result()
+    def _settle(self) -> StorageError | None:
+        """Take in what has ended; returns why something is left to be tried again, if it is."""
+        with self._lock:
+            done = [one for one in self._sent if one.future.done()]
+            self._sent = [one for one in self._sent if one not in done]
+        passing: StorageError | None = None
+        for job in done:
+            try:
+                job.future.result()
+            except PASSING as error:
+                passing = error
+                with self._lock:
+                    self._left.append(job)
+                _LOG.warning("NOT uploaded to %s, %s (%s): tried again later", self.storage.uri, state_of(error), error)
+        if passing is not None and len(self._left) >= MAX_LOST:
+            raise passing
+        return passing
 
     def wait(self) -> None:
-        """Wait until everything is uploaded.
+        """Wait until everything is uploaded; what failed before is tried once more.
 
         Raises:
             HoldfastError: an upload failed.
         """
-        wait(list(self._sent))
-        self._settle()
+        passing = self._settle_all()
+        if self._try_again():
+            passing = self._settle_all()
+        if passing is not None:
+            raise type(passing)(
+                f"{len(self._left)} upload(s) to {self.storage.uri} are missing, {state_of(passing)} ({passing}); the "
+                "checkpoints are in their local folder: when it takes them again, copy them there (holdfast push)"
+            )
+
+    def _settle_all(self) -> StorageError | None:
+        with self._lock:
+            under_way = [one.future for one in self._sent]
+        wait(under_way)
+        return self._settle()
 
     def close(self, state: State, logger: Logger) -> None:
         """Finish what is being uploaded."""
