@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import http.client
 import http.server
+import socket
 import threading
 import time
 from urllib.parse import urlsplit
@@ -231,3 +234,18 @@ def test_refused_server():
     """Only plain HTTP can be looked into."""
     with pytest.raises(ConfigError, match="http://127"):
         FaultProxy("https://example.org")
+
+
+def test_connections_that_come_while_it_closes_are_closed() -> None:
+    """Asyncio makes no connection of what it has accepted when its listener closes; none of them may stay open."""
+    for _ in range(20):
+        proxy = FaultProxy("http://127.0.0.1:1")
+        host, port = proxy.url.removeprefix("http://").split(":")
+        clients = []
+        with contextlib.suppress(OSError):
+            clients += [socket.create_connection((host, int(port)), timeout=5) for _ in range(30)]
+        proxy.close()
+        for client in clients:
+            client.close()
+        del proxy
+        gc.collect()  # a socket that was left open warns, which is an error here

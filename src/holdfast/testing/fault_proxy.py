@@ -28,6 +28,7 @@ _ANSWERS = {
     "expired": ("400 Bad Request", "ExpiredToken"),  # what S3 says of a session that has ended
 }
 _HOP = ("connection", "keep-alive", "proxy-connection", "expect")  # between two machines only: never passed on
+_TURNS = 5  # of the event loop: more than accepting or closing a connection takes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,9 +151,10 @@ class FaultProxy:
         self._lock, self._closing = threading.Lock(), threading.Lock()
         self._log: list[Exchange] = []
         self._armed: list[_Armed] = []
-        self._connections: set[asyncio.Task[None] | None] = set()
+        # The loop itself holds tasks weakly: one that waits long could be collected.
+        self._connections: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
-        self._listener = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        self._listener = self._loop.run_until_complete(asyncio.start_server(self._begin, "127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
         self._thread = threading.Thread(target=self._loop.run_forever, name="holdfast-fault-proxy", daemon=True)
         self._thread.start()
@@ -193,16 +195,31 @@ class FaultProxy:
     # -- in the thread
 
     async def _end(self) -> None:
+        # Closing the listener at once would leave what was just accepted open: asyncio makes no connection of it then.
+        for listening in self._listener.sockets:
+            self._loop.remove_reader(listening.fileno())
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
         self._listener.close()
-        running = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        while running := [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        for _ in range(_TURNS):  # transports close their sockets a turn later
+            await asyncio.sleep(0)
+
+    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = self._loop.create_task(self._serve(reader, writer))
+        self._connections.add(task)
+
+        def end(_: object) -> None:  # of the task, also of one that was cancelled before its first step
+            self._connections.discard(task)
+            writer.transport.abort()
+
+        task.add_done_callback(end)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection of a client: requests one after another until somebody closes."""
-        task = asyncio.current_task()
-        self._connections.add(task)  # the loop itself holds tasks weakly: one that waits long could be collected
         try:
             while (head := await read_head(reader)) is not None:
                 one, fault = self._note(head)
@@ -212,9 +229,6 @@ class FaultProxy:
                     break
         except (OSError, asyncio.LimitOverrunError, ValueError, asyncio.CancelledError):
             pass  # one side went away, or this proxy does
-        finally:
-            self._connections.discard(task)
-            writer.transport.abort()
 
     def _note(self, head: Head) -> tuple[Exchange, Fault | None]:
         method, target, _ = head.first.split(" ", 2)
