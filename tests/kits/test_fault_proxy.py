@@ -237,14 +237,21 @@ def test_refused_server():
 
 
 def test_connections_that_come_while_it_closes_are_closed() -> None:
-    """Asyncio makes no connection of what it has accepted when its listener closes; none of them may stay open."""
-    for _ in range(20):
+    """What asyncio has accepted when its listener closes becomes no connection of its own; none may stay open."""
+    for _ in range(40):
         proxy = FaultProxy("http://127.0.0.1:1")
         host, port = proxy.url.removeprefix("http://").split(":")
-        clients = []
-        with contextlib.suppress(OSError):
-            clients += [socket.create_connection((host, int(port)), timeout=5) for _ in range(30)]
+        clients: list[socket.socket] = []
+
+        def connect(place: tuple[str, int] = (host, int(port)), clients: list[socket.socket] = clients) -> None:
+            with contextlib.suppress(OSError):
+                clients.extend(socket.create_connection(place, timeout=5) for _ in range(60))
+
+        connecting = threading.Thread(target=connect)
+        connecting.start()
+        time.sleep(0.002)  # in the midst of them
         proxy.close()
+        connecting.join()
         for client in clients:
             client.close()
         del proxy
