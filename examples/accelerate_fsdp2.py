@@ -3,8 +3,9 @@
     python examples/accelerate_fsdp2.py [DIRECTORY OR s3://BUCKET/RUN]
 
 The script starts itself with torchrun. The first life is killed by SIGKILL in the middle of an epoch. The second goes
-on from the last checkpoint, into which every process has put its shards. A third run without any kill says what the
-weights should be. With GPUs each process takes one, without them they train on CPUs.
+on from the last checkpoint, into which every process has put its shards (one that began from nothing would be an
+error). A third run without any kill says what the weights should be. With GPUs each process takes one, without them
+they train on CPUs.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def accelerated() -> Accelerator:
 
 
 def train(root: str, result: str, kill: str) -> None:
-    """Be one of the processes: train, from where an earlier life of the run was, and leave the weights in a file."""
+    """Be one of the processes: train, from where an earlier life was; a file says where that was, and the weights."""
     accelerator = accelerated()
     set_seed(1)
     net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1))
@@ -50,6 +51,7 @@ def train(root: str, result: str, kill: str) -> None:
     model, optimizer, loader, scheduler = accelerator.prepare(net, adam, data, rate)
 
     with Checkpointer(root, accelerator, every=4, keep=hf.Keep(last=2)) as ck:
+        began = ck.global_step
         for _ in ck.epochs(EPOCHS):
             for inputs, targets in ck.batches(loader):
                 with accelerator.accumulate(model):
@@ -64,7 +66,7 @@ def train(root: str, result: str, kill: str) -> None:
     shards = accelerator.unwrap_model(model).state_dict()
     whole = {name: shard.full_tensor() for name, shard in shards.items()}  # no process has them alone
     if accelerator.is_main_process:
-        torch.save(whole, result)
+        torch.save({"began": began, "weights": whole}, result)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
@@ -78,10 +80,11 @@ def main() -> None:
         for run, result, kill in ((root, ended, "kill"), (root, ended, ""), (f"{scratch}/peace", peace, "")):
             done = subprocess.run([*launch, __file__, "life", run, result, kill], check=False)
             print("this life ended with status", done.returncode, flush=True)
-        resumed = torch.load(ended, weights_only=True)
-        same = all(torch.equal(one, resumed[name]) for name, one in torch.load(peace, weights_only=True).items())
+        resumed, whole = torch.load(ended, weights_only=True), torch.load(peace, weights_only=True)
+        print("the second life went on from step", resumed["began"])
+        same = all(torch.equal(one, resumed["weights"][name]) for name, one in whole["weights"].items())
         print("weights are the same as without the kill:", same)
-        sys.exit(0 if same else 1)
+        sys.exit(0 if same and resumed["began"] > whole["began"] == 0 else 1)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ def objective(trial: optuna.Trial, root: Path, kill: int) -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     state = {"model": model, "optimizer": optimizer}
     with hf.Checkpointer(trial_path(root, trial), state, every="1ep", keep=hf.Keep(last=1)) as ck:
+        trial.set_user_attr("began", ck.epoch)
         if ck.epoch:
             print(f"trial {trial.number} goes on in epoch {ck.epoch}", flush=True)
         for epoch in ck.epochs(EPOCHS):
@@ -88,6 +89,9 @@ def main() -> None:
                 print(f"{name}: exit status {subprocess.run(command, check=False).returncode}", flush=True)
             study = optuna.load_study(study_name="digits", storage=f"sqlite:///{folder}/{name}/study.db")
             values[name] = {one.params["rate"]: one.value for one in study.trials if one.state.name == "COMPLETE"}
+            began = [one.user_attrs.get("began", 0) for one in study.trials]
+            if any(began) != (len(kills) > 1):
+                sys.exit(f"{name}: the trials began in epochs {began}; one that was killed goes on, no other does")
         if values["whole"] != values["killed"]:
             sys.exit(f"the values differ: {values}")
         print("the killed search has found the same values")

@@ -261,6 +261,41 @@ def test_accelerate_folders_of_fsdp(tmp_path, sharded) -> None:
         assert_state_equal(others.state[two], optimizer.state[one])
 
 
+def test_parts_that_are_there_twice(tmp_path) -> None:
+    """Of two files with the same part one is taken, and the other is said to be that; directories cannot overlap."""
+    weights = {"w": torch.arange(4.0).reshape(2, 2)}
+    other = {"w": torch.zeros(2, 2)}
+    save_file(weights, tmp_path / "model.safetensors")
+    torch.save({"seen": 1}, tmp_path / "optimizer.bin")
+    for name in ("pytorch_model.bin", "pytorch_model_fsdp.bin", "optimizer.pt"):
+        torch.save(other, tmp_path / name)
+    torch.save(hf.Keep(last=1), tmp_path / "scheduler.bin")  # is not taken, so nothing is the same as that
+    torch.save({"last": 3}, tmp_path / "scheduler.pt")
+    dcp.save({"model": other}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0")
+    done = hf.import_checkpoint(tmp_path, tmp_path / "taken")
+    same = "the same part as {}, which was taken".format
+    assert dict(done.not_taken) == {
+        "optimizer.pt": same("optimizer.bin"),
+        **dict.fromkeys(("pytorch_model.bin", "pytorch_model_fsdp.bin"), same("model.safetensors")),
+        "pytorch_model_fsdp_0": same("model.safetensors"),
+        "['scheduler']": "no plain data, nor of a class that is looked up",
+        "scheduler.pt": "no training state that is known here",
+    }
+    assert [name for name, _ in done.taken] == ["model", "optimizer"]
+    assert_state_equal(hf.load(tmp_path / "taken"), {"model": weights, "optimizer": {"seen": 1}})
+
+
+def test_directories_in_a_folder_that_overlap(tmp_path) -> None:
+    """What a directory has beside its own part does not come in the place of what was taken before."""
+    weights = {"w": torch.arange(4.0).reshape(2, 2)}
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    both = {"optimizer": {"m": torch.ones(3)}, "model": {"w": torch.zeros(2, 2)}}
+    dcp.save(both, checkpoint_id=tmp_path / "optimizer_0")
+    done = hf.import_checkpoint(tmp_path, tmp_path / "taken")
+    assert [path for path, _ in done.not_taken] == ["optimizer_0/model"]
+    assert_state_equal(hf.load(tmp_path / "taken"), {"model": weights, "optimizer": both["optimizer"]})
+
+
 def test_a_damaged_trainer_state(tmp_path) -> None:
     """JSON that is none is damage, and names the file."""
     torch.save({}, tmp_path / "optimizer.pt")

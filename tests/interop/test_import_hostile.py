@@ -45,7 +45,7 @@ sys.addaudithook(_hook)
 def everything_imported(tmp_path_factory) -> None:
     """Import what imports need beforehand: that runs code, too."""
     path = tmp_path_factory.mktemp("warm")
-    torch.save({"a": torch.ones(1), "b": [_Plain()]}, path / "a.pt")
+    torch.save({"a": torch.ones(1), "b": [_Plain()], "c": np.arange(2)}, path / "a.pt")
     hf.import_checkpoint(path / "a.pt", path / "a")
     hf.import_checkpoint(folder(path), path / "b")
 
@@ -144,6 +144,42 @@ def test_arrays_that_are_no_arrays(tmp_path, gadget) -> None:
     torch.save({"w": torch.ones(2), "a": GADGETS[gadget]}, tmp_path / "a.pt")
     with pytest.raises(hf.UnsupportedStateError, match="--trusted"):
         watched(lambda: hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "a"))
+
+
+def test_what_a_refusal_says(tmp_path) -> None:
+    """Why a crafted file is refused; the advice to trust it is for files that lack nothing but their classes."""
+    torch.save({"w": torch.ones(2), "a": GADGETS["fields"]}, tmp_path / "a.pt")
+    with pytest.raises(hf.UnsupportedStateError, match="denies the objects in it") as caught:
+        hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "a")
+    assert "if you trust" not in str(caught.value)
+    torch.save({"it": Bomb(), "counts": Calls(int, ("nine",))}, tmp_path / "b.pt")
+    with pytest.raises(hf.UnsupportedStateError, match=r"invalid literal.*'nine'.*if you trust"):
+        hf.import_checkpoint(tmp_path / "b.pt", tmp_path / "b")
+
+
+STRUCTURES = {
+    "plain": np.zeros(2, [("a", "i4")]),
+    "nested": np.zeros(2, [("a", [("b", "f4", (2,))])]),
+    "aligned": np.zeros(2, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
+    "objects": np.zeros(2, [("a", "O"), ("b", [("c", "O")])]),
+    "records": np.zeros(2, [("a", "i4")]).view(np.recarray),
+    "scalar": np.zeros(2, [("a", "i4")])[0],
+    "dtype": np.dtype([("a", "i4")]),
+    "subarray": np.dtype(("O", (2,))),
+}
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_structured_arrays_alone_are_left_out(tmp_path, kind) -> None:
+    """A structured array, also one that is referred to twice, is listed; all else is taken."""
+    value = STRUCTURES[kind]
+    state = {"v": value, "again": [value], "dtype": getattr(value, "dtype", None), "x": Bomb(), "w": torch.ones(2)}
+    torch.save({**state, "array": np.arange(3)}, tmp_path / "a.pt")
+    done = watched(lambda: hf.import_checkpoint(tmp_path / "a.pt", tmp_path / "a"))
+    assert [path for path, _ in done.not_taken][:2] == ["['v']", "['again'][0]"]
+    back = hf.load(tmp_path / "a")
+    assert back["w"].tolist() == [1, 1]
+    assert back["array"].tolist() == [0, 1, 2]
 
 
 def test_arrays_that_are(tmp_path) -> None:

@@ -41,6 +41,8 @@ _OTHER_MODEL = re.compile(r"(?:model|pytorch_model)_(\d+)\.(safetensors|bin)|pyt
 # Directories of torch.distributed.checkpoint with the sharded state of FSDP.
 _SHARDED = {"pytorch_model_fsdp_0": "model", "optimizer_0": "optimizer"}
 _MAX_INDEX = 256 << 20
+# Files with the first model, or a piece of it.
+_FIRST_MODEL = re.compile(r"(?:pytorch_)?model(?:-\d+(?:-of-\d+)?)?\.(?:safetensors|bin)(?:\.index\.json)?")
 # Files of a folder that are torch files; in the state they have their own names.
 _STATES = re.compile(
     r"(?:optimizer|scheduler|scaler|sampler|dl_state_dict)(?:_\d+)?\.(?:pt|bin)"
@@ -75,6 +77,7 @@ def from_hf(folder: str, stack: ExitStack, *, trusted: bool = False) -> Gathered
     gathered = Gathered()
     names = sorted(os.listdir(folder))
     used: set[str] = set()
+    source: dict[str, str] = {}  # part of the state -> the file it was taken from
     state: dict[str, Any] = {}
     mapped: list[tuple[int, int]] = []
     files = _indexed(folder, INDEX_NAME) or [name for name in (WEIGHTS_NAME,) if name in names]
@@ -82,25 +85,24 @@ def from_hf(folder: str, stack: ExitStack, *, trusted: bool = False) -> Gathered
     if files:
         used |= {*files, INDEX_NAME}
         models["model"] = _blobs(folder, files, stack, gathered)
+        source["model"] = _first_of((INDEX_NAME, WEIGHTS_NAME), names)
     else:
         weights = _indexed(folder, f"{_BIN}.index.json") or [name for name in (_BIN,) if name in names]
         used |= {*weights, f"{_BIN}.index.json"}
         for name in weights:
             state.setdefault("model", {}).update(_torch_file(os.path.join(folder, name), mapped, trusted=trusted))
+            source["model"] = _first_of((f"{_BIN}.index.json", _BIN), names)
     for name in names:
-        if found := _OTHER_MODEL.fullmatch(name):
-            number, kind = found[1] or found[3], found[2] or found[4]
-            label = f"model_{number}" if number else "model"
-            if label in models or label in state:
-                continue
-            used.add(name)
-            if kind == "safetensors":
-                models[label] = _blobs(folder, [name], stack, gathered)
-            else:
-                _take(state, label, os.path.join(folder, name), mapped, gathered, trusted=trusted)
-        elif _STATES.fullmatch(name) and (label := os.path.splitext(name)[0]) not in state:
-            used.add(name)
+        label = _part_of(name)
+        if not (_OTHER_MODEL.fullmatch(name) or _STATES.fullmatch(name)) or label is None or label in source:
+            continue
+        used.add(name)
+        if name.endswith(".safetensors"):
+            models[label] = _blobs(folder, [name], stack, gathered)
+        else:
             _take(state, label, os.path.join(folder, name), mapped, gathered, trusted=trusted)
+        if label in models or label in state:
+            source[label] = name
     if "trainer_state.json" in names:
         used.add("trainer_state.json")
         state["trainer_state"] = told = _json(os.path.join(folder, "trainer_state.json"))
@@ -111,11 +113,29 @@ def from_hf(folder: str, stack: ExitStack, *, trusted: bool = False) -> Gathered
         if key not in gathered.tree and os.path.isfile(os.path.join(folder, name, METADATA_NAME)):
             used.add(name)
             gathered.join(from_dcp(os.path.join(folder, name), stack), inside=name)
-    gathered.not_taken += [(name, _why_not(os.path.join(folder, name))) for name in names if name not in used]
+            source[key] = name
+    source = {part: name for part, name in source.items() if part in gathered.tree}
+    gathered.not_taken += [(name, _why_not(os.path.join(folder, name), source)) for name in names if name not in used]
     return gathered
 
 
-def _why_not(path: str) -> str:
+def _first_of(wanted: tuple[str, ...], names: list[str]) -> str:
+    return next(name for name in wanted if name in names)
+
+
+def _part_of(name: str) -> str | None:
+    """Return the part of the state that a file or directory of this name has; None: no such name is known."""
+    if found := _OTHER_MODEL.fullmatch(name):
+        number = found[1] or found[3]
+        return f"model_{number}" if number else "model"
+    if _FIRST_MODEL.fullmatch(name):
+        return "model"
+    return os.path.splitext(name)[0] if _STATES.fullmatch(name) else _SHARDED.get(name)
+
+
+def _why_not(path: str, source: dict[str, str]) -> str:
+    if other := source.get(_part_of(os.path.basename(path)) or ""):
+        return f"the same part as {other}, which was taken"
     if os.path.isfile(os.path.join(path, METADATA_NAME)):
         return "a directory of torch.distributed.checkpoint: import it by itself"
     return "no training state that is known here"

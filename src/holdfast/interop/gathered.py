@@ -72,11 +72,12 @@ class Gathered:
             mapped: memory that is mapped from files (`mapped_ranges`).
         """
         flat = flatten(state, unsupported="drop")
-        self.tree.update(top_items(flat.tree))
+        items = top_items(flat.tree)
+        self.tree.update(items)
         self.add(flat, mapped)
-        why = "no plain data, and its class is nothing that is looked up"
+        why = "no plain data, nor of a class that is looked up"
         self.not_taken += [(path.removeprefix("state"), why) for path in flat.dropped]
-        for key in state:
+        for key in items:
             count = sum(name == key or name.startswith(f"{key}/") for name in flat.names)
             self.taken.append((key, (what or {}).get(key) or (f"{count} tensors" if count else "plain data")))
 
@@ -92,12 +93,19 @@ class Gathered:
             self.rows.append(Row(name, blob, shape))
 
     def join(self, other: Gathered, *, inside: str) -> None:
-        """Take what was found in a directory ``inside`` of the source; its names are not taken yet."""
-        self.tree.update(other.tree)
-        self.rows += other.rows
-        self.aliases.update(other.aliases)
-        self.taken += other.taken
+        """Take what was found in a directory ``inside`` of the source, less what is here under the same name."""
+        twice = self.tree.keys() & other.tree.keys()
+
+        def is_new(name: str) -> bool:
+            return not any(name == key or name.startswith(f"{key}/") for key in twice)
+
+        self.tree.update((key, node) for key, node in other.tree.items() if key not in twice)
+        self.rows += [row for row in other.rows if is_new(row.name)]
+        self.aliases.update((name, original) for name, original in other.aliases.items() if is_new(name))
+        self.taken += [(key, what) for key, what in other.taken if key not in twice]
         self.not_taken += [(f"{inside}/{path}", why) for path, why in other.not_taken]
+        why = "something of this name was taken from elsewhere in the source"
+        self.not_taken += [(f"{inside}/{key}", why) for key in sorted(twice)]
 
     def tie_equal(self) -> None:
         """Store weights with equal bytes once: formats without ties write a tied tensor under each of its names.

@@ -50,11 +50,16 @@ _ALLOWED_IN_METADATA = {
     "collections": frozenset({"OrderedDict"}),
 }
 MAX_METADATA = 2 << 30
+_HAS_OBJECTS = 1  # of the flags of a dtype: NPY_ITEM_REFCOUNT
 _ZIP = b"PK\x03\x04"
 
 
 # The reader in Python, because in that one it can be said whose state a pickle may set.
 _PYTHON: Any = pickle._Unpickler
+
+
+class _Crafted(pickle.UnpicklingError):
+    """A pickle has what no program writes that saves data."""
 
 
 class _Guarded(_PYTHON):  # type: ignore[misc]
@@ -72,12 +77,10 @@ class _Guarded(_PYTHON):  # type: ignore[misc]
         made = self.stack[-2]
         if isinstance(made, Opaque):
             self.stack.pop()
-        elif isinstance(made, np.dtype) and not _is_plain_dtype(made, self.stack[-1]):
-            raise pickle.UnpicklingError("it makes a dtype of NumPy that is no plain one: refused")
         elif isinstance(made, self.buildable):
             super().load_build()
         else:
-            raise pickle.UnpicklingError(f"it sets the state of a {type(made).__name__}: refused")
+            raise _Crafted(f"it sets the state of a {type(made).__name__}: refused")
 
     dispatch[pickle.BUILD[0]] = load_build
 
@@ -168,6 +171,13 @@ class Opaque:
         return id(self)
 
 
+class _ForeignDtype(Opaque):
+    """Stands for a dtype of NumPy that has parts or a class of its own, and for arrays and scalars of it."""
+
+    name = "a dtype of NumPy that is no plain one"
+    hasobject = False
+
+
 @cache
 def _plain_globals() -> dict[str, Any]:
     """Return what builds plain data: what torch's own reader knows, and a little more."""
@@ -195,37 +205,77 @@ def _plain_globals() -> dict[str, Any]:
 
 # NumPy believes what a pickle says of memory: `ndarray(1, "O", b"...")` takes bytes for pointers, and a dtype whose
 # flags deny its objects does so, too. So arrays are made empty and filled by `__setstate__`, which counts bytes, and
-# dtypes are those that have a name.
+# dtypes are those that have a name; a `_ForeignDtype` stands for others.
 _ARRAY = "numpy.ndarray"
 
 
-def _dtype(name: str, *_: Any) -> np.dtype[Any]:
-    made = np.dtype(str(name), False, True)  # a copy: a pickle may set its state
-    if made.fields is not None or made.subdtype is not None:
-        raise pickle.UnpicklingError(f"it makes the dtype {name!r} of NumPy: refused")
+def _dtype(name: Any, *_: Any) -> np.dtype[Any] | _ForeignDtype:
+    if isinstance(name, type):
+        return _ForeignDtype()  # numpy.record, that of a `recarray`, or one of another package
+    made = np.dtype(name, False, True) if isinstance(name, str) else None  # a copy: a pickle may set its state
+    if made is None or made.fields is not None or made.subdtype is not None:
+        raise _Crafted(f"it makes the dtype {name!r} of NumPy: refused")
     return made
 
 
-def _is_plain_dtype(made: np.dtype[Any], state: Any) -> bool:
-    """Tell whether a state says of a dtype no more than byte order and unit."""
+def _foreign_dtype(made: np.dtype[Any], state: Any) -> _ForeignDtype | None:
+    """Return what stands for a dtype with this state; None: the state says no more than byte order and unit."""
     if not isinstance(state, tuple) or len(state) not in (8, 9):
-        return False
+        raise _Crafted(f"it gives the dtype {made} of NumPy a state that is none: refused")
     _, _, subdtype, names, fields, size, alignment, flags = state[:8]
-    told = subdtype is None and names is None and fields is None and flags == made.flags
-    return bool(told and size in (-1, made.itemsize) and alignment in (-1, made.alignment))
+    if names is None and fields is None and subdtype is None:
+        if flags != made.flags or size not in (-1, made.itemsize) or alignment not in (-1, made.alignment):
+            raise _Crafted(f"it says of the dtype {made} of NumPy what is not so: refused")
+        return None
+    stand_in = _ForeignDtype()
+    parts = [subdtype[0]] if fields is None else [field[0] for field in fields.values()]
+    stand_in.hasobject = any(getattr(part, "hasobject", False) for part in parts)
+    if stand_in.hasobject and not flags & _HAS_OBJECTS:
+        raise _Crafted("it makes a dtype of NumPy that denies the objects in it: refused")
+    return stand_in
 
 
 def _new_array(kind: Any, *_: Any) -> Any:
     return np.empty(0, np.uint8) if kind is _ARRAY else kind()
 
 
-def _scalar(dtype: np.dtype[Any], data: bytes = b"") -> Any:
+def _scalar(dtype: np.dtype[Any] | _ForeignDtype, data: bytes = b"") -> Any:
+    if isinstance(dtype, Opaque):
+        return dtype
     if dtype.hasobject:
-        raise pickle.UnpicklingError("it makes a scalar of NumPy out of an object: refused")
+        raise _Crafted("it makes a scalar of NumPy out of an object: refused")
     return np.frombuffer(data, dtype, 1)[0] if dtype.itemsize else dtype.type()
 
 
 class _LenientUnpickler(_Guarded):
+    dispatch: dict[int, Any] = dict(_Guarded.dispatch)  # noqa: RUF012
+
+    def load_reduce(self) -> None:
+        """Call something, which an array is not made by."""
+        if self.stack[-2] is _ARRAY:
+            raise _Crafted("it makes an array of NumPy without NumPy's own way to read one: refused")
+        super().load_reduce()
+
+    def load_build(self) -> None:
+        """Set the state of what was made before; a dtype with parts, and an array of one, is forgotten instead."""
+        made, state = self.stack[-2:]
+        stand_in: Opaque | None = None
+        if isinstance(made, np.dtype):
+            stand_in = _foreign_dtype(made, state)
+        elif isinstance(made, np.ndarray):
+            stand_in = next((part for part in state if isinstance(part, Opaque)), None)
+        if stand_in is None:
+            super().load_build()
+            return
+        self.stack[-2:] = [stand_in]
+        for key in reversed(self.memo):  # it is noted there already, not long ago, for whoever refers to it again
+            if self.memo[key] is made:
+                self.memo[key] = stand_in
+                break
+
+    dispatch[pickle.REDUCE[0]] = load_reduce
+    dispatch[pickle.BUILD[0]] = load_build
+
     def find_class(self, module: str, name: str) -> Any:
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))  # names of Python 2
         full = f"{module}.{name}"
@@ -275,11 +325,16 @@ def read_torch(path: str, *, trusted: bool = False) -> Any:
         ) from refused
     try:
         return torch.load(path, map_location="cpu", weights_only=False, mmap=True, pickle_module=_LENIENT)
+    except _Crafted as error:
+        raise UnsupportedStateError(
+            f"{path}: {error}. No program that saves data writes this, and --trusted would believe it: have the file "
+            "written anew from its source"
+        ) from error
     except Exception as error:  # a pickle that misses its classes fails in its own way
         raise UnsupportedStateError(
             f"{path}: torch's weights-only reader refuses it ({_first_line(refused)}), and without the classes in it "
-            f"it makes no sense ({type(error).__name__}): if you trust who wrote it, import it with trusted=True "
-            "(--trusted)"
+            f"it makes no sense ({type(error).__name__}: {_first_line(error)}): if you trust who wrote it, import it "
+            "with trusted=True (--trusted)"
         ) from error
 
 

@@ -34,7 +34,8 @@ def test_examples_run_twice(example: str, ranks: int, tmp_path: Path) -> None:
 
 
 def test_sharded_example(tmp_path: Path) -> None:
-    """With FSDP2 both processes are killed, their shards come back, and the weights are the same."""
+    """With FSDP2 both processes are killed, their shards of step 4 come back, and the weights are the same."""
     said = run_example("accelerate_fsdp2.py", tmp_path)
     assert "this life ended with status 1" in said
+    assert "the second life went on from step 4\n" in said
     assert "the same as without the kill: True" in said
