@@ -109,8 +109,8 @@ class Keeper(ShardKeeper):
 
     def load(self, engine: Any, **options: Any) -> dict[str, Any] | None:
         """Give an engine the newest sound checkpoint; returns the client's state, None at a fresh start. As `load`."""
-        directory = self.latest()
-        return None if directory is None else _read(engine, directory, directory, options)
+        with self.newest() as directory:
+            return None if directory is None else _read(engine, directory, directory, options)
 
 
 def _refuse_decoupled(engine: Any) -> None:

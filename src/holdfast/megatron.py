@@ -101,8 +101,8 @@ class Keeper(ShardKeeper):
 
     def load(self, sharded_state_dict: dict[str, Any], **options: Any) -> Any:
         """Return what the newest sound checkpoint holds for this rank, None at a fresh start. As `load`."""
-        directory = self.latest()
-        return None if directory is None else _dist_checkpointing().load(sharded_state_dict, directory, **options)
+        with self.newest() as directory:
+            return None if directory is None else _dist_checkpointing().load(sharded_state_dict, directory, **options)
 
 
 def _refuse_async(options: Mapping[str, Any]) -> None:

@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 import holdfast as hf
 from holdfast._ranks import current_ranks
 from holdfast.integrations.shard_keeper import ShardKeeper
@@ -35,12 +37,32 @@ def keep(run: str, steps: int, *, fails: bool = False, kill: int | None = None, 
     return {"begun": begun, "heard": heard, "there": there, "newest": newest}
 
 
-def not_seen(run: str, folder: str) -> str:
-    """Rank 1 does not see what rank 0 makes, as on another machine."""
+def keys(run: str, steps: int) -> list[int]:
+    """How many keys the ranks have in their store after each save."""
+    counts = []
+    with ShardKeeper(run, keep=None) as keeper:
+        for step in range(1, steps + 1):
+            with keeper.writing(step=step) as directory:
+                Path(directory, f"shard-{current_ranks().rank}").write_text("1234")
+            dist.barrier()
+            counts.append(dist.distributed_c10d._get_default_store().num_keys())
+            dist.barrier()
+    return counts
+
+
+def not_seen(run: str, folder: str, first: str) -> str:
+    """Rank 1 does not see what rank 0 makes, as on another machine; what the first call of a training says."""
     if current_ranks().rank == 1:
         os.path.isdir = lambda path: False
+    keeper = ShardKeeper(run, folder=folder)
     try:
-        with ShardKeeper(run, folder=folder) as keeper, keeper.writing(step=1):
-            return "written"
+        if first == "latest":
+            keeper.latest()
+        else:
+            with keeper if first == "enter" else keeper.newest():
+                return "trained"
+        return "trained"
     except hf.ConfigError as error:
         return str(error)
+    finally:
+        keeper.close()

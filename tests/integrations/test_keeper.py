@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast import Keep
-from holdfast.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, StorageFullError
+from holdfast.checkpoint.remains import INCOMING
+from holdfast.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    StorageFullError,
+    StorageUnavailableError,
+)
 from holdfast.integrations import DirectoryKeeper
 from holdfast.integrations.places import STAGED
 from holdfast.testing.faults import FaultyStorage
@@ -113,36 +123,100 @@ def test_remote_is_downloaded_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("on_full", ["skip", "raise"])
 def test_full_disk(tmp_path: Path, on_full: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A full storage is said and training goes on, or raised where that was asked for; another failure is raised."""
-    keeper = DirectoryKeeper(tmp_path / "run", on_full=on_full)
-    keeper.storage = FaultyStorage(tmp_path / "run", disk_bytes=40_000)
+    """A full storage is said and training goes on, or raised where that was asked for.
+
+    What comes after a lost one is kept all the same, and its parent is the one before.
+    """
+    keeper = full_keeper(tmp_path / "run", on_full=on_full)
+    keeper.add(write(tmp_path / "c1"), step=1)
+    keeper.add(write(tmp_path / "c2", "x" * 100_000), step=2)
+    # It waits for the one that was lost, or this is known already.
+    with pytest.raises(StorageFullError) if on_full == "raise" else contextlib.nullcontext():
+        keeper.add(write(tmp_path / "c3"), step=3)
+        keeper.add(write(tmp_path / "c4"), step=4)
+    last = write(tmp_path / "c5")
+    keeper.add(last, step=5)
+    keeper.wait()
+    if on_full == "skip":
+        told = "the checkpoint of step 2 was NOT kept, the storage is full"
+        assert told in caplog.text
+        assert f"its files are in {tmp_path / 'c2'}; training goes on" in caplog.text
+    ids = {one.step: one.manifest for one in keeper.checkpoints()}
+    assert {1, 3, 5} <= {*ids} <= {1, 3, 4, 5}
+    assert ids[3].parent == ids[1].checkpoint_id
+    keeper.close()
+
+
+def full_keeper(run: Path, **options: Any) -> DirectoryKeeper:
+    keeper = DirectoryKeeper(run, keep=None, **options)
+    keeper.storage = FaultyStorage(run, disk_bytes=40_000)
+    return keeper
+
+
+def test_the_last_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever waits hears that the newest is lost; what was given away is where the message says, the run is free.
+
+    An error that has ended the training is not replaced.
+    """
+    with pytest.raises(StorageFullError, match=r"step 2 was NOT kept.*start the same") as told:  # noqa: SIM117
+        with full_keeper(tmp_path / "run") as keeper:
+            keeper.add(write(tmp_path / "c1"), step=1)
+            given = write(tmp_path / "run" / f"{INCOMING}{'0' * 16}" / "new-1")
+            keeper.add(given, step=2, move=True, metrics={"what does not fit": "x" * 100_000})
+            with pytest.raises(StorageFullError, match=f"its files are in {given}"):
+                keeper.wait()
+            assert sorted(os.listdir(given)) == ["inner", "weights.bin"]
+    left = tmp_path / "run" / "_holdfast-lost-step_00000002"
+    assert f"its files are in {left}:" in str(told.value)
+    assert (left / "inner" / "more.bin").read_text() == "more first"
+    with pytest.raises(ValueError, match="of its own"), full_keeper(tmp_path / "run") as again:
+        assert os.path.basename(again.latest() or "") == "step_00000001"
+        staged = write(tmp_path / "c3", "x" * 100_000)
+        again.add(staged, step=3)
+        shutil.rmtree(staged)
+        raise ValueError("an end of its own")
+    assert f"its files are in {tmp_path / '_holdfast-lost-step_00000003'}: free some space" in caplog.text
+    assert (left / "weights.bin").exists()
+
+
+def test_metrics_of_a_lost_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An evaluation of what was lost, or one that a storage does not take, costs itself alone."""
+    keeper = full_keeper(tmp_path / "run")
     keeper.add(write(tmp_path / "c1", "x" * 100_000), step=1)
-    if on_full == "raise":
-        with pytest.raises(StorageFullError):
-            keeper.wait()
-    else:
-        keeper.wait()
-        assert "c1 was NOT kept, the storage is full" in caplog.text
+    keeper.report(1, {"loss": 0.5})
+    assert "metrics were not bound, the save of their step was lost" in caplog.text
     keeper.add(write(tmp_path / "c2"), step=2)
     keeper.wait()
-    assert [one.step for one in keeper.checkpoints()] == [2]
+    keeper._of_step[3] = "step_00000003"  # deleted by somebody
+    with pytest.raises(CheckpointNotFoundError):
+        keeper.report(3, {"loss": 0.5})
+    down: Future[Any] = Future()
+    down.set_exception(StorageUnavailableError("no answer"))
+    keeper._client.run_op = lambda *_, **__: down  # type: ignore[union-attr,method-assign]
+    keeper.report(2, {"loss": 0.5})
+    assert "metrics of step 2 were not bound, the storage does not answer: no answer" in caplog.text
+    keeper.on_full = "raise"
+    with pytest.raises(StorageUnavailableError):
+        keeper.report(2, {"loss": 0.5})
+    del keeper._client.run_op  # type: ignore[union-attr]
     keeper.close()
 
 
 def test_the_tenth_in_a_row_is_raised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Who keeps nothing ten times trains for nothing; one that was kept in between starts the count anew."""
-    keeper = DirectoryKeeper(tmp_path / "run")
-    keeper.storage = FaultyStorage(tmp_path / "run", disk_bytes=40_000)
+    keeper = full_keeper(tmp_path / "run")
     big = write(tmp_path / "big", "x" * 100_000)
-    for step in (1, 2, *range(4, 13)):
-        if step == 4:
-            keeper.add(write(tmp_path / "small"), step=3)
-        keeper.add(big, step=step)
+    for step in range(1, 13):
+        keeper.add(write(tmp_path / "small") if step == 3 else big, step=step)
+    with pytest.raises(StorageFullError, match=r"step 12 .*start the same"):
         keeper.wait()
     assert caplog.text.count("was NOT kept, the storage is full") == 11
     keeper.add(big, step=13)
-    with pytest.raises(StorageFullError):
+    with pytest.raises(StorageFullError) as told:
         keeper.wait()
+    assert "start the same" not in str(told.value)
+    with pytest.raises(StorageFullError, match="step 13"):
+        keeper.close()
     keeper.close()
     assert [one.step for one in DirectoryKeeper(tmp_path / "run").checkpoints()] == [3]
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from holdfast.errors import HoldfastError, StorageFullError
+from holdfast.integrations.shard_keeper import ShardKeeper
+from holdfast.testing.faults import FaultyStorage
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kits"))
 from ranks_kit import RankServer
@@ -45,6 +52,71 @@ def test_a_rank_fails(ranks: RankServer, tmp_path: Path) -> None:
 
 
 def test_machines_that_share_nothing(ranks: RankServer, tmp_path: Path) -> None:
-    """A rank that does not see the directory is named, on all ranks, with what to do."""
-    found = ranks.checked(f"{CASES}not_seen", str(tmp_path / "run"), str(tmp_path / "work"))
-    assert all("rank 1" in one and "folder=" in one for one in found)
+    """A rank that does not see the place is named before anything is trained, on all ranks, with what to do."""
+    for first in ("enter", "latest", "newest"):
+        found = ranks.checked(f"{CASES}not_seen", str(tmp_path / first), str(tmp_path / "work"), first)
+        assert all("rank 1" in one and "folder=" in one for one in found)
+        assert os.listdir(tmp_path / "work") == []
+
+
+def test_nothing_grows(ranks: RankServer, tmp_path: Path) -> None:
+    """What the ranks told each other in a save is taken back from their store after the next one."""
+    found = ranks.checked(f"{CASES}keys", str(tmp_path / "run"), 5)
+    assert all(len({*counts[1:]}) == 1 for counts in found), found
+
+
+def test_a_lost_one_costs_itself(tmp_path: Path) -> None:
+    """The error of an earlier save does not cost the one just written, nor the lost one its files."""
+    keeper = ShardKeeper(tmp_path / "run", on_full="raise")
+    keeper.storage = FaultyStorage(tmp_path / "run", disk_bytes=40_000)
+    with write(keeper, 1, metrics={"what does not fit": "x" * 100_000}):
+        pass
+    assert isinstance(keeper._pending[0].future.exception(), StorageFullError)
+    with pytest.raises(StorageFullError), write(keeper, 2):
+        pass
+    keeper.wait()
+    assert [one.step for one in keeper.checkpoints()] == [2]
+    with write(keeper, 3, metrics={"what does not fit": "x" * 100_000}):
+        pass
+    with pytest.raises(StorageFullError):
+        keeper.close()
+    left = tmp_path / "run" / "_holdfast-lost-step_00000003"
+    assert os.listdir(left) == ["shard"]
+    assert not list((tmp_path / "run").glob(".incoming-*"))
+
+
+@contextlib.contextmanager
+def write(keeper: ShardKeeper, step: int, **options: Any) -> Iterator[None]:
+    with keeper.writing(step=step, **options) as directory:
+        Path(directory, "shard").write_text(f"{step}")
+        yield
+
+
+def test_an_end_while_it_is_read(tmp_path: Path) -> None:
+    """What the writer still reads when the time is up, or at Ctrl-C, stays; a process that comes later removes it."""
+    keeper = ShardKeeper(tmp_path / "run", folder=tmp_path / "work")
+    keeper.latest()
+    keeper._client.ingest = lambda storage, job: Future()  # type: ignore[union-attr,method-assign]
+    with write(keeper, 1):
+        pass
+    keeper.timeout_s = 0.2
+    with pytest.raises(HoldfastError, match="not durable"):
+        keeper.close()
+    keeper.timeout_s = 60.0
+    assert [path.read_text() for path in (tmp_path / "work").rglob("shard")] == ["1"]
+    keeper.close()
+    with write(keeper, 2):
+        pass
+    keeper.close()
+    assert [path.read_text() for path in (tmp_path / "work").rglob("shard")] == ["1"]
+    assert [one.step for one in keeper.checkpoints()] == [2]
+
+
+def test_a_download_is_removed_after_the_block() -> None:
+    """A checkpoint that was only loaded takes no room on the machine while the training goes on."""
+    with ShardKeeper("memory://shards/run") as keeper:
+        with write(keeper, 1):
+            pass
+        with keeper.newest() as directory:
+            assert (Path(directory or "") / "shard").read_text() == "1"
+        assert not os.path.exists(directory or "")

@@ -25,6 +25,7 @@ from ..errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointErro
 from ..storage.resolve import resolve
 from ..writer.client import SaveFuture, WriterClient
 from ..writer.messages import IngestJob, IngestSource, RunOpened
+from .lost import Lost
 from .places import STAGED, stage, sweep_staged
 from .scalars import scalars
 from .verified import newest_sound
@@ -40,6 +41,8 @@ _MAX_PENDING = 2  # directories on their way; their files may be the only copies
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pending:
     future: SaveFuture
+    checkpoint_id: str
+    step: int
     name: str
     source: str
     staged: str | None
@@ -56,7 +59,7 @@ class DirectoryKeeper:
         path: root of the run: a path or a URI.
         keep: which checkpoints stay; None keeps all. The framework's own directories are never touched.
         on_full: when the storage is full or does not answer: "skip" (say so and train on; the tenth time in a row
-            raises) or "raise".
+            raises, and so do `wait` and `close` without the newest) or "raise".
         timeout_s: bound of every wait.
 
     Raises:
@@ -99,6 +102,7 @@ class DirectoryKeeper:
         self._parent: str | None = None
         self._number = self._lost_in_a_row = 0
         self._pending: list[_Pending] = []
+        self._lost: Lost | None = None  # the newest of which the outcome is known, if it was
         self._downloads = contextlib.ExitStack()
         self._swept: set[str] = set()
 
@@ -115,13 +119,7 @@ class DirectoryKeeper:
             CorruptCheckpointError: there are checkpoints and none of them is good.
             RunBusyError: another live process holds the run.
         """
-        meeting = self._meet("latest")
-        found = self._sound(meeting)
-        if found is None:
-            return None
-        checkpoint, path = found
-        meeting.agree("resumed", lambda: self._resumed(checkpoint))
-        return path
+        return self._newest(self._downloads)
 
     def directory_of(self, step: int, *, wanted: bool = True) -> str | None:
         """Return a local directory with the checkpoint of a step, like `latest`; None if there is no sound one.
@@ -134,7 +132,7 @@ class DirectoryKeeper:
         if not meeting.agree("wanted", lambda: wanted, any):
             return None
         try:
-            found = self._sound(meeting, step)
+            found = self._sound(meeting, self._downloads, step)
         except CorruptCheckpointError as error:
             _LOG.warning("%s", error)
             return None
@@ -177,32 +175,21 @@ class DirectoryKeeper:
 
         Raises:
             CheckpointNotFoundError: there is nothing.
-            HoldfastError: one added before could not be committed.
+            HoldfastError: one added before could not be committed; this one is handed over all the same.
         """
         if current_ranks().rank != 0:
             return
         source = os.path.abspath(directory)
         if not os.path.exists(source):
             raise CheckpointNotFoundError(f"there is no {source} to keep: it was never written, or is deleted already")
-        client, opened = self._run()
-        self._settle(leave=_MAX_PENDING - 1)
-        self._number += 1
-        staged, owned = (source, True) if move else self._stage(source, opened)
-        name, checkpoint_id = free_name(step, attempt=opened.attempt, taken=self._names), uuid.uuid4().hex
-        fields = manifest_fields(
-            run_id=opened.run_id, checkpoint_id=checkpoint_id, parent=self._parent, attempt=opened.attempt, step=step,
-            epoch=epoch, metrics=scalars(metrics), world_size=current_ranks().world_size,
-        )  # fmt: skip
-        job = IngestJob(
-            directory=name,
-            save_id=f"{opened.start_id}-{self._number:x}",
-            sources=(IngestSource(rank=0, path=staged or source, owned=owned),),
-            manifest=fields,
-        )
-        future = client.ingest(self.storage, job)
-        self._pending.append(_Pending(future=future, name=name, source=source, staged=staged))
-        self._names.add(name)
-        self._of_step[step], self._parent = name, checkpoint_id
+        _, opened = self._run()
+        try:
+            self._settle(leave=_MAX_PENDING - 1)
+        finally:  # whatever became of earlier ones, this one is complete
+            self._number += 1
+            staged, owned = (source, True) if move else self._stage(source, opened)
+            told = {"step": step, "epoch": epoch, "metrics": scalars(metrics)}
+            self._hand_over(source, staged, owned=owned, told=told)
         if staged is None:
             self._settle()
 
@@ -214,36 +201,53 @@ class DirectoryKeeper:
     def report(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Bind late metrics, of an evaluation say, to the checkpoint of a step; nothing if it has none in this life."""
         name = self._of_step.get(step)
-        if name is not None and self._client is not None:
-            future = self._client.run_op("metrics", name=name, metrics=scalars(metrics))
+        if name is None or self._client is None:
+            return
+        future = self._client.run_op("metrics", name=name, metrics=scalars(metrics))
+        try:
             answer(future, self.storage, self.timeout_s)
+        except PASSING as error:
+            if self.on_full != "skip":
+                raise
+            _LOG.warning("metrics of step %d were not bound, %s: %s", step, state_of(error), error)
+        except CheckpointNotFoundError as error:
+            if not any(one.name == name and one.future.done() and one.future.exception() for one in self._pending):
+                raise
+            _LOG.warning("metrics were not bound, the save of their step was lost: %s", error)
 
     def wait(self) -> None:
         """Wait until everything added is committed.
 
         Raises:
-            HoldfastError: something is not, and why; or it takes longer than ``timeout_s``.
+            HoldfastError: the newest is not, and why; or it takes longer than ``timeout_s``.
         """
         self._settle()
+        if self._lost is not None:
+            raise self._lost.final
 
     def close(self) -> None:
-        """Wait like `wait`, give the run back and remove downloads; idempotent. The next call opens the run anew."""
+        """Wait like `wait`, give the run back and remove downloads; idempotent. The next call opens the run anew.
+
+        Raises:
+            HoldfastError: as `wait`; what was not kept is not removed, and the message says where it is.
+        """
         try:
             self._settle()
         finally:
-            client, self._client, self._opened = self._client, None, None
-            self._of_step.clear()
-            if client is not None:
-                with contextlib.suppress(HoldfastError):
-                    answer(client.run_op("close_run", reason="finished"), self.storage, self.timeout_s)
-                client.close(self.timeout_s)
-            self._downloads.close()
+            lost = self._let_go()
+        if lost is not None:
+            raise lost.final
 
     def __enter__(self: _Keeper) -> _Keeper:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except HoldfastError as lost:
+            if error is None:
+                raise
+            _LOG.error("%s", lost)  # what ended the block is raised
 
     # -- inside
 
@@ -263,14 +267,35 @@ class DirectoryKeeper:
             self._client, self._names = client, {*there, *opened.taken}
         return self._client, self._opened
 
-    def _meet(self, name: str) -> Meeting:
-        return meet(current_ranks(), name=name, timeout_s=self.timeout_s, otherwise="give a path yourself")
+    def _let_go(self) -> Lost | None:
+        """Give the run back; returns the newest if it was lost."""
+        client, self._client, self._opened = self._client, None, None
+        lost, self._lost = self._lost and self._lost.aside(), None
+        self._of_step.clear()
+        self._pending.clear()  # the writer goes on with them; nobody hears of it
+        if client is not None:
+            with contextlib.suppress(HoldfastError):
+                answer(client.run_op("close_run", reason="finished"), self.storage, self.timeout_s)
+            client.close(self.timeout_s)
+        self._downloads.close()
+        return lost
 
-    def _sound(self, meeting: Meeting, step: int | None = None) -> tuple[Checkpoint, str] | None:
+    def _meet(self, name: str, otherwise: str = "give a path yourself") -> Meeting:
+        return meet(current_ranks(), name=name, timeout_s=self.timeout_s, otherwise=otherwise)
+
+    def _newest(self, downloads: contextlib.ExitStack) -> str | None:
+        meeting = self._meet("latest")
+        if (found := self._sound(meeting, downloads)) is not None:
+            meeting.agree("resumed", lambda: self._resumed(found[0]))
+        return None if found is None else found[1]
+
+    def _sound(
+        self, meeting: Meeting, downloads: contextlib.ExitStack, step: int | None = None
+    ) -> tuple[Checkpoint, str] | None:
         names, quarantined = meeting.agree("candidates", lambda: self._candidates(step))
         return newest_sound(
             self.storage, candidates=names, quarantined=quarantined, quarantine=self._quarantine, meeting=meeting,
-            downloads=self._downloads, what_else="point this to another place",
+            downloads=downloads, what_else="point this to another place",
         )  # fmt: skip
 
     def _candidates(self, step: int | None) -> tuple[list[str], dict[str, str]]:
@@ -293,6 +318,39 @@ class DirectoryKeeper:
             step = (manifest.step if manifest is not None else None) or 0
             self._parent = None if manifest is None else manifest.checkpoint_id
             answer(client.run_op("resumed", name=checkpoint.name, step=step), self.storage, self.timeout_s)
+
+    def _hand_over(self, source: str, staged: str | None, *, owned: bool, told: dict[str, Any]) -> None:
+        """Let the writer take the files in."""
+        client, opened = self._run()
+        step, checkpoint_id = told["step"], uuid.uuid4().hex
+        name = free_name(step, attempt=opened.attempt, taken=self._names)
+        fields = manifest_fields(
+            run_id=opened.run_id, checkpoint_id=checkpoint_id, parent=self._parent, attempt=opened.attempt,
+            world_size=current_ranks().world_size, **told,
+        )  # fmt: skip
+        sources = (IngestSource(rank=0, path=staged or source, owned=owned),)
+        save_id = f"{opened.start_id}-{self._number:x}"
+        job = IngestJob(directory=name, save_id=save_id, sources=sources, manifest=fields)
+        try:
+            future = client.ingest(self.storage, job)
+        except BaseException as error:
+            self._lose(source, staged, name=name, step=step, error=error)
+            raise
+        ids = {"checkpoint_id": checkpoint_id, "step": step, "name": name}
+        self._pending.append(_Pending(future=future, source=source, staged=staged, **ids))
+        self._names.add(name)
+        self._of_step[step] = name
+
+    def _lose(self, source: str, staged: str | None, *, name: str, step: int, error: BaseException) -> Lost:
+        self._drop_lost()
+        self._lost = lost = Lost.of(source, staged, name=name, step=step, error=error)
+        return lost
+
+    def _drop_lost(self) -> None:
+        """Give up what is left of a lost one: a newer one has taken its place."""
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            lost.drop()
 
     def _stage(self, source: str, opened: RunOpened) -> tuple[str | None, bool]:
         """Make sure of the files; returns where they are (None: where they were) and whether they may be moved."""
@@ -318,22 +376,24 @@ class DirectoryKeeper:
                         "s (timeout_s): the storage is stuck or very slow; training cannot count on it"
                     )
             del self._pending[0]
-            if first.staged is not None:
-                shutil.rmtree(first.staged, ignore_errors=True)
             self._ended(first)
 
     def _ended(self, one: _Pending) -> None:
         error = one.future.exception()
         if error is None:
-            self._lost_in_a_row = 0
+            self._drop_lost()
+            if one.staged is not None:
+                shutil.rmtree(one.staged, ignore_errors=True)
+            self._lost_in_a_row, self._parent = 0, one.checkpoint_id
             for warning in one.future.result().warnings:
                 _LOG.warning("%s: %s", one.name, warning)
             return
+        lost = self._lose(one.source, one.staged, name=one.name, step=one.step, error=error)
         self._names.discard(one.name)
         self._of_step = {step: name for step, name in self._of_step.items() if name != one.name}
         if isinstance(error, PASSING) and self.on_full == "skip":
             self._lost_in_a_row += 1
             if self._lost_in_a_row < MAX_LOST:
-                _LOG.warning("%s was NOT kept, %s (%s); training goes on", one.source, state_of(error), error)
+                _LOG.warning("%s; training goes on", lost.what)
                 return
         raise error

@@ -7,36 +7,48 @@ A framework that asks the file system whether a name is free, as Lightning's ``M
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ..checkpoint.handle import Checkpoint
+from ..checkpointer.passing import PASSING, state_of
+from ..errors import StorageError
 from .aside import move_aside
 
 __all__ = ["is_marker", "mark", "unmark"]
 
+_LOG = logging.getLogger("holdfast.integrations")
 _FIRST = b"Holdfast marker: "
 _REMOTE_NAME = "_holdfast-marker"
 
 
-def mark(path: str | os.PathLike[str], target: Checkpoint) -> None:
-    """Make a path exist, at once, for a checkpoint that is being saved."""
+def mark(path: str | os.PathLike[str], target: Checkpoint) -> Callable[[], None]:
+    """Make a path exist, at once, for a checkpoint that is being saved; where a storage does not take it, say so.
+
+    Returns:
+        What takes away what was made here, if the save fails.
+    """
     told = os.fspath(path)
     root = target.storage.local_root
     if root is not None and os.path.realpath(root / target.directory) == os.path.realpath(told):
+        there = os.path.isdir(told)
         os.makedirs(told, exist_ok=True)
-        return
+        return _nothing if there else partial(_remove_empty, told)
     if "://" in told:
-        _mark_remote(told, target)
-        return
+        return _mark_remote(told, target)
     if not os.path.dirname(told):
-        return  # a bare name is one in the root, and no file system is asked for it
-    if not is_marker(told):
+        return _nothing  # a bare name is one in the root, and no file system is asked for it
+    there = is_marker(told)
+    if not there:
         move_aside(Path(told))
         os.makedirs(os.path.dirname(told), exist_ok=True)
     with open(told, "wb") as file:
         file.write(_FIRST + f"the checkpoint is {target.uri}\n".encode())
+    return _nothing if there else partial(unmark, told)
 
 
 def unmark(path: str | os.PathLike[str]) -> None:
@@ -52,10 +64,30 @@ def is_marker(path: str | os.PathLike[str]) -> bool:
     return False
 
 
-def _mark_remote(uri: str, target: Checkpoint) -> None:
+def _nothing() -> None:
+    return None
+
+
+def _remove_empty(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.rmdir(path)
+
+
+def _mark_remote(uri: str, target: Checkpoint) -> Callable[[], None]:
     """Make a prefix exist by an object in it, which goes with the checkpoint."""
-    target.storage.put(f"{target.directory}/{_REMOTE_NAME}", _FIRST + b"a checkpoint is or was being saved here\n")
+    storage, name = target.storage, f"{target.directory}/{_REMOTE_NAME}"
+    try:
+        storage.put(name, _FIRST + b"a checkpoint is or was being saved here\n")
+    except PASSING as error:
+        _LOG.warning("%s looks free until its checkpoint is durable, %s: %s", uri, state_of(error), error)
+        return _nothing
     fsspec = sys.modules.get("fsspec.core")  # else nobody here can ask a remote
     with contextlib.suppress(ImportError, ValueError):  # what only Holdfast can reach is not asked for either
         if fsspec is not None:
             fsspec.url_to_fs(uri)[0].invalidate_cache()  # it may remember what it has listed
+
+    def remove() -> None:
+        with contextlib.suppress(StorageError):
+            storage.delete(name)
+
+    return remove

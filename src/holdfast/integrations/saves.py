@@ -66,6 +66,7 @@ class Saves:
         self._root: Storage | None = None if self._given is None else resolve(self._given)
         self._unsupported, self._timeout_s, self._advice = unsupported, timeout_s, advice
         self._handles: dict[str, SaveHandle] = {}
+        self._marks: dict[str, Callable[[], None]] = {}
         self._removals: dict[str, Future[None]] = {}
         self._thread: ThreadPoolExecutor | None = None
 
@@ -89,15 +90,18 @@ class Saves:
         if (removal := self._removals.pop(target.uri, None)) is not None:
             removal.result(self._timeout_s)
         if (handle := self._handles.pop(target.uri, None)) is not None:
-            handle.result(self._timeout_s)
+            self._take_in(target.uri, handle, self._timeout_s)
         _move_file_aside(target)
-        mark(path, target)
+        self._marks[target.uri] = unmark_it = mark(path, target)
         try:
             self._handles[target.uri] = save_async(
                 target, state, step=step, metrics=metrics, overwrite=True, ranks="this", unsupported=self._unsupported
             )
-        except UnsupportedStateError as error:
-            raise UnsupportedStateError(f"{error} ({self._advice})") from error
+        except BaseException as error:
+            unmark_it()
+            if isinstance(error, UnsupportedStateError):
+                raise UnsupportedStateError(f"{error} ({self._advice})") from error
+            raise
 
     def load(self, path: str | os.PathLike[str], *, device: Any = None, trusted: bool = False) -> dict[str, Any]:
         """Load what was saved. A file, which is the framework's own, is read by torch.
@@ -157,8 +161,8 @@ class Saves:
         Raises:
             HoldfastError: something failed, or takes longer than the bound.
         """
-        self._finish(self._handles, lambda handle: handle.result(self._timeout_s))
-        self._finish(self._removals, lambda removal: removal.result(self._timeout_s))
+        self._finish(self._handles, lambda uri, handle: self._take_in(uri, handle, self._timeout_s))
+        self._finish(self._removals, lambda _, removal: removal.result(self._timeout_s))
 
     def _at(self, path: str | os.PathLike[str]) -> Checkpoint:
         told = os.fspath(path)
@@ -187,16 +191,26 @@ class Saves:
             del self._handles[uri]
         for uri in gone:
             del self._removals[uri]
-        for handle in ended.values():
-            handle.result(0)
+        for uri, handle in ended.items():
+            self._take_in(uri, handle, 0)
         for removal in gone.values():
             removal.result(0)
 
-    def _finish(self, pending: dict[str, Any], result: Callable[[Any], object]) -> None:
+    def _take_in(self, uri: str, handle: SaveHandle, timeout_s: float) -> None:
+        """Wait for a save; the name of one that failed is free again."""
+        unmark_it = self._marks.pop(uri, None)
+        try:
+            handle.result(timeout_s)
+        except HoldfastError:
+            if unmark_it is not None:
+                unmark_it()
+            raise
+
+    def _finish(self, pending: dict[str, Any], result: Callable[[str, Any], object]) -> None:
         while pending:
             uri, one = next(iter(pending.items()))
             try:
-                result(one)
+                result(uri, one)
             except TimeoutError as error:
                 raise HoldfastError(f"{uri}: not done after {self._timeout_s:.0f} s (timeout_s)") from error
             finally:

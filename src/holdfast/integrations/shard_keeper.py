@@ -6,17 +6,20 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from .._ranks import current_ranks
-from ..checkpointer.rendezvous import meet
+from ..checkpointer.rendezvous import Meeting, Rendezvous
 from ..errors import ConfigError
 from ..runtime.worker.takeover import Place
 from .keeper import DirectoryKeeper
+from .lost import Lost
 from .places import claim
-from .together import written_together
+from .together import TOPICS, written_together
 
 __all__ = ["ShardKeeper"]
+
+_Keeper = TypeVar("_Keeper", bound="ShardKeeper")
+_NEW = "new"
 
 
 class ShardKeeper(DirectoryKeeper):
@@ -35,8 +38,39 @@ class ShardKeeper(DirectoryKeeper):
     def __init__(self, path: str | os.PathLike[str], *, folder: str | os.PathLike[str] | None = None, **options: Any):
         super().__init__(path, **options)
         self._folder = None if folder is None else os.path.abspath(folder)
+        self._home: str | None = None
         self._claimed: str | None = None
         self._count = 0
+        self._before: Meeting | None = None  # of the save before
+
+    def __enter__(self: _Keeper) -> _Keeper:
+        try:
+            meeting = self._meet("home")
+        except ConfigError:  # no process group yet: the first call that needs one finds it
+            return self
+        try:
+            self._find_home(meeting)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def latest(self) -> str | None:
+        """As `DirectoryKeeper.latest`; a rank that does not see where the others will write is named now.
+
+        Raises:
+            ConfigError: a rank does not see the place.
+            CorruptCheckpointError: there are checkpoints and none of them is good.
+        """
+        self._find_home()
+        return super().latest()
+
+    @contextlib.contextmanager
+    def newest(self) -> Iterator[str | None]:
+        """Give what `latest` gives, for a block: what had to be downloaded is removed at its end."""
+        self._find_home()
+        with contextlib.ExitStack() as downloads:
+            yield self._newest(downloads)
 
     @contextlib.contextmanager
     def writing(
@@ -55,40 +89,60 @@ class ShardKeeper(DirectoryKeeper):
             ConfigError: a rank does not see the directory.
             HoldfastError: a rank failed or did not come, or what was kept before could not be committed; on all ranks.
         """
-        meeting = meet(current_ranks(), name="keep", timeout_s=self.timeout_s, otherwise="train with one process")
-        directory = meeting.agree("place", lambda: self._new_place() if current_ranks().rank == 0 else None)
-        meeting.agree("seen", lambda: _check_seen(directory))
+        home = self._find_home()
+        meeting = self._meet("keep", "train with one process")
+        directory = meeting.agree(_NEW, lambda: self._new_directory(home) if meeting.rank == 0 else None)
+        _forget(self._before)  # all have come here, so nobody reads it any more
+        self._before = meeting
 
         def take() -> None:
-            try:
-                self.add(directory, step=step, epoch=epoch, metrics=metrics, move=True)
-            except BaseException:
-                shutil.rmtree(directory, ignore_errors=True)
-                raise
+            self.add(directory, step=step, epoch=epoch, metrics=metrics, move=True)
 
         with written_together(meeting, directory, take, work_s=self.timeout_s):  # add waits for earlier ones
             yield directory
 
-    def close(self) -> None:
-        """Wait until everything is durable, and give the run back; idempotent."""
-        try:
-            super().close()
-        finally:
-            if self._claimed is not None:
-                shutil.rmtree(self._claimed, ignore_errors=True)
+    # -- inside
 
-    def _new_place(self) -> str:
-        self._count += 1
+    def _let_go(self) -> Lost | None:
+        under_way = bool(self._pending)
+        lost = super()._let_go()
+        claimed, self._claimed, self._home = self._claimed, None, None
+        # What the writer still reads, or a lost one that could not be moved, is left to the sweep of a later process.
+        if claimed is not None and not under_way and (lost is None or not f"{lost.left}/".startswith(f"{claimed}/")):
+            shutil.rmtree(claimed, ignore_errors=True)
+        return lost
+
+    def _find_home(self, meeting: Meeting | None = None) -> str:
+        """Agree on where all write, once in each life of the run, before anything is trained."""
+        if self._home is None:
+            meeting = meeting or self._meet("home")
+            home = meeting.agree(
+                "home", lambda: self._make_home() if meeting.rank == 0 else None, work_s=self.timeout_s
+            )
+            try:
+                meeting.agree("seen", lambda: _check_seen(home))
+            finally:
+                if meeting.rank == 0 and self._claimed is None:
+                    with contextlib.suppress(OSError):
+                        os.rmdir(home)
+            self._home = home
+        return self._home
+
+    def _make_home(self) -> str:
         _, opened = self._run()
-        name = f"new-{self._count:x}"
-        found = Place(root=self.storage, uri=self.storage.uri, start_id=opened.start_id, rank=0).new(name)
-        home = os.path.dirname(found)
+        place = Place(root=self.storage, uri=self.storage.uri, start_id=opened.start_id, rank=0)
+        home = os.path.dirname(place.new("new"))
         if self._folder is not None:
             home = os.path.join(self._folder, os.path.basename(home))
         if self._folder is not None or self.storage.local_root is None:
             claim(home)
             self._claimed = home
-        directory = os.path.join(home, name)
+        os.makedirs(home, exist_ok=True)
+        return home
+
+    def _new_directory(self, home: str) -> str:
+        self._count += 1
+        directory = os.path.join(home, f"new-{self._count:x}")
         os.makedirs(directory)
         return directory
 
@@ -99,3 +153,9 @@ def _check_seen(directory: str) -> None:
             f"{directory} is not on the machine of this rank: with several machines give a folder=... on a file system "
             "that all of them share"
         )
+
+
+def _forget(meeting: Meeting | None) -> None:
+    if isinstance(meeting, Rendezvous):
+        for topic in (_NEW, *TOPICS):
+            meeting.forget(topic)

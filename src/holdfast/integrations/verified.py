@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from .._ranks import current_ranks
 from ..checkpoint.handle import Checkpoint
-from ..checkpointer.rendezvous import Meeting, meet
+from ..checkpointer.rendezvous import Alone, Meeting, meet
 from ..checkpointer.resume import Quarantine, first_good
 from ..errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError
 from ..storage.base import Storage
@@ -44,7 +44,7 @@ def verified_directory(
 
         def check() -> None:
             found.append(stack.enter_context(source.as_directory()))
-            if source.manifest is not None and (problem := _problem(source)):
+            if source.manifest is not None and (problem := _problem(source, meeting)):
                 raise CorruptCheckpointError(f"{source.uri} is damaged: {problem}")
 
         meeting.agree("checked", check, work_s=_WORK_S)
@@ -80,7 +80,7 @@ def newest_sound(
     def attempt(checkpoint: Checkpoint) -> str | None:
         try:
             found.append(downloads.enter_context(checkpoint.as_directory()))
-            return _problem(checkpoint)
+            return _problem(checkpoint, meeting)
         except (CorruptCheckpointError, IncompleteCheckpointError, CheckpointNotFoundError) as error:
             return str(error)
 
@@ -91,9 +91,13 @@ def newest_sound(
     return None if checkpoint is None else (checkpoint, found[-1])
 
 
-def _problem(checkpoint: Checkpoint) -> str | None:
-    """Say what is wrong with the bytes on a disk: one rank of each machine reads them all. A download is checked."""
-    if checkpoint.storage.local_root is None or current_ranks().local_rank != 0:
+def _problem(checkpoint: Checkpoint, meeting: Meeting) -> str | None:
+    """Say what is wrong with the bytes on a disk: one rank of each machine reads them all. A download is checked.
+
+    Where ranks cannot tell each other, each reads for itself: all find the same.
+    """
+    others_hear = not isinstance(meeting, Alone)
+    if checkpoint.storage.local_root is None or (others_hear and current_ranks().local_rank != 0):
         return None
     checked = checkpoint.verify()
     return None if checked.ok else "; ".join(checked.problems)

@@ -1,0 +1,78 @@
+"""Dictionaries saved under the paths of a framework: the names are taken at once, and free again after a failure."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.errors import StorageFullError, StorageUnavailableError, UnsupportedStateError
+from holdfast.integrations import Saves
+from holdfast.storage.memory import MemoryStorage
+from holdfast.testing.faults import FaultyStorage
+
+
+def saves_to(root: Any = None) -> Saves:
+    return Saves(root, unsupported="raise", timeout_s=60.0)
+
+
+def test_a_bucket_that_does_not_take_the_marker(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bucket that is down for a moment costs the marker, which is said, and not the training."""
+    put = MemoryStorage.put
+
+    def down(self: MemoryStorage, path: str, *rest: Any, **options: Any) -> str | None:
+        if path.endswith("_holdfast-marker"):
+            raise StorageUnavailableError("no answer")
+        return put(self, path, *rest, **options)
+
+    monkeypatch.setattr(MemoryStorage, "put", down)
+    saves = saves_to()
+    saves.save("memory://saves/run/a.ckpt", {"weight": torch.ones(2)}, step=1, metrics={})
+    saves.wait()
+    assert "a.ckpt looks free until its checkpoint is durable, the storage does not answer" in caplog.text
+    assert saves.load("memory://saves/run/a.ckpt")["weight"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_save_that_fails_leaves_no_marker(tmp_path: Path, remote: bool) -> None:
+    """A name under which nothing was saved is free; one that has an older checkpoint stays taken."""
+    saves = saves_to("memory://failing/run" if remote else None)
+    for path in (tmp_path / "new.ckpt", "memory://failing/new.ckpt"):
+        with pytest.raises(UnsupportedStateError):
+            saves.save(path, {"live": object()}, step=1, metrics={})
+    assert os.listdir(tmp_path) == []
+    assert list(MemoryStorage("failing").list("")) == []
+
+
+def test_a_save_that_fails_later(tmp_path: Path) -> None:
+    """So is one whose save fails in the background."""
+    saves = saves_to(tmp_path / "run")
+    saves._root = FaultyStorage(tmp_path / "run", disk_bytes=40_000)
+    names = [tmp_path / "names" / "old.ckpt", tmp_path / "names" / "new.ckpt"]
+    saves.save(names[0], {"weight": torch.ones(2)}, step=1, metrics={})
+    saves.wait()
+    for name in names:
+        saves.save(name, {"weight": torch.ones(100_000)}, step=2, metrics={})
+        with pytest.raises(StorageFullError):
+            saves.wait()
+    assert os.listdir(tmp_path / "names") == ["old.ckpt"]
+
+
+def test_ranks_that_cannot_talk_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under srun without a process group every rank checks for itself, and all pass over the same damaged one."""
+    saves = saves_to()
+    for step in (1, 2):
+        saves.save(tmp_path / f"{step}.ckpt", {"weight": torch.full((999,), float(step))}, step=step, metrics={})
+        saves.wait()
+    damaged = max((tmp_path / "2.ckpt").rglob("*.safetensors"), key=os.path.getsize)
+    damaged.write_bytes(damaged.read_bytes()[:-4] + b"rot!")
+    for rank in ("0", "1"):
+        told = {"PROCID": rank, "LOCALID": rank, "NTASKS": "2", "NTASKS_PER_NODE": "2", "STEP_ID": "0"}
+        for name, value in told.items():
+            monkeypatch.setenv(f"SLURM_{name}", value)
+        assert os.path.basename(saves_to().latest(tmp_path) or "") == "1.ckpt"
