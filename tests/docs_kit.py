@@ -40,7 +40,7 @@ def pages_of(group: str | None) -> list[Path]:
     return [page for page in PAGES if group_of(page) == group and blocks(page, "python")]
 
 
-def run_page(page: Path, folder: Path, *, timeout_s: float = 120) -> None:
+def run_page(page: Path, folder: Path, *, timeout_s: float = 280) -> None:
     """Run all Python blocks of a page one after the other, in a clean folder and a process of their own."""
     script = folder / "page.py"
     script.write_text("\n\n".join(blocks(page, "python")))
@@ -57,7 +57,7 @@ def page_test(group: str | None, *, timeout_s: float = 120) -> Callable[..., Non
     return run
 
 
-def run_example(name: str, folder: Path, *arguments: str, timeout_s: float = 240) -> str:
+def run_example(name: str, folder: Path, *arguments: str, timeout_s: float = 280) -> str:
     """Run a script of examples/ in a folder; returns what it printed."""
     return _run(ROOT / "examples" / name, *arguments, folder=folder, timeout_s=timeout_s)
 
