@@ -92,6 +92,7 @@ def third_batch(root: str, at: int | None, *, remote: bool = False) -> int:
 def look(root: str, *, remote: bool = False) -> int:
     """Both links lead to complete checkpoints; the next start goes on, ends right, and leaves no litter."""
     use(ArmedOps(), remote=remote)
+    folder_module._OLD_S = -60.0  # as if the life that was killed lay back further
     check_newest(root, remote=remote)
     one = trainer(root, 4)
     resumed = int(one.state.timestamp.batch)

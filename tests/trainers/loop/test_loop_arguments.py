@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from loop_kit import Crash, CrashAt, loader, plain
@@ -48,7 +51,7 @@ OF_UPLOADER = """
         (RemoteUploaderDownloader, OF_UPLOADER, {"bucket_uri": "memory://x"}),
         (LoadCheckpoint, "load_path load_weights_only strict_model_weights ignore_keys event", {}),
         (EarlyStopper, "monitor dataloader_label comp min_delta patience", {}),
-        (LibcloudObjectStore, "provider container provider_kwargs key_environ secret_environ", {}),
+        (LibcloudObjectStore, "provider container chunk_size key_environ secret_environ provider_kwargs", {}),
     ],
 )
 def test_every_argument_of_composer(cls: Any, names: str, needed: dict[str, Any]) -> None:
@@ -90,10 +93,13 @@ NONSENSE: list[tuple[str, Any]] = [
     ("callbacks", "CheckpointSaver"),
     ("callbacks", CheckpointSaver),
     ("callbacks", [3]),
+    ("callbacks", [None]),
+    ("callbacks", (one for one in ())),
     ("loggers", "s3://bucket"),
     ("loggers", [RemoteUploaderDownloader]),
     ("algorithms", ["ema"]),
-    ("run_name", 3),
+    ("run_name", 3.5),
+    ("run_name", True),
     ("run_name", "a\0b"),
     ("seed", "x"),
     ("seed", -1),
@@ -104,6 +110,8 @@ NONSENSE: list[tuple[str, Any]] = [
     ("grad_accum", "auto"),
     ("grad_clip_norm", "1"),
     ("grad_clip_norm", -1.0),
+    ("grad_clip_norm", True),
+    ("grad_clip_norm", torch.ones(2)),
     ("grad_clip_norm", float("nan")),
     ("progress_bar", "no"),
     ("step_schedulers_every_batch", "yes"),
@@ -130,7 +138,7 @@ NONSENSE: list[tuple[str, Any]] = [
     ("save_interval", "0ba"),
     ("save_interval", "3 apples"),
     ("save_interval", float("nan")),
-    ("save_weights_only", 1),
+    ("save_weights_only", 2),
     ("save_ignore_keys", 3),
     ("save_ignore_keys", [3]),
     ("save_ignore_keys", {"state": 1}),
@@ -144,7 +152,7 @@ NONSENSE: list[tuple[str, Any]] = [
     ("load_path", "nowhere://x"),
     ("load_weights_only", "yes"),
     ("load_strict_model_weights", "no"),
-    ("load_strict", 0),
+    ("load_strict", "0"),
     ("load_ignore_keys", 3),
     ("load_ignore_keys", [""]),
     ("load_progress_bar", 2),
@@ -183,12 +191,50 @@ def test_nonsense(tmp_path: Path, name: str, value: Any) -> None:
         lambda: EarlyStopper("loss", comp="sideways"),
         lambda: EarlyStopper("loss", comp=3),
         lambda: EarlyStopper("loss", patience="0.5dur"),
+        lambda: LibcloudObjectStore("local", "runs", 1 << 20),
     ],
 )
 def test_nonsense_for_other_classes(make: Any) -> None:
     """Savers, uploaders and callbacks refuse what cannot be meant, too."""
     with pytest.raises(hf.ConfigError):
         make()
+
+
+SENSE: list[tuple[str, Any, str]] = [
+    ("run_name", 42, "42"),
+    ("run_name", 0, "0"),
+    ("run_name", uuid.UUID(int=3), str(uuid.UUID(int=3))),
+    ("grad_clip_norm", np.float32(0.5), ""),
+    ("grad_clip_norm", np.int64(2), ""),
+    ("grad_clip_norm", torch.tensor(0.5), ""),
+    ("save_overwrite", np.bool_(True), ""),
+    ("save_weights_only", 1, ""),
+    ("load_progress_bar", 0, ""),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "run_name"), SENSE, ids=[f"{one[0]}-{at}" for at, one in enumerate(SENSE)])
+def test_other_kinds_of_the_same(name: str, value: Any, run_name: str) -> None:
+    """Numbers of NumPy and torch, 0 and 1, and what names a run without being text are what they look like."""
+    trainer = plain(
+        f"memory://sense-{os.getpid()}/{name}-{type(value).__name__}-{value}",
+        max_duration="1ba",
+        save_filename="b{batch}.pt",
+        **{name: value},
+    )
+    trainer.fit()
+    if run_name:
+        assert trainer.state.run_name == run_name
+
+
+def test_a_better_value_is_seen_in_full() -> None:
+    """A function that compares gets both values as exact as they are, and numbers if it cannot do with tensors."""
+    big = float(1 << 25)
+    for comp in (torch.greater, lambda new, best: round(new, 3) > round(best, 3)):
+        stopper = EarlyStopper("accuracy", comp=comp)
+        stopper.best = big
+        assert stopper._improved(big + 1)
+        assert not stopper._improved(big)
 
 
 @pytest.mark.parametrize(("comp", "end"), [("less", 2), ("gt", 3), (torch.less, 2), (torch.greater, 3), (None, 2)])

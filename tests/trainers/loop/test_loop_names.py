@@ -12,7 +12,9 @@ from loop_kit import names, plain
 import holdfast as hf
 from holdfast.callbacks import CheckpointSaver
 from holdfast.loggers import RemoteUploaderDownloader
+from holdfast.storage.local import LocalStorage
 from holdfast.storage.resolve import resolve
+from holdfast.trainers.loop.folder import link_latest
 
 
 def test_a_remote_folder_is_cleaned_when_asked(tmp_path: Path) -> None:
@@ -83,9 +85,9 @@ def test_what_is_in_the_way_of_the_link(tmp_path: Path, suffix: str) -> None:
     plain(tmp_path, max_duration="1ep", **options).fit()
     link = tmp_path / "latest-rank0"
     link.unlink()
-    (tmp_path / ".tmp-1-abc").symlink_to("b3")
-    if suffix:  # where there is no writer a probe of the trainer's own tells whether the folder can be written to
-        (tmp_path / ".probe-1").touch()
+    left = tmp_path / ".tmp-1-0123456789ab"
+    left.symlink_to("b3")
+    os.utime(left, (1, 1), follow_symlinks=False)
     link.mkdir() if not suffix else link.touch()
     again = plain(tmp_path, **options)
     assert int(again.state.timestamp.batch) == 6
@@ -101,3 +103,81 @@ def test_what_is_in_the_way_of_the_link(tmp_path: Path, suffix: str) -> None:
             finished.fit()
         assert os.readlink(link) == f"b6{suffix}"
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith((".tmp", ".probe"))] == []
+
+
+def test_only_what_a_dead_life_has_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old probes and links of ours go; young ones may be in use, other names are the user's.
+
+    Nor does it matter that some cannot be deleted: they may be another user's.
+    """
+    (stuck := tmp_path / ".probe-aaaaaaaa").touch()
+    old, young = [stuck, tmp_path / ".probe-01234567"], [tmp_path / ".probe-89abcdef"]
+    users = [tmp_path / ".probe-1", tmp_path / ".probe-notes.txt", tmp_path / ".probe-fedcba98"]
+    links = [tmp_path / ".tmp-1-0123456789ab", tmp_path / ".tmp-1-0123456789cd", tmp_path / ".tmp-mine"]
+    for path in (*old, *young, *users):
+        path.write_bytes(b"a user's" if path is users[-1] else b"")
+    for path in links:
+        path.symlink_to("somewhere")
+    for path in (*old, *users, links[0], links[2]):
+        os.utime(path, (1, 1), follow_symlinks=False)
+    delete = LocalStorage.delete
+
+    def delete_but_one(self: LocalStorage, path: str) -> None:
+        if path == stuck.name:
+            raise hf.StorageError("another user's")
+        delete(self, path)
+
+    monkeypatch.setattr(LocalStorage, "delete", delete_but_one)
+    plain(tmp_path, save_filename="b{batch}.pt", max_duration="1ba").fit()
+    left = {path.name for path in tmp_path.iterdir() if path.name.startswith((".tmp", ".probe"))}
+    assert left == {path.name for path in (stuck, *young, *users, *links[1:])}
+
+
+def test_a_link_that_somebody_cleans_up_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that is gone before it has its name is made again."""
+    (tmp_path / "a").mkdir()
+    replace, times = os.replace, []
+
+    def replace_later(source: Any, target: Any) -> None:
+        times.append(source)
+        if len(times) == 1:
+            os.unlink(source)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_later)
+    link_latest(LocalStorage(str(tmp_path)), "latest", "a")
+    assert os.readlink(tmp_path / "latest") == "a"
+    assert len(times) == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["b{batch:>6}", "{run_name!r}-b{batch}", "b{batch:+d}", "b{batch:x}", "b{batch:,}", "b{batch:g}", "{epoch}{batch}",
+        "b{batch:03}-{batch}",
+     "b{batch:0{world_size}d}", "b{batch}-{total_wct:>9.1f}"],
+)  # fmt: skip
+def test_names_that_nobody_could_read_back(name: str) -> None:
+    """A later start goes by the counters in names: a format that hides them is refused, for uploads as well."""
+    for options in ({"filename": name}, {"remote_file_name": name}):
+        with pytest.raises(hf.ConfigError, match=r"file_?name="):
+            CheckpointSaver(**options)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["b{batch:08d}", "b{batch}-{batch}", "{epoch!s}-{batch:d}-{total_wct:.1f}", "{run_name:_>6}{rank:+d}-b{batch}"],
+)
+def test_names_that_can_be_read_back(name: str) -> None:
+    """Formats that show the whole number are taken; a link to the newest is not read, so it may have any."""
+    CheckpointSaver(filename=name, latest_filename="latest{batch:>6}")
+
+
+def test_names_of_a_run_beside_files(tmp_path: Path) -> None:
+    """Where checkpoints are files there is no run to keep anything in logs/ or reports/: they may lie there."""
+    with plain(
+        tmp_path, save_filename="logs/b{batch}.pt", save_latest_filename="reports/last", max_duration="1ep"
+    ) as one:
+        one.fit()
+    assert (tmp_path / "reports" / "last").resolve() == (tmp_path / "logs" / "b6.pt").resolve()
+    again = plain(tmp_path, save_filename="logs/b{batch}.pt", autoresume=True)
+    assert int(again.state.timestamp.batch) == 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from rank_cases import tells_ranks
+from sharded_cases import BOUND, RATE
 
 import holdfast as hf
 from holdfast.torch import TorchTrainer
@@ -162,6 +164,59 @@ def test_partly_sharded(ranks: Any, tmp_path: Path, what: str) -> None:
     for name, value in replicated[0]["weights"].items():
         assert parts[0]["weights"][name] == pytest.approx(value, rel=1e-5)
     assert parts[0]["eval"] == parts[1]["eval"]
+
+
+def assert_close(one: dict[str, list[float]], other: dict[str, list[float]]) -> None:
+    assert one.keys() == other.keys()
+    for name, values in one.items():
+        assert other[name] == pytest.approx(values, rel=1e-4, abs=1e-7), name
+
+
+@slow
+@pytest.mark.parametrize("what", ["a layer", "all but a layer"])
+def test_gradients_of_partly_sharded(ranks: Any, what: str) -> None:
+    """Every element moves as under DDP where gradients count as they are, bounded together and exchanged once a batch.
+
+    Also those of a branch that one rank alone goes through, and of parameters that are thawed later.
+    """
+    replicated = ranks.checked(f"{SHARDED}by_elements", "nothing")
+    parts = ranks.checked(f"{SHARDED}by_elements", what)
+    assert_close(replicated[0]["after"], parts[0]["after"])
+    assert parts[0]["after"] == parts[1]["after"]
+    assert parts[0]["after"]["extra.weight"] != parts[0]["before"]["extra.weight"]
+    assert parts[0]["has"] == [False, True] * 3
+    first = ranks.checked(f"{SHARDED}by_elements", what, batches=1)[0]
+    moved = [
+        b - a for name, values in first["before"].items() for a, b in zip(values, first["after"][name], strict=True)
+    ]
+    assert math.hypot(*moved) == pytest.approx(RATE * BOUND, rel=1e-3)
+    thawed = ranks.checked(f"{SHARDED}by_elements", what, frozen=True)
+    assert thawed[0]["after"] == thawed[1]["after"]
+    assert thawed[0]["after"]["last.bias"] != thawed[0]["before"]["last.bias"]
+
+
+@slow
+def test_sparse_gradients_beside_sharded_ones(ranks: Any) -> None:
+    """The mean of them is taken as well, be it that one rank alone has any."""
+    for found in ranks.checked(f"{SHARDED}rows_of_one_rank"):
+        assert found == [[0.0, 0.0], [0.5, 0.5], [0.0, 0.0]]
+
+
+def test_optimizers_over_two_kinds(ranks: Any) -> None:
+    """What torch cannot step or scale at once is refused with what to do; the default, and kinds apart, train."""
+    found = ranks.checked(f"{SHARDED}two_kinds", world_size=1)[0]
+    told = {name: text for name, text in found.items() if text}
+    assert set(told) == {"foreach", "fused", "cuda", "scaled", "scaled default"}
+    assert "optimizers[0] (AdamW)" in told["foreach"]
+    assert "foreach=True cannot step together: give each kind a group of its own" in told["foreach"]
+    assert "or pass foreach=False" in told["cuda"]
+    assert "give each kind an optimizer of its own" in told["scaled"]
+
+
+def test_gradients_of_two_kinds(ranks: Any) -> None:
+    """One that overflowed spoils no other when it is measured; what is not sharded moves, in place, and buffers do."""
+    found = ranks.checked(f"{SHARDED}gradients_of_two_kinds", world_size=1)[0]
+    assert found == {"spoilt": ["2.bias"], "moved": ["2.bias", "2.weight", "mean"], "where": ["cuda:1"]}
 
 
 @slow

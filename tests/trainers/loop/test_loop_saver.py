@@ -17,7 +17,7 @@ from holdfast.checkpoint.catalog import Catalog
 from holdfast.core import Event, Time
 from holdfast.loggers import RemoteUploaderDownloader
 from holdfast.storage.resolve import resolve
-from holdfast.trainers.loop.files import read_note
+from holdfast.trainers.loop.files import FileImage, read_note
 
 
 def test_composer_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,3 +334,39 @@ def test_an_upload_that_was_cut_off_is_made_up_for(tmp_path: Path, suffix: str) 
     sent = {f"ba{number}{suffix}" for number in range(now, 6)}
     assert sent <= set(names(tmp_path / "remote" / "it" / "checkpoints"))
     assert set(names(tmp_path / "runs")) == {one for one in before if one != f"ba{now}{suffix}"}
+
+
+def test_saved_now_is_durable_on_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """save_checkpoint_to_save_folder returns when the checkpoint and the link to it are there, or says why not."""
+    store = FileImage.store
+
+    def slow(*args: Any) -> Any:
+        never.wait(0.2)  # a return that comes too early would come now
+        return store(*args)
+
+    never = threading.Event()
+    monkeypatch.setattr(FileImage, "store", slow)
+    with plain(tmp_path, save_filename="ba{batch}.pt") as trainer:
+        trainer.save_checkpoint_to_save_folder()
+        assert os.readlink(tmp_path / "latest-rank0") == "ba0.pt"
+
+    def full(*args: Any) -> Any:
+        raise hf.StorageFullError("no room here")
+
+    monkeypatch.setattr(FileImage, "store", full)
+    other = plain(tmp_path / "other", save_filename="ba{batch}.pt")
+    with pytest.raises(hf.StorageFullError, match="was NOT saved"):
+        other.save_checkpoint_to_save_folder()
+
+
+def test_a_busy_folder_leaves_no_other_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the second of two folders is busy the first is given back at once: another trainer can have it."""
+    monkeypatch.setattr("holdfast.trainers.loop.folder._LEASE_S", 0.3)
+    with plain(tmp_path / "second") as holder:
+        holder.save_checkpoint_to_save_folder()
+        refused = plain(tmp_path / "first", callbacks=CheckpointSaver(tmp_path / "second", "b{batch}"))
+        with pytest.raises(hf.RunBusyError):
+            refused.fit()
+        with plain(tmp_path / "first") as free:
+            free.save_checkpoint_to_save_folder()
+    assert names(tmp_path / "first") == ["ep0-ba0"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...errors import ConfigError
@@ -63,13 +65,13 @@ OF_UPLOADER = {
 
 
 def check_flags(**flags: Any) -> None:
-    """Refuse what is not True or False: a word such as "no" would count as true.
+    """Refuse what is not True or False (or 1 or 0): a word such as "no" would count as true.
 
     Raises:
         ConfigError: naming the argument.
     """
     for name, value in flags.items():
-        if not isinstance(value, bool):
+        if not isinstance(value, np.bool_) and not (isinstance(value, Integral) and value in (0, 1)):
             raise ConfigError(f"{name}={value!r}: give True or False")
 
 
@@ -90,7 +92,7 @@ def check_path(value: Any, what: str) -> str:
 
 _KINDS = {
     "algorithms": (("match", "apply"), "a holdfast.core.Algorithm"),
-    "callbacks": ((), "a holdfast.callbacks.Callback"),
+    "callbacks": (("run_event",), "a holdfast.callbacks.Callback, or a list of them"),
     "loggers": (("log_metrics",), "a holdfast.loggers.LoggerDestination"),
     "optimizers": (("step", "zero_grad", "state_dict"), "a torch.optim.Optimizer"),
     "schedulers": (("step", "state_dict"), "a scheduler of torch.optim.lr_scheduler"),

@@ -90,8 +90,8 @@ class EarlyStopping(Callback):
         monitor: name of the metric.
         dataloader_label: "train", or the label of the evaluation data ("eval" if there is one loader).
         comp: when a value is better: "min" ("less", "lt"), "max" ("greater", "gt") or a function
-            ``(new, best) -> bool`` of two tensors, such as ``torch.less``; by default smaller is better for names with
-            "loss", "error" or "perplexity", greater otherwise.
+            ``(new, best) -> bool`` of two tensors, such as ``torch.less``, or of numbers; by default smaller is better
+            for names with "loss", "error" or "perplexity", greater otherwise.
         min_delta: how much better it has to be to count.
         patience: how long nothing better is put up with: a time, or a number of epochs. Training ends at the first
             look after more than that.
@@ -128,7 +128,10 @@ class EarlyStopping(Callback):
         if self.best is None:
             return not math.isnan(new)
         if callable(self._better):
-            better = self._better(torch.tensor(new), torch.tensor(self.best))
+            try:
+                better = self._better(*torch.tensor([new, self.best], dtype=torch.float64))
+            except TypeError:  # of numbers, such as one that rounds them
+                better = self._better(new, self.best)
             return bool(better) and abs(new - self.best) > self.min_delta
         gain = self.best - new if self._better.lower() in _FALLS else new - self.best
         return bool(gain > self.min_delta)

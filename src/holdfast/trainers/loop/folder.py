@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
+import time
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from ...checkpoint.remains import PROBE, is_remains
 from ...checkpointer.start import answer, open_together
 from ...checkpointer.team import Team
-from ...errors import ConfigError, StorageNotFoundError
+from ...errors import ConfigError, StorageError, StorageNotFoundError
 from ...format.commit import remove
 from ...format.manifest import MANIFEST_NAME
 from ...storage.base import TEMPORARY, Storage
@@ -25,6 +27,10 @@ from .ranks import TIMEOUT_S, Ranks
 __all__ = ["Folder", "check_link", "link_latest"]
 
 _LEASE_S = 60.0
+# What killed lives have left; anything younger may be in use.
+_OLD_S = 600.0
+_PROBED = re.compile(re.escape(PROBE) + r"[0-9a-f]{8,64}")
+_LINKED = re.compile(re.escape(TEMPORARY) + r"\d+-[0-9a-f]{12}")
 
 
 class Folder:
@@ -113,15 +119,23 @@ class Folder:
         """Number this life by what lies there, and see that the folder can be written to before any training."""
 
         def look_here() -> int:
-            self.storage.put(f"{PROBE}{self.start_id}", b"")
-            for info in list(self.storage.list("", recursive=False)):
-                if info.path.startswith(PROBE) and not info.path.endswith("/"):  # ours, and those of killed lives
-                    self.storage.delete(info.path)
+            self._probe()
             with contextlib.suppress(StorageNotFoundError):
                 return 1 + max((one.attempt for one in look(self.storage, nested=nested)), default=0)
             return 1
 
         self.attempt = max(1, self.attempt, self.ranks.lead("attempt", look_here))
+
+    def _probe(self) -> None:
+        """See that this folder takes a file, and gives it up; remove such files of killed lives."""
+        mine = f"{PROBE}{self.start_id}"
+        self.storage.put(mine, b"")
+        self.storage.delete(mine)
+        for info in list(self.storage.list("", recursive=False)):
+            old = 0.0 < info.modified < time.time() - _OLD_S
+            if _PROBED.fullmatch(info.path) and info.size == 0 and old:
+                with contextlib.suppress(StorageError):  # another user's, perhaps
+                    self.storage.delete(info.path)
 
     def next_save_id(self) -> str:
         """Return an id for one save, unique over all lives."""
@@ -202,8 +216,9 @@ def check_link(storage: Storage, latest: str) -> None:
     with errors_of("link", str(link)):
         _refuse_other(link)
         for path in link.parent.glob(f"{TEMPORARY}*") if link.parent.is_dir() else ():
-            if path.is_symlink():
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+                if _LINKED.fullmatch(path.name) and path.is_symlink() and path.lstat().st_mtime < time.time() - _OLD_S:
+                    path.unlink()
 
 
 def _refuse_other(link: Path) -> None:
@@ -221,6 +236,15 @@ def _link(link: Path, root: Path, name: str) -> None:
     if link.is_symlink() and os.readlink(link) == target:
         return
     link.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _put_link(link, target)
+    except FileNotFoundError:  # somebody has cleaned up here
+        link.parent.mkdir(parents=True, exist_ok=True)
+        _put_link(link, target)
+    _sync(link.parent)
+
+
+def _put_link(link: Path, target: str) -> None:
     temporary = link.parent / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}"
     os.symlink(target, temporary)
     try:
@@ -228,7 +252,6 @@ def _link(link: Path, root: Path, name: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync(link.parent)
 
 
 def storage_prefix(storage: Storage) -> str:

@@ -18,6 +18,11 @@ TIME_VARIABLES = (*(name for name in COUNTERS if name != "iteration"), "total_wc
 # The totals first: two counters within an epoch say nothing without the epoch.
 _TOTALS = ("batch", "sample", "token", "epoch")
 _WITHIN = ("batch_in_epoch", "sample_in_epoch", "token_in_epoch")
+# Far into a training; no two counters are the same.
+_LATE = Timestamp(
+    **{name: 1_234_567_890 + number for number, name in enumerate(COUNTERS)},
+    **dict.fromkeys(TIME_VARIABLES[-3:], 12_345_678.9),
+)
 
 
 class NameTemplate:
@@ -27,12 +32,13 @@ class NameTemplate:
         text: the template.
         what: the argument it came from, for messages.
         times: whether variables of progress (epoch, batch, ...) are allowed.
+        read_back: whether the counters have to be found in the name again, see `pattern`.
 
     Raises:
-        ConfigError: a variable is unknown, or the braces do not match.
+        ConfigError: a variable is unknown, the braces do not match, or names could not be read back.
     """
 
-    def __init__(self, text: str, *, what: str, times: bool = True) -> None:
+    def __init__(self, text: str, *, what: str, times: bool = True, read_back: bool = False) -> None:
         self.text, self.what = text, what
         allowed = (*RUN_VARIABLES, *(TIME_VARIABLES if times else ()))
         try:
@@ -43,17 +49,31 @@ class NameTemplate:
         unknown = sorted({name for name in self.variables if name not in allowed})
         if unknown:
             raise ConfigError(f"{what}={text!r}: unknown variable {', '.join(unknown)}; there are {', '.join(allowed)}")
-        self._check_formats()
+        if any("{" in spec for _, _, spec in self._parts):
+            raise ConfigError(f"{what}={text!r}: a variable in the format of another; write that format out")
+        self._check_formats(read_back=read_back)
 
-    def _check_formats(self) -> None:
-        """Refuse now what `format` would fail at when training has gone on for hours."""
-        run: dict[str, Any] = {name: "" if name == "run_name" else 0 for name in RUN_VARIABLES}
-        try:
-            self.format(run, Timestamp())
-        except (ValueError, KeyError, IndexError) as error:
-            raise ConfigError(
-                f"{self.what}={self.text!r}: {error}; variables take formats such as {{epoch:04d}} or none"
-            ) from None
+    def _check_formats(self, *, read_back: bool) -> None:
+        """Refuse now what `format` would fail at when training has gone on for hours, or a later life at reading."""
+        run: dict[str, Any] = {name: "r" if name == "run_name" else 0 for name in RUN_VARIABLES}
+        for timestamp in (Timestamp(), _LATE):
+            try:
+                name = self.format(run, timestamp)
+            except (ValueError, KeyError, IndexError) as error:
+                raise ConfigError(
+                    f"{self.what}={self.text!r}: {error}; variables take formats such as {{epoch:04d}} or none"
+                ) from None
+            if read_back and not self._is_readable(name, run, timestamp):
+                raise ConfigError(
+                    f"{self.what}={self.text!r}: no later start could tell the counters in {name!r}; use formats such "
+                    "as {epoch:04d} or none, and something between two variables"
+                )
+
+    def _is_readable(self, name: str, run: Mapping[str, Any], timestamp: Timestamp) -> bool:
+        found = self.pattern(run).fullmatch(name)
+        groups = {} if found is None else found.groupdict()
+        counters = {one: text for one, text in groups.items() if not one.endswith("wct")}
+        return found is not None and all(int(text) == timestamp.count(one) for one, text in counters.items())
 
     def format(self, run: Mapping[str, Any], timestamp: Timestamp | None = None) -> str:
         """Fill the variables in.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import time
+import uuid
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -45,14 +47,21 @@ def parse_duration(value: Any, what: str = "max_duration") -> Time | None:
     return duration
 
 
-def check_clip(norm: Any) -> None:
-    """Refuse a bound of gradients that bounds nothing.
+def check_clip(norm: Any) -> float | None:
+    """Return the bound of gradients as a number, be it one of NumPy or torch.
 
     Raises:
         ConfigError: it is no positive number.
     """
-    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float)) or not norm > 0):
+    if norm is None:
+        return None
+    try:
+        bound = 0.0 if isinstance(norm, (bool, str, bytes)) else float(norm)
+    except (TypeError, ValueError, RuntimeError):
+        bound = 0.0
+    if not bound > 0:
         raise ConfigError(f"grad_clip_norm={norm!r}: give a positive number, or None")
+    return bound
 
 
 def choose_device(device: Any) -> torch.device:
@@ -79,12 +88,14 @@ def _own(device: Any) -> torch.device:
     return found
 
 
-def choose_run_name(run_name: str | None, *, needed: bool) -> str:
+def choose_run_name(run_name: Any, *, needed: bool) -> str:
     """Return the name of the run: the argument, COMPOSER_RUN_NAME, RUN_NAME, or a new one.
 
     Raises:
-        ConfigError: it is no text, or has to be the same at every start and is not given.
+        ConfigError: it is no text (a number or a UUID will do), or has to be the same at every start and is not given.
     """
+    if isinstance(run_name, (Integral, uuid.UUID)) and not isinstance(run_name, bool):
+        run_name = str(run_name)
     given = run_name or os.environ.get("COMPOSER_RUN_NAME") or os.environ.get("RUN_NAME")
     if given:
         return check_path(given, "run_name")

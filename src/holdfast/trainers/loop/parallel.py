@@ -17,7 +17,7 @@ from ...errors import ConfigError
 from ...state.sharded import is_spread
 from .ranks import Ranks
 
-__all__ = ["Parallel", "bare", "clip_gradients", "is_sharded"]
+__all__ = ["Parallel", "bare", "is_sharded"]
 
 _INSTEAD = "; the trainer gives every rank its own part of the data: use holdfast.Checkpointer in a loop of your own"
 
@@ -47,6 +47,7 @@ class Parallel:
         self._given, self._ranks = given, ranks
         self._wrapped: nn.Module | None = given if isinstance(given, DistributedDataParallel) else None
         self._plain: list[nn.Parameter] = []  # whole on every rank, in a model that is sharded otherwise
+        self._fsdp: list[Any] = []  # what gathers gradients by itself
         if ranks.world_size > 1:
             _check_sharding(bare(given), ranks.world_size)
         _gather_in_evaluations(bare(given))
@@ -55,7 +56,7 @@ class Parallel:
         """Wrap the model, if several ranks train and nobody did; all ranks begin with the weights of rank 0."""
         if self._ranks.world_size == 1 or (self._wrapped is not None and bare(self._wrapped) is model):
             return
-        self._wrapped, self._plain = None, []
+        self._wrapped, self._plain, self._fsdp = None, [], []
         if is_sharded(model):
             _check_sharding(model, self._ranks.world_size)
             self._ready_sharded(model)
@@ -70,20 +71,20 @@ class Parallel:
 
     def _ready_sharded(self, model: nn.Module) -> None:
         """Let what `fully_shard` was not given begin alike; DDP would do that, and average its gradients."""
-        whole = [one for one in model.parameters() if not is_spread(one)]
-        self._ranks.share([one.detach() for one in whole])
-        self._plain = [one for one in whole if one.requires_grad]
+        self._plain = [one for one in model.parameters() if not is_spread(one)]  # frozen ones may be trained later
+        self._ranks.share([one.detach() for one in self._plain])
+        self._fsdp = list(_synchronised(model))
 
     def callable(self, model: nn.Module) -> Any:
         """Return what is called with a training batch."""
         return model if self._wrapped is None else self._wrapped
 
-    def gathering(self, model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+    def gathering(self, *, last: bool) -> AbstractContextManager[Any]:
         """Return the context of one part of a batch: gradients are averaged with the last one only."""
         if isinstance(self._wrapped, DistributedDataParallel) and not last:
             return self._wrapped.no_sync()
-        if self._ranks.world_size > 1 and callable(getattr(model, "set_requires_gradient_sync", None)):
-            model.set_requires_gradient_sync(last)  # type: ignore[operator]
+        for module in self._fsdp:
+            module.set_requires_gradient_sync(last)
         return contextlib.nullcontext()
 
     def average(self) -> None:
@@ -95,6 +96,8 @@ class Parallel:
         for one in used:
             if one.grad is None:  # other ranks went through it with this batch
                 one.grad = torch.zeros_like(one)
+            elif one.grad.layout is not torch.strided:  # of rows that differ between ranks
+                one.grad = one.grad.to_dense()
         self._ranks.average([one.grad for one in used if one.grad is not None])
 
     def settle(self, model: nn.Module) -> None:
@@ -103,18 +106,13 @@ class Parallel:
             self._ranks.share([one for one in model.buffers() if not is_spread(one)])
 
 
-def clip_gradients(model: nn.Module, bound: float) -> None:
-    """Bound the norm of all gradients together, sharded and plain ones (which torch's own function does not mix)."""
-    with_grad = [one for one in model.parameters() if one.grad is not None]
-    kinds = [[one for one in with_grad if is_spread(one.grad) is spread] for spread in (True, False)]
-    if not all(kinds):
-        torch.nn.utils.clip_grad_norm_(with_grad, bound)
+def _synchronised(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules under `fully_shard`: the root need not be one."""
+    if callable(getattr(module, "set_requires_gradient_sync", None)):
+        yield module
         return
-    norms: list[Any] = [torch.nn.utils.clip_grad_norm_(kind, float("inf")) for kind in kinds]
-    whole = torch.stack([norm.full_tensor() if is_spread(norm) else norm for norm in norms])
-    factor = float((bound / (torch.linalg.vector_norm(whole) + 1e-6)).clamp(max=1.0))
-    for one in with_grad:
-        one.grad.mul_(factor)  # type: ignore[union-attr]
+    for child in module.children():
+        yield from _synchronised(child)
 
 
 def _gather_in_evaluations(model: nn.Module) -> None:

@@ -81,17 +81,19 @@ class CheckpointSaver(Callback):
         _check_number(num_checkpoints_to_keep, keep)
         check_flags(overwrite=overwrite, weights_only=weights_only)
         self.folder = NameTemplate(check_path(folder, "save_folder"), what="save_folder", times=False)
-        self.filename = NameTemplate(check_path(filename, "save_filename").lstrip("/"), what="save_filename")
+        self.filename = NameTemplate(
+            check_path(filename, "save_filename").lstrip("/"), what="save_filename", read_back=True
+        )
         self.latest_filename = _optional(latest_filename, "save_latest_filename")
         if remote_file_name == _REMOTE + _FILE:  # the default follows the name here: two savers must not meet there
             remote_file_name = _REMOTE + self.filename.text
         self.points_by_default = latest_remote_file_name == _REMOTE + _LATEST
         if self.points_by_default and self.latest_filename is not None:
             latest_remote_file_name = _REMOTE + self.latest_filename.text
-        self.remote_file_name = _optional(remote_file_name, "save_remote_file_name")
+        self.remote_file_name = _optional(remote_file_name, "save_remote_file_name", read_back=True)
         self.latest_remote_file_name = _optional(latest_remote_file_name, "latest_remote_file_name")
         self.container = container_of(self.filename.text, what="save_filename")
-        self.weights_only = weights_only
+        self.weights_only = bool(weights_only)
         if self.container == "safetensors" and not weights_only:
             _LOG.warning(
                 "save_filename=%r: a .safetensors file holds weights only, nothing resumes from it", self.filename.text
@@ -100,7 +102,7 @@ class CheckpointSaver(Callback):
         self.every: Every | Callable[[State, Event], bool] = (
             save_interval if callable(save_interval) else parse_every(save_interval, "save_interval")
         )
-        self.overwrite, self.num_to_keep, self.keep = overwrite, num_checkpoints_to_keep, keep
+        self.overwrite, self.num_to_keep, self.keep = bool(overwrite), num_checkpoints_to_keep, keep
         self.ignore_keys = check_ignore_keys(ignore_keys, "save_ignore_keys")
         self._site: Site | None = None
         self._folder: Folder | None = None
@@ -133,7 +135,7 @@ class CheckpointSaver(Callback):
         self._site, self._folder, self._kept = site, folder, Kept(self, site, folder)
         for template in (self.filename, self.latest_filename):
             if template is not None:
-                _check_name(template, template.shape(site.variables))
+                _check_name(template, template.shape(site.variables), beside_run=self.container == "directory")
         if self.container != "directory" and is_sharded(site.state.model):
             raise ConfigError(
                 f"save_filename={self.filename.text!r}: no rank holds the whole of a sharded model, so it cannot be "
@@ -323,18 +325,18 @@ def default_saver(folder: str | os.PathLike[str] | None, **options: Any) -> Chec
     return CheckpointSaver(folder, **options, **latest)
 
 
-def _optional(text: str | None, what: str) -> NameTemplate | None:
-    return None if text is None else NameTemplate(check_path(text, what).lstrip("/"), what=what)
+def _optional(text: str | None, what: str, *, read_back: bool = False) -> NameTemplate | None:
+    return None if text is None else NameTemplate(check_path(text, what).lstrip("/"), what=what, read_back=read_back)
 
 
-def _check_name(template: NameTemplate, shape: str) -> None:
+def _check_name(template: NameTemplate, shape: str, *, beside_run: bool) -> None:
     """Refuse a name that leaves the folder, or that means something else there."""
     parts = shape.split("/")
     if any(part in ("", ".", "..") for part in parts):
         raise ConfigError(
             f"{template.what}={template.text!r} would be {shape!r} here: give the name of a file inside of save_folder"
         )
-    if parts[0] in OWN_NAMES or any(part.startswith(TEMPORARY) for part in parts):
+    if (beside_run and parts[0] in OWN_NAMES) or any(part.startswith(TEMPORARY) for part in parts):
         raise ConfigError(
             f"{template.what}={template.text!r}: {', '.join(OWN_NAMES)} and names that begin with {TEMPORARY} are "
             "those of a run's own files; use another"

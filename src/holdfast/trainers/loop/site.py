@@ -127,8 +127,9 @@ class Site:
             return
         for saver in self.savers:
             saver.check_interval()
-            saver.place.open(directories=saver.container == "directory", nested=saver.nested)
         try:
+            for saver in self.savers:
+                saver.place.open(directories=saver.container == "directory", nested=saver.nested)
             if check:
                 self.ranks.lead("overwrite", self._check_overwrite)
             for saver in self.savers:
@@ -183,6 +184,17 @@ class Site:
         for saver in self.savers:
             if saver.is_full:
                 saver.save_now()
+
+    def save_first(self) -> None:
+        """Save with the first saver, and wait until that is durable on all ranks; raises what failed."""
+        saver = self.savers[0]
+        saver.save_now()
+
+        def settle() -> None:
+            saver.settle()
+            saver.check_lost()
+
+        self.ranks.agree("saved now", settle, work_s=_SAVE_S)
 
     def finish(self, reason: str) -> None:
         """Wait until everything is durable and uploaded, and give the folders back; raises what failed."""

@@ -15,8 +15,9 @@ from .engine import Engine
 from .events import Event
 from .loggers import Logger
 from .metrics import Averaged, computed
+from .mixed import clip_gradients
 from .pace import Pace
-from .parallel import Parallel, clip_gradients, is_sharded
+from .parallel import Parallel, is_sharded
 from .precision import autocast
 from .shares import Share
 from .state import State
@@ -66,7 +67,7 @@ class TrainStep:
         parts = microbatches(whole, state.grad_accum)
         for number, (part, share) in enumerate(parts, 1):
             state.batch = part
-            with self._parallel.gathering(state.model, last=number == len(parts)):
+            with self._parallel.gathering(last=number == len(parts)):
                 loss = self._one(share)
             total = loss if total is None else total + loss
         state.batch, mean = whole, state.ranks.mean(total)

@@ -23,6 +23,7 @@ from .intervals import parse_every
 from .loggers import Logger, LoggerDestination
 from .loop import TrainingLoop
 from .metrics import as_metrics, move_metrics
+from .mixed import check_optimizers, default_optimizer, move_plain
 from .options import (
     check_clip,
     choose_device,
@@ -133,7 +134,7 @@ class Trainer:
         algorithms: Any = None,
         callbacks: Callback | Sequence[Callback] | None = None,
         loggers: LoggerDestination | Sequence[LoggerDestination] | None = None,
-        run_name: str | None = None,
+        run_name: Any = None,
         seed: int | None = None,
         device: Any = None,
         precision: Any = None,
@@ -163,7 +164,7 @@ class Trainer:
             raise ConfigError(f"model is a {type(model).__name__}: give a torch.nn.Module")
         if isinstance(grad_accum, bool) or not isinstance(grad_accum, int) or grad_accum < 1:
             raise ConfigError(f"grad_accum={grad_accum!r}: give a whole number of at least 1")
-        check_clip(grad_clip_norm)
+        grad_clip_norm = check_clip(grad_clip_norm)
         strict = load_strict_model_weights if load_strict is None else load_strict
         load_from = None if load_path is None else check_path(load_path, "load_path")
         check_flags(
@@ -187,12 +188,14 @@ class Trainer:
         needed = autoresume and first is not None and first.is_named_by_run(destinations)
         name = ranks.agree("run_name", lambda: choose_run_name(run_name, needed=needed))
         seed = seed_ranks(seed, ranks)
-        if not is_sharded(model):
+        if is_sharded(model):
+            move_plain(model, chosen)
+        else:
             model.to(chosen)
-        trains = train_dataloader is not None
         found = several(optimizers, "optimizers") or (
-            [torch.optim.AdamW(model.parameters(), lr=1e-3)] if trains else []
+            [default_optimizer(model)] if train_dataloader is not None else []
         )
+        check_optimizers(found, chosen, scaled=precision == "amp_fp16")
         loaders = eval_loaders(eval_dataloader)
         self.state = state = State(
             model=model, optimizers=found, schedulers=several(schedulers, "schedulers"), run_name=name,
@@ -364,15 +367,16 @@ class Trainer:
         return self._site.save_at(name, weights_only=weights_only)
 
     def save_checkpoint_to_save_folder(self) -> None:
-        """Save now with the first saver, once for one batch.
+        """Save now with the first saver, once for one batch; durable on return.
 
         Raises:
             ConfigError: there is no saver.
+            HoldfastError: the save failed.
         """
         if not self._savers:
             raise ConfigError("save_checkpoint_to_save_folder() needs save_folder, or a CheckpointSaver in callbacks")
         self._site.open()
-        self._savers[0].save_now()
+        self._site.save_first()
 
     def close(self) -> None:
         """Finish what is being saved, give everything back; idempotent."""
