@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
 from holdfast.format.digest import ChunkHasher, file_digest
 from holdfast.storage.base import BLOCK, FileReader, Storage
 
-__all__ = ["WINDOW", "File", "Sender", "TransferStopped", "Windows", "num_windows"]
+__all__ = ["WINDOW", "Brought", "File", "Sender", "TransferStopped", "Windows", "num_windows"]
 
 WINDOW = 8 << 20
 # A client that uploads holds up to 7 parts of 16 MiB for each big object, so of those only two go at once, and with few
@@ -53,6 +54,13 @@ class File:
     size: int
     digest: str | None = None
     shared: bool = False
+
+
+class Brought(NamedTuple):
+    """Names of files that passed through this machine, and of those that the target repeated by itself."""
+
+    sent: set[str]
+    repeated: set[str]
 
 
 def num_windows(source: Storage, target: Storage) -> int:

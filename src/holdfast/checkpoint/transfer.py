@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from holdfast.errors import (
     CheckpointError,
@@ -24,7 +24,7 @@ from holdfast.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from holdfast.format.names import REMOVING_NAME, SIDECARS, check_links, join, start_id_of
 from holdfast.storage.base import Storage
 
-from ._sending import WINDOW, File, Progress, Sender, Stop, TransferStopped, Windows
+from ._sending import WINDOW, Brought, File, Progress, Sender, Stop, TransferStopped, Windows
 from .remains import is_remains
 from .sidecar import METRICS_FILE, read_sidecar, write_sidecar
 
@@ -66,13 +66,6 @@ class Copied:
     def total_bytes(self) -> int:
         """The bytes of all files."""
         return self.bytes_sent + self.bytes_there + self.bytes_copied
-
-
-class Brought(NamedTuple):
-    """Names of files that passed through this machine, and of those that the target repeated by itself."""
-
-    sent: set[str]
-    repeated: set[str]
 
 
 def copy_checkpoint(

@@ -174,9 +174,8 @@ class FsspecStorage(AdaptedStorage):
         from fsspec.spec import AbstractFileSystem
 
         kind = type(self.filesystem)
-        if issubclass(kind, AsyncFileSystem) and kind.cp_file is AbstractFileSystem.cp_file:
-            return kind._cp_file is not AsyncFileSystem._cp_file
-        return kind.cp_file is not AbstractFileSystem.cp_file
+        own = kind.cp_file is not AbstractFileSystem.cp_file
+        return own or (issubclass(kind, AsyncFileSystem) and kind._cp_file is not AsyncFileSystem._cp_file)
 
     def _repeat(self, source: str, target: str) -> bool:
         with _guarded(self.filesystem) as fs:
