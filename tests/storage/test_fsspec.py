@@ -77,6 +77,12 @@ class TestLocalThroughTheAdapter(StorageTests):
         return FsspecStorage(fsspec.filesystem("file"), str(tmp_path / "root"))
 
 
+@pytest.mark.parametrize(("protocol", "copies"), [("memory", True), ("file", True), ("http", False)])
+def test_who_copies(protocol: str, copies: bool) -> None:
+    """A file system with a copy of its own is asked for it; another would bring the bytes here and send them back."""
+    assert FsspecStorage(fsspec.filesystem(protocol), "/root").copies_itself is copies
+
+
 @pytest.mark.parametrize("kind", ["memory", "sftp"])
 def test_checkpoints(kind, memory_root, sftp):
     """Saving, loading, overwriting, resuming and retention work, in a writer thread as in a writer process."""

@@ -165,6 +165,21 @@ def test_a_store_repeats_what_did_not_change(tmp_path: Path) -> None:
     assert store.read(f"step_00000013/{found.files[1].path}") == large
 
 
+def test_a_store_that_cannot_copy_by_itself_is_sent_all(tmp_path: Path) -> None:
+    """Its copy would bring the bytes here and send them back."""
+
+    class Poor(Store):
+        copies_itself = False
+
+    store, large = Poor("staged-poor"), b"7" * (1 << 20)
+    with life(tmp_path, "aaaaaaa1", remote=store) as one:
+        for step in (1, 2):
+            one.save(step, large)
+            one.arrive()
+    assert store.repeated == []
+    assert len([path for path in store.sent if "/more0-" in path]) == 4  # two ranks, two saves
+
+
 def test_bringing_a_save_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start that is broken off while the remote takes everything but the manifest: nobody waits for ever."""
     monkeypatch.setattr(mirror, "END_S", 0.2)
