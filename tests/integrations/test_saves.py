@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,32 @@ def test_a_save_that_fails_later(tmp_path: Path) -> None:
         with pytest.raises(StorageFullError):
             saves.wait()
     assert os.listdir(tmp_path / "names") == ["old.ckpt"]
+
+
+def test_a_lost_save_in_the_middle_costs_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is said and training goes on; the last one, and the tenth in a row, are errors."""
+    saves = saves_to(tmp_path / "run")
+    saves._root = FaultyStorage(tmp_path / "run", disk_bytes=40_000)
+    large, small = {"weight": torch.ones(100_000)}, {"weight": torch.ones(2)}
+
+    def save(name: str, state: dict[str, Any]) -> None:
+        saves.save(tmp_path / "names" / name, state, step=1, metrics={})
+        for handle in saves._handles.values():
+            with contextlib.suppress(StorageFullError):
+                handle.result(60)
+
+    save("a.ckpt", large)
+    save("b.ckpt", small)
+    saves.wait()
+    assert "a.ckpt was NOT saved, the storage is full" in caplog.text
+    for number in range(10):
+        save(f"c{number}.ckpt", large)
+    with pytest.raises(StorageFullError):
+        save("d.ckpt", small)
+    saves.wait()
+    save("e.ckpt", large)
+    with pytest.raises(StorageFullError):
+        saves.wait()
 
 
 def test_ranks_that_cannot_talk_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

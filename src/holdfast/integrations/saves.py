@@ -16,6 +16,7 @@ import torch
 from .._ranks import current_ranks
 from ..checkpoint.handle import Checkpoint
 from ..checkpointer import SaveHandle, load, save_async
+from ..checkpointer.passing import MAX_LOST, PASSING, state_of
 from ..checkpointer.rendezvous import Alone, Meeting, meet
 from ..errors import (
     CheckpointError,
@@ -69,6 +70,7 @@ class Saves:
         self._marks: dict[str, Callable[[], None]] = {}
         self._removals: dict[str, Future[None]] = {}
         self._thread: ThreadPoolExecutor | None = None
+        self._lost_in_a_row = 0
 
     def __reduce__(self) -> Any:
         """In another process, nothing is under way."""
@@ -80,17 +82,19 @@ class Saves:
     ) -> None:
         """Save ``state``, replacing what is there; returns when it is copied.
 
+        An earlier save that was lost because the storage was full or did not answer is said, and training goes on.
+
         Raises:
             UnsupportedStateError: a value cannot be saved.
-            HoldfastError: an earlier save or removal failed.
+            HoldfastError: an earlier save or removal failed otherwise, or it was the tenth in a row that was lost.
         """
         target = self._at(path)
-        self._raise_failed()
+        self._settle_ended()
         state = self._plain(state, target)
         if (removal := self._removals.pop(target.uri, None)) is not None:
             removal.result(self._timeout_s)
         if (handle := self._handles.pop(target.uri, None)) is not None:
-            self._take_in(target.uri, handle, self._timeout_s)
+            self._settle(target.uri, handle, self._timeout_s)
         _move_file_aside(target)
         self._marks[target.uri] = unmark_it = mark(path, target)
         try:
@@ -161,7 +165,10 @@ class Saves:
         Raises:
             HoldfastError: something failed, or takes longer than the bound.
         """
+        under_way = bool(self._handles)
         self._finish(self._handles, lambda uri, handle: self._take_in(uri, handle, self._timeout_s))
+        if under_way:
+            self._lost_in_a_row = 0
         self._finish(self._removals, lambda _, removal: removal.result(self._timeout_s))
 
     def _at(self, path: str | os.PathLike[str]) -> Checkpoint:
@@ -183,7 +190,7 @@ class Saves:
             _LOG.warning("%s is saved without %s", target.uri, ", ".join(objects))
         return cast("Mapping[Any, Any]", plain)
 
-    def _raise_failed(self) -> None:
+    def _settle_ended(self) -> None:
         """Take in what has ended."""
         ended = {uri: handle for uri, handle in self._handles.items() if handle.done()}
         gone = {uri: removal for uri, removal in self._removals.items() if removal.done()}
@@ -192,9 +199,24 @@ class Saves:
         for uri in gone:
             del self._removals[uri]
         for uri, handle in ended.items():
-            self._take_in(uri, handle, 0)
-        for removal in gone.values():
-            removal.result(0)
+            self._settle(uri, handle, 0)
+        for uri, removal in gone.items():
+            try:
+                removal.result(0)
+            except PASSING as error:
+                _LOG.warning("%s stays, %s (%s)", uri, state_of(error), error)
+
+    def _settle(self, uri: str, handle: SaveHandle, timeout_s: float) -> None:
+        """Take in a save in the middle of training, which one that is lost does not end."""
+        try:
+            self._take_in(uri, handle, timeout_s)
+        except PASSING as error:
+            self._lost_in_a_row += 1
+            if self._lost_in_a_row >= MAX_LOST:
+                raise
+            _LOG.warning("%s was NOT saved, %s (%s); training goes on", uri, state_of(error), error)
+        else:
+            self._lost_in_a_row = 0
 
     def _take_in(self, uri: str, handle: SaveHandle, timeout_s: float) -> None:
         """Wait for a save; the name of one that failed is free again."""
