@@ -124,7 +124,7 @@ def test_a_rank_or_its_machine_dies(ranks, tmp_path, rank, what):
     assert left(disks) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [1, 0])
 def test_a_writer_is_killed_in_the_middle_of_an_upload(ranks, tmp_path, rank):
     """It is started again and goes on: every save arrives."""

@@ -21,7 +21,7 @@ def test_digits(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    assert "SIGKILL" in done.stderr
+    assert "1 restart" in done.stderr
     result = hf.Result.from_path(tmp_path / "digits")
     assert [attempt.reason for attempt in result.attempts][-1] == "finished"
     assert len(result.attempts) == 2
