@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -227,6 +228,23 @@ def test_a_rank_that_dies_is_noticed(tmp_path):
     with pytest.raises(TypeError):
         peer.slots[0] = 1  # for reading only
     peer.close()
+
+
+def test_two_threads_ask_for_the_same_rank():
+    """A rank reads with two threads, and both look whether a neighbour still lives."""
+    desk = Desk(memoryview(bytearray(8)), 4096)
+    peer = PeerDesk(desk.told())
+    begin = threading.Barrier(4)
+
+    def ask() -> bool:
+        begin.wait(10)
+        return any(peer.gone for _ in range(20_000))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert not any(one.result(60) for one in [threads.submit(ask) for _ in range(4)])
+    peer.close()
+    assert peer.gone
+    desk.close()
 
 
 def test_another_process_in_the_place_of_a_rank_is_refused():

@@ -150,8 +150,6 @@ class PeerDesk:
         self.wanted = view[_PAGE : _PAGE + wanted]
         self.slots = view[start:]
         self.address = address_of(self.slots) if len(self.slots) else 0
-        self._poll = select.poll()
-        self._poll.register(self._process, select.POLLIN)
 
     @property
     def published(self) -> int:
@@ -176,7 +174,11 @@ class PeerDesk:
     @property
     def gone(self) -> bool:
         """Whether that rank reads and copies no more: it has left, or its process has ended."""
-        return bool(self._words[_GONE]) or bool(self._poll.poll(0))
+        if self._words[_GONE] or self._process < 0:
+            return True
+        poll = select.poll()  # one for each call: two threads that read may not ask the same one at once
+        poll.register(self._process, select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Let go of it; idempotent."""
