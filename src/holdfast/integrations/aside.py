@@ -7,7 +7,7 @@ import logging
 import os
 from pathlib import Path
 
-__all__ = ["move_aside"]
+__all__ = ["move_aside", "unused"]
 
 _LOG = logging.getLogger("holdfast.integrations")
 _ASIDE = ".before-holdfast"
@@ -17,7 +17,12 @@ def move_aside(path: Path) -> None:
     """Give a file or directory another name beside it; nothing if there is none."""
     if not os.path.lexists(path):
         return
-    names = itertools.chain([path.name + _ASIDE], (f"{path.name}{_ASIDE}-{number}" for number in itertools.count(2)))
-    aside = next(new for name in names if not os.path.lexists(new := path.with_name(name)))
+    aside = unused(f"{path}{_ASIDE}")
     os.replace(path, aside)
     _LOG.warning("%s was of another writer: it is %s now", path, aside)
+
+
+def unused(path: str) -> str:
+    """Return a path, with a number behind it if there is something already."""
+    paths = itertools.chain([path], (f"{path}-{number}" for number in itertools.count(2)))
+    return next(one for one in paths if not os.path.lexists(one))

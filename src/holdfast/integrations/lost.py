@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import shutil
@@ -10,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from ..checkpoint.remains import INCOMING
 from ..checkpointer.passing import PASSING, passing_error, state_of
+from .aside import unused
 from .places import STAGED
 
 __all__ = ["Lost"]
@@ -73,8 +73,7 @@ class Lost:
             home = os.path.dirname(home)
         elif not name.startswith(STAGED):
             return self
-        names = itertools.chain([self.name], (f"{self.name}-{number}" for number in itertools.count(2)))
-        target = next(new for one in names if not os.path.lexists(new := os.path.join(home, _ASIDE + one)))
+        target = unused(os.path.join(home, _ASIDE + self.name))
         try:
             os.rename(self.left, target)
         except OSError as error:

@@ -165,10 +165,7 @@ class Saves:
         Raises:
             HoldfastError: something failed, or takes longer than the bound.
         """
-        under_way = bool(self._handles)
         self._finish(self._handles, lambda uri, handle: self._take_in(uri, handle, self._timeout_s))
-        if under_way:
-            self._lost_in_a_row = 0
         self._finish(self._removals, lambda _, removal: removal.result(self._timeout_s))
 
     def _at(self, path: str | os.PathLike[str]) -> Checkpoint:
@@ -215,8 +212,6 @@ class Saves:
             if self._lost_in_a_row >= MAX_LOST:
                 raise
             _LOG.warning("%s was NOT saved, %s (%s); training goes on", uri, state_of(error), error)
-        else:
-            self._lost_in_a_row = 0
 
     def _take_in(self, uri: str, handle: SaveHandle, timeout_s: float) -> None:
         """Wait for a save; the name of one that failed is free again."""
@@ -227,6 +222,7 @@ class Saves:
             if unmark_it is not None:
                 unmark_it()
             raise
+        self._lost_in_a_row = 0
 
     def _finish(self, pending: dict[str, Any], result: Callable[[str, Any], object]) -> None:
         while pending:
