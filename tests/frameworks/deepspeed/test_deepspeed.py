@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +16,7 @@ from object_kit import moto_bucket
 
 import holdfast as hf
 import holdfast.deepspeed
+from launch_kit import run_killed_then_again
 
 
 def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
@@ -97,13 +95,7 @@ def test_stage_3(remote: str, tmp_path: Path) -> None:
 def test_a_loop_of_ones_own(remote: str, alone: dict[str, Any], tmp_path: Path) -> None:
     """Under torchrun, into a bucket: a rank is killed, both go on from what both wrote, and end with the same bits."""
     told = {"run": f"{remote}/loop", "out": str(tmp_path / "out.pt"), "stage": 2, "steps": 4, "kill": 3}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", zero_cases.__file__]
-    killed, done = (
-        subprocess.run([*launch, json.dumps(told)], capture_output=True, text=True, timeout=200, check=False)
-        for _ in range(2)
-    )
-    assert "exitcode: -9" in killed.stderr
-    assert done.returncode == 0, done.stderr
+    run_killed_then_again(zero_cases.__file__, told)
     assert same(torch.load(told["out"], weights_only=True), alone)
     run = hf.Result.from_path(told["run"])
     assert [one.step for one in holdfast.deepspeed.Keeper(told["run"]).checkpoints()] == [

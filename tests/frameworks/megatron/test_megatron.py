@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +16,7 @@ from object_kit import moto_bucket
 
 import holdfast as hf
 import holdfast.megatron
+from launch_kit import run_killed_then_again
 
 
 def whole(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -84,13 +82,7 @@ def test_kill_and_reshard(remote: str, wanted: dict[str, Any], tmp_path: Path) -
 def test_a_loop_of_ones_own(remote: str, wanted: dict[str, Any], tmp_path: Path) -> None:
     """Under torchrun, into a bucket: a rank is killed, both go on from what both wrote, and end with the same bits."""
     told = {"run": f"{remote}/loop", "steps": 4, "kill": 3}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", tp_cases.__file__]
-    killed, done = (
-        subprocess.run([*launch, json.dumps(told)], capture_output=True, text=True, timeout=200, check=False)
-        for _ in range(2)
-    )
-    assert "exitcode: -9" in killed.stderr
-    assert done.returncode == 0, done.stderr
+    run_killed_then_again(tp_cases.__file__, told)
     run = hf.Result.from_path(told["run"])
     assert run.checkpoint is not None
     assert [one.step for one in holdfast.megatron.Keeper(told["run"]).checkpoints()] == [
