@@ -77,10 +77,18 @@ class TestLocalThroughTheAdapter(StorageTests):
         return FsspecStorage(fsspec.filesystem("file"), str(tmp_path / "root"))
 
 
-@pytest.mark.parametrize(("protocol", "copies"), [("memory", True), ("file", True), ("http", False)])
-def test_who_copies(protocol: str, copies: bool) -> None:
+class _ReadsOnly(fsspec.AbstractFileSystem):
+    """A file system that leaves copying to fsspec, as HTTP's does."""
+
+
+@pytest.mark.parametrize(
+    ("filesystem", "copies"),
+    [(fsspec.filesystem("memory"), True), (fsspec.filesystem("file"), True), (_ReadsOnly(), False)],
+    ids=["memory", "file", "reads-only"],
+)
+def test_who_copies(filesystem: fsspec.AbstractFileSystem, copies: bool) -> None:
     """A file system with a copy of its own is asked for it; another would bring the bytes here and send them back."""
-    assert FsspecStorage(fsspec.filesystem(protocol), "/root").copies_itself is copies
+    assert FsspecStorage(filesystem, "/root").copies_itself is copies
 
 
 @pytest.mark.parametrize("kind", ["memory", "sftp"])
