@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -47,10 +47,17 @@ def run_page(page: Path, folder: Path, *, timeout_s: float = 280) -> None:
     _run(script, folder=folder, timeout_s=timeout_s)
 
 
-def page_test(group: str | None, *, timeout_s: float = 120) -> Callable[..., None]:
-    """Return the test of a group's pages: all Python blocks of each run, as `run_page` does it."""
+def page_test(group: str | None, *, timeout_s: float = 120, slow: Collection[str] = ()) -> Callable[..., None]:
+    """Return the test of a group's pages: all Python blocks of each run, as `run_page` does it.
 
-    @pytest.mark.parametrize("page", pages_of(group), ids=lambda page: page.name)
+    Args:
+        group: of frameworks; None is the main suite.
+        timeout_s: for each page.
+        slow: names of pages that run in CI's sweep instead.
+    """
+    pages = [pytest.param(page, marks=pytest.mark.slow if page.name in slow else ()) for page in pages_of(group)]
+
+    @pytest.mark.parametrize("page", pages, ids=lambda page: page.name)
     def run(page: Path, tmp_path: Path) -> None:
         run_page(page, tmp_path, timeout_s=timeout_s)
 

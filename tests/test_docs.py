@@ -6,7 +6,9 @@ import re
 
 from docs_kit import PAGES, ROOT, blocks, group_of, page_test
 
-test_python_blocks_run = page_test(None)
+_SLOW = {"function-trainer.md", "migrate-from-ray-train.md", "migrate-from-composer.md", "interop.md"}
+
+test_python_blocks_run = page_test(None, slow=_SLOW)
 
 
 def test_pages_of_frameworks_are_run() -> None:

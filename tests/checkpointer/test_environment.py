@@ -13,6 +13,7 @@ import torch
 import holdfast as hf
 
 
+@pytest.mark.slow
 def test_a_plain_script_a_thread_of_it_and_its_forks(tmp_path: Path) -> None:
     """No `if __name__` guard, a run in a thread as in a notebook, a child left in the body: one run.
 

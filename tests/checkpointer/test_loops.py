@@ -96,7 +96,10 @@ def live(path: str, loop: Loop, diary: Diary, kill_at: int, every: int | None = 
 LOOPS: list[Loop] = [by_epochs, by_range, by_steps, by_two_loaders, without_batches]
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+# Two of them are enough to notice at once; all of them run in CI's sweep.
+@pytest.mark.parametrize(
+    "loop", [one if one in (by_range, without_batches) else pytest.param(one, marks=pytest.mark.slow) for one in LOOPS]
+)
 def test_a_run_killed_after_any_step_equals_one_never_killed(loop: Loop, capsys: pytest.CaptureFixture[str]) -> None:
     """For every step of two epochs: the same ids in order exactly once, every epoch evaluated, equal weights."""
     plain = Diary()

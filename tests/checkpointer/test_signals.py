@@ -80,7 +80,7 @@ def check_stopped(path: Path, name: str, result: tuple[int, str, str]) -> int:
     [
         ("plain", "SIGTERM"),
         pytest.param("evaluating", "SIGUSR1", marks=pytest.mark.slow),
-        ("saving", "SIGINT"),
+        pytest.param("saving", "SIGINT", marks=pytest.mark.slow),
         pytest.param("workers", "SIGTERM", marks=pytest.mark.slow),
     ],
 )
@@ -109,6 +109,7 @@ def test_signals_at_many_random_moments(name: str, mode: str, round_: int, tmp_p
     check_stopped(tmp_path, name, stop_once(tmp_path, mode, name, random.uniform(0.0, 1.5)))
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_loader_workers_too_and_the_step_is_saved(tmp_path: Path) -> None:
     """A terminal sends SIGINT to the whole process group: workers leave the first one to the trainer."""
     process = kit.start(TRAINER, tmp_path, "workers", 10**9)

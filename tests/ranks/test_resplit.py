@@ -40,7 +40,7 @@ def samples(found: list[dict[str, Any]], epoch: int) -> list[int]:
     ("plain", "ddp"),
     pytest.param("distributed", "ddp", marks=pytest.mark.long),
     ("plain", "fsdp2"),
-    ("stream", "ddp"),
+    pytest.param("stream", "ddp", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_four_two_three_ranks_see_every_sample_once(ranks, tmp_path, loader, parallel) -> None:
     """Killed in mid-epoch and started with other ranks: each epoch is whole, what was saved is restored bit for bit."""

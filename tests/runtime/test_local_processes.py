@@ -322,6 +322,7 @@ def test_a_fork_of_the_driver_holds_nothing(engine: LocalEngine, driver: Driver)
     assert driver.run(0, lambda channel, facts: "fine") == "fine"
 
 
+@pytest.mark.slow
 def test_close_leaves_no_descriptor(tmp_path: Path) -> None:
     """An engine that ran workers and a task leaves nothing open, no thread and no child."""
     import gc

@@ -69,6 +69,7 @@ class TestS3Driver(StorageTests):
         return _moto(endpoint)
 
 
+@pytest.mark.slow
 def test_checkpoints_on_s3(endpoint):
     """Saving, loading, resuming and retention work from a writer process."""
     save_load_resume(_moto(endpoint))

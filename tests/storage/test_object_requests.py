@@ -173,7 +173,7 @@ def test_every_storage_says_whether_it_keeps_conditions(tmp_path):
     assert PrefixStorage(memory, "a").conditional is True
 
 
-@pytest.mark.parametrize("kind", ["truncated", "short"])
+@pytest.mark.parametrize("kind", [pytest.param("truncated", marks=pytest.mark.slow), "short"])
 def test_answers_that_end_early(proxy, storage, kind):
     """Reads, listings and the beginning of an upload are made again; an end without an end is an error, in time."""
     data = bytes(range(256)) * 80_000

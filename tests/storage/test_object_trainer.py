@@ -96,7 +96,8 @@ def validate(checkpoint):
         return {"seen": json.loads(Path(folder, "step.json").read_text())}
 
 
-@pytest.mark.parametrize("kind", ["object", pytest.param("pyarrow", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["object", "pyarrow"])
 def test_given_by_hand(endpoint, tmp_path, capfd, caplog, kind):
     """Reports, states, validations and restarts work with keys that only the driver has; nothing shows them."""
     caplog.set_level(logging.DEBUG)

@@ -85,6 +85,7 @@ def test_a_hang_is_a_failure(tmp_path: Path) -> None:
     assert "WorkerHangError" in (result.attempts[0].reason or "")
 
 
+@pytest.mark.slow
 def test_states_are_shared_and_survive_a_kill(tmp_path: Path) -> None:
     """What was sealed when a worker was killed is committed by its writer; the end is that of a calm run."""
     calm = make(tmp_path, learn, name="calm").fit()

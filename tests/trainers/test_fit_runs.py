@@ -61,6 +61,7 @@ def test_the_same_script_again_resumes(tmp_path: Path, capfd: pytest.CaptureFixt
     assert "this run had finished after report 2: train_func runs again and goes on from there" in told
 
 
+@pytest.mark.slow
 def test_resume_from_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A Checkpoint, its path or a dict start a new run; a run with checkpoints of its own goes on with these."""
     first = make(tmp_path, name="first", train_loop_config={"epochs": 2}).fit()
@@ -78,6 +79,7 @@ def test_resume_from_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "this run has checkpoints of its own: resume_from_checkpoint is not used" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_resume_from_a_dictionary(tmp_path: Path) -> None:
     """A dictionary starts a run, on every rank."""
 
@@ -137,7 +139,9 @@ def test_a_killed_driver(tmp_path: Path) -> None:
     assert result.attempts[1].resumed_from is not None
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
+)
 def test_a_signal_ends_the_run_in_order(tmp_path: Path, number: int, status: int) -> None:
     """Ctrl-C and SIGTERM stop the workers, note the end, and mean what they always mean."""
     with running(tmp_path, forever=True) as first:
@@ -152,6 +156,7 @@ def test_a_signal_ends_the_run_in_order(tmp_path: Path, number: int, status: int
     assert stored.error is None
 
 
+@pytest.mark.slow
 def test_a_missing_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that ends, or takes too long, while others wait for its report is named."""
 
@@ -211,6 +216,7 @@ def test_wrong_arguments() -> None:
         make(Path("x"), train_loop_config=3)
 
 
+@pytest.mark.slow
 def test_the_default_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run without a name is called after its function, the day and an id, in a place of its own."""
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -30,6 +30,7 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in (root / "run").iterdir() if path.name.startswith("checkpoint"))
 
 
+@pytest.mark.slow
 def test_dictionaries_are_kept_by_score(tmp_path: Path) -> None:
     """One that is not strictly better than the worst of those kept is not written, but has a number."""
     best = hf.CheckpointStrategy(num_to_keep=2, checkpoint_score_attribute="acc")
@@ -56,6 +57,7 @@ def test_nothing_on_disk(tmp_path: Path) -> None:
     assert result.attempts[1].resumed_from == "checkpoint_000002 (in memory)"
 
 
+@pytest.mark.slow
 def test_the_newest_dictionaries_by_default(tmp_path: Path) -> None:
     """Without a score the newest are the best, and a restart goes on from the newest."""
     config = {"scores": [0.0] * 4, "fail_epoch": 3}
@@ -176,6 +178,7 @@ def test_a_validation_without_a_function(tmp_path: Path) -> None:
         make(tmp_path, validated, workers=1).fit()
 
 
+@pytest.mark.slow
 def test_validations_are_taken_up_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What a driver did not come to is done by the next one."""
 

@@ -215,7 +215,7 @@ def test_a_new_writer_goes_on_with_the_newest_attempt(tmp_path: Path) -> None:
 def test_next_attempt_is_repeated_once(tmp_path: Path) -> None:
     """The writer dies at any operation while it registers attempts: each is there once in the end."""
     deaths = 0
-    for at in range(14, 46, 2):
+    for at in range(14, 46, 4):
         root, marker = tmp_path / f"run{at}", tmp_path / f"marker{at}"
         storage = FaultyStorage(root, crash_at=at, crash_once=str(marker))
         with WriterClient.start(storage) as client:

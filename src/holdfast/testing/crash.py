@@ -138,6 +138,7 @@ class ForkServer:
         """End the server; idempotent."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             with contextlib.suppress(OSError):
+                self._process.stdin.write("\n")  # a fork of this process may keep the pipe open: its end tells nothing
                 self._process.stdin.close()
         try:
             self._process.wait(10)
@@ -165,9 +166,12 @@ def _serve(preload: Sequence[str]) -> None:
     os.dup2(2, 1)  # what children print must not get between the answers
     answers.write("{}\n")
     answers.flush()
-    for line in sys.stdin:
+    for line in iter(sys.stdin.readline, ""):
+        if not line.strip():
+            break
         answers.write(json.dumps(_case(json.loads(line))) + "\n")
         answers.flush()
+    os._exit(0)  # ending an interpreter with all of torch in it takes seconds
 
 
 def _case(order: dict[str, Any]) -> dict[str, Any]:
