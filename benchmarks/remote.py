@@ -41,7 +41,7 @@ def run(context: Context) -> Outcome:
         stack.callback(remove, folder)
         server = stack.enter_context(run_server(folder, outcome.notes, quick=context.quick))
         stack.enter_context(_environment(server))
-        scale = context.scale * (0.85 if server.name == "s3rver" else _SMALL)
+        scale = context.scale * (_SMALL if server.name == "moto" else 0.85)
         state = gpt2_state(scale=scale, quick=context.quick)
         outcome.notes.append(f"{server.name}, state of {state.nbytes / 2**30:.2f} GiB")
         files = context.folder("files") / "c"
@@ -120,11 +120,12 @@ class _Rounds:
         What a method has brought is deleted before the next one begins: whoever comes later would find less memory
         that this machine has not given back to its host, and touching new memory costs the server most of its time.
         """
-        names = list(self._uploads)
+        names = [*self._uploads, "save_async"]
         for turn in range(self._context.repeat + 1):
-            self._saves(first=not turn, remote_first=turn % 2 == 0)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                if name in self._uploads:
+                if name == "save_async":
+                    self._saves(first=not turn, remote_first=turn % 2 == 0)
+                elif name in self._uploads:
                     self._measure("upload", name, first=not turn)
                 for download in {"push": ("pull", "load")}.get(name, (name,)):
                     if download in self._downloads:

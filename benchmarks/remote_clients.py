@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 __all__ = ["BUCKET", "Peer", "RawClient", "Server", "make_peers", "run_server"]
 
@@ -27,7 +28,7 @@ _MIB = 1 << 20
 _NODE_HOME = Path(os.environ.get("HOLDFAST_TEST_NODE", Path(__file__).parents[1] / "tests" / "stores"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Server:
     """A server that runs: its name, its address, its keys."""
 
@@ -43,13 +44,21 @@ class Server:
             "AWS_ACCESS_KEY_ID": self.key,
             "AWS_SECRET_ACCESS_KEY": self.secret,
             "AWS_REGION": "us-east-1",
-            "no_proxy": "127.0.0.1,localhost",
+            "no_proxy": str(urlsplit(self.url).hostname),
         }
 
 
 @contextlib.contextmanager
 def run_server(folder: Path, notes: list[str], *, quick: bool) -> Iterator[Server]:
-    """Run s3rver (objects on disk, flat memory) or, without it, moto (objects in its memory, slow)."""
+    """Run s3rver (objects on disk, flat memory) or, without it, moto (objects in its memory, slow).
+
+    With HOLDFAST_BENCH_S3, the URL of a server that runs already (the keys in AWS_ACCESS_KEY_ID and
+    AWS_SECRET_ACCESS_KEY, a bucket "holdfast-bench" in it), that one is measured.
+    """
+    if not quick and (url := os.environ.get("HOLDFAST_BENCH_S3")):
+        keys = (os.environ.get(f"AWS_{name}", "S3RVER") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"))
+        yield Server("a server of one's own", url, *keys)
+        return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -57,10 +66,10 @@ def run_server(folder: Path, notes: list[str], *, quick: bool) -> Iterator[Serve
     if not quick and s3rver.exists() and shutil.which("node"):
         address = ["-a", "127.0.0.1", "-p", str(port)]
         command = [str(s3rver), "-d", str(folder), *address, "-s", "--configure-bucket", BUCKET]
-        server = Server(name="s3rver", url=f"http://127.0.0.1:{port}")
+        server = Server("s3rver", f"http://127.0.0.1:{port}")
     elif importlib.util.find_spec("moto") is not None:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-        server = Server(name="moto", url=f"http://127.0.0.1:{port}")
+        server = Server("moto", f"http://127.0.0.1:{port}")
         if not quick:
             notes.append(
                 "s3rver is not installed (make test-frameworks, or HOLDFAST_TEST_NODE): moto and a small state"
