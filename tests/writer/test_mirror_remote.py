@@ -6,9 +6,8 @@ import json
 import queue
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import writer_kit as kit
@@ -16,8 +15,6 @@ import writer_kit as kit
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.lease import make_owner
 from holdfast.checkpoint.runindex import RunIndex
-from holdfast.checkpointer.remote import RemoteWatch
-from holdfast.config import Mirror
 from holdfast.errors import CheckpointExistsError, RunBusyError
 from holdfast.format.commit import remove
 from holdfast.storage.local import LocalStorage
@@ -81,51 +78,13 @@ def test_late_metrics_of_one_removed_by_hand_hold_nothing_up(local: LocalStorage
     remote.late(name, {"val": 1.0}, None)
 
 
-class _Client:
-    """Answers like a writer, when told."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str | None, Future[Any]]] = []
-
-    def run_op(self, op: str, *, since: str | None) -> Future[Any]:
-        assert op == "follow"
-        self.asked.append((since, Future()))
-        return self.asked[-1][1]
-
-
-def test_an_answer_that_is_known_already_does_not_end_the_following() -> None:
-    """Only an answer with the version that was asked about says that the mirror has ended."""
-    client = _Client()
-    watch = RemoteWatch(cast("WriterClient", client), Mirror("unused"), "s3://bucket/run")
-
-    def state(version: str) -> dict[str, Any]:
-        return {"version": version, "waiting": [], "last_step": 1}
-
-    client.asked[0][1].set_result(state("a"))
-    watch._take(state("b"))  # what `finish` asked for was faster
-    client.asked[1][1].set_result(state("b"))
-    assert [since for since, _ in client.asked] == [None, "a", "b"]
-    assert not watch._ended
-    client.asked[2][1].set_result(state("b"))
-    assert watch._ended
-
-
-def test_what_has_arrived_is_told_once() -> None:
-    """However often the writer says so."""
-    client, told = _Client(), list[str]()
-    watch = RemoteWatch(cast("WriterClient", client), Mirror("unused"), "s3://bucket/run", arrived=told.append)
-    for names in (["a"], ["a", "b"], ["b"], []):
-        watch._take({"version": "v", "waiting": [], "last_step": 1, "arrived": names})
-    assert told == ["a", "b"]
-
-
 def test_a_lost_lease_wakes_the_uploading_thread(local: LocalStorage, remote: RemoteRun) -> None:
     """Who follows the mirror hears at once that another trainer took the remote, not some seconds later."""
     heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     mirror = Mirroring(remote, Limits(), waiting=(), uploaded=(), changed=lambda: None)
     mirror.go()
     try:
-        mirror.follow("none", heard.put)
+        mirror.follow(None, heard.put)
         since = heard.get(timeout=30)["version"]
         mirror.follow(since, heard.put)
         with pytest.raises(RunBusyError):

@@ -43,7 +43,7 @@ class RemoteWatch:
         self._announced: set[str] = set()
         self._client, self._mirror, self.uri = client, mirror, uri
         self._told = threading.Condition()
-        self._state: dict[str, Any] = {"version": None, "waiting": [], "last_step": -1, "created": None}
+        self._state: dict[str, Any] = {"version": 0, "waiting": [], "last_step": -1, "created": None}
         self._ended = False
         self._follow()
 
@@ -152,9 +152,13 @@ class RemoteWatch:
             self._ended = True
             self._told.notify_all()
 
-    def _take(self, state: dict[str, Any]) -> None:
+    def _take(self, state: dict[str, Any] | None) -> None:
+        if state is None:
+            raise HoldfastError(f"the writer could not begin to bring checkpoints to {self.uri}; its log says why")
         with self._told:
-            self._state = state
+            # Two threads take answers: one that was given earlier may come later, and nothing would come after it.
+            if state["version"] > self._state["version"]:
+                self._state = state
             for name in state.get("arrived", ()):
                 if name not in self._announced:
                     self._announced.add(name)

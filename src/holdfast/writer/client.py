@@ -318,7 +318,7 @@ class WriterClient:
         "details" (details: added to the current attempt), "note" (key, value: small JSON that stays with the run),
         "protect" (names: of checkpoints that retention spares until the next "protect"). "discard" (names, why: deletes
         checkpoints; the names of those that are gone). For mirrored runs: "follow" (since: a version; the state of the
-        mirror, as soon as it has another version).
+        mirror, as soon as it has another version; later ones are higher, also those of a writer that is started again).
 
         All but "report" and "follow" run after the saves submitted before them.
         """

@@ -10,7 +10,6 @@ import logging
 import random
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -79,7 +78,7 @@ class Mirroring:
         self._next_try = self._next_sync = 0.0
         self._arrival = self._warned = time.monotonic()
         self._followers: list[Follower] = []
-        self._version = uuid.uuid4().hex
+        self._version = time.monotonic_ns()  # higher than that of a writer before this one
         self._newest = remote.newest()
         self._give_up()
         remote.heartbeat.on_lost = self._lease_lost
@@ -174,7 +173,7 @@ class Mirroring:
 
     # ---- told to the trainer, from any thread
 
-    def follow(self, since: str | None, answer: Follower) -> None:
+    def follow(self, since: int | None, answer: Follower) -> None:
         """Call ``answer`` with the state once it is another than ``since``."""
         with self._lock:
             if since == self._version and not self._over:
@@ -199,7 +198,7 @@ class Mirroring:
 
     def _tell(self) -> None:
         """Let the followers know, and the own thread. Needs the lock."""
-        self._version = uuid.uuid4().hex
+        self._version = max(self._version + 1, time.monotonic_ns())
         followers, self._followers = self._followers, []
         if followers:
             state = self._state()

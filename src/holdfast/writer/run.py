@@ -361,7 +361,7 @@ class Run:
         if self._mirror is not None:
             self._mirror.trainer_gone()
 
-    def follow(self, since: str | None, answer: Callable[[dict[str, Any] | None], None]) -> None:
+    def follow(self, since: int | None, answer: Callable[[dict[str, Any] | None], None]) -> None:
         """Call ``answer`` with the state of the mirror once it is another than ``since``; for any thread."""
         if self.uploads is None:
             answer(None)
