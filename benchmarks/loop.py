@@ -92,10 +92,19 @@ def by_trainer(data: TensorDataset, model: torch.nn.Module, batch: int, epochs: 
 
 
 class Held(Callback):
-    """Measures how long the savers hold training: they run last at a checkpoint event."""
+    """Measures how long the savers hold training: they run last at a checkpoint event. Right before, a plain copy.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.begun, self.seconds = folder, 0.0, list[float]()
+    One after the other, because the speed of memory changes within seconds on a machine that is shared.
+    """
+
+    def __init__(self, folder: Path, nbytes: int) -> None:
+        self.folder, self.begun, self.seconds, self.copied = folder, 0.0, list[float](), list[float]()
+        self.source, self.target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        begun = time.perf_counter()
+        self.target.copy_(self.source)
+        self.copied.append(time.perf_counter() - begun)
 
     def batch_checkpoint(self, state: Any, logger: Any) -> None:
         self.begun = time.perf_counter()
@@ -114,7 +123,8 @@ def saves(context: Context, outcome: Outcome, name: str, suffix: str, goal: floa
     width = big_width(context)
     torch.manual_seed(0)
     model, folder = network(width), context.folder(f"loop-{name}")
-    held = Held(folder)
+    nbytes = 3 * sum(param.numel() * param.element_size() for param in model.parameters())
+    held = Held(folder, nbytes)
     trainer = hf.Trainer(
         model=model, loss_fn=functional.cross_entropy, optimizers=torch.optim.AdamW(model.parameters()),
         train_dataloader=[(torch.randn(2, width), torch.randint(10, (2,)))] * (context.repeat + 4), max_duration="1ep",
@@ -124,12 +134,8 @@ def saves(context: Context, outcome: Outcome, name: str, suffix: str, goal: floa
     trainer.fit()
     trainer.close()
     remove(folder)
-    nbytes = 3 * sum(param.numel() * param.element_size() for param in model.parameters())
-    source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
-    for turn in range(context.repeat + 1):
-        begun = time.perf_counter()
-        target.copy_(source)
-        outcome.add(f"memcpy {name}", first=not turn, seconds=time.perf_counter() - begun)
+    for turn, seconds in enumerate(held.copied):
+        outcome.add(f"memcpy {name}", first=not turn, seconds=seconds)
     for turn, seconds in enumerate(held.seconds):
         if turn < 2:  # pages are made; the second one may lay out what does not change anew
             outcome.first.setdefault(name, {})["seconds"] = max(

@@ -32,6 +32,7 @@ class Heartbeat:
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._beating = threading.Lock()
+        self._left = False  # nobody waits for the beat under way: the thread gives the lease back
         self._thread = threading.Thread(target=self._work, name="holdfast-lease", daemon=True)
         self._thread.start()
 
@@ -56,11 +57,16 @@ class Heartbeat:
         self._beat()
 
     def close(self, *, wait: bool = True) -> None:
-        """End the thread and give the lease back; without ``wait`` a beat that hangs is left alone."""
+        """End the thread and give the lease back; without ``wait`` that comes after a beat that hangs."""
         self._stop.set()
         self._wake.set()
         if wait or not self._beating.locked():
-            self._thread.join()
+            if threading.current_thread() is not self._thread:  # a finalizer runs on any thread
+                self._thread.join()
+            self.lease.release()
+            return
+        self._left = True
+        if not self._thread.is_alive():
             self.lease.release()
 
     def _beat(self) -> None:
@@ -76,6 +82,14 @@ class Heartbeat:
                 raise
 
     def _work(self) -> None:
+        self._keep()
+        if self._left:
+            try:
+                self.lease.release()
+            except HoldfastError as error:
+                _LOG.warning("the lease could not be given back, it goes stale by itself: %s", error)
+
+    def _keep(self) -> None:
         while True:
             self._wake.wait(HEARTBEAT_S)
             self._wake.clear()

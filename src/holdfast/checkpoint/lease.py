@@ -3,6 +3,7 @@
 ``lease.json`` names the owner and carries a counter that its heartbeat raises. Whoever finds it judges by the own
 monotonic clock whether the counter still moves; wall clocks are only printed. On a local directory an flock on
 ``.lease.lock`` is held as well: the kernel drops it when the owner dies, so a killed run is taken over at once.
+Where several live side by side in one folder each has a name of its own: ``lease-<of>.json``, ``.lease-<of>.lock``.
 
 ======================================  ==========================================================
 what is found                           outcome
@@ -22,6 +23,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -41,14 +43,25 @@ from holdfast.storage.ops import translate
 
 from ._process import birth, is_dead, machine, same_machine
 
-__all__ = ["HEARTBEAT_S", "STALE_S", "Lease", "make_owner"]
+__all__ = ["HEARTBEAT_S", "STALE_S", "Lease", "is_claim", "is_of_lease", "make_owner"]
 
 LEASE_FILE = "lease.json"
 LOCK_FILE = ".lease.lock"
+_CLAIM = re.compile(r"lease-[0-9a-f]{8}\.json|\.lease-[0-9a-f]{8}\.lock")
 HEARTBEAT_S = 5.0
 STALE_S = 30.0
 _POLL_S = 0.05
 _log = logging.getLogger("holdfast.lease")
+
+
+def is_claim(name: str) -> bool:
+    """Tell whether a file directly in a folder says who writes files of one name there; it is nobody's data."""
+    return _CLAIM.fullmatch(name) is not None
+
+
+def is_of_lease(name: str) -> bool:
+    """Tell whether a file directly in a run says who writes there."""
+    return name in (LEASE_FILE, LOCK_FILE) or is_claim(name)
 
 
 def make_owner(start_id: str, *, trainer_pid: int | None = None) -> dict[str, Any]:
@@ -83,11 +96,12 @@ class Lease:
         waited_s: how long it took to get it.
     """
 
-    def __init__(self, storage: Storage, owner: dict[str, Any], lock: _Lock | None) -> None:
+    def __init__(self, storage: Storage, owner: dict[str, Any], *, of: str = "") -> None:
         self.owner = owner
         self.waited_s = 0.0
-        self._storage = storage
-        self._lock = lock
+        self._storage, self._path = storage, _named(LEASE_FILE, of)
+        root = storage.local_root
+        self._lock = None if root is None else _Lock(root / _named(LOCK_FILE, of))
         self._beat = 0
         self._etag: str | None = None
         self._released = False
@@ -101,6 +115,7 @@ class Lease:
         wait_s: float = 60.0,
         stale_s: float = STALE_S,
         sleep: Callable[[float], None] = time.sleep,
+        of: str = "",
     ) -> Lease:
         """Take the lease of the run in ``storage``, waiting for a writer that finishes for a dead trainer.
 
@@ -110,23 +125,23 @@ class Lease:
             wait_s: longest wait for an owner that may go away by itself.
             stale_s: an owner out of sight is given up after its counter stood still for this long.
             sleep: how to wait between looks.
+            of: eight hex digits that tell several leases in one folder apart.
 
         Raises:
             RunBusyError: somebody else holds it; the message names host, pid, since when, and what to do.
         """
         begun = time.monotonic()
-        lock = _Lock(storage.local_root / LOCK_FILE) if storage.local_root is not None else None
-        lease = cls(storage, _complete(owner), lock)
+        lease = cls(storage, _complete(owner), of=of)
         watch = _Watch(stale_s)
         try:
             while not lease._try(watch):
                 waited = time.monotonic() - begun
                 if watch.is_alive() or waited >= wait_s:
-                    raise RunBusyError(_busy(storage, watch, waited))
+                    raise RunBusyError(_busy(storage, lease._path, watch, lease.owner, waited))
                 sleep(_POLL_S)
         except BaseException:
-            if lock is not None:
-                lock.release()
+            if lease._lock is not None:
+                lease._lock.release()
             raise
         lease.waited_s = time.monotonic() - begun
         return lease
@@ -145,13 +160,22 @@ class Lease:
             return
         self._beat += 1
         try:
-            self._etag = self._storage.put(LEASE_FILE, self._body(trainer_alive), if_match=self._etag)
+            self._etag = self._storage.put(self._path, self._body(trainer_alive), if_match=self._etag)
         except (StorageConflictError, StorageNotFoundError) as error:
-            _, found, etag = _read(self._storage)
+            _, found, etag = _read(self._storage, self._path)
             if self._is_mine(found):
                 self._etag = etag  # our own earlier beat, whose answer was lost on the way
                 return
-            name = "nobody (lease.json is gone)" if found is None else _name(found)
+            if found is None and self._lock is not None and self._lock.is_in_place():
+                # Somebody tidied up by hand; as long as the lock is ours nobody else can have come in.
+                self._etag = self._storage.put(self._path, self._body(trainer_alive))
+                return
+            if found is None:
+                raise RunBusyError(
+                    f"{self._storage.uri}: {self._path}, which says that this process writes here, was deleted: "
+                    "another one may come at any moment, so this one stops. Start it again, and leave lease files alone"
+                ) from error
+            name = _name(found)
             raise RunBusyError(
                 f"the lease of the run {self._storage.uri} was lost to {name}: this process must not write to it any "
                 "more. It happens when this process stood still for longer than "
@@ -164,8 +188,8 @@ class Lease:
             return
         self._released = True
         try:
-            if self._is_mine(_read(self._storage)[1]):
-                self._storage.delete(LEASE_FILE)
+            if self._is_mine(_read(self._storage, self._path)[1]):
+                self._storage.delete(self._path)
         finally:
             if self._lock is not None:
                 self._lock.release()
@@ -177,7 +201,7 @@ class Lease:
     def _try(self, watch: _Watch) -> bool:
         """Take the lease if it can be taken now; otherwise tell ``watch`` what stands in the way."""
         locked = self._lock.take() if self._lock is not None else None
-        exists, found, etag = _read(self._storage)
+        exists, found, etag = _read(self._storage, self._path)
         watch.see(found, etag, locked)
         if not watch.is_free():
             return False
@@ -185,11 +209,11 @@ class Lease:
         try:
             body = self._body(trainer_alive=True)
             if not exists:
-                self._etag = self._storage.put(LEASE_FILE, body, if_absent=True)
+                self._etag = self._storage.put(self._path, body, if_absent=True)
             else:
                 if found is not None:
                     _log.info("taking the lease of %s over from %s", self._storage.uri, _name(found))
-                self._etag = self._storage.put(LEASE_FILE, body, if_match=etag)
+                self._etag = self._storage.put(self._path, body, if_match=etag)
         except (StorageExistsError, StorageConflictError):
             return False  # somebody else was faster: look again
         except StorageNotFoundError:
@@ -197,7 +221,7 @@ class Lease:
                 raise  # it was to be created: the bucket itself is not there
             return False
         # A store without conditional writes lets two pass; the last one written wins, so look once more.
-        return self._is_mine(_read(self._storage)[1])
+        return self._is_mine(_read(self._storage, self._path)[1])
 
     def _is_mine(self, found: Mapping[str, Any] | None) -> bool:
         return found is not None and all(found.get(key) == self.owner[key] for key in ("start_id", "pid", "host"))
@@ -290,6 +314,13 @@ class _Lock:
                 self._path.unlink()
             self.drop()
 
+    def is_in_place(self) -> bool:
+        """Whether the lock is held, by a file that others find under its name."""
+        try:
+            return self._file is not None and os.fstat(self._file).st_ino == self._path.stat().st_ino
+        except OSError:
+            return False
+
     def drop(self) -> None:
         """Close this process's descriptor only."""
         if self._file is not None:
@@ -309,11 +340,16 @@ def _drop_in_child() -> None:
 os.register_at_fork(after_in_child=_drop_in_child)
 
 
-def _read(storage: Storage) -> tuple[bool, dict[str, Any] | None, str | None]:
+def _named(file: str, of: str) -> str:
+    stem, _, suffix = file.rpartition(".")
+    return f"{stem}-{of}.{suffix}" if of else file
+
+
+def _read(storage: Storage, path: str) -> tuple[bool, dict[str, Any] | None, str | None]:
     """Read lease.json: whether it exists, its owner (None when damaged too), its etag if the storage has etags."""
     try:
-        etag = storage.stat(LEASE_FILE).etag
-        data = storage.read(LEASE_FILE)
+        etag = storage.stat(path).etag
+        data = storage.read(path)
     except StorageNotFoundError:
         return False, None, None
     try:
@@ -328,13 +364,15 @@ def _name(owner: Mapping[str, Any]) -> str:
     return f"process {owner.get('pid')} on {owner.get('host')}"
 
 
-def _busy(storage: Storage, watch: _Watch, waited: float) -> str:
+def _busy(storage: Storage, path: str, watch: _Watch, mine: Mapping[str, Any], waited: float) -> str:
     owner = watch.owner
     head = f"the run {storage.uri} is in use"
     if owner is None:
-        return f"{head}: its lock {LOCK_FILE} is held by another process that has not written {LEASE_FILE}; try again"
+        return f"{head}: its lock is held by another process that has not written {path}; try again"
     trainer = owner.get("trainer_pid")
     who = f"{head} by {_name(owner)} (trainer {trainer}, since {owner.get('started')}, start {owner.get('start_id')})"
+    if watch.is_alive() and trainer == mine.get("trainer_pid") and same_machine(owner):
+        return f"{who}, by this very trainer: close() what saves there, or del it, or give this one another directory"
     if watch.is_alive():
         return (
             f"{who}. One process at a time writes to a run: wait for it, stop it with `kill {trainer}` on "

@@ -26,14 +26,13 @@ from ._sending import Progress, Stop
 from .catalog import Catalog
 from .heartbeat import Heartbeat
 from .history import LOGS, REPORTS
-from .lease import LEASE_FILE, LOCK_FILE, Lease, make_owner
+from .lease import Lease, is_of_lease, make_owner
 from .runindex import RUN_FILE, RunIndex
 from .transfer import Copied, copy_checkpoint
 
 __all__ = ["Outcome", "RunPlan", "check_apart", "copy_run", "plan_run"]
 
 _TRIES = 3
-_NOT_COPIED = frozenset({LEASE_FILE, LOCK_FILE, RUN_FILE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +212,7 @@ def _copy_rest(source: Storage, target: Storage, quarantined: Mapping[str, tuple
             paths = [info.path for tree in (REPORTS, LOGS) for info in source.list(tree)]
             paths += [info.path for info in source.list("", recursive=False) if not info.path.endswith("/")]
             for path in paths:
-                if path not in _NOT_COPIED:
+                if path != RUN_FILE and not is_of_lease(path):
                     target.put(path, source.read(path))
             break
     with contextlib.suppress(StorageNotFoundError):

@@ -137,7 +137,7 @@ class RemoteWatch:
         future = self._client.run_op("follow", since=since)
         future.add_done_callback(lambda done: self._heard(done, since))
 
-    def _heard(self, future: Future[Any], since: str | None) -> None:
+    def _heard(self, future: Future[Any], since: int) -> None:
         # On a thread of the client: short, and without waiting.
         try:
             state = future.result()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from holdfast.checkpoint.catalog import is_remains
 from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.lease import is_claim
 from holdfast.checkpoint.runindex import RUN_FILE
 from holdfast.errors import CheckpointNotFoundError
 from holdfast.storage.base import Storage
@@ -22,7 +23,7 @@ def find(path: str) -> tuple[Storage, Checkpoint | None]:
     root = storage.local_root
     if root is not None and root.is_file():
         return storage, Checkpoint(path)
-    children = [info.path for info in storage.list("", recursive=False)]
+    children = [info.path for info in storage.list("", recursive=False) if not is_claim(info.path)]
     if not children and not (root is not None and root.is_dir()):
         raise CheckpointNotFoundError(f"there is nothing at {storage.uri}: check the path")
     if "manifest.json" in children:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import holdfast as hf
 from holdfast.callbacks import Callback
+from holdfast.checkpoint.lease import is_of_lease
 from holdfast.core import EMA, LabelSmoothing
 
 NUM_SAMPLES = 34  # batches of 6: the last one is short
@@ -132,5 +133,6 @@ def everything(trainer: hf.Trainer) -> dict[str, Any]:
 
 def names(folder: Path) -> list[str]:
     """Checkpoints in a folder, without links and the run's own files."""
-    own = {"run.json", "reports", "lease.json", "logs"}
-    return sorted(p.name for p in folder.iterdir() if not p.is_symlink() and p.name not in own and p.name[0] != ".")
+    own = {"run.json", "reports", "logs"}
+    found = [path.name for path in folder.iterdir() if not path.is_symlink()]
+    return sorted(name for name in found if name not in own and name[0] != "." and not is_of_lease(name))

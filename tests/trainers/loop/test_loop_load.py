@@ -349,12 +349,30 @@ def test_libcloud_object_store(tmp_path: Path) -> None:
     assert int(trainer.state.timestamp.batch) == 6
 
 
-def test_running_twice_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_running_twice_is_refused(tmp_path: Path, suffix: str) -> None:
     """A folder that a live trainer saves to is busy, even for another trainer of the same process."""
-    first = plain(tmp_path)
+    first = plain(tmp_path, save_filename="ep{epoch}" + suffix)
     first._site.open()
     try:
-        with pytest.raises(hf.RunBusyError):
-            plain(tmp_path, autoresume=True)
+        with pytest.raises(hf.RunBusyError, match=r"in use by process .* by this very trainer: close\(\)"):
+            plain(tmp_path, save_filename="ep{epoch}" + suffix, autoresume=True)
     finally:
         first.close()
+
+
+def test_files_of_several_runs_in_one_folder(tmp_path: Path) -> None:
+    """Trainers whose files have other names share a folder; one whose name was taken from it writes nothing more."""
+    options: dict[str, Any] = {"save_filename": "{run_name}-ep{epoch}.pt", "save_latest_filename": None}
+    with plain(tmp_path, run_name="one", **options) as one, plain(tmp_path, run_name="two", **options) as two:
+        for trainer in (one, two):
+            trainer.save_checkpoint_to_save_folder()
+        (held,) = two._savers[0].place.claims._held.values()
+        assert held is not None
+        (tmp_path / held.lease._path).write_text('{"pid": 1, "host": "another"}')
+        with pytest.raises(hf.RunBusyError, match="was lost to process 1 on another"):
+            held.confirm()
+        with pytest.raises(hf.RunBusyError, match="was lost"):
+            two.fit()
+        (tmp_path / held.lease._path).unlink()
+    assert sorted(os.listdir(tmp_path)) == ["one-ep0.pt", "two-ep0.pt"]

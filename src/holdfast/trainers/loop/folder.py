@@ -1,4 +1,4 @@
-"""A folder that checkpoints go to: its storage, the writer that serves it, the lease on it."""
+"""A folder that checkpoints go to: its storage, the writer that serves it, the leases in it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ...storage.ops import errors_of
 from ...storage.resolve import resolve, split_uri
 from ...writer.client import WriterClient
 from ...writer.messages import RunOpened
+from .claims import LEASE_S, Claims
 from .finder import Found, look
 from .ranks import TIMEOUT_S, Ranks
 
 __all__ = ["Folder", "check_link", "link_latest"]
 
-_LEASE_S = 60.0
 # What killed lives have left; anything younger may be in use.
 _OLD_S = 600.0
 _PROBED = re.compile(re.escape(PROBE) + r"[0-9a-f]{8,64}")
@@ -45,12 +45,14 @@ class Folder:
         quarantined: names that were set aside, with reasons.
         client: our writer, while the folder is open for directories.
         team: the writers of all ranks, if there are several.
+        claims: the names of single files that only this trainer writes.
     """
 
     def __init__(self, spelling: str, ranks: Ranks | None = None) -> None:
         self.spelling = spelling
         self.ranks = ranks if ranks is not None else Ranks()
         self.storage: Storage = resolve(spelling)
+        self.claims = Claims(self.storage, self.ranks)
         self.attempt = 0
         self.run_id: str | None = None
         self.start_id = secrets.token_hex(4)
@@ -67,18 +69,21 @@ class Folder:
         """True when it is not a local directory."""
         return split_uri(self.spelling)[0] not in ("file",)
 
-    def open(self, *, directories: bool, nested: bool = False) -> None:
-        """Get ready to save: with directories a writer is started and takes the lease; idempotent.
+    def open(self, *, claim: str | None, nested: bool = False) -> None:
+        """Get ready to save; idempotent.
 
         Args:
-            directories: checkpoints are directories.
+            claim: the name that single files have, whose lease is taken; None where checkpoints are directories: then
+                a writer is started and takes that of the run.
             nested: their names lie in sub-folders.
 
         Raises:
             RunBusyError: another live process saves there.
             StorageError: it cannot be written to.
         """
-        if directories and self.client is None:
+        if claim is not None:
+            self.claims.take(claim)
+        elif self.client is None:
             self._take_lease()
         if not self.attempt:
             self._look_for_attempt(nested=nested)
@@ -104,11 +109,11 @@ class Folder:
             self.start_id = self.team.start_id
 
         def open_run() -> RunOpened:
-            future = client.open_run(storage, owner={"start_id": self.start_id}, keep=None, wait_s=_LEASE_S)
-            opened: RunOpened = answer(future, storage, _LEASE_S + TIMEOUT_S, bound="")
+            future = client.open_run(storage, owner={"start_id": self.start_id}, keep=None, wait_s=LEASE_S)
+            opened: RunOpened = answer(future, storage, LEASE_S + TIMEOUT_S, bound="")
             return opened
 
-        return open_together(meeting, storage, self.start_id, open_run, work_s=_LEASE_S + TIMEOUT_S)
+        return open_together(meeting, storage, self.start_id, open_run, work_s=LEASE_S + TIMEOUT_S)
 
     def _leave(self) -> None:
         team, self.team = self.team, None
@@ -177,11 +182,17 @@ class Folder:
                         self.storage.delete(path)
 
     def close(self, reason: str, *, patient: bool = True) -> None:
-        """Give the lease back and end the writer, after all it was given is durable; idempotent."""
+        """Give the leases back and end the writer, after all it was given is durable; idempotent."""
         client, self.client = self.client, None
-        if client is None:
-            return
+        # Another trainer may save here from now on: what comes after that is another attempt.
         self.start_id, self.attempt, self._number = secrets.token_hex(4), 0, 0
+        try:
+            self.claims.release(patient=patient)
+        finally:
+            if client is not None:
+                self._end_writer(client, reason, patient=patient)
+
+    def _end_writer(self, client: WriterClient, reason: str, *, patient: bool) -> None:
         try:
             if patient and self.ranks.leads and not client.closed:
                 answer(client.run_op("close_run", reason=reason), self.storage, TIMEOUT_S, bound="")

@@ -103,7 +103,7 @@ class Restart:
         """
         folder = saver.place
         # The lease first: an earlier life may be about to finish a newer one.
-        folder.open(directories=saver.container == "directory", nested=saver.nested)
+        saver.take_place()
         storages = [folder.storage, *(one.storage for one in self._site.uploads_of(saver))]
         local, ranks = folder.storage, self._site.ranks
         bad: list[tuple[str, str]] = []

@@ -205,14 +205,28 @@ class CheckpointSaver(Callback):
         if isinstance(self.every, Every):
             self.every.check(self._site.state.span)
 
+    @property
+    def claim(self) -> str | None:
+        """The name that nobody else may give to files in its folder; None for directories, which make up a run."""
+        assert self._site is not None
+        return None if self.container == "directory" else self.filename.shape(self._site.variables)
+
+    def take_place(self) -> None:
+        """Take the folder, so that no other trainer saves there under the same names; idempotent.
+
+        Raises:
+            RunBusyError: another one does.
+        """
+        self.place.open(claim=self.claim, nested=self.nested)
+
     def open(self) -> None:
         """Get ready to save; idempotent."""
         assert self._site is not None
         if self._track is not None:
             return
         folder = self.place
-        folder.open(directories=self.container == "directory", nested=self.nested)
-        self._track = Track(folder, self.container)
+        self.take_place()
+        self._track = Track(folder, self.container, claim=self.claim)
         pattern = self.filename.pattern(self._site.variables)
         if (latest := self.latest_filename) is not None:
             link = latest.format(self._site.variables, self._site.state.timestamp)

@@ -129,7 +129,7 @@ class Site:
             saver.check_interval()
         try:
             for saver in self.savers:
-                saver.place.open(directories=saver.container == "directory", nested=saver.nested)
+                saver.take_place()
             if check:
                 self.ranks.lead("overwrite", self._check_overwrite)
             for saver in self.savers:

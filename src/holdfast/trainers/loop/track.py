@@ -35,10 +35,11 @@ class Track:
     Args:
         folder: where to; opened.
         container: "directory", "torch" or "safetensors".
+        claim: the name of its files that the folder has claimed; None for directories.
     """
 
-    def __init__(self, folder: Folder, container: str) -> None:
-        self._folder, self._container = folder, container
+    def __init__(self, folder: Folder, container: str, *, claim: str | None = None) -> None:
+        self._folder, self._container, self._claim = folder, container, claim
         self._ranks = folder.ranks
         self._snapshotter = Snapshotter(
             rank=self._ranks.rank, world_size=self._ranks.world_size, timeout_s=TIMEOUT_S,
@@ -133,7 +134,22 @@ class Track:
         else:
             model = found["state"]["model"]
             self._image.take_weights({key: one for key, one in model.items() if torch.is_tensor(one)}, note)
-        return self._thread.submit(self._image.store, folder.storage, name)
+        if self._claim is None:
+            return self._thread.submit(self._image.store, folder.storage, name)
+        held = folder.claims.begin(self._claim)
+
+        def store() -> None:
+            if held is not None:
+                held.check()
+            self._image.store(folder.storage, name)
+
+        try:
+            durable = self._thread.submit(store)
+        except BaseException:
+            folder.claims.end()
+            raise
+        durable.add_done_callback(lambda _: folder.claims.end())
+        return durable
 
     def _follow(self, durable: Future[Any], begun: float, step: int, after: Callable[[], object]) -> None:
         durable.result()

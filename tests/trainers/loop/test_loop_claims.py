@@ -1,0 +1,137 @@
+"""The leases of single files: who holds a name, what becomes of it when something fails, and who sees its files."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.checkpoint.heartbeat import Heartbeat
+from holdfast.checkpoint.lease import Lease, is_claim, make_owner
+from holdfast.checkpoint.transfer import copy_checkpoint
+from holdfast.cli.targets import find
+from holdfast.errors import HoldfastError, RunBusyError, StorageUnavailableError
+from holdfast.storage.local import LocalStorage
+from holdfast.trainers.loop.claims import Claims
+from holdfast.trainers.loop.ranks import Ranks
+
+
+def claims(folder: Path, ranks: Ranks | None = None) -> Claims:
+    return Claims(LocalStorage(folder), ranks or Ranks())
+
+
+def is_free(folder: Path, shape: str) -> bool:
+    other = claims(folder)
+    try:
+        other.take(shape)
+    except RunBusyError:
+        return False
+    other.release(patient=True)
+    return True
+
+
+def test_a_name_is_held_until_it_is_released(tmp_path: Path) -> None:
+    """Each name by itself; nothing is left behind; who holds it in the same process is told to close it."""
+    mine = claims(tmp_path)
+    mine.take("a*.pt")
+    with pytest.raises(RunBusyError, match=r"by this very trainer: close\(\)"):
+        claims(tmp_path).take("a*.pt")
+    assert is_free(tmp_path, "b*.pt")
+    mine.release(patient=True)
+    assert is_free(tmp_path, "a*.pt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_cannot_be_released_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves are durable by then, and the error under way matters more: it is logged."""
+    mine = claims(tmp_path)
+    for shape in ("a*.pt", "b*.pt"):
+        mine.take(shape)
+    first = mine._held["a*.pt"]
+    assert first is not None
+
+    def fail() -> None:
+        raise StorageUnavailableError("down")
+
+    monkeypatch.setattr(first.lease, "release", fail)
+    mine.release(patient=True)
+    assert is_free(tmp_path, "b*.pt")
+    monkeypatch.undo()
+    first.lease.release()
+
+
+def test_a_rank_that_fails_while_a_name_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0, which has the lease by then, gives it back."""
+    ranks = Ranks()
+
+    def lead(_: str, act: Any, *, work_s: float) -> None:
+        act()
+        raise RuntimeError(f"another rank has failed within {work_s:g} s")
+
+    monkeypatch.setattr(ranks, "lead", lead)
+    with pytest.raises(RuntimeError, match="another rank"):
+        claims(tmp_path, ranks).take("a*.pt")
+    assert is_free(tmp_path, "a*.pt")
+
+
+def test_an_end_that_does_not_wait(tmp_path: Path) -> None:
+    """What is being written is finished under the lease; nothing begins after it."""
+    mine = claims(tmp_path)
+    mine.take("a*.pt")
+    assert mine.begin("a*.pt") is not None
+    mine.release(patient=False)
+    assert not is_free(tmp_path, "a*.pt")
+    with pytest.raises(HoldfastError, match="was closed"):
+        mine.begin("a*.pt")
+    mine.end()
+    assert is_free(tmp_path, "a*.pt")
+
+
+def test_an_end_within_a_slow_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the beat; the lease is given back after it."""
+    lease = Lease.acquire(LocalStorage(tmp_path), make_owner("ab12"))
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(**_: Any) -> None:
+        begun.set()
+        go_on.wait(30)
+
+    monkeypatch.setattr(lease, "heartbeat", slow)
+    beats = Heartbeat(lease)
+    beats.trainer_gone()  # wakes it
+    assert begun.wait(30)
+    beats.close(wait=False)
+    assert (tmp_path / "lease.json").exists()
+    go_on.set()
+    beats._thread.join(30)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lease_deleted_by_hand(tmp_path: Path) -> None:
+    """It is written again while the lock proves that nobody else came; without the lock this process stops."""
+    lease = Lease.acquire(LocalStorage(tmp_path / "run"), make_owner("ab12"))
+    (tmp_path / "run/lease.json").unlink()
+    lease.heartbeat()
+    assert (tmp_path / "run/lease.json").exists()
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(RunBusyError, match="was deleted"):
+        lease.heartbeat()
+    lease.release()
+
+
+def test_its_files_are_nobodys_data(tmp_path: Path) -> None:
+    """A copy of the folder leaves them where they are, and alone they are no checkpoint."""
+    mine = claims(tmp_path / "run")
+    mine.take("a*.pt")
+    found = {path.name for path in (tmp_path / "run").iterdir()}
+    assert len(found) == 2
+    assert all(map(is_claim, found))
+    assert find(str(tmp_path / "run"))[1] is None
+    (tmp_path / "run/a1.pt").write_bytes(b"1")
+    (tmp_path / "run/lease-terms.json").write_bytes(b"{}")
+    copy_checkpoint(LocalStorage(tmp_path), "run", LocalStorage(tmp_path), "copy")
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == {"a1.pt", "lease-terms.json"}
+    mine.release(patient=True)
