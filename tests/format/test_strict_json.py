@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 
 from holdfast.errors import CorruptCheckpointError
-from holdfast.format.strict_json import dumps, loads
+from holdfast.format.strict_json import dumps, loads, paused_gc
 
 HOSTILE = {
     "duplicate key": b'{"a":1,"b":{"c":1,"c":2}}',
@@ -68,3 +69,22 @@ def test_the_garbage_collector_is_left_as_it_was():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_pauses_of_the_garbage_collector_overlap():
+    """Two threads pause it, the first to come is the first to go: off until both have left, and on again then."""
+    came, leave = threading.Event(), threading.Event()
+
+    def second():
+        with paused_gc():
+            came.set()
+            leave.wait(60)
+
+    other = threading.Thread(target=second)
+    with paused_gc():
+        other.start()
+        came.wait(60)
+    between = gc.isenabled()
+    leave.set()
+    other.join(60)
+    assert (between, gc.isenabled()) == (False, True)

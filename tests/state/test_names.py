@@ -210,3 +210,34 @@ def test_tied_parameters_train_on_after_resume():
     train(model, optimizer)
     train(other, again)
     assert_same(other.state_dict(), model.state_dict())
+
+
+def test_dictionaries_of_tensors() -> None:
+    """What optimizers keep is taken apart in one go: as it would be one by one, and no name is there twice."""
+    rows = {"a": {"x": torch.ones(2), "y": torch.ones(1)}, "b": {"x": torch.ones(2)}}
+    whole, single = flatten({"o": rows}), flatten({"o": {**rows, "c": 1}})
+    assert (whole.names, whole.files) == (single.names, single.files) == (["o/a/x", "o/a/y", "o/b/x"], ["o"] * 3)
+    assert {**whole.tree["o"], "c": 1} == single.tree["o"]
+    meeting = flatten({"o": {"a": {"b/x": torch.ones(2)}, "a/b": {"x": torch.ones(2)}}})
+    assert meeting.names == ["o/a/b/x", "o/a/b/x~2"]
+
+
+class Growing(nn.Module):
+    """Makes a part of itself when it is asked for its state, and freezes another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+
+    def state_dict(self, *args, **kwargs):
+        if not hasattr(self, "later"):
+            self.later = nn.Linear(2, 2).requires_grad_(False)
+            self.first.bias = nn.Parameter(torch.zeros(2), requires_grad=False)
+        return super().state_dict(*args, **kwargs)
+
+
+def test_parameters_that_state_dict_makes_or_replaces() -> None:
+    """What trains and what all ranks hold is said of the parameters that are stored, not of those before."""
+    flat = flatten({"m": Growing()}, shared=True)
+    assert {flat.names[number] for number in flat.frozen} == {"m/first.bias", "m/later.weight", "m/later.bias"}
+    assert flat.replicated == [0, 1, 2, 3]

@@ -10,7 +10,8 @@ from state_kit import assert_same, net
 
 import holdfast as hf
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.state.reader import ReadRequest, read_tensors
+from holdfast.state.picks import can_pick
+from holdfast.state.reader import ReadRequest, is_direct, read_tensors
 from holdfast.state.stored import open_stored
 from holdfast.storage.memory import MemoryStorage
 
@@ -182,13 +183,42 @@ def test_no_byte_is_written_beyond_the_memory_of_a_tensor():
     freed.untyped_storage().resize_(0)
     cut = torch.zeros(500_000, dtype=torch.uint8)
     cut.untyped_storage().resize_(100_000)
-    for target in (freed, cut):
+    columns = torch.zeros((1000, 600), dtype=torch.uint8)[:, :500]
+    columns.untyped_storage().resize_(599_999 - 100)
+    for target in (freed, cut, columns):
         with pytest.raises(hf.StateMismatchError, match="freed or resized"):
             read_tensors(storage, [request(0, target, 500_000)], None)
+    with pytest.raises(hf.StateMismatchError, match=r"needs 599900 bytes from its beginning.* ends after 599899"):
+        read_tensors(storage, [request(0, columns, 500_000)], None)
     small = torch.zeros(10, dtype=torch.uint8)
     with pytest.raises(hf.StateMismatchError, match="500000 bytes are to be read into a tensor of 10"):
         read_tensors(storage, [request(0, small, 500_000)], None)
     assert not small.any()
+
+
+class Wrapping(torch.Tensor):
+    """Has the shape and strides of another tensor, which holds the elements: no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        return operation(*(one.inner if isinstance(one, cls) else one for one in args), **(kwargs or {}))
+
+
+@pytest.mark.parametrize("step", [1, 3], ids=["contiguous", "gaps"])
+def test_a_tensor_that_wraps_another_is_filled_by_a_copy(step):
+    """Its address is 0: nothing is written there, the tensor that it wraps gets the elements."""
+    storage, data = blob(80)
+    inner = torch.zeros((10, 8 * step), dtype=torch.uint8)[:, :8]
+    assert not is_direct(Wrapping(inner), torch.uint8)
+    assert not can_pick(Wrapping(inner), torch.uint8)
+    read_tensors(storage, [request(0, Wrapping(inner))], None)
+    assert torch.equal(inner, data.view(10, 8))
 
 
 def test_a_tensor_without_memory_is_not_saved(tmp_path):

@@ -92,11 +92,11 @@ def test_replicated_state_is_read_once_for_all_ranks():
 
 def test_columns_are_read_once_for_all_ranks():
     """Ranks that each want some columns of all rows (tensor parallel) read every row once between them."""
-    values = torch.randn(2048, 512)  # rows of 2 KiB
+    values = torch.randn(2048, 520)  # blocks begin and end within rows
     storage = saved({"w": values})
 
     def load(rank, swap):
-        live = torch.zeros(2048, 512)[:, 128 * rank : 128 * rank + 128]
+        live = torch.zeros(2048, 520)[:, 130 * rank : 130 * rank + 130]
         from holdfast.format.boxes import Box
         from holdfast.state.reader import read_tensors
         from holdfast.state.spans import spans
@@ -104,12 +104,12 @@ def test_columns_are_read_once_for_all_ranks():
 
         stored = open_stored(storage)
         entry = stored.entry("w")
-        box, wanted = Box((0, 0), (2048, 512)), Box((0, 128 * rank), (2048, 128))
+        box, wanted = Box((0, 0), (2048, 520)), Box((0, 130 * rank), (2048, 130))
         requests = list(spans("w", entry.pieces[0], box, wanted, live, torch.float32))
         sizes = shared_reads.tensor_files(stored.manifest)
         with shared_reads.reading_together(storage, sizes, requests, swap) as shared:
             alone = read_tensors(storage, requests, stored.digests, shared=shared)
-        assert torch.equal(live, values[:, 128 * rank : 128 * rank + 128])
+        assert torch.equal(live, values[:, 130 * rank : 130 * rank + 130])
         return alone + shared.bytes_read
 
     read = Ranks(4).run(load)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,14 +15,15 @@ import writer_kit as kit
 
 from holdfast.checkpoint.verify import verify
 from holdfast.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError, HoldfastError, StorageError
-from holdfast.format.commit import read_manifest
-from holdfast.format.parts import part_name
+from holdfast.format.commit import PartSummary, read_manifest
+from holdfast.format.parts import part_name, put_part
 from holdfast.storage.base import Storage
 from holdfast.storage.local import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing import FaultyStorage
 from holdfast.writer.client import SaveFuture, WriterClient
 from holdfast.writer.messages import PartsJob, SaveJob
+from holdfast.writer.parts import commit_parts
 
 SAVE = "aaaaaaaa-7"
 DIRECTORY = "checkpoint_000003"
@@ -232,3 +234,32 @@ def test_a_complete_part_is_not_written_again(tmp_path: Path, committed: bool) -
         again = future.result(30)
     assert (again.manifest, again.bytes_total, again.bytes_written) == (b"", first.bytes_total, 0)
     assert {path: path.stat().st_ino for path in tmp_path.rglob("*")} == before
+
+
+class Watching(MemoryStorage):
+    """Notes whether the garbage collector runs while it works."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.running: set[tuple[str, bool]] = set()
+
+    def open(self, *args: Any, **kwargs: Any) -> Any:
+        self.running.add(("open", gc.isenabled()))
+        return super().open(*args, **kwargs)
+
+    def put(self, *args: Any, **kwargs: Any) -> Any:
+        self.running.add(("put", gc.isenabled()))
+        return super().put(*args, **kwargs)
+
+    def list(self, *args: Any, **kwargs: Any) -> Any:
+        self.running.add(("list", gc.isenabled()))
+        return super().list(*args, **kwargs)
+
+
+def test_the_garbage_collector_runs_while_the_storage_works() -> None:
+    """A storage may try again for long: garbage must not pile up meanwhile."""
+    storage = Watching("watching")
+    for writer in (0, 1):
+        put_part(storage, DIRECTORY, SAVE, PartSummary(writer=writer))
+    commit_parts(storage, parts(0, 1), None, again=False)
+    assert storage.running == {("open", True), ("put", True), ("list", True)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import writer_kit as kit
 
 from holdfast.errors import SessionError
+from holdfast.format import strict_json
 from holdfast.state import staging
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing.crash import wait_until
@@ -65,6 +67,20 @@ def test_a_child_is_refused_and_ends_although_a_call_was_under_way() -> None:
 def test_a_child_copies_although_the_helper_was_being_made() -> None:
     """The lock around the copying helper is made anew in a child."""
     assert fork_while_held(staging._helper_lock, staging._pool) == 0
+
+
+def test_a_child_collects_garbage_although_the_collector_was_paused() -> None:
+    """Who paused it is no thread of the child: it runs there, and can be paused."""
+
+    def act() -> None:
+        assert gc.isenabled()
+        with strict_json.paused_gc():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+
+    for held in (strict_json.paused_gc(), strict_json._PAUSES.lock):
+        assert fork_while_held(held, act) == 0
+    assert gc.isenabled()
 
 
 def test_a_child_uses_memory_although_it_was_being_written() -> None:

@@ -135,8 +135,11 @@ def assemble(directory: str, manifest_fields: Mapping[str, Any], parts: Sequence
 
 def commit_manifest(
     storage: Storage, directory: str, manifest: Manifest, *, overwrite: bool = False, keep_sidecars: bool = False
-) -> None:
-    """Write a manifest whose files are all there; fine if this very one is there already. See `commit`."""
+) -> bytes:
+    """Write a manifest whose files are all there, and return its bytes. See `commit`.
+
+    It is fine if this very one is there already.
+    """
     entries = manifest.files
     data = manifest.to_bytes()
     if len(data) > MAX_MANIFEST_BYTES:
@@ -160,6 +163,7 @@ def commit_manifest(
     if overwrite and _read_bytes(storage, target) == data:  # else somebody replaces ours just now, and cleans up
         stale = replaced | _ours(storage, directory) | {REMOVING_NAME, *(() if keep_sidecars else SIDECARS)}
         _delete(storage, directory, stale - {entry.path for entry in entries})
+    return data
 
 
 def read_manifest(storage: Storage, directory: str, *, check_sizes: bool = False) -> Manifest:

@@ -35,6 +35,7 @@ _OURS = re.compile(
     r"(?:state|[A-Za-z0-9_.-]+-[0-9]{5}(?:\.part[0-9]+)?)-(?P<save>(?P<start>[0-9a-f]{8,64})-[0-9a-f]{1,16})"
     r"\.(?:safetensors|json|bin)"
 )
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")  # nothing that `check_path` would have to look at
 _DRIVE = re.compile(r"[A-Za-z]:(?:/|$)")
 _MAX_PATH = 4096
 
@@ -62,6 +63,8 @@ def check_path(path: object, *, where: str) -> str:
     Raises:
         CorruptCheckpointError: it is absolute, climbs out, is not normalised, or is no path at all.
     """
+    if isinstance(path, str) and _PLAIN.fullmatch(path):
+        return path
     if (
         not isinstance(path, str)
         or not path

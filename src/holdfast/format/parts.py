@@ -24,6 +24,8 @@ __all__ = [
     "is_passing",
     "is_plan",
     "is_staged",
+    "parse_part",
+    "part_bytes",
     "part_name",
     "plan_name",
     "put_part",
@@ -81,11 +83,21 @@ def read_part(storage: Storage, directory: str, save_id: str, writer: int) -> Pa
     Raises:
         CorruptCheckpointError: it is not what `put_part` wrote.
     """
-    path = join(directory, part_name(writer, save_id))
+    data = part_bytes(storage, directory, save_id, writer)
+    return None if data is None else parse_part(data, directory, save_id, writer)
+
+
+def part_bytes(storage: Storage, directory: str, save_id: str, writer: int) -> bytes | None:
+    """Return a part file as it is stored, for `parse_part`; None if it is not there (yet)."""
     try:
-        data = storage.read(path)
+        return storage.read(join(directory, part_name(writer, save_id)))
     except StorageNotFoundError:
         return None
+
+
+def parse_part(data: bytes, directory: str, save_id: str, writer: int) -> PartSummary:
+    """Understand what `part_bytes` returned for the same arguments; see `read_part`."""
+    path = join(directory, part_name(writer, save_id))
     try:
         part = PartSummary.from_json(loads(data, max_bytes=MAX_MANIFEST_BYTES, where=path))
     except (KeyError, TypeError, AttributeError) as error:

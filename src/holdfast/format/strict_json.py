@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
+import threading
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,16 +28,50 @@ _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
+class _Pauses:
+    """Who has paused the collector of this process: the first of all threads stops it, the last lets it go on.
+
+    A signal or a finalizer may come in between any two steps of the thread that holds the lock, and pause as well:
+    hence a lock that it can take again, and an order of steps in which the inner pause changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.depth = 0
+        self.stopped = False  # by us: it was running
+
+    def enter(self) -> None:
+        with self.lock:
+            self.depth += 1
+            if self.depth == 1:
+                self.stopped = gc.isenabled()
+                gc.disable()
+
+    def leave(self) -> None:
+        with self.lock:
+            if self.depth == 1 and self.stopped:
+                gc.enable()
+            self.depth = max(0, self.depth - 1)  # a forked child leaves what its parent has entered
+
+    def forget(self) -> None:
+        """Begin anew in a forked child, where the threads that have paused are not."""
+        if self.depth and self.stopped:
+            gc.enable()
+        self.lock, self.depth = threading.RLock(), 0
+
+
+_PAUSES = _Pauses()
+os.register_at_fork(after_in_child=_PAUSES.forget)
+
+
 @contextmanager
 def paused_gc() -> Iterator[None]:
     """Keep the garbage collector from searching a million new containers that all stay: two thirds of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
+    _PAUSES.enter()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        _PAUSES.leave()
 
 
 def dumps(tree: Any) -> bytes:
@@ -51,7 +87,7 @@ def dumps(tree: Any) -> bytes:
 
 
 def _text(tree: Any, *, ascii_only: bool) -> str:
-    return json.dumps(tree, ensure_ascii=ascii_only, allow_nan=False, check_circular=False, separators=(",", ":"))
+    return (_ASCII if ascii_only else _UNICODE).encode(tree)
 
 
 def _tame(tree: Any) -> Any:
@@ -90,9 +126,7 @@ def loads(
         raise _corrupt(where, f"nested {depth} levels deep, at most {max_depth} are read")
     try:
         with paused_gc():
-            return json.loads(
-                data.decode(), object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse_constant
-            )
+            return _DECODER.decode(data.decode())
     except (ValueError, RecursionError) as error:
         raise _corrupt(where, f"not the JSON that was written ({error})") from error
 
@@ -127,3 +161,11 @@ def _finite(text: str) -> float:
 
 def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
+
+
+# Made once, not for each of 10 000 small files.
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse_constant)
+_UNICODE, _ASCII = (
+    json.JSONEncoder(ensure_ascii=ascii_only, allow_nan=False, check_circular=False, separators=(",", ":"))
+    for ascii_only in (False, True)
+)

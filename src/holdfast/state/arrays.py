@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from ..errors import CorruptCheckpointError, UnsupportedStateError
 
 __all__ = [
+    "all_dense",
     "array_from_tensor",
     "array_to_tensor",
     "check_tensor",
@@ -46,6 +47,15 @@ def dtype_of(name: str) -> torch.dtype:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is one block of elements (strided, with memory, no subclass)."""
     return type(tensor) in _DENSE and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
+
+
+def all_dense(tensors: Iterable[torch.Tensor]) -> bool:
+    """Tell whether `is_dense` is true of all: without a call for each, of which a state has thousands."""
+    strided = torch.strided
+    for one in tensors:
+        if type(one) not in _DENSE or one.layout is not strided or one.is_meta or one.is_quantized:
+            return False
+    return True
 
 
 def check_tensor(tensor: torch.Tensor, path: str) -> None:

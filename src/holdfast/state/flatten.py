@@ -20,12 +20,14 @@ from ..errors import UnsupportedStateError
 from ..format.codec import MAX_NESTING, encode
 from ..format.scalars import is_text
 from . import arrays, metrics, optim, rng, sharded
-from .names import canonical_keys, parameter_names, unwrap
+from .names import Modules, canonical_keys, parameter_names, stored_parameters, unwrap
+from .rows import take_rows
 from .values import PerRank
 
 __all__ = ["Flat", "flatten"]
 
 _PLAIN = frozenset({int, str, bool, type(None)})
+_TEXT = frozenset({str})
 _OF_RANK = re.compile(r"@\d+(?=[/~]|$)")  # where the name of a tensor says whose it is
 # One step of a path as the codec spells it: ['key'], [3] or .field.
 _STEP = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\]]*)\]|\.(\w+)""")
@@ -79,7 +81,8 @@ def flatten(state: Mapping[Any, Any], *, unsupported: str = "raise", rank: int =
         raise UnsupportedStateError(
             f"a state is a mapping {{name: value}}, not {type(state).__name__}: wrap it, as in {{'model': model}}"
         )
-    walker = _Walker(parameter_names(state), drop=unsupported == "drop", rank=rank, shared=shared)
+    modules: Modules = {}  # kept, because it takes long to go through them
+    walker = _Walker(parameter_names(state, modules), modules, drop=unsupported == "drop", rank=rank, shared=shared)
     walker.flat.tree = walker.mapping(state if isinstance(state, dict) else dict(state), "", "")
     if shared:
         if walker.flat.per_rank:
@@ -89,13 +92,11 @@ def flatten(state: Mapping[Any, Any], *, unsupported: str = "raise", rank: int =
 
 
 class _Walker:
-    def __init__(self, parameter_names: dict[int, str], *, drop: bool, rank: int, shared: bool) -> None:
+    def __init__(self, names: dict[int, str], modules: Modules, *, drop: bool, rank: int, shared: bool) -> None:
         self.flat = Flat()
-        self.parameter_names = parameter_names
-        self.drop = drop
-        self.rank = rank
-        self.shared = shared
-        self.known = frozenset(parameter_names.values()) if shared else frozenset()
+        self.parameter_names, self.modules = names, modules
+        self.drop, self.rank, self.shared = drop, rank, shared
+        self.known = frozenset(names.values()) if shared else frozenset()
         self.file = ""
         self.taken: set[str] = set()
         self.active: set[int] = set()  # ids of the containers around the current value
@@ -109,13 +110,13 @@ class _Walker:
     def mapping(self, value: Mapping[Any, Any], name: str, path: str) -> Any:
         """Encode a dict; its own fast paths, because a state may hold 100 000 entries."""
         kind = type(value)
-        if kind in (dict, OrderedDict) and all(type(key) is str for key in value) and is_text("".join(value)):
+        if kind in (dict, OrderedDict) and _TEXT.issuperset(map(type, value)) and is_text("".join(value)):
             if value and self.listed.issuperset(map(type, value.values())):
                 return self._all_tensors(value, name, path, ordered=kind is OrderedDict)
             if kind is OrderedDict:
                 return {"$": "odict", "v": [[key, item] for key, item in self._items(value, name, path).items()]}
             if "$" not in value:
-                return self._items(value, name, path)
+                return self._rows(value, name) or self._items(value, name, path)
         return self._encode(value, name, path)
 
     def _items(self, value: Mapping[str, Any], name: str, path: str) -> dict[str, Any]:
@@ -233,12 +234,10 @@ class _Walker:
         start = len(self.flat.names)
         node = self._object(optimizer, "optimizer", named, name, path)
         added = self.flat.names[start:]
-        self.flat.optimized.update(added)
-        self.flat.optimized.update(key for group in named["param_groups"] for key in group["params"])
+        self.flat.optimized.update(added, (key for group in named["param_groups"] for key in group["params"]))
         if self.shared:
-            self.flat.replicated.extend(
-                self._states(named["state"], added, start, f"{name}/state/" if name else "state/")
-            )
+            prefix = f"{name}/state/" if name else "state/"
+            self.flat.replicated.extend(self._states(named["state"], added, start, prefix))
         return node
 
     def _states(self, kept: Mapping[str, Any], added: list[str], start: int, prefix: str) -> Iterable[int]:
@@ -264,20 +263,14 @@ class _Walker:
         named = OrderedDict(zip(canonical_keys(module, list(raw)), raw.values(), strict=True))
         start = len(self.flat.names)
         node = self._object(module, "module", named, name, path)
-        params = dict(module.named_parameters(remove_duplicate=False))
-        keys = canonical_keys(module, list(params))
-        frozen = {
-            f"{name}/{key}" if name else key
-            for key, param in zip(keys, params.values(), strict=True)
-            if not param.requires_grad
-        }
-        if frozen:
-            added = range(start, len(self.flat.names))
-            self.flat.frozen.update(number for number in added if self.flat.names[number] in frozen)
+        found = dict(self.modules.get(id(module), (module, []))[1])
+        if list(map(id, found.values())) != _ids(module, []) or not found.keys() <= named.keys():
+            found = dict(stored_parameters(module))  # state_dict, or a hook of it, has changed them
+        params = {f"{name}/{key}" if name else key: param for key, param in found.items()}
+        names, added = self.flat.names, range(start, len(self.flat.names))
+        self.flat.frozen.update(one for one in added if names[one] in params and not params[names[one]].requires_grad)
         if self.shared:
-            named_params = {f"{name}/{key}" for key in keys} if name else set(keys)
-            added = range(start, len(self.flat.names))
-            self.flat.replicated.extend(number for number in added if self.flat.names[number] in named_params)
+            self.flat.replicated.extend(one for one in added if names[one] in params)
         return node
 
     # -- tensors
@@ -285,7 +278,7 @@ class _Walker:
     def _all_tensors(self, value: Mapping[str, torch.Tensor], name: str, path: str, *, ordered: bool) -> dict[str, Any]:
         prefix = f"{name}/" if name else ""
         names = [prefix + key for key in value]
-        spread = not all(map(arrays.is_dense, value.values()))
+        spread = not arrays.all_dense(value.values())
         parts = self._parts(value.values()) if spread else None
         if not self.taken.isdisjoint(names) or (spread and parts is None):
             # A name is taken (a key with "/" in it) or a tensor is odd: each gets its own node.
@@ -300,6 +293,16 @@ class _Walker:
             self.flat.tensors.extend(value.values())
             self.flat.files.extend([self.file if name else ""] * len(names))
         return {"$": "tensors", "at": prefix, "k": list(value), "o": int(ordered)}
+
+    def _rows(self, value: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+        rows = take_rows(value, f"{name}/") if name and len(self.active) < MAX_NESTING else None
+        if rows is None or not self.taken.isdisjoint(rows.names):
+            return None
+        self.taken.update(rows.names)
+        self.flat.names.extend(rows.names)
+        self.flat.tensors.extend(rows.tensors)
+        self.flat.files.extend([self.file] * len(rows.names))
+        return rows.tree
 
     def _parts(self, tensors: Iterable[torch.Tensor]) -> list[sharded.Parts] | None:
         """Return the parts of tensors some of which are spread over ranks; None if one of them cannot be saved."""
@@ -382,6 +385,14 @@ def _check_names(flat: Flat) -> None:
                     f"the tensor {name!r} has the name that a rank's own part of {name[: match.start()]!r} "
                     "(PerRank, RNG) may have: give it another name"
                 )
+
+
+def _ids(module: nn.Module, ids: list[int]) -> list[int]:
+    ids.extend([id(param) for param in module._parameters.values() if param is not None])
+    for child in module._modules.values():
+        if child is not None:
+            _ids(child, ids)
+    return ids
 
 
 def _as_name(tail: str) -> str:

@@ -15,11 +15,12 @@ from torch import nn
 
 from .sharded import reshard
 
-__all__ = ["canonical_keys", "parameter_names", "unwrap"]
+__all__ = ["Modules", "canonical_keys", "parameter_names", "stored_parameters", "unwrap"]
 
 # Prefixes no user would choose: removed wherever they occur.
 _TOKENS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+Modules = dict[int, tuple[nn.Module, list[tuple[str, nn.Parameter]]]]
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -36,6 +37,8 @@ def unwrap(module: nn.Module) -> nn.Module:
 def canonical_keys(module: nn.Module, keys: Mapping[str, Any] | list[str]) -> list[str]:
     """Return the stored name of each raw ``state_dict`` key of an unwrapped module, in the same order."""
     names = [_without_tokens(name) for name in keys]
+    if not any("module." in name for name in names):
+        return names  # no wrapper inside: looking for them costs more than the rest
     parallel = [
         _without_tokens(f"{path}.") for path, child in module.named_modules() if path and isinstance(child, _PARALLEL)
     ]
@@ -60,18 +63,30 @@ def _strip_parallel(name: str, prefixes: list[str]) -> str:
     return name
 
 
-def parameter_names(state: Mapping[Any, Any]) -> dict[int, str]:
+def stored_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of an unwrapped module by their stored names; one that is shared comes once for each."""
+    params = dict(module.named_parameters(remove_duplicate=False))
+    return list(zip(canonical_keys(module, params), params.values(), strict=True))
+
+
+def parameter_names(state: Mapping[Any, Any], found: Modules | None = None) -> dict[int, str]:
     """Map ``id(parameter)`` to its stored name for every parameter of every module found in ``state``.
 
     The name is the path of the module in the state and the parameter's own canonical name, joined by "/":
     ``model/blocks.0.weight``. A parameter shared by several modules keeps the first name.
+
+    Args:
+        state: what to look through.
+        found: takes each module and its `stored_parameters`, by its ``id``.
     """
     names: dict[int, str] = {}
     for path, module in _modules(state, ""):
         inner = unwrap(module)
         reshard(inner)
-        params = dict(inner.named_parameters(remove_duplicate=False))
-        for key, param in zip(canonical_keys(inner, params), params.values(), strict=True):
+        rows = stored_parameters(inner)
+        if found is not None:
+            found[id(inner)] = inner, rows
+        for key, param in rows:
             names.setdefault(id(param), f"{path}/{key}" if path else key)
     return names
 

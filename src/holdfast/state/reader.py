@@ -1,8 +1,8 @@
 """Read tensors out of a checkpoint straight into memory, checking digests on the way.
 
 Where a digest chunk lies within one tensor it is read to its destination and checked there; where it holds several
-(or parts of several) it goes through a small buffer and is scattered. A range of a file is read once, whatever number
-of tensors it holds, by two threads that take turns.
+(or parts of several, such as columns) it goes through a small buffer and is scattered. A range of a file is read once,
+whatever number of tensors it holds, by two threads that take turns.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ from ..writer.side import Side
 from .digests import Digests
 from .feed import BLOCK, Feed, split
 from .memory import move
+from .picks import Pick, can_pick, extent, is_plain
 
 if TYPE_CHECKING:
     from .shared_reads import Block, FileBlocks, SharedReads
 
 __all__ = ["BATCH", "ReadRequest", "is_direct", "read_tensors"]
 
+Place = int | list[Pick]
+"""Where the bytes of a range go: an address, or what picks from them."""
+
 _DIRECT = 4 * CHUNK  # a tensor with fewer whole chunks than this is not worth blocks of its own
-BATCH = 32 << 20  # tensors that need a detour (other device, dtype, strides) are read in batches of this size
+BATCH = 32 << 20  # tensors that need a detour (other device, dtype, order) are read in batches of this size
 
 
 @dataclass(slots=True)
@@ -137,33 +141,47 @@ def _span(row: ReadRequest) -> tuple[int, int, bool]:
     return row.offset, row.nbytes, row.within is not None
 
 
-def _groups(rows: list[ReadRequest]) -> Iterator[list[tuple[list[ReadRequest], bool]]]:
-    """Cut rows into groups whose detours need little memory: the rows of each range, and whether by a detour."""
-    group: list[tuple[list[ReadRequest], bool]] = []
+def _groups(rows: list[ReadRequest]) -> Iterator[list[tuple[list[ReadRequest], Place | None]]]:
+    """Cut rows into groups whose detours need little memory: the rows of each range, and their place (see `_place`)."""
+    group: list[tuple[list[ReadRequest], Place | None]] = []
     size = 0
     for _, same in groupby(rows, _span):
         members = list(same)
-        first = members[0]
-        detour = first.within is not None or not is_direct(first.target, first.dtype)
-        if detour:
-            if size and size + first.nbytes > BATCH:
+        place = _place(members)
+        if place is None:
+            nbytes = members[0].nbytes
+            if size and size + nbytes > BATCH:
                 yield group
                 group, size = [], 0
-            size += first.nbytes
-        group.append((members, detour))
+            size += nbytes
+        group.append((members, place))
     if group:
         yield group
 
 
-def _address(row: ReadRequest) -> int:
-    """Return where the bytes of a row go; refuses to write a byte beyond the memory of its target."""
-    target, memory = row.target, row.target.untyped_storage()
-    end = target.storage_offset() * target.itemsize + row.nbytes
-    if target.nbytes != row.nbytes or end > memory.nbytes():
+def _place(rows: list[ReadRequest]) -> Place | None:
+    """Return where the bytes of a range go, None if torch has to bring them there from memory in between."""
+    if rows[0].within is None and is_direct(rows[0].target, rows[0].dtype):
+        return _address(rows[0], rows[0].nbytes)
+    if not all(can_pick(row.target, row.dtype) for row in rows):
+        return None
+    found = []
+    for row in rows:
+        _address(row, extent(row.target))
+        shape, wanted = row.within or (row.target.shape, (slice(None),) * row.target.dim())
+        found.append(Pick(row.target, shape, wanted))
+    return found
+
+
+def _address(row: ReadRequest, size: int) -> int:
+    """Return where a target begins, of which ``size`` bytes are written; refuses one whose memory ends before."""
+    target = row.target
+    room = target.untyped_storage().nbytes() - target.storage_offset() * target.itemsize
+    if size > room or (row.within is None and target.nbytes != row.nbytes):
         raise StateMismatchError(
-            f"{row.name}: {row.nbytes} bytes are to be read into a tensor of {target.nbytes} whose memory ends after "
-            f"{memory.nbytes() - end + row.nbytes}: its memory was freed or resized (fully sharded parameters while "
-            "they are gathered, say); load between two steps",
+            f"{row.name}: {row.nbytes} bytes are to be read into a tensor of {target.nbytes}, which needs {size} bytes "
+            f"from its beginning, but its memory ends after {room}: it was freed or resized (fully sharded parameters "
+            "while they are gathered, say); load between two steps",
             problems=(f"wrong: {row.name}",),
         )
     return target.data_ptr()
@@ -171,13 +189,7 @@ def _address(row: ReadRequest) -> int:
 
 def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
     """Tell whether stored bytes can be read straight into a tensor."""
-    return (
-        target.is_cpu
-        and target.dtype is dtype
-        and target.is_contiguous()
-        and not target.is_conj()
-        and not target.is_neg()
-    )
+    return is_plain(target, dtype) and target.is_contiguous()
 
 
 def _copy_into(target: torch.Tensor, value: torch.Tensor, name: str) -> None:
@@ -213,7 +225,7 @@ class _FileJob:
         self.rows: Sequence[ReadRequest] = ()
         self.end = 0  # where the last row of this pass begins
         self.starts: list[int] = []
-        self.addresses: list[int] = []
+        self.places: list[Place] = []
         self.failed = threading.Event()
         self.alone = 0  # bytes of shared blocks that nobody read for us
 
@@ -224,28 +236,27 @@ class _FileJob:
         """
         total, self.end = 0, rows[-1].offset
         for group in _groups(rows):
-            heads, addresses, detours = [], [], []
-            for members, detour in group:
-                head = members[0]
-                heads.append(head)
-                if detour:
-                    memory = torch.empty(head.nbytes, dtype=torch.uint8)
-                    detours.append((members, memory))
-                    addresses.append(memory.data_ptr())
-                else:
-                    addresses.append(_address(head))
-            total += self.read(heads, addresses)
+            heads, places, detours = [], list[Place](), []
+            for members, place in group:
+                heads.append(members[0])
+                if place is not None:
+                    places.append(place)
+                    continue
+                memory = torch.empty(members[0].nbytes, dtype=torch.uint8)
+                detours.append((members, memory))
+                places.append(memory.data_ptr())
+            total += self.read(heads, places)
             for members, memory in detours:
                 for row in members:
                     shape, wanted = row.within or (row.target.shape, ...)
                     _copy_into(row.target, memory.view(row.dtype).view(shape)[wanted], row.name)
         return total
 
-    def read(self, rows: Sequence[ReadRequest], addresses: list[int]) -> int:
-        """Read rows (sorted by offset) to plain memory addresses."""
+    def read(self, rows: Sequence[ReadRequest], places: list[Place]) -> int:
+        """Read rows (sorted by offset) to their places."""
         if not rows:
             return 0
-        self.rows, self.addresses, self.starts, self.alone = rows, addresses, [row.offset for row in rows], 0
+        self.rows, self.places, self.starts, self.alone = rows, places, [row.offset for row in rows], 0
         blocks, parts = self._blocks()
         feed = Feed(blocks, self.reader)
 
@@ -321,7 +332,7 @@ class _FileJob:
             inner = -(-row.offset // CHUNK) * CHUNK, stop // CHUNK * CHUNK  # whole chunks of this row alone
             start = max(done, row.offset // CHUNK * CHUNK)
             last = min(-(-stop // CHUNK) * CHUNK, end_of_file)
-            if inner[1] - inner[0] >= _DIRECT and start <= inner[0]:
+            if inner[1] - inner[0] >= _DIRECT and start <= inner[0] and isinstance(self.places[number], int):
                 add(start, inner[0], -1)
                 add(inner[0], inner[1], number)
                 start = inner[1]
@@ -330,8 +341,9 @@ class _FileJob:
         return blocks, parts
 
     def _block(self, offset: int, size: int, owner: int, buffer: memoryview, base: int) -> None:
-        if owner >= 0:
-            address = self.addresses[owner] + offset - self.rows[owner].offset
+        place = self.places[owner] if owner >= 0 else None
+        if isinstance(place, int):
+            address = place + offset - self.rows[owner].offset
             view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
         else:
             view = buffer[:size]
@@ -361,13 +373,17 @@ class _FileJob:
         return self.digests is None or self.digests.fit(self.file, offset // CHUNK, view)
 
     def _scatter(self, offset: int, end: int, base: int) -> None:
-        starts, rows, addresses = self.starts, self.rows, self.addresses
+        starts, rows, places = self.starts, self.rows, self.places
         for number in range(max(0, bisect_right(starts, offset) - 1), bisect_left(starts, end)):
-            first, size = starts[number], rows[number].nbytes
-            if first >= offset and first + size <= end:
-                move(addresses[number], base + first - offset, size)
-            elif (low := max(first, offset)) < (high := min(first + size, end)):
-                move(addresses[number] + low - first, base + low - offset, high - low)
+            first, place = starts[number], places[number]
+            low, high = max(first, offset), min(first + rows[number].nbytes, end)
+            if low >= high:
+                continue
+            if isinstance(place, int):
+                move(place + low - first, base + low - offset, high - low)
+            else:
+                for pick in place:
+                    pick.take(low - first, base + low - offset, high - low)
 
     def _name_between(self, start: int, stop: int) -> str | None:
         for row in self.rows:

@@ -151,13 +151,13 @@ class Snapshotter:
         flat = self._flatten(state, unsupported)
         self._report_dropped(flat.dropped)
         before, layout = self.layout, self._layout(flat)
-        blobs, plans = [], []
+        trees, plans = [], []
         if self.rank == 0:
             plans.append(BlobPlan(path=f"state-{save_id}.json", role="state"))
-            blobs.append(dumps(flat.tree))
+            trees.append(flat.tree)
         if flat.per_rank:
             plans.append(BlobPlan(path=f"rank-{self.rank:05d}-{save_id}.json", role="rank"))
-            blobs.append(dumps(flat.per_rank))
+            trees.append(flat.per_rank)
         windowed = self._windowed(layout)
         job = SaveJob(
             directory=directory,
@@ -178,17 +178,21 @@ class Snapshotter:
         arena = self._window_arena() if windowed else self._arena(layout)
         future: Future[Any]
         if windowed:
-            future = save = client.submit(storage, job, blobs, arena)
+            future = save = client.submit(storage, job, list(map(dumps, trees)), arena)
             self._stream(flat, layout, client, save, arena)
         elif cuda.needed(flat.tensors):
             self.copies = self.copies or cuda.DeviceCopies()
+            blobs = list(map(dumps, trees))
             future = self.copies.submit(
                 flat, layout, arena, lambda: client.submit(storage, job, blobs, arena), lazy=lazy
             )
         else:
-            future = self._copy(
-                flat, layout, arena, client, lambda filled: client.submit(storage, job, blobs, arena, filled=filled)
-            )
+
+            def hand_over(filled: int | None) -> SaveFuture:
+                # Of a big state the other thread goes on copying meanwhile.
+                return client.submit(storage, job, list(map(dumps, trees)), arena, filled=filled)
+
+            future = self._copy(flat, layout, arena, client, hand_over)
             arena.prefault()  # maps the pages for the next save, if nobody did before
         held = time.perf_counter() - started
         return Submitted(future, held, layout.tensor_bytes, flat.dropped)

@@ -50,11 +50,12 @@ def outcome(
     bytes_written: int = 0,
     unchanged: tuple[tuple[int, int, int], ...] = (),
     warnings: Sequence[str] = (),
+    data: bytes | None = None,
 ) -> SaveResult:
-    """Record a commit in its run, apply retention there, and describe it."""
+    """Record a commit in its run, apply retention there, and describe it; ``data`` is the manifest as written."""
     return SaveResult(
         directory=directory,
-        manifest=manifest.to_bytes(),
+        manifest=manifest.to_bytes() if data is None else data,
         bytes_total=manifest.total_bytes,
         bytes_written=bytes_written,
         bytes_reused=manifest.reused_bytes,

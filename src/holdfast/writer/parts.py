@@ -7,10 +7,11 @@ import time
 from contextlib import suppress
 
 from holdfast.errors import CheckpointError, CorruptCheckpointError, HoldfastError, StorageNotFoundError
-from holdfast.format.commit import PartSummary, commit, read_manifest
+from holdfast.format.commit import PartSummary, assemble, commit_manifest, read_manifest
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import join, save_id_of
-from holdfast.format.parts import part_name, read_part
+from holdfast.format.parts import parse_part, part_bytes, part_name, read_part
+from holdfast.format.strict_json import paused_gc
 from holdfast.storage.base import Storage
 
 from .messages import PartsJob, SaveJob, SaveResult
@@ -67,13 +68,13 @@ def commit_parts(storage: Storage, job: PartsJob, run: Run | None, *, again: boo
         HoldfastError: nothing was committed; the files of this save are removed.
     """
     start = time.perf_counter()
-    manifest = committed_already(storage, job.directory, job.manifest) if again else None
+    manifest, data = (committed_already(storage, job.directory, job.manifest) if again else None), None
     seconds = {"wait": 0.0, "commit": 0.0}
     if manifest is None:
         try:
             parts = _collect(storage, job)
             seconds["wait"] = time.perf_counter() - start
-            manifest = _commit(storage, job, run, parts)
+            manifest, data = _commit(storage, job, run, parts)
             seconds["commit"] = time.perf_counter() - start - seconds["wait"]
         except BaseException:
             if certainly_uncommitted(storage, job.directory, job.manifest):
@@ -85,7 +86,7 @@ def commit_parts(storage: Storage, job: PartsJob, run: Run | None, *, again: boo
     except HoldfastError as error:
         _LOG.warning("%s is committed, but part files stay there for now: %s", job.directory, error)
     seconds["total"] = time.perf_counter() - start
-    return outcome(job.directory, manifest, run, seconds=seconds)
+    return outcome(job.directory, manifest, run, seconds=seconds, data=data)
 
 
 def _collect(storage: Storage, job: PartsJob) -> list[PartSummary]:
@@ -93,11 +94,14 @@ def _collect(storage: Storage, job: PartsJob) -> list[PartSummary]:
     parts: dict[int, PartSummary] = {}
     look_s = _LOOK_S[0]
     while True:
+        found: dict[int, bytes] = {}
         for writer in job.writers:
             if writer not in parts:
-                part = read_part(storage, job.directory, job.save_id, writer)
-                if part is not None:
-                    parts[writer] = part
+                data = part_bytes(storage, job.directory, job.save_id, writer)
+                if data is not None:
+                    found[writer] = data
+        with paused_gc():  # not while a storage may try again and again
+            parts.update({one: parse_part(data, job.directory, job.save_id, one) for one, data in found.items()})
         missing = [writer for writer in job.writers if writer not in parts]
         if not missing:
             return [parts[writer] for writer in sorted(parts)]
@@ -122,7 +126,7 @@ def _missing(job: PartsJob, missing: list[int], waited: str) -> str:
     )
 
 
-def _commit(storage: Storage, job: PartsJob, run: Run | None, parts: list[PartSummary]) -> Manifest:
+def _commit(storage: Storage, job: PartsJob, run: Run | None, parts: list[PartSummary]) -> tuple[Manifest, bytes]:
     skip = len(job.directory) + 1
     there = {info.path[skip:]: info.size for info in storage.list(job.directory, recursive=False)}
     for part in parts:
@@ -140,7 +144,9 @@ def _commit(storage: Storage, job: PartsJob, run: Run | None, parts: list[PartSu
                 )
     if run is not None:
         run.before_commit()
-    return commit(storage, job.directory, {**job.manifest, "writers": job.writers}, parts, overwrite=job.overwrite)
+    with paused_gc():
+        manifest = assemble(job.directory, {**job.manifest, "writers": job.writers}, parts)
+    return manifest, commit_manifest(storage, job.directory, manifest, overwrite=job.overwrite)
 
 
 def _discard(storage: Storage, job: PartsJob) -> None:
