@@ -13,6 +13,7 @@ from .lease import HEARTBEAT_S, Lease
 __all__ = ["Heartbeat"]
 
 _LOG = logging.getLogger("holdfast.writer")
+_MOMENT_S = 1.0  # a beat that does not hang takes far less
 
 
 class Heartbeat:
@@ -32,13 +33,18 @@ class Heartbeat:
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._beating = threading.Lock()
-        self._left = False  # nobody waits for the beat under way: the thread gives the lease back
+        self._left = False  # nobody waits for the thread: it gives the lease back itself
         self._thread = threading.Thread(target=self._work, name="holdfast-lease", daemon=True)
         self._thread.start()
 
     def trainer_gone(self) -> None:
         """Let others know that only this writer is left, which will end soon."""
         self._trainer_alive = False
+        self._wake.set()
+
+    def trainer_back(self) -> None:
+        """Let others know that the trainer writes again."""
+        self._trainer_alive = True
         self._wake.set()
 
     def check(self) -> None:
@@ -57,16 +63,13 @@ class Heartbeat:
         self._beat()
 
     def close(self, *, wait: bool = True) -> None:
-        """End the thread and give the lease back; without ``wait`` that comes after a beat that hangs."""
+        """End the thread and give the lease back; without ``wait`` a beat that hangs does that when it ends."""
+        self._left = not wait
         self._stop.set()
         self._wake.set()
-        if wait or not self._beating.locked():
-            if threading.current_thread() is not self._thread:  # a finalizer runs on any thread
-                self._thread.join()
-            self.lease.release()
-            return
-        self._left = True
-        if not self._thread.is_alive():
+        if threading.current_thread() is not self._thread:  # a finalizer runs on any thread
+            self._thread.join(None if wait else _MOMENT_S)
+        if wait or not self._thread.is_alive():
             self.lease.release()
 
     def _beat(self) -> None:

@@ -372,7 +372,7 @@ def _busy(storage: Storage, path: str, watch: _Watch, mine: Mapping[str, Any], w
     trainer = owner.get("trainer_pid")
     who = f"{head} by {_name(owner)} (trainer {trainer}, since {owner.get('started')}, start {owner.get('start_id')})"
     if watch.is_alive() and trainer == mine.get("trainer_pid") and same_machine(owner):
-        return f"{who}, by this very trainer: close() what saves there, or del it, or give this one another directory"
+        return f"{who}, by this very process: close() what saves there, or del it, or give this one another directory"
     if watch.is_alive():
         return (
             f"{who}. One process at a time writes to a run: wait for it, stop it with `kill {trainer}` on "

@@ -27,6 +27,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.local import LocalStorage
 
 from ._process import birth
+from .lease import is_claim
 from .private import private_directory
 from .transfer import copy_checkpoint
 
@@ -146,7 +147,7 @@ def _base() -> Path:
 
 def _key(storage: Storage, name: str) -> tuple[str, int]:
     """Name one version of one checkpoint (what is read must be what the manifest of now describes); and its bytes."""
-    infos = list(storage.list(name))
+    infos = [info for info in storage.list(name) if not is_claim(info.path.rpartition("/")[2])]
     if not infos:
         raise CheckpointNotFoundError(f"there is nothing at {storage.uri}/{name}")
     parts = [f"{info.path} {info.size} {info.etag}" for info in infos]

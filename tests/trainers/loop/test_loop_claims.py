@@ -37,7 +37,7 @@ def test_a_name_is_held_until_it_is_released(tmp_path: Path) -> None:
     """Each name by itself; nothing is left behind; who holds it in the same process is told to close it."""
     mine = claims(tmp_path)
     mine.take("a*.pt")
-    with pytest.raises(RunBusyError, match=r"by this very trainer: close\(\)"):
+    with pytest.raises(RunBusyError, match=r"by this very process: close\(\)"):
         claims(tmp_path).take("a*.pt")
     assert is_free(tmp_path, "b*.pt")
     mine.release(patient=True)
@@ -81,12 +81,31 @@ def test_an_end_that_does_not_wait(tmp_path: Path) -> None:
     """What is being written is finished under the lease; nothing begins after it."""
     mine = claims(tmp_path)
     mine.take("a*.pt")
-    assert mine.begin("a*.pt") is not None
+    mine.begin("a*.pt")
     mine.release(patient=False)
-    assert not is_free(tmp_path, "a*.pt")
     with pytest.raises(HoldfastError, match="was closed"):
         mine.begin("a*.pt")
+    left = mine._left["a*.pt"]
+    left.confirm()  # the beat that says that the trainer has left
+    other = claims(tmp_path)
+    waiting = threading.Thread(target=other.take, args=("a*.pt",))
+    waiting.start()  # for a trainer that has left: it waits, and is not refused
     mine.end()
+    waiting.join(30)
+    other.release(patient=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_taken_up_again_while_a_file_is_written(tmp_path: Path) -> None:
+    """The same trainer goes on under the lease it still has."""
+    mine = claims(tmp_path)
+    mine.take("a*.pt")
+    mine.begin("a*.pt")
+    mine.release(patient=False)
+    mine.take("a*.pt")
+    mine.end()
+    assert not is_free(tmp_path, "a*.pt")
+    mine.release(patient=True)
     assert is_free(tmp_path, "a*.pt")
 
 

@@ -355,7 +355,7 @@ def test_running_twice_is_refused(tmp_path: Path, suffix: str) -> None:
     first = plain(tmp_path, save_filename="ep{epoch}" + suffix)
     first._site.open()
     try:
-        with pytest.raises(hf.RunBusyError, match=r"in use by process .* by this very trainer: close\(\)"):
+        with pytest.raises(hf.RunBusyError, match=r"in use by process .* by this very process: close\(\)"):
             plain(tmp_path, save_filename="ep{epoch}" + suffix, autoresume=True)
     finally:
         first.close()

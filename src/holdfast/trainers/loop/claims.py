@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import threading
+from collections.abc import Iterable
 
 import xxhash
 
@@ -39,9 +40,9 @@ class Claims:
         self._storage, self._ranks = storage, ranks
         self._held: dict[str, Heartbeat | None] = {}  # None where rank 0 holds it
         self._process = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may come in between
         self._writing = 0
-        self._left: list[Heartbeat] = []  # to be given back when what is being written is there
+        self._left: dict[str, Heartbeat] = {}  # to be given back when what is being written is there
 
     def take(self, shape: str) -> None:
         """Be the only one who writes files of this name; idempotent.
@@ -57,47 +58,66 @@ class Claims:
             try:
                 self._ranks.lead("claim", lambda: self._lease(shape), work_s=LEASE_S)
             except BaseException:
-                _give_back([self._held.pop(shape)], wait=False)
+                _give_back([self._held.pop(shape)], wait=False)  # the name would be nobody's, and yet taken
                 raise
 
     def _lease(self, shape: str) -> None:
+        with self._lock:
+            mine = self._left.pop(shape, None)
+        if mine is not None:  # a save of ours is still being written
+            mine.trainer_back()
+            self._held[shape] = mine
+            return
         owner = make_owner(secrets.token_hex(4))
         of = xxhash.xxh3_64_hexdigest(shape.encode())[:8]
         self._process = os.getpid()
         self._held[shape] = Heartbeat(Lease.acquire(self._storage, owner, wait_s=LEASE_S, of=of))
 
-    def begin(self, shape: str) -> Heartbeat | None:
-        """Keep all names until `end`: a file is about to be written; what is returned knows if its name was lost."""
+    def begin(self, shape: str) -> None:
+        """Keep all names until `end`: a file is about to be written."""
         with self._lock:
             if shape not in self._held:
                 raise HoldfastError(f"{self._storage.uri} was closed: nothing can be saved there any more")
             self._writing += 1
-            return self._held[shape]
+
+    def check(self, shape: str) -> None:
+        """See that nobody has taken a name from us, as far as it is known.
+
+        Raises:
+            RunBusyError: somebody has.
+        """
+        held = self._held.get(shape) or self._left.get(shape)
+        if held is not None:
+            held.check()
 
     def end(self) -> None:
         """Take note that the file of a `begin` is there, or never will be."""
+        left: dict[str, Heartbeat] = {}
         with self._lock:
             self._writing -= 1
-            left = self._left if not self._writing else []
-            self._left = [] if left else self._left
-        _give_back(left, wait=False)
+            if not self._writing:
+                left, self._left = self._left, left
+        _give_back(left.values(), wait=False)
 
     def release(self, *, patient: bool) -> None:
         """Let others have the names, after what is being written; idempotent. A lease that cannot go goes stale."""
         if self._process not in (0, os.getpid()):  # a forked child ends before its parent
             return
         with self._lock:
-            held, self._held = list(self._held.values()), {}
+            held, self._held = self._held, {}
             if self._writing:
-                self._left += [one for one in held if one is not None]
+                for shape, one in held.items():
+                    if one is not None:
+                        one.trainer_gone()  # others wait for it instead of giving up
+                        self._left[shape] = one
                 return
-        _give_back(held, wait=patient)
+        _give_back(held.values(), wait=patient)
 
 
-def _give_back(held: list[Heartbeat] | list[Heartbeat | None], *, wait: bool) -> None:
+def _give_back(held: Iterable[Heartbeat | None], *, wait: bool) -> None:
     for one in held:
         try:
             if one is not None:
                 one.close(wait=wait)
-        except HoldfastError as error:
+        except Exception as error:  # noqa: BLE001 - one that fails must not keep the others, nor hide why all this ends
             _LOG.warning("a lease could not be given back, it goes stale by itself: %s", error)

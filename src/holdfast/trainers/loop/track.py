@@ -83,6 +83,22 @@ class Track:
             HoldfastError: the save before, or this one, failed.
         """
         self.settle()
+        if self._claim is None:
+            self._start(name, live, about, content, after)
+            return
+        claims = self._folder.claims
+        claims.begin(self._claim)
+        try:
+            self._start(name, live, about, content, after)
+        finally:
+            if self._pending is None:
+                claims.end()
+            else:  # links and deletions too are done under the lease
+                self._pending.add_done_callback(lambda _: claims.end())
+
+    def _start(
+        self, name: str, live: Mapping[str, Any], about: Mapping[str, Any], content: str, after: Callable[[], object]
+    ) -> None:
         begun = time.perf_counter()
         try:
             durable = self._hand_over(name, live, about, content)
@@ -134,22 +150,12 @@ class Track:
         else:
             model = found["state"]["model"]
             self._image.take_weights({key: one for key, one in model.items() if torch.is_tensor(one)}, note)
-        if self._claim is None:
-            return self._thread.submit(self._image.store, folder.storage, name)
-        held = folder.claims.begin(self._claim)
+        return self._thread.submit(self._store_file, name)
 
-        def store() -> None:
-            if held is not None:
-                held.check()
-            self._image.store(folder.storage, name)
-
-        try:
-            durable = self._thread.submit(store)
-        except BaseException:
-            folder.claims.end()
-            raise
-        durable.add_done_callback(lambda _: folder.claims.end())
-        return durable
+    def _store_file(self, name: str) -> None:
+        if self._claim is not None:
+            self._folder.claims.check(self._claim)
+        self._image.store(self._folder.storage, name)
 
     def _follow(self, durable: Future[Any], begun: float, step: int, after: Callable[[], object]) -> None:
         durable.result()
