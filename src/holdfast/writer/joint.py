@@ -123,7 +123,7 @@ class Joint:
         with self._changed:
             one = self._waiting[job.save_id] = _Waiting(call=call, job=job, storage=storage, again=again)
             if self._lost is not None:
-                one.outcome = self._lost_outcome(self._lost)
+                one.outcome = self._heard.get(job.save_id) or self._lost_outcome(self._lost)  # told before it began
         self._say(_begun(job))
 
     def part_failed(self, save: str, error: dict[str, Any]) -> None:
