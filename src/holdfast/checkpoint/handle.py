@@ -29,6 +29,7 @@ from holdfast.storage.resolve import from_description, resolve, split_uri
 
 from ._location import DictStore, Stream, locate
 from .catalog import is_remains
+from .lease import files_of
 from .node import shared_download
 from .record import timestamp
 from .sidecar import read_sidecar, write_sidecar
@@ -275,7 +276,9 @@ class Checkpoint:
         if self._is_file():
             return self._storage.stat(self._name).size
         manifest = self.manifest
-        return manifest.total_bytes if manifest is not None else sum(i.size for i in self._storage.list(self._name))
+        if manifest is not None:
+            return manifest.total_bytes
+        return sum(info.size for _, info in files_of(self._storage, self._name))
 
     @property
     def is_pinned(self) -> bool:

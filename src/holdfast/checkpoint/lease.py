@@ -26,7 +26,7 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,12 @@ from holdfast.errors import (
     StorageExistsError,
     StorageNotFoundError,
 )
-from holdfast.storage.base import Storage
+from holdfast.storage.base import ObjectInfo, Storage
 from holdfast.storage.ops import translate
 
 from ._process import birth, is_dead, machine, same_machine
 
-__all__ = ["HEARTBEAT_S", "STALE_S", "Lease", "is_claim", "is_of_lease", "make_owner"]
+__all__ = ["HEARTBEAT_S", "STALE_S", "Lease", "files_of", "is_claim", "is_of_lease", "make_owner"]
 
 LEASE_FILE = "lease.json"
 LOCK_FILE = ".lease.lock"
@@ -57,6 +57,14 @@ _log = logging.getLogger("holdfast.lease")
 def is_claim(name: str) -> bool:
     """Tell whether a file directly in a folder says who writes files of one name there; it is nobody's data."""
     return _CLAIM.fullmatch(name) is not None
+
+
+def files_of(storage: Storage, directory: str) -> Iterator[tuple[str, ObjectInfo]]:
+    """Yield the files of a directory by their paths inside it, without those that say who writes there (`is_claim`)."""
+    skip = len(directory) + 1 if directory else 0
+    for info in storage.list(directory):
+        if not is_claim(path := info.path[skip:]):
+            yield path, info
 
 
 def is_of_lease(name: str) -> bool:
@@ -294,7 +302,7 @@ class _Lock:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The owner before removes the file when it lets go: a lock on a removed file protects nothing.
-            if os.fstat(file).st_ino != self._path.stat().st_ino:
+            if not self._is_named(file):
                 os.close(file)
                 return False
         except OSError as error:
@@ -317,9 +325,12 @@ class _Lock:
     def is_in_place(self) -> bool:
         """Whether the lock is held, by a file that others find under its name."""
         try:
-            return self._file is not None and os.fstat(self._file).st_ino == self._path.stat().st_ino
+            return self._file is not None and self._is_named(self._file)
         except OSError:
             return False
+
+    def _is_named(self, file: int) -> bool:
+        return os.fstat(file).st_ino == self._path.stat().st_ino
 
     def drop(self) -> None:
         """Close this process's descriptor only."""

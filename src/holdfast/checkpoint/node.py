@@ -27,7 +27,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.local import LocalStorage
 
 from ._process import birth
-from .lease import is_claim
+from .lease import files_of
 from .private import private_directory
 from .transfer import copy_checkpoint
 
@@ -147,7 +147,7 @@ def _base() -> Path:
 
 def _key(storage: Storage, name: str) -> tuple[str, int]:
     """Name one version of one checkpoint (what is read must be what the manifest of now describes); and its bytes."""
-    infos = [info for info in storage.list(name) if not is_claim(info.path.rpartition("/")[2])]
+    infos = [info for _, info in files_of(storage, name)]
     if not infos:
         raise CheckpointNotFoundError(f"there is nothing at {storage.uri}/{name}")
     parts = [f"{info.path} {info.size} {info.etag}" for info in infos]

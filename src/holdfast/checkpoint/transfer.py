@@ -25,7 +25,7 @@ from holdfast.format.names import REMOVING_NAME, SIDECARS, check_links, join, st
 from holdfast.storage.base import Storage
 
 from ._sending import WINDOW, Brought, File, Progress, Sender, Stop, TransferStopped, Windows
-from .lease import is_claim
+from .lease import files_of
 from .remains import is_remains
 from .sidecar import METRICS_FILE, read_sidecar, write_sidecar
 
@@ -348,9 +348,7 @@ def _repeat(target: Storage, twin: str, path: str, *, replace: bool) -> bool:
 
 
 def _sizes(storage: Storage, directory: str) -> dict[str, int]:
-    skip = len(directory) + 1 if directory else 0
-    found = ((info.path[skip:], info.size) for info in storage.list(directory))
-    return {path: size for path, size in found if not is_claim(path)}
+    return {path: info.size for path, info in files_of(storage, directory)}
 
 
 def _read(storage: Storage, path: str) -> bytes | None:

@@ -9,7 +9,7 @@ import click
 from holdfast._units import format_bytes
 from holdfast.checkpoint import summary
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpoint.lease import is_claim
+from holdfast.checkpoint.lease import files_of
 from holdfast.checkpoint.record import timestamp, unpack
 from holdfast.checkpoint.runindex import RunIndex
 from holdfast.checkpoint.sidecar import read_sidecar
@@ -102,9 +102,8 @@ def _document(checkpoint: Checkpoint, *, tensors: bool) -> dict[str, Any]:
 
 
 def _foreign(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    start = len(checkpoint.directory) + 1
-    files = [(info.path[start:], info.size) for info in checkpoint.storage.list(checkpoint.directory)]
-    return [{"path": path, "bytes": size, "role": "user"} for path, size in files if not is_claim(path)]
+    files = files_of(checkpoint.storage, checkpoint.directory)
+    return [{"path": path, "bytes": info.size, "role": "user"} for path, info in files]
 
 
 def _parent(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Any] | None:

@@ -46,7 +46,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is one block of elements (strided, with memory, no subclass)."""
-    return type(tensor) in _DENSE and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
+    return all_dense((tensor,))
 
 
 def all_dense(tensors: Iterable[torch.Tensor]) -> bool:
