@@ -16,6 +16,7 @@ from object_kit import BUCKET, KEY, SECRET, s3_environment
 from slow_sink import sink
 
 import holdfast as hf
+from holdfast.checkpointer import place
 from holdfast.storage.object import ObjectStorage
 from holdfast.testing import Fault
 
@@ -95,16 +96,12 @@ def test_a_save_to_a_slow_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     with sink(holds, 12, linger) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         handle = hf.save_async("s3://bucket/x", state)
-        (writer,) = {pid for pid in children() if own_bytes(pid)}
+        (writer,) = {client.process_id for client in place._clients.values()} - {None}
         bare = own_bytes(writer)
         memory.watch(writer)
         handle.result()
         assert server.was_full.is_set()
     assert 100 * MIB < memory.end() - bare < BOUND
-
-
-def children() -> list[int]:
-    return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
 
 
 def train(remote: ObjectStorage, **options: object) -> float:
