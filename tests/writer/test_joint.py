@@ -14,8 +14,8 @@ from holdfast.writer.joint import Joint
 from holdfast.writer.messages import SaveJob
 
 
-@pytest.mark.parametrize("heard", [True, False])
-def test_a_save_that_begins_after_its_end(heard: bool) -> None:
+@pytest.mark.parametrize(("heard", "begins_last"), [(True, True), (True, False), (False, True), (False, False)])
+def test_a_save_that_begins_after_its_end(heard: bool, begins_last: bool) -> None:
     """A trainer that comes late to a save another rank has failed, and left for, gets the error that all others got."""
     failed: list[BaseException] = []
     answers: Any = SimpleNamespace(later=lambda work: work(), say_failed=lambda _, error: failed.append(error))
@@ -23,9 +23,13 @@ def test_a_save_that_begins_after_its_end(heard: bool) -> None:
     error = named_error("CheckpointError", "rank 0: boom")
     if heard:
         ours._hear({"do": "outcome", "save": "aaaaaaa1-1", "error": error, "value": None, "discard": False})
-    ours._hear({"do": "lost", "why": "rank 0: it has left the run"})
     job = SaveJob(directory="step_00000001", save_id="aaaaaaa1-1")
-    ours.begun(1, job, MemoryStorage("late"), again=False)
+    steps = [
+        lambda: ours._hear({"do": "lost", "why": "rank 0: it has left the run"}),
+        lambda: ours.begun(1, job, MemoryStorage("late"), again=False),
+    ]
+    for step in steps if begins_last else reversed(steps):
+        step()
     ours.failed(job, CheckpointError("not stored here either"))
     assert [str(one) for one in failed] == [
         "rank 0: boom"

@@ -51,6 +51,7 @@ _CLAIM = re.compile(r"lease-[0-9a-f]{8}\.json|\.lease-[0-9a-f]{8}\.lock")
 HEARTBEAT_S = 5.0
 STALE_S = 30.0
 _POLL_S = 0.05
+_PROCESS = ("host", "boot", "pid_namespace", "trainer_pid", "trainer_pid_birth")
 _log = logging.getLogger("holdfast.lease")
 
 
@@ -377,16 +378,16 @@ def _name(owner: Mapping[str, Any]) -> str:
 
 def _busy(storage: Storage, path: str, watch: _Watch, mine: Mapping[str, Any], waited: float) -> str:
     owner = watch.owner
-    head = f"the run {storage.uri} is in use"
+    head = f"{'the run' if path == LEASE_FILE else 'a file name in'} {storage.uri} is in use"
     if owner is None:
         return f"{head}: its lock is held by another process that has not written {path}; try again"
     trainer = owner.get("trainer_pid")
     who = f"{head} by {_name(owner)} (trainer {trainer}, since {owner.get('started')}, start {owner.get('start_id')})"
-    if watch.is_alive() and trainer == mine.get("trainer_pid") and same_machine(owner):
+    if watch.is_alive() and all(owner.get(key) == mine[key] for key in _PROCESS):
         return f"{who}, by this very process: close() what saves there, or del it, or give this one another directory"
     if watch.is_alive():
         return (
-            f"{who}. One process at a time writes to a run: wait for it, stop it with `kill {trainer}` on "
+            f"{who}. One process at a time writes there: wait for it, stop it with `kill {trainer}` on "
             f"{owner.get('host')}, or give this one another directory"
         )
     return (
