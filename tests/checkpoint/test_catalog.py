@@ -6,13 +6,14 @@ import json
 import math
 
 import pytest
-from build import START, build, small
+from build import small
+from catalog_kit import begin, names, save
 
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.runindex import RUN_FILE, RunIndex
 from holdfast.config import Keep
-from holdfast.errors import CheckpointNotFoundError, StorageError, StorageFullError
+from holdfast.errors import CheckpointNotFoundError, StorageError
 from holdfast.storage.base import Storage
 from holdfast.storage.local import LocalStorage
 from holdfast.storage.memory import MemoryStorage
@@ -21,26 +22,6 @@ from holdfast.storage.memory import MemoryStorage
 @pytest.fixture(params=["local", "memory"])
 def storage(request, tmp_path) -> Storage:
     return LocalStorage(tmp_path) if request.param == "local" else MemoryStorage(f"catalog-{tmp_path.name}")
-
-
-def begin(storage: Storage, start_id: str = START) -> Catalog:
-    catalog = Catalog(storage)
-    catalog.index.register_attempt(start_id, host="here", pid=1)
-    return catalog
-
-
-def save(catalog: Catalog, step: int, *, keep: Keep | None = None, name: str | None = None, **fields) -> str:
-    """Commit a checkpoint of the current attempt and enter it, as the writer does."""
-    name = name or f"step_{step:04d}"
-    attempt = catalog.index.current.attempt
-    manifest = small(catalog.storage, name, run_id=catalog.index.run_id, attempt=attempt, step=step, **fields)
-    catalog.add(name, manifest)
-    catalog.prune(keep or Keep())
-    return name
-
-
-def names(catalog: Catalog) -> list[str]:
-    return [record.name for record in catalog.records()]
 
 
 class Counting(LocalStorage):
@@ -254,108 +235,6 @@ def test_checkpoints_removed_by_hand_take_no_place(storage) -> None:
     storage.delete_tree("step_0003")
     save(catalog, 4, keep=Keep(last=2))
     assert names(catalog) == ["step_0004", "step_0002"]
-
-
-class Recording(LocalStorage):
-    def __init__(self, root) -> None:
-        super().__init__(root)
-        self.log: list[str] = []
-        self.refuse = ""
-
-    def put(self, path, data, **conditions):
-        self.log.append(f"put {path}")
-        return super().put(path, data, **conditions)
-
-    def delete(self, path):
-        self.log.append(f"delete {path}")
-        if self.refuse and path.startswith(self.refuse):
-            raise StorageError(f"cannot delete {path}: refused")
-        super().delete(path)
-
-
-def test_the_index_is_saved_before_anything_is_deleted_and_the_manifest_goes_first(tmp_path) -> None:
-    """A crash in the middle of retention leaves no index that promises a checkpoint that is gone."""
-    storage = Recording(tmp_path)
-    catalog = begin(storage)
-    save(catalog, 1)
-    save(catalog, 2)
-    storage.log.clear()
-    deleted = catalog.prune(Keep(last=1))
-    assert [(verdict.name, verdict.why) for verdict in deleted] == [("step_0001", "not among last 1")]
-    assert storage.log[0] == "put run.json"
-    assert storage.log[1] == "delete step_0001/manifest.json"
-    assert len(storage.log) > 3
-
-
-def test_a_checkpoint_that_cannot_be_deleted_stays_known(tmp_path, caplog) -> None:
-    """A failing delete is said, does not stop the run, and is tried again at the next save."""
-    storage = Recording(tmp_path)
-    catalog = begin(storage)
-    save(catalog, 1)
-    storage.refuse = "step_0001"
-    save(catalog, 2, keep=Keep(last=1))
-    assert "step_0001 could not be deleted" in caplog.text
-    storage.refuse = ""
-    save(catalog, 3, keep=Keep(last=1))
-    assert names(catalog) == ["step_0003"]
-    assert not (tmp_path / "step_0001").exists()
-
-
-@pytest.mark.parametrize("error", [StorageFullError, StorageError])
-def test_retention_goes_on_when_the_index_finds_no_space(tmp_path, monkeypatch, error) -> None:
-    """Only deleting makes room on a full storage; after any other error nothing is deleted or forgotten."""
-    storage = LocalStorage(tmp_path)
-    catalog = begin(storage)
-    save(catalog, 1)
-    save(catalog, 2)
-    put, failures = LocalStorage.put, iter([True])
-
-    def refuse_once(self, path, data, **conditions):
-        if path == "run.json" and next(failures, False):
-            raise error("no")
-        return put(self, path, data, **conditions)
-
-    monkeypatch.setattr(LocalStorage, "put", refuse_once)
-    if error is StorageFullError:
-        assert [verdict.name for verdict in catalog.prune(Keep(last=1))] == ["step_0001"]
-        assert names(Catalog(storage)) == ["step_0002"]
-    else:
-        with pytest.raises(StorageError):
-            catalog.prune(Keep(last=1))
-        assert names(catalog) == ["step_0002", "step_0001"]
-
-
-def test_remains_of_dead_lives_are_swept_and_nothing_else(storage) -> None:
-    """Uncommitted files of earlier attempts go; those of a stranger's save in progress and of the user stay."""
-    catalog = begin(storage, "aaaaaaaa")
-    save(catalog, 1)
-    build(storage, "step_0002", start="aaaaaaaa", finish=False)
-    build(storage, "step_0003", start="dddddddd", finish=False)
-    build(storage, "step_0004", start="aaaaaaaa", finish=False)
-    storage.put("step_0004/notes.txt", b"mine")
-    again = begin(storage, "bbbbbbbb")
-    assert sorted(again.incomplete) == ["step_0002", "step_0003", "step_0004"]
-    again.sweep()
-    left = {info.path for info in storage.list()}
-    assert not any(path.startswith("step_0002") for path in left)
-    assert sum(path.startswith("step_0003/") for path in left) == 5
-    assert [path for path in left if path.startswith("step_0004/")] == ["step_0004/notes.txt"]
-    assert storage.exists("step_0001/manifest.json")
-
-
-def test_a_deletion_cut_short_is_finished(storage) -> None:
-    """A checkpoint whose manifest went, but not its user files, is removed by the next start."""
-    catalog = begin(storage)
-    save(catalog, 1, user={"weights.bin": b"123"})
-    body = storage.read("step_0001/manifest.json")
-    storage.put("step_0001/.removing.json", body)
-    storage.delete("step_0001/manifest.json")
-    del catalog.index.rows["step_0001"]
-    catalog.index.save()
-    again = begin(storage)
-    assert (again.incomplete, again.records()) == (["step_0001"], [])
-    again.sweep()
-    assert not any(info.path.startswith("step_0001/") for info in storage.list())
 
 
 def test_a_finished_run_is_unfinished_by_a_later_save(storage) -> None:

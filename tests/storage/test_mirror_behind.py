@@ -1,0 +1,134 @@
+"""Runs whose remote is down, slow or behind: training goes on, what is not there yet is said and arrives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from mirror_kit import DOWN, be_impatient, running, step_to, steps
+
+import holdfast as hf
+from holdfast.checkpoint.runindex import RunIndex
+from holdfast.errors import StorageError
+from holdfast.storage.local import LocalStorage
+from holdfast.testing import Fault
+from holdfast.testing.crash import wait_until
+
+
+def test_a_remote_that_goes_down_does_not_stop_training(remote, local, proxy, capfd):
+    """Saves go on at the disk's pace; too many behind gives up the oldest, once said; what waits arrives later."""
+    with running(remote, hf.Mirror(local, keep=hf.Keep(last=1), max_behind=2)) as (ck, state):
+        step_to(ck, state, 1)
+        ck.wait(remote=True)
+        proxy.inject(DOWN)
+        step_to(ck, state, 7)
+        assert ck.stats.last_durable_step == 7
+        assert ck.stats.last_remote_step == 1
+        wait_until(lambda: ck.stats.remote_behind == 2 and ck._saver.remote._state["error"])
+        assert ck.latest().step == 7
+        assert steps(LocalStorage(local))[-2:] == [6, 7]  # nothing that waits goes, whatever keep says
+        proxy.inject()
+        ck.wait(remote=True)
+        assert ck.stats.last_remote_step == 7
+        assert ck.stats.remote_behind == 0
+    assert steps(remote) == [1, 6, 7]
+    assert steps(LocalStorage(local)) == [7]
+    assert {info.path for info in remote.list("", recursive=False) if info.path.startswith("step_")} == {
+        "step_00000001/", "step_00000006/", "step_00000007/"
+    }  # fmt: skip
+    said = capfd.readouterr().err
+    assert said.count("is not uploaded") == 1
+    assert said.count("could not be reached") >= 1
+    assert "answers again" in said
+
+
+def test_a_save_may_wait_for_the_remote(remote, local):
+    """when_behind="wait" holds the next save until there is room: nothing is given up."""
+    with running(remote, hf.Mirror(local, max_behind=1, when_behind="wait")) as (ck, state):
+        step_to(ck, state, 4)
+        ck.wait(remote=True)
+    assert steps(remote) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("rule", ["raise", pytest.param("wait", marks=pytest.mark.long)])
+def test_being_behind_may_end_the_run(remote, local, proxy, rule):
+    """With the remote away "raise" ends training at once, "wait" after timeout_s; both say what is where."""
+    with (
+        pytest.raises(StorageError, match=f"when_behind='{rule}'.*on the local disk .* only: step_"),
+        running(remote, hf.Mirror(local, max_behind=1, when_behind=rule)) as (ck, state),
+    ):
+        proxy.inject(DOWN)
+        step_to(ck, state, 1)
+        if rule == "wait":
+            be_impatient(ck, 2.0)
+        try:
+            step_to(ck, state, 3)
+        finally:
+            be_impatient(ck, 0.5)  # of what is on the disk alone by now
+    os.kill(ck._client.process_id, signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_behind_for_long_is_said(remote, local, proxy, capfd):
+    """When nothing arrives for warn_after, the log says so with the age and the cause."""
+    with running(remote, hf.Mirror(local, warn_after="1s")) as (ck, state):
+        step_to(ck, state, 1)
+        ck.wait(remote=True)
+        proxy.inject(DOWN)
+        step_to(ck, state, 2)
+        seen: list[str] = []
+        wait_until(lambda: seen.append(capfd.readouterr().err) or "nothing has arrived at" in "".join(seen), 30)
+        proxy.inject()
+    assert "1 checkpoint(s) wait on the local disk" in "".join(seen)
+
+
+@pytest.mark.long
+def test_faults_lose_nothing(remote, local, proxy):
+    """A fifth of all requests goes wrong: everything is uploaded in the end."""
+    chosen = [
+        Fault(kind=kind, share=0.05, seed=number) for number, kind in enumerate(("500", "503", "reset", "truncated"))
+    ]
+    with running(remote, hf.Mirror(local, max_behind=9)) as (ck, state):
+        proxy.inject(*chosen)
+        step_to(ck, state, 5)
+        ck.wait(remote=True)
+        proxy.inject()
+    assert len([one for one in proxy.exchanges if one.fault]) >= 5
+    assert steps(remote) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.long
+def test_saving_does_not_wait_for_a_slow_remote(remote, local, proxy):
+    """A remote that takes seconds for each request holds no save: six are durable before the second has arrived."""
+    with running(remote, hf.Mirror(local, max_behind=9)) as (ck, state):
+        proxy.inject(Fault(kind="slow", seconds=1.0, path="step_"))
+        begun = time.monotonic()
+        step_to(ck, state, 6)
+        assert ck.stats.last_durable_step == 6
+        assert ck.stats.last_remote_step < 2 or time.monotonic() - begun > 5
+        proxy.inject()
+    assert steps(remote) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_writer_that_dies_is_followed_by_one_that_goes_on(remote, local, proxy):
+    """SIGKILL of the writer process in the middle of an upload: it is started again and everything arrives."""
+    with running(remote, local) as (ck, state):
+        step_to(ck, state, 1)
+        ck.wait(remote=True)
+        proxy.inject(Fault(kind="reset", path="/step_00000003"))
+        step_to(ck, state, 3)
+        os.kill(ck._client.process_id, signal.SIGKILL)
+        wait_until(lambda: ck._client.process_id is not None and _lives(ck._client.process_id))
+        proxy.inject()
+        step_to(ck, state, 5)
+        ck.wait(remote=True)
+        assert ck.stats.last_remote_step == 5
+    assert steps(remote) == [1, 2, 3, 4, 5]
+    assert len(RunIndex.load(remote).attempts) == 1
+
+
+def _lives(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
