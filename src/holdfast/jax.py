@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from ._optional import require
@@ -72,10 +73,9 @@ class Pytree:
         problems = [f"missing: {name}" for name in live if name not in saved]
         problems += [f"unexpected: {name}" for name in saved if name not in live]
         for name, leaf in live.items():
-            have = getattr(saved.get(name), "shape", None)
-            want = getattr(self._stored(name, leaf), "shape", None)
-            if name in saved and want is not None and (have is None or tuple(have) != tuple(want)):
-                problems.append(f"{name}: {None if have is None else tuple(have)} stored, {tuple(want)} in the pytree")
+            have, want = _shape(saved.get(name)), _shape(self._stored(name, leaf))
+            if name in saved and have != want:
+                problems.append(f"{name}: {have or 'no array'} stored, {want or 'no array'} in the pytree")
         if problems:
             shown = "; ".join(sorted(problems)[:20])
             raise StateMismatchError(f"{len(problems)} leaves of the pytree do not fit the checkpoint: {shown}")
@@ -106,9 +106,13 @@ class Pytree:
         return tensor_of(leaf)
 
     def _made(self, leaf: Any, stored: Any) -> Any:
-        if not isinstance(leaf, self._jax.Array):
+        if not isinstance(leaf, (self._jax.Array, self._jax.ShapeDtypeStruct, np.ndarray)):
             return stored
         array = array_of(stored) if isinstance(stored, torch.Tensor) else stored
+        if isinstance(leaf, np.ndarray):
+            return array.astype(leaf.dtype, copy=False)
+        if isinstance(leaf, self._jax.ShapeDtypeStruct):  # of jax.eval_shape; it may say where
+            return self._jax.device_put(array.astype(leaf.dtype, copy=False), leaf.sharding)
         if self._is_key(leaf):
             data = self._placed(array, self._jax.random.key_data(leaf))
             return self._jax.random.wrap_key_data(data, impl=self._jax.random.key_impl(leaf))
@@ -121,12 +125,17 @@ class Pytree:
         return self._jax.make_array_from_callback(like.shape, like.sharding, lambda index: array[index])
 
 
+def _shape(value: Any) -> str | None:
+    shape = None if isinstance(value, np.generic) else getattr(value, "shape", None)
+    return None if shape is None else str(tuple(shape))
+
+
 def load(source: str | os.PathLike[str] | Checkpoint, like: Any, *, item: str) -> Any:
     """Return a pytree like ``like`` with the arrays of a checkpoint.
 
     Args:
         source: path, URI or `Checkpoint`.
-        like: a pytree of the same structure, which stays as it is.
+        like: a pytree of the same structure, which stays as it is; shapes of ``jax.eval_shape`` will do for arrays.
         item: the name that the `Pytree` had in the state.
 
     Raises:

@@ -14,10 +14,10 @@ from ._units import IntervalLike
 from .checkpoint.handle import Checkpoint
 from .checkpointer.loop import Checkpointer
 from .config import Keep
-from .errors import ConfigError
 from .integrations import reporting, scalars
 from .integrations.keras_fit import FitRun
-from .integrations.keras_state import Counters, Variables
+from .integrations.keras_state import Counters, Variables, other_optimizers
+from .integrations.rhythm import epochs_between
 from .integrations.verified import verified_directory
 from .runtime.worker.session import get_context, report
 
@@ -69,7 +69,7 @@ class HoldfastCallback(_Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Logs = None) -> None:  # noqa: D102
         self._run = FitRun(lambda: self.model, self._counters, self._arguments)
-        self._run.begin(self.params["epochs"])
+        self._run.begin(self.params)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:  # noqa: D102
         self._run.enter_epoch(epoch)
@@ -102,11 +102,7 @@ class ReportCallback(_Callback):  # type: ignore[misc]
 
     def __init__(self, *, every_n_epochs: int | None = None, every_n_steps: int | None = None) -> None:
         super().__init__()
-        given = {"every_n_epochs": every_n_epochs, "every_n_steps": every_n_steps}
-        wrong = [one for one in given.values() if one is not None and (type(one) is not int or one < 1)]
-        if wrong or None not in given.values():
-            raise ConfigError(f"ReportCallback({given}): give one of them, a whole number of at least 1")
-        self._epochs, self._steps = every_n_epochs or 1, every_n_steps
+        self._epochs, self._steps = epochs_between(every_n_epochs, every_n_steps), every_n_steps
         self._epoch = self._step = 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:  # noqa: D102
@@ -140,9 +136,13 @@ def load_model(checkpoint: str | os.PathLike[str] | Checkpoint, **options: Any) 
 
 
 def state(model: Any) -> dict[str, Any]:
-    """Return "model" and "optimizer" for `holdfast.save`, `holdfast.load` and ``report(state=...)``, on any backend."""
+    """Return "model" and "optimizer" for `holdfast.save`, `holdfast.load` and ``report(state=...)``, on any backend.
+
+    Other optimizers that the model has as attributes are "optimizer.NAME".
+    """
     found = {"model": Variables("model", lambda: model.variables)}
     if getattr(model, "optimizer", None) is not None:
         model.optimizer.build(model.trainable_variables)
         found["optimizer"] = Variables("optimizer", lambda: model.optimizer.variables)
+        found |= other_optimizers(model)
     return found

@@ -11,6 +11,7 @@ from typing import Any
 
 from .errors import ConfigError
 from .integrations import Grafted, Saves, reporting, scalars
+from .integrations.rhythm import epochs_between
 from .runtime.types import CheckpointUploadMode
 from .runtime.worker.session import report
 
@@ -51,21 +52,19 @@ class ReportCallback(Grafted):
         validation: bool | Mapping[str, Any] = False,
     ) -> None:
         super().__init__()
-        for name, value in (("every_n_epochs", every_n_epochs), ("every_n_steps", every_n_steps)):
-            if value is not None and value < 1:
-                raise ConfigError(f"ReportCallback({name}={value!r}): give a number of at least 1, or leave it out")
-        if every_n_epochs is not None and every_n_steps is not None:
-            raise ConfigError("ReportCallback: give every_n_epochs or every_n_steps; two callbacks can do both")
-        self.every_n_steps = every_n_steps
-        self.every_n_epochs = every_n_epochs or 1
+        self.every_n_epochs, self.every_n_steps = epochs_between(every_n_epochs, every_n_steps), every_n_steps
         self.checkpoint_upload_mode, self.validation = checkpoint_upload_mode, validation
-        self._last_step = -1
+        self._last_step = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Take note of the step to go on from: it was reported before."""
+        self._last_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Report with a checkpoint, if steps are counted and it is time."""
         step = trainer.global_step
         # Batches that are accumulated end with the step of the one before.
-        if self.every_n_steps is not None and step % self.every_n_steps == 0 and step not in (0, self._last_step):
+        if self.every_n_steps is not None and step % self.every_n_steps == 0 and step != self._last_step:
             self._last_step = step
             self.report(trainer)
 

@@ -11,11 +11,12 @@ and training goes on. One object works in all three places::
 from __future__ import annotations
 
 import atexit
+import re
 from typing import Any
 
 from ._optional import require
 from .checkpoint.handle import Checkpoint
-from .integrations.tracking import Tracker, numbers
+from .integrations.tracking import Tracker, finite, numbers
 
 __all__ = ["MLflowTracker", "TensorBoardTracker", "Tracker", "WandbTracker"]
 
@@ -24,7 +25,7 @@ class MLflowTracker(Tracker):
     """Tags of an MLflow run name the checkpoints, metrics are logged at their steps.
 
     The newest is in the tags ``holdfast.uri``, ``holdfast.digest`` and ``holdfast.step``; each is in one
-    ``holdfast.checkpoint.STEP`` as well.
+    ``holdfast.checkpoint.STEP`` as well. Characters that MLflow does not take in the name of a metric become "_".
 
     Args:
         run_id: of the run; default: the active one of the thread that makes this, else one that begins with the first
@@ -48,14 +49,15 @@ class MLflowTracker(Tracker):
             atexit.register(self._client.set_terminated, self.run_id)
         step, digest = checkpoint.step or 0, checkpoint.digest or ""
         tags = {"uri": checkpoint.uri, "digest": digest, "step": str(step)}
+        tags[f"checkpoint.{step}"] = f"{checkpoint.uri} {digest}"
+        for name, text in tags.items():  # first of all: they hold whatever becomes of the rest
+            self._client.set_tag(self.run_id, f"holdfast.{name}", text)
         for name, value in numbers(checkpoint.metrics).items():
-            self._client.log_metric(self.run_id, self._prefix + name, value, step=step)
+            allowed = re.sub(r"[^\w\-. :/]", "_", self._prefix + name)
+            self._client.log_metric(self.run_id, allowed, value, step=step)
         if self._upload:
             with checkpoint.as_directory() as directory:
                 self._client.log_artifacts(self.run_id, directory, f"checkpoints/{checkpoint.name}")
-        tags[f"checkpoint.{step}"] = f"{checkpoint.uri} {digest}"
-        for name, text in tags.items():
-            self._client.set_tag(self.run_id, f"holdfast.{name}", text)
 
 
 class WandbTracker(Tracker):
@@ -82,7 +84,9 @@ class WandbTracker(Tracker):
             raise RuntimeError("there is no run of wandb: call wandb.init() first, or give WandbTracker(run)")
         told = {"uri": checkpoint.uri, "digest": checkpoint.digest or "", "step": checkpoint.step or 0}
         artifact = self._wandb.Artifact(
-            self._name or f"checkpoint-{run.id}", type="checkpoint", metadata={**told, "metrics": checkpoint.metrics}
+            self._name or f"checkpoint-{run.id}",
+            type="checkpoint",
+            metadata={**told, "metrics": finite(checkpoint.metrics)},
         )
         if self._upload:
             with checkpoint.as_directory() as directory:

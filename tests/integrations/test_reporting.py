@@ -14,6 +14,7 @@ import torch
 import holdfast as hf
 from holdfast.checkpoint._process import machine
 from holdfast.integrations import reporting, scalars
+from holdfast.integrations.markers import mark
 from holdfast.integrations.places import claim
 from holdfast.runtime.worker.takeover import Place
 from holdfast.storage.memory import MemoryStorage
@@ -35,11 +36,18 @@ def report_both_ways(config):
     except (OSError, hf.HoldfastError) as error:
         assert "no space on rank 1" in str(error)  # noqa: PT017
     # Nothing was reported for it, on no rank, so that the count is the same.
+    if rank == 0:
+        elsewhere = hf.Checkpoint("memory://elsewhere/a.ckpt")
+        with pytest.raises(hf.ConfigError, match="went to the root"), reporting({}) as directory:
+            mark(Path(directory, "a.ckpt"), elsewhere)
     hf.report({"epoch": 3})
 
 
 def test_one_rank_or_all(tmp_path: Path) -> None:
-    """Rank 0's files make a checkpoint, or with ``sharded`` those of all; a failure is heard by all ranks."""
+    """Rank 0's files make a checkpoint, or with ``sharded`` those of all; a failure is heard by all ranks.
+
+    What a plugin has taken to a root of its own is not reported as if it were there.
+    """
     result = TorchTrainer(
         report_both_ways,
         scaling_config=hf.ScalingConfig(num_workers=2),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.errors import StorageFullError, StorageUnavailableError, UnsupportedStateError
+from holdfast.errors import ConfigError, StorageFullError, StorageUnavailableError, UnsupportedStateError
 from holdfast.integrations import Saves
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing.faults import FaultyStorage
@@ -62,6 +62,22 @@ def test_a_save_that_fails_later(tmp_path: Path) -> None:
         with pytest.raises(StorageFullError):
             saves.wait()
     assert os.listdir(tmp_path / "names") == ["old.ckpt"]
+
+
+def test_two_paths_of_one_name(tmp_path: Path) -> None:
+    """Under a root, which knows last parts alone, the second is refused until the first is removed or training ends."""
+    saves = saves_to(tmp_path / "run")
+    one, other = tmp_path / "by-loss" / "best.ckpt", tmp_path / "by-accuracy" / "best.ckpt"
+    saves.save(one, {"weight": torch.ones(1)}, step=1, metrics={})
+    with pytest.raises(ConfigError, match=r"by-accuracy/best.ckpt would replace .*by-loss/best.ckpt"):
+        saves.save(other, {"weight": torch.zeros(1)}, step=1, metrics={})
+    assert saves.load(one)["weight"] == 1
+    saves.remove(one)
+    saves.save(other, {"weight": torch.zeros(1)}, step=2, metrics={})
+    saves.wait()
+    saves.save(one, {"weight": torch.ones(1)}, step=3, metrics={})
+    saves.wait()
+    assert saves.load(one)["weight"] == 1
 
 
 def test_a_lost_save_in_the_middle_costs_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

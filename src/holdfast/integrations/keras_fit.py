@@ -11,7 +11,7 @@ from typing import Any
 from ..checkpointer.loop import Checkpointer
 from ..errors import ConfigError
 from ..state import rng
-from .keras_state import Counters, Position, Variables
+from .keras_state import Counters, Position, Variables, other_optimizers
 from .scalars import scalars
 
 __all__ = ["FitRun"]
@@ -38,18 +38,27 @@ class FitRun:
         self._metrics = Variables("metrics", lambda: model().metrics_variables, later=True)
         self._skip: _Skip | None = None
         self._fresh = True  # nothing was trained since the resume
-        state = {
+        state: dict[str, Any] = {
             "model": Variables("model", lambda: model().variables),
             "optimizer": Variables("optimizer", lambda: model().optimizer.variables),
             "metrics": self._metrics,
             "fit": self._position,
             "callbacks": counters,
+            **other_optimizers(model()),
         }
-        self.checkpointer = Checkpointer(**{**arguments, "state": state})
+        more = arguments.get("state") or {}
+        if taken := sorted(state.keys() & more.keys()):
+            raise ConfigError(f"state has {taken}: what HoldfastCallback saves itself has that name; take another")
+        self.checkpointer = Checkpointer(**{**arguments, "state": {**state, **more}})
 
-    def begin(self, epochs: int) -> None:
-        """Resume, and tell Keras where to go on."""
-        model, ck = self._model(), self.checkpointer
+    def begin(self, params: Mapping[str, Any]) -> None:
+        """Resume, and tell Keras where to go on.
+
+        Args:
+            params: of Keras: one object for all callbacks of one ``fit``.
+        """
+        model, ck, epochs = self._model(), self.checkpointer, int(params["epochs"])
+        self._params = params
         if not model.built or model.optimizer is None:
             raise ConfigError(
                 "HoldfastCallback needs a model that is compiled and built before fit(): let it begin with a "
@@ -62,6 +71,8 @@ class FitRun:
             skipping.end()  # an exception left fit() in the middle of it
         if (before := _open.pop(ck.storage.uri, None)) is not None:
             before.close(RuntimeError("an exception left model.fit()"))
+            if before._params is params:
+                raise ConfigError(f"two HoldfastCallbacks of one fit() save to {ck.storage.uri}: leave one of them out")
         ck.__enter__()
         _open[ck.storage.uri] = self
         self._first_epoch = model._initial_epoch

@@ -7,6 +7,7 @@ backend, and a checkpoint of one backend loads on another.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,10 @@ from ..state import rng
 from ..state.values import PerRank
 from .array_views import array_of, tensor_of
 
-__all__ = ["Counters", "Position", "Variables"]
+__all__ = ["Counters", "Position", "Variables", "other_optimizers"]
+
+_OPTIMIZER = ("variables", "apply", "iterations")
+_NOT_COUNTED = "min_delta"  # an argument: Keras turns its sign round when it learns whether less is better
 
 
 class Variables:
@@ -81,6 +85,27 @@ class Variables:
         for name, variable in live.items():
             on_torch = isinstance(variable.value, torch.Tensor)
             variable.assign(saved[name] if on_torch else array_of(saved[name]))
+
+
+def other_optimizers(model: Any) -> dict[str, Variables]:
+    """Return the optimizers that are attributes of a model beside its own ``optimizer``, by name, as items of a state.
+
+    Raises:
+        ConfigError: one is not built yet, so that there is nothing to save or to restore.
+    """
+    main = model.optimizer  # and what it is made of, whose variables are among its own
+    known = [main, getattr(main, "inner_optimizer", None), *getattr(main, "optimizers", ())]
+    found = {}
+    for name, value in vars(model).items():
+        if any(value is one for one in known) or not all(hasattr(value, part) for part in _OPTIMIZER):
+            continue
+        if not value.built:
+            raise ConfigError(
+                f"model.{name} is an optimizer that is not built: call model.{name}.build(variables) with what it "
+                "trains before fit(), so that its state is saved and comes back"
+            )
+        found[f"optimizer.{name.lstrip('_')}"] = Variables(f"optimizer {name}", partial(getattr, value, "variables"))
+    return found
 
 
 class Position:
@@ -158,12 +183,13 @@ class Counters:
         """Set what was loaded, once."""
         for name, values in self._waiting.items():
             for key, value in values.items() if name in self._callbacks else ():
-                setattr(self._callbacks[name], key, value)
+                if key != _NOT_COUNTED:  # checkpoints of earlier versions have it
+                    setattr(self._callbacks[name], key, value)
         self._waiting = {}
 
 
 def _plain(callback: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(callback).items() if _is_plain(value)}
+    return {name: value for name, value in vars(callback).items() if name != _NOT_COUNTED and _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:

@@ -21,9 +21,11 @@ def objects_of(accelerator: Any) -> dict[str, Any]:
     Models, optimizers, schedulers, the gradient scaler, and the objects of ``register_for_checkpointing``.
 
     Raises:
-        ConfigError: nothing is prepared yet.
+        ConfigError: it is no Accelerator, or nothing is prepared yet.
         UnsupportedStateError: an engine keeps the state to itself.
     """
+    if not hasattr(accelerator, "distributed_type"):
+        raise ConfigError(f"accelerator={accelerator!r}: give the Accelerator that has prepared the training")
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind in ("DEEPSPEED", "MEGATRON_LM"):
         raise UnsupportedStateError(

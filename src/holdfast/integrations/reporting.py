@@ -11,8 +11,10 @@ from typing import Any
 from .._ranks import current_ranks
 from ..checkpoint.handle import Checkpoint
 from ..checkpointer.rendezvous import Alone, Meeting, meet
+from ..errors import ConfigError
 from ..runtime.types import CheckpointUploadMode
 from ..runtime.worker.session import Session, current_session
+from .markers import is_marker
 from .places import claim
 from .together import written_together
 
@@ -46,6 +48,7 @@ def reporting(
 
     Raises:
         SessionError: called outside of train_func.
+        ConfigError: what was written has been taken to another place.
         HoldfastError: (``sharded``) a rank failed or did not come; all ranks hear of it.
     """
     session = current_session("report")
@@ -59,6 +62,7 @@ def reporting(
         meeting = meet(current_ranks(), name="report", timeout_s=timeout_s, otherwise="report a state")
     with written_together(meeting, directory):
         yield directory
+        _check_here(directory)
     checkpoint = Checkpoint.from_directory(directory) if _hands_over(session.rank, sharded=sharded) else None
     session.report(
         metrics,
@@ -67,6 +71,16 @@ def reporting(
         delete_local_checkpoint_after_upload=True if checkpoint is not None else None,
         validation=validation,
     )
+
+
+def _check_here(directory: str) -> None:
+    with contextlib.suppress(FileNotFoundError):  # of a rank that writes nothing
+        for entry in os.scandir(directory):
+            if is_marker(entry.path):
+                raise ConfigError(
+                    f"{entry.name} went to the root of a HoldfastCheckpointIO(root), so there is nothing of it to "
+                    "report, and the next one would replace it there: leave out that plugin, or its root"
+                )
 
 
 def _is_remote(session: Session) -> bool:

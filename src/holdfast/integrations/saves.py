@@ -68,6 +68,7 @@ class Saves:
         self._unsupported, self._timeout_s, self._advice = unsupported, timeout_s, advice
         self._handles: dict[str, SaveHandle] = {}
         self._marks: dict[str, Callable[[], None]] = {}
+        self._given_as: dict[str, str] = {}  # target -> the path that this training has for it
         self._removals: dict[str, Future[None]] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._lost_in_a_row = 0
@@ -86,10 +87,12 @@ class Saves:
 
         Raises:
             UnsupportedStateError: a value cannot be saved.
+            ConfigError: another path that is in use has the same last part, and so the same place in the root.
             HoldfastError: an earlier save or removal failed otherwise, or it was the tenth in a row that was lost.
         """
         target = self._at(path)
         self._settle_ended()
+        self._refuse_another(path, target)
         state = self._plain(state, target)
         if (removal := self._removals.pop(target.uri, None)) is not None:
             removal.result(self._timeout_s)
@@ -129,6 +132,7 @@ class Saves:
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint in the background, once everything started before is durable."""
         target = self._at(path)
+        self._given_as.pop(target.uri, None)
         if is_marker(path):
             unmark(path)
         elif os.path.exists(path):
@@ -165,6 +169,7 @@ class Saves:
         Raises:
             HoldfastError: something failed, or takes longer than the bound.
         """
+        self._given_as.clear()  # another training may have another folder
         self._finish(self._handles, lambda uri, handle: self._take_in(uri, handle, self._timeout_s))
         self._finish(self._removals, lambda _, removal: removal.result(self._timeout_s))
 
@@ -173,6 +178,18 @@ class Saves:
         if self._root is None or "://" in told:
             return Checkpoint(told)
         return Checkpoint.at(self._root, os.path.basename(told))
+
+    def _refuse_another(self, path: str | os.PathLike[str], target: Checkpoint) -> None:
+        """Refuse to put two checkpoints of a training into one place: the second would replace the first."""
+        told = os.fspath(path)
+        if self._root is None or "://" in told or not os.path.dirname(told):
+            return
+        known = self._given_as.setdefault(target.uri, os.path.realpath(told))
+        if known != os.path.realpath(told):
+            raise ConfigError(
+                f"{told} would replace {known}: with a root both are {target.uri}. Give what saves them (every "
+                "ModelCheckpoint) other file names, or leave out the root"
+            )
 
     def _plain(self, state: Mapping[Any, Any], target: Checkpoint) -> Mapping[Any, Any]:
         """Refuse, or leave out, live objects: a state dict would come back in their place."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from ..checkpoint.handle import Checkpoint
 from ..checkpointer.announce import Announcer
 from ..trainers.loop.callbacks import Callback
 
-__all__ = ["Tracker", "numbers"]
+__all__ = ["Tracker", "finite", "numbers"]
 
 
 class Tracker(Callback):
@@ -56,4 +57,15 @@ def numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
             found |= numbers(value, f"{prefix}{name}/")
         elif isinstance(value, (int, float)):
             found[f"{prefix}{name}"] = float(value)
+    return found
+
+
+def finite(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return (nested) metrics for JSON, which knows neither NaN nor infinity: these become text."""
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            found[name] = finite(value)
+        else:
+            found[name] = repr(value) if isinstance(value, float) and not math.isfinite(value) else value
     return found

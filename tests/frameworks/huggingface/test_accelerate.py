@@ -110,7 +110,7 @@ def test_loaders_of_unknown_order(tmp_path: Path, stateful: bool) -> None:
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
-    """Nothing prepared; a name that is taken; directories that Accelerate names by itself; a loader without a state."""
+    """No Accelerator; nothing prepared; a taken name; directories named by Accelerate; a loader without a state."""
     from accelerate.utils import ProjectConfiguration
 
     from holdfast.accelerate import report_state
@@ -119,6 +119,8 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     accelerator.free_memory()
     with pytest.raises(hf.errors.ConfigError, match="prepared no model"):
         Checkpointer(tmp_path / "run", accelerator)
+    with pytest.raises(hf.errors.ConfigError, match="give the Accelerator"):
+        Checkpointer(tmp_path / "run", {"model": torch.nn.Linear(1, 1)})
     _, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.arange(4.0), shuffle=True))
     with (
         hf.Checkpointer(tmp_path / "plain") as plain,

@@ -98,6 +98,19 @@ def test_mismatch(tmp_path: Path) -> None:
     assert float(live.value["a"].sum()) == 0
 
 
+def test_likes_of_other_kinds(tmp_path: Path) -> None:
+    """Shapes of `jax.eval_shape` get arrays of JAX, NumPy's get NumPy's; a number is no place for an array."""
+    hf.save(tmp_path / "a", {"train": Pytree({"a": jnp.ones(3, jnp.bfloat16), "b": np.float32(2)})})
+    numpy = load(tmp_path / "a", {"a": np.zeros(3, np.float32), "b": 0.0}, item="train")
+    assert (type(numpy["a"]), numpy["a"].dtype, numpy["a"].sum(), numpy["b"]) == (np.ndarray, np.float32, 3, 2)
+    abstract = jax.eval_shape(lambda: jnp.zeros(3, jnp.bfloat16))
+    made = load(tmp_path / "a", {"a": abstract, "b": np.float32(0)}, item="train")["a"]
+    assert isinstance(made, jax.Array)
+    assert (made.dtype, float(made.sum())) == (jnp.bfloat16, 3)
+    with pytest.raises(hf.StateMismatchError, match=r"a: \(3,\) stored, no array in the pytree"):
+        load(tmp_path / "a", {"a": 0, "b": 0.0}, item="train")
+
+
 def test_bare_arrays_are_refused(tmp_path: Path) -> None:
     """An array that is not in a Pytree is refused at save time."""
     with pytest.raises(hf.UnsupportedStateError, match=r"state\['x'\]"):

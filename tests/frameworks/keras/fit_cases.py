@@ -104,7 +104,9 @@ def fit(
 ) -> dict[str, Any]:
     """Train, perhaps up to a signal; tell what came of it."""
     model = make(units)
-    counting = [] if patience is None else [keras.callbacks.EarlyStopping("loss", patience=patience, baseline=1.0)]
+    counting = []
+    if patience is not None:  # Keras turns the sign of min_delta round: no improvement is that large, any other way all
+        counting = [keras.callbacks.EarlyStopping("loss", patience=patience, baseline=1.0, min_delta=1000.0)]
     saving = HoldfastCallback(run, every=every, keep=hf.Keep(**(keep or {"last": 9})), callbacks=counting)
     callbacks = [*counting, *([SignalAt(stop, number)] if stop else []), saving]
     history = model.fit(**source(data), epochs=epochs, verbose=0, callbacks=callbacks)
@@ -125,6 +127,73 @@ def fit_again_here(run: str) -> dict[str, Any]:
     with contextlib.suppress(RuntimeError):
         fit(run, every=2, stop=5, number=0)
     return fit(run, every=2)
+
+
+class TwoOptimizers(keras.Model):
+    """A model of the user's own, each half of which has an optimizer."""
+
+    def __init__(self, *, built: bool = True) -> None:
+        super().__init__()
+        keras.utils.set_random_seed(3)
+        self.halves = [keras.layers.Dense(4), keras.layers.Dense(1)]
+        self.compile(keras.optimizers.Adam(0.01), loss="mse")
+        self.second_optimizer = keras.optimizers.Adam(0.1)
+        self(np.zeros((1, 6), "float32"))
+        if built:
+            self.second_optimizer.build(self.halves[1].trainable_variables)
+
+    def call(self, x: Any) -> Any:
+        return self.halves[1](self.halves[0](x))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        self.zero_grad()
+        loss = self.compute_loss(y=data[1], y_pred=self(data[0]))
+        loss.backward()
+        weights = self.halves[1].trainable_weights
+        with torch.no_grad():
+            self.second_optimizer.apply([one.value.grad for one in weights], weights)
+        return {"loss": loss.detach()}
+
+
+def two_optimizers(run: str) -> dict[str, Any]:
+    """Two lives of a run with two optimizers and a state of the user's own, and what refuses to begin."""
+    x, y = arrays()
+    told, lives = {"told": 0}, []
+    for epochs in (1, 2):
+        model = TwoOptimizers()
+        saving = HoldfastCallback(run, state={"mine": Told(told)})
+        model.fit(x, y, batch_size=10, epochs=epochs, verbose=0, shuffle=False, callbacks=[saving])
+        lives.append([int(model.second_optimizer.iterations), told["told"]])
+        told["told"] += 5
+    alone = TwoOptimizers()
+    alone.fit(x, y, batch_size=10, epochs=2, verbose=0, shuffle=False)
+    same = all(np.array_equal(one, other) for one, other in zip(alone.get_weights(), model.get_weights(), strict=True))
+    refused = []
+    for unbuilt, callbacks in (
+        (True, [HoldfastCallback(f"{run}-new")]),
+        (False, [HoldfastCallback(f"{run}-twice"), HoldfastCallback(f"{run}-twice")]),
+        (False, [HoldfastCallback(run, state={"fit": Told(told)})]),
+    ):
+        try:
+            TwoOptimizers(built=not unbuilt).fit(x, y, epochs=3, verbose=0, callbacks=callbacks)
+        except hf.ConfigError as error:
+            refused.append(str(error))
+    saving = HoldfastCallback(run, state={"mine": Told(told)})
+    after = TwoOptimizers().fit(x, y, batch_size=10, epochs=3, verbose=0, callbacks=[saving])
+    return {"lives": lives, "same": same, "refused": refused, "after": after.epoch}
+
+
+class Told:
+    """Plain data of the user's own."""
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self.told = told
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.told
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.told.update(state)
 
 
 def weights_elsewhere(run: str) -> bool:

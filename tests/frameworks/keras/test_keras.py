@@ -94,13 +94,25 @@ def test_an_exception_leaves_fit(server: ForkServer, whole: dict[str, Any], tmp_
 
 
 def test_counters(server: ForkServer, tmp_path: Path) -> None:
-    """EarlyStopping goes on counting where it was, and a run that it has ended stays ended."""
-    alone = server.run(f"{CASES}fit", str(tmp_path / "alone"), epochs=9, patience=4).checked()
+    """EarlyStopping goes on counting where it was, by the same `min_delta`, and a run that it has ended stays ended."""
+    alone = server.run(f"{CASES}fit", str(tmp_path / "alone"), epochs=9, patience=5).checked()
     assert alone["epochs"] == [0, 1, 2, 3, 4]
     run = str(tmp_path / "run")
-    assert server.run(f"{CASES}fit", run, epochs=9, patience=4, stop=10).status == -signal.SIGKILL
-    assert server.run(f"{CASES}fit", run, epochs=9, patience=4).checked()["epochs"] == [2, 3, 4]
-    assert server.run(f"{CASES}fit", run, epochs=9, patience=4).checked()["epochs"] == []
+    assert server.run(f"{CASES}fit", run, epochs=9, patience=5, stop=10).status == -signal.SIGKILL
+    assert server.run(f"{CASES}fit", run, epochs=9, patience=5).checked()["epochs"] == [2, 3, 4]
+    assert server.run(f"{CASES}fit", run, epochs=9, patience=5).checked()["epochs"] == []
+
+
+def test_what_else_a_run_has(server: ForkServer, tmp_path: Path) -> None:
+    """A second optimizer and a state of the user's own come back; what would be lost or mixed up is refused."""
+    found = server.run(f"{CASES}two_optimizers", str(tmp_path / "run")).checked()
+    assert found["lives"] == [[4, 0], [8, 0]]  # the second life began with 5, and has what the first one saved
+    assert found["same"]
+    unbuilt, twice, taken = found["refused"]
+    assert "model.second_optimizer.build(variables)" in unbuilt
+    assert "two HoldfastCallbacks of one fit()" in twice
+    assert "state has ['fit']" in taken
+    assert found["after"] == [2]  # nothing holds the run
 
 
 def test_weights_and_refusals(server: ForkServer, tmp_path: Path) -> None:

@@ -219,13 +219,14 @@ def test_both_names_of_lightning() -> None:
         assert type(one).__name__ in ("ReportCallback", "HoldfastCheckpointIO")
     assert isinstance(ReportCallback(), lightning.pytorch.Callback)
     assert isinstance(ReportCallback(), pytorch_lightning.Callback)
-    with pytest.raises(hf.ConfigError, match="every_n_steps=0"):
-        ReportCallback(every_n_steps=0)
+    for wrong in (0, 1.5, "2"):
+        with pytest.raises(hf.ConfigError, match=f"every_n_steps={wrong!r}"):
+            ReportCallback(every_n_steps=wrong)
     with pytest.raises(hf.ConfigError, match="or every_n_steps"):
         ReportCallback(every_n_steps=1, every_n_epochs=1)
-    for wrong in ({"unsupported": "pickle"}, {"timeout_s": 0}):
-        with pytest.raises(hf.ConfigError, match=next(iter(wrong))):
-            HoldfastCheckpointIO(**wrong)
+    for other in ({"unsupported": "pickle"}, {"timeout_s": 0}):
+        with pytest.raises(hf.ConfigError, match=next(iter(other))):
+            HoldfastCheckpointIO(**other)
 
 
 def two_at_once(folder: Path, root: Path | None) -> tuple[Any, HoldfastCheckpointIO, dict[str, float]]:

@@ -109,3 +109,25 @@ def test_rhythm(tmp_path: Path) -> None:
     assert result.checkpoint is not None
     assert result.checkpoint.name == "checkpoint_000004"  # after 12, 16, 24, 32 and 36 steps
     assert result.checkpoint.metrics["step"] == 36
+
+
+class Noting(ReportCallback):
+    """Notes when it would report, and saves there."""
+
+    def report(self, trainer, *, with_checkpoint=True):
+        self.steps.append(trainer.global_step)
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+def test_a_step_is_reported_once(tmp_path: Path) -> None:
+    """Who goes on after step 3, whose gradients only gather at first, does not report it again."""
+    lives = []
+    for start in (None, tmp_path / "3.ckpt"):
+        noting = Noting(every_n_steps=3)
+        noting.steps, noting.folder = [], tmp_path
+        trainer = make_trainer(
+            TREES[0], tmp_path, callbacks=[noting], max_epochs=2, accumulate_grad_batches=2, enable_checkpointing=False
+        )
+        trainer.fit(make_model(TREES[0]), ckpt_path=start)
+        lives.append(noting.steps)
+    assert lives == [[3, 6], [6]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -33,6 +34,25 @@ def run(root: Path, tracker: Any) -> list[hf.Checkpoint]:
             ck.step(loss=1 / step)
     tracker.wait()
     return ck.checkpoints()
+
+
+def test_metrics_that_a_tracker_does_not_take(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name with a sign that MLflow refuses, and a NaN, which JSON has not, cost no checkpoint its record."""
+    logged = []
+    with wandb.init(project="holdfast", dir=tmp_path) as active:
+        monkeypatch.setattr(active, "log_artifact", lambda artifact, **_: logged.append(artifact))
+        listeners = [MLflowTracker(), WandbTracker(active)]
+        with hf.Checkpointer(tmp_path / "run", {"w": torch.ones(3)}, every=1, on_commit=listeners) as ck:
+            ck.step(**{"acc@5 (%)": 0.5, "loss": math.nan})
+        for one in listeners:
+            one.wait()
+        summary = dict(active.summary)
+    (checkpoint,) = ck.checkpoints()
+    found = mlflow.get_run(store).data
+    assert found.tags["holdfast.uri"] == summary["holdfast/uri"] == checkpoint.uri
+    assert found.metrics["checkpoint/acc_5 ___"] == 0.5
+    assert math.isnan(found.metrics["checkpoint/loss"])
+    assert [one.metadata["metrics"] for one in logged] == [{"acc@5 (%)": 0.5, "loss": "nan"}]
 
 
 @pytest.fixture(scope="module")
