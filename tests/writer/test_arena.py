@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.errors import HoldfastError
 from holdfast.writer.arena import Arena
 
 MIB = 1 << 20
@@ -33,6 +34,12 @@ def test_prefault_touches_every_page() -> None:
         assert arena.prefaulted.wait(60)
         assert os.fstat(arena.fd).st_blocks * 512 >= 70 * MIB
         assert arena.view[69 * MIB] == 0
+
+
+def test_memory_that_is_not_given() -> None:
+    """A limit of the system, such as `ulimit -f`, is said with what can be done about it."""
+    with pytest.raises(HoldfastError, match=r"cannot get \d+ bytes of shared memory.*ulimit -f"):
+        Arena.create(1 << 62)
 
 
 def test_close_is_idempotent_and_survives_views() -> None:

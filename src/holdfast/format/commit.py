@@ -188,7 +188,10 @@ def read_manifest(storage: Storage, directory: str, *, check_sizes: bool = False
             raise IncompleteCheckpointError(
                 f"{where} has files but no {MANIFEST_NAME}: a save that never committed, or not a Holdfast checkpoint"
             ) from None
-        raise CheckpointNotFoundError(f"there is no checkpoint at {where}: check the path") from None
+        root = storage.local_root
+        is_file = root is not None and (root / directory).is_file()
+        advice = "that is a file: torch.load, or `holdfast import`, takes a .pt" if is_file else "check the path"
+        raise CheckpointNotFoundError(f"there is no checkpoint at {where}: {advice}") from None
     manifest = Manifest.from_bytes(data, where=join(where, MANIFEST_NAME))
     check_links(storage, directory, (entry.path for entry in manifest.files))
     if check_sizes:

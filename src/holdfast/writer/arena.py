@@ -12,6 +12,8 @@ import threading
 import weakref
 from collections.abc import Callable
 
+from ..errors import HoldfastError
+
 __all__ = ["Arena"]
 
 _LOG = logging.getLogger("holdfast.writer")
@@ -56,7 +58,11 @@ class Arena:
 
     @classmethod
     def create(cls, size: int) -> Arena:
-        """Map at least ``size`` bytes (rounded up to whole pages); nothing is touched yet."""
+        """Map at least ``size`` bytes (rounded up to whole pages); nothing is touched yet.
+
+        Raises:
+            HoldfastError: the system does not give them.
+        """
         size = max(_PAGE, -(-size // _PAGE) * _PAGE)
         if not hasattr(os, "memfd_create"):
             return cls(mmap.mmap(-1, size), None, size)
@@ -64,9 +70,12 @@ class Arena:
         try:
             os.ftruncate(fd, size)
             return cls(mmap.mmap(fd, size), fd, size)
-        except BaseException:
+        except OSError as error:
             os.close(fd)
-            raise
+            raise HoldfastError(
+                f"cannot get {size} bytes of shared memory for the copy of the state ({error.strerror}): give the "
+                "process more memory, or a higher limit on files (ulimit -f), which holds for this too"
+            ) from error
 
     @classmethod
     def attach(cls, fd: int, size: int) -> Arena:

@@ -126,7 +126,7 @@ def by_the_clock(folder: str) -> dict[str, Any]:
 
     slow = Slow()
     trainer = plain(
-        folder, max_duration="0.8sec", save_interval="0.25sec", eval_interval="0.3sec", callbacks=slow,
+        folder, max_duration="2sec", save_interval="0.25sec", eval_interval="0.3sec", callbacks=slow,
         eval_dataloader=loader(9, shuffle=False), save_filename="t{total_wct}-b{batch}", save_overwrite=True,
     )  # fmt: skip
     trainer.fit()
@@ -247,7 +247,7 @@ def leaves_evaluation(folder: str, rank: int | None) -> dict[str, Any]:
 
         def eval_batch_start(self, state: Any, logger: Any) -> None:
             if int(state.timestamp.batch) == 2 and rank is not None:
-                time.sleep(0.01)  # a hundred of these are longer than it takes the ranks to agree
+                time.sleep(0.05)  # two hundred of these are longer than it takes the ranks to agree
             if int(state.timestamp.batch) == 2 and rank == state.ranks.rank:
                 os.kill(os.getpid(), signal.SIGTERM)
 

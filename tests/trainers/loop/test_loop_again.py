@@ -74,6 +74,37 @@ def test_what_was_due_where_training_goes_on(tmp_path: Path, interval: str, made
     assert ("w4" in names(tmp_path / "w")) is made_up
 
 
+@pytest.mark.parametrize(("full", "interval"), [("f{batch}.pt", "3ba"), ("f{batch}", "1ep")])
+def test_another_saver_had_got_further(
+    tmp_path: Path, full: str, interval: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint of a second saver is later than the one training goes on from: it is replaced, and that is said.
+
+    One of another training stays in the way, and for a start that does not go on it is in the way as well.
+    """
+
+    def make(**options: Any) -> hf.Trainer:
+        weights = CheckpointSaver(tmp_path / "w", "w{batch}.pt", weights_only=True, save_interval="4ba")
+        given = [weights, *options.pop("callbacks", [])]
+        options = {"max_duration": "2ep", "autoresume": True, **options}
+        return plain(tmp_path / "full", callbacks=given, save_filename=full, save_interval=interval, **options)
+
+    with pytest.raises(Crash):
+        make(callbacks=[CrashAt(5)]).fit()
+    with pytest.raises(hf.CheckpointExistsError, match=r"w4\.pt"):
+        make(autoresume=False, load_path=tmp_path / "full" / full.format(batch=3) if interval == "3ba" else None).fit()
+    begin = (tmp_path / "w" / "w4.pt").stat().st_mtime_ns
+    make().fit()
+    assert "(w4.pt): a life that was killed had got further" in caplog.text
+    assert (tmp_path / "w" / "w4.pt").stat().st_mtime_ns > begin
+    assert names(tmp_path / "w") == ["w12.pt", "w4.pt", "w8.pt"]
+    plain(
+        tmp_path / "w", save_filename="w{batch}.pt", save_weights_only=True, save_overwrite=True, max_duration="3ep"
+    ).fit()
+    with pytest.raises(hf.CheckpointExistsError, match=r"w18\.pt"):
+        make(max_duration="3ep").fit()
+
+
 class Count(Callback):
     """Notes after which batches there was an evaluation."""
 
@@ -277,3 +308,10 @@ def test_nothing_is_drawn_twice(tmp_path: Path) -> None:
     again.state.max_duration = Time("1ep")
     again.fit()
     assert data.made == len(data) - 4 * 6
+
+
+def test_another_model_is_an_error_with_advice(tmp_path: Path) -> None:
+    """A run whose checkpoint does not fit the trainer: what is said to do about it can be done with autoresume."""
+    plain(tmp_path, max_duration="1ba").fit()
+    with pytest.raises(hf.StateMismatchError, match=r"autoresume goes on with all of it.*another save_folder"):
+        plain(tmp_path, autoresume=True, model=torch.nn.Linear(4, 5))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loop_kit import plain
 
 from holdfast.checkpoint.heartbeat import Heartbeat
 from holdfast.checkpoint.lease import Lease, is_claim, make_owner
@@ -107,6 +108,36 @@ def test_taken_up_again_while_a_file_is_written(tmp_path: Path) -> None:
     assert not is_free(tmp_path, "a*.pt")
     mine.release(patient=True)
     assert is_free(tmp_path, "a*.pt")
+
+
+def test_a_lease_that_was_lost_is_not_taken_up_again(tmp_path: Path) -> None:
+    """Said at the start, not at the first save."""
+    mine = claims(tmp_path)
+    mine.take("a*.pt")
+    mine.begin("a*.pt")
+    mine.release(patient=False)
+    mine._left["a*.pt"].lost = RunBusyError("taken over")
+    with pytest.raises(RunBusyError, match="taken over"):
+        mine.take("a*.pt")
+    mine.end()
+    mine.take("a*.pt")
+    mine.release(patient=True)
+
+
+def test_whoever_waits_for_a_save_finds_its_name_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The claim ends before the save is called ended, so that a close that has waited for it leaves nothing behind."""
+    end, ended = Claims.end, []
+
+    def watched(self: Claims) -> None:
+        pending = trainer._savers[0]._track._pending
+        ended.append(pending is not None and pending.done())
+        end(self)
+
+    monkeypatch.setattr(Claims, "end", watched)
+    trainer = plain(tmp_path, save_filename="ba{batch}.pt", save_interval="1ep", max_duration="2ep")
+    trainer.fit()
+    trainer.close()
+    assert ended == [False, False]
 
 
 def test_an_end_within_a_slow_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

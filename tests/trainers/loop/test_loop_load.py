@@ -155,8 +155,14 @@ def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(hf.CorruptCheckpointError, match=r"notes\.txt cannot be read as a file of torch"):
         plain(None, load_path=tmp_path / "notes.txt")
     torch.save(network().state_dict(), tmp_path / "weights.pt")
-    with pytest.raises(hf.ConfigError, match="not saved by a trainer"):
+    with pytest.raises(hf.ConfigError, match=r"not saved by a trainer.*save it as torch.save"):
         plain(None, load_path=tmp_path / "weights.pt")
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(hf.CorruptCheckpointError, match=r"run\.json cannot be read as a file of torch"):
+        plain(None, load_path=tmp_path / "run.json")
+    plain(tmp_path / "runs", max_duration="1ep").fit()
+    with pytest.raises(hf.CheckpointNotFoundError, match=r"a folder of checkpoints \(ep1-ba6\): give one of them"):
+        plain(None, load_path=tmp_path / "runs")
 
 
 @pytest.mark.parametrize("suffix", ["", ".pt"])
@@ -181,6 +187,21 @@ def test_damage_falls_back(tmp_path: Path, suffix: str, capsys: pytest.CaptureFi
         flip(tmp_path / "copy" / name)
     with pytest.raises(hf.CorruptCheckpointError, match="none of them is good"):
         plain(tmp_path / "copy", autoresume=True, **options)
+
+
+@pytest.mark.parametrize(("suffix", "left"), [("", 0), (".pt", 7)])
+def test_what_cannot_be_read_at_all_is_said(
+    tmp_path: Path, suffix: str, left: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest is cut short so that it does not tell its batch: the one before is taken, and that is said."""
+    options: dict[str, Any] = {"max_duration": "2ba", "save_interval": "1ba", "save_filename": "ba{batch}" + suffix}
+    plain(tmp_path, **options).fit()
+    os.truncate(tmp_path / f"ba2{suffix}" / ("" if suffix else "manifest.json"), left)
+    again = plain(tmp_path, autoresume=True, **options)
+    assert int(again.state.timestamp.batch) == 1
+    assert f"set aside ba2{suffix}" in capsys.readouterr().err
+    again.fit()
+    assert names(tmp_path) == [f"ba1{suffix}", f"ba2{suffix}"]
 
 
 def test_damaged_weights_are_an_error(tmp_path: Path) -> None:

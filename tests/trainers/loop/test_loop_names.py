@@ -65,7 +65,9 @@ def test_names_with_folders_of_the_run(tmp_path: Path, suffix: str) -> None:
         plain(tmp_path, **{**options, "run_name": "../x"})
 
 
-@pytest.mark.parametrize("name", ["run.json", "lease.json", "reports", "logs/a", ".tmp-a", "deep/.tmp-a", "a.PT"])
+@pytest.mark.parametrize(
+    "name", ["run.json", "lease.json", "reports", "logs/a", ".tmp-a", "deep/.tmp-a", "a/manifest.json", "a.PT"]
+)
 def test_names_that_mean_something_else(tmp_path: Path, name: str) -> None:
     """Names of a run's own files, of unfinished ones, and suffixes in capitals are no names of checkpoints."""
     with pytest.raises(hf.ConfigError, match="save_filename"):
@@ -181,3 +183,13 @@ def test_names_of_a_run_beside_files(tmp_path: Path) -> None:
     assert (tmp_path / "reports" / "last").resolve() == (tmp_path / "logs" / "b6.pt").resolve()
     again = plain(tmp_path, save_filename="logs/b{batch}.pt", autoresume=True)
     assert int(again.state.timestamp.batch) == 6
+
+
+def test_an_upload_onto_itself_is_refused(tmp_path: Path) -> None:
+    """The place of uploads is the save folder: with nothing kept here the only copy would be deleted as uploaded."""
+    remote = RemoteUploaderDownloader(str(tmp_path))
+    folder = tmp_path / "r" / "checkpoints"
+    trainer = plain(folder, run_name="r", loggers=remote, save_num_checkpoints_to_keep=0)
+    with pytest.raises(hf.ConfigError, match="uploaded onto itself"):
+        trainer.fit()
+    assert not folder.exists()

@@ -159,6 +159,12 @@ def test_early_stopping(tmp_path: Path) -> None:
         EarlyStopping("loss", comp="sideways")
 
 
+def test_early_stopping_without_data(caplog: pytest.LogCaptureFixture) -> None:
+    """It would look at an evaluation that there is none of: that is said when training begins."""
+    plain(None, callbacks=EarlyStopping("loss", dataloader_label="valid"), max_duration="1ba").fit()
+    assert "'loss', dataloader_label='valid') never stops this training" in caplog.text
+
+
 def test_ema() -> None:
     """The average follows its formula, evaluation sees it, training does not."""
     seen = []

@@ -255,7 +255,7 @@ def test_by_the_clock(ranks: Any, tmp_path: Path) -> None:
     assert found[0] == found[1]
     assert len(found[0]["saved"]) >= 2
     assert found[0]["evaluations"] >= 1
-    assert found[0]["clock"] >= 0.6
+    assert found[0]["clock"] >= 1.8
 
 
 @slow

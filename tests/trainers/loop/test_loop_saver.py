@@ -12,7 +12,7 @@ import torch
 from loop_kit import Crash, CrashAt, loader, names, plain
 
 import holdfast as hf
-from holdfast.callbacks import CheckpointSaver
+from holdfast.callbacks import Callback, CheckpointSaver
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.core import Event, Time
 from holdfast.loggers import RemoteUploaderDownloader
@@ -309,14 +309,34 @@ def test_save_checkpoint_anywhere(tmp_path: Path) -> None:
     trainer = plain(tmp_path / "runs", max_duration="1ep")
     trainer.fit()
     assert trainer.save_checkpoint(str(tmp_path / "here-{batch}.pt")) == str(tmp_path / "here-6.pt")
+    with pytest.raises(hf.CheckpointNotFoundError, match=r"that is a file: torch\.load"):
+        hf.load(tmp_path / "here-6.pt")
     trainer.save_checkpoint(str(tmp_path / "there"), weights_only=True)
     trainer.save_checkpoint(str(tmp_path / "w.safetensors"))
     assert list(hf.load(tmp_path / "there")["state"]) == ["model", "integrations", "metadata"]
     trainer.save_checkpoint_to_save_folder()
     trainer.close()
     assert names(tmp_path / "runs") == ["ep1-ba6"]
-    with pytest.raises(hf.SessionError):
-        trainer.fit("1ep")
+    for act in (lambda: trainer.fit("1ep"), trainer.save_checkpoint_to_save_folder):
+        with pytest.raises(hf.SessionError, match="this trainer is closed"):
+            act()
+
+
+class Odd(Callback):
+    """Its state holds what cannot be saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": 1, "code": print}
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_what_cannot_be_saved(tmp_path: Path, suffix: str) -> None:
+    """A callback whose state cannot be saved ends training, and what is said to do about it helps."""
+    options: dict[str, Any] = {"callbacks": Odd(), "save_filename": "b{batch}" + suffix, "max_duration": "1ba"}
+    with pytest.raises(hf.UnsupportedStateError, match=r"'Odd'.*'code'.*or leave it out by save_ignore_keys"):
+        plain(tmp_path, **options).fit()
+    plain(tmp_path, save_ignore_keys="state/callbacks/Odd/code", **options).fit()
+    assert names(tmp_path) == [f"b1{suffix}"]
 
 
 @pytest.mark.parametrize("suffix", ["", ".pt"])

@@ -107,13 +107,12 @@ def test_sigterm_at_random(tmp_path: Path) -> None:
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
         assert process.stdout is not None
-        for _ in range(int(torch.randint(1, 5, (1,), generator=rng))):
-            process.stdout.readline()
+        lines = [process.stdout.readline() for _ in range(int(torch.randint(1, 5, (1,), generator=rng)))]
         time.sleep(float(torch.rand(1, generator=rng)) * 0.02)  # anywhere within the batch that follows
         process.terminate()
         told = process.communicate(timeout=100)
         check_folder(tmp_path)
-        if process.returncode == 0:
+        if process.returncode == 0 or "batch 24\n" in lines:  # after the last batch `fit` may have ended
             break
         assert process.returncode == 85, told
         lives += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Sequence
 from numbers import Integral
@@ -12,7 +13,16 @@ import torch
 
 from ...errors import ConfigError
 
-__all__ = ["OF_SAVER", "OF_TRAINER", "OF_UPLOADER", "check_flags", "check_path", "several"]
+__all__ = [
+    "OF_SAVER",
+    "OF_TRAINER",
+    "OF_UPLOADER",
+    "check_flags",
+    "check_function",
+    "check_loader",
+    "check_path",
+    "several",
+]
 
 _SHARD = "shard the model yourself with torch.distributed.fsdp.fully_shard, and pass it as model"
 _CONSOLE = "give a holdfast.loggers.ConsoleLogger(log_interval, stream) among the loggers"
@@ -73,6 +83,40 @@ def check_flags(**flags: Any) -> None:
     for name, value in flags.items():
         if not isinstance(value, np.bool_) and not (isinstance(value, Integral) and value in (0, 1)):
             raise ConfigError(f"{name}={value!r}: give True or False")
+
+
+def check_loader(value: Any, what: str) -> Any:
+    """Return data that a loop can go through, or None.
+
+    Raises:
+        ConfigError: it is none: a number, say, or a generator function that was not called.
+    """
+    known = value is None or any(hasattr(value, name) for name in ("__iter__", "__getitem__"))
+    if not known or isinstance(value, (str, bytes)):
+        raise ConfigError(
+            f"{what}={value!r} is a {type(value).__name__}: give a DataLoader, or anything else that yields batches"
+        )
+    return value
+
+
+def check_function(value: Any, what: str, *arguments: str) -> Any:
+    """Return a function that takes these arguments, or None.
+
+    Raises:
+        ConfigError: it is none, or takes others.
+    """
+    if value is None:
+        return None
+    shape = f"fn({', '.join(arguments)})"
+    if not callable(value) or isinstance(value, type):
+        raise ConfigError(f"{what}={value!r} is a {type(value).__name__}: give a function {shape}")
+    try:
+        inspect.signature(value).bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(f"{what}={value!r} cannot be called so ({error}): give a function {shape}") from None
+    except ValueError:  # of some built-in ones nobody can tell
+        pass
+    return value
 
 
 def check_path(value: Any, what: str) -> str:

@@ -156,7 +156,12 @@ class EarlyStopping(Callback):
             state.stop_training()
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Leave a training that was ended by this in an earlier life as it is."""
+        """Leave a training that was ended by this in an earlier life as it is; say if there is nothing to look at."""
+        if self.dataloader_label not in ("train", *state.eval_dataloaders):
+            _LOG.warning(
+                "EarlyStopping(%r, dataloader_label=%r) never stops this training: there is no eval_dataloader of that "
+                "name (there are %s)", self.monitor, self.dataloader_label, ", ".join(state.eval_dataloaders) or "none",
+            )  # fmt: skip
         if self.stopped:
             _LOG.warning("%s stopped getting better in an earlier life of this training: it is over", self.monitor)
             state.stop_training()

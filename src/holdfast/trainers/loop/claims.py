@@ -63,6 +63,7 @@ class Claims:
 
     def _lease(self, shape: str) -> None:
         with self._lock:
+            self.check(shape)  # what was lost meanwhile stays in `_left`
             mine = self._left.pop(shape, None)
         if mine is not None:  # a save of ours is still being written
             mine.trainer_back()

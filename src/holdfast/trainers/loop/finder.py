@@ -88,6 +88,7 @@ class Found:
         problem: why it cannot be used; None if it seems fine.
         created: seconds since 1970.
         metrics: recorded with it.
+        training: which training saved it, over all its lives; "" if it does not say.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Found:
     created: float = 0.0
     epoch: float | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
+    training: str = ""
 
     @property
     def order(self) -> tuple[int, int, str]:
@@ -170,7 +172,7 @@ def look_at(storage: Storage, name: str) -> Found | None:
     return Found(
         name=name, container=container, attempt=int(note.get("attempt", 0)), step=int(note.get("step", 0)),
         weights_only=bool(note.get("weights_only")), created=float(note.get("created", 0.0)),
-        epoch=note.get("epoch"), metrics=dict(note.get("metrics") or {}),
+        epoch=note.get("epoch"), metrics=dict(note.get("metrics") or {}), training=str(note.get("training", "")),
     )  # fmt: skip
 
 
@@ -203,5 +205,5 @@ def _directory(storage: Storage, name: str) -> Found:
     return Found(
         name=name, container="directory", attempt=manifest.attempt, step=manifest.step or 0, metrics=metrics,
         weights_only=manifest.extra.get("content") == "weights", created=timestamp(manifest.created),
-        epoch=manifest.epoch,
+        epoch=manifest.epoch, training=str(manifest.extra.get("training", "")),
     )  # fmt: skip

@@ -34,6 +34,7 @@ from ...storage.base import Storage
 from ...storage.local import LocalStorage
 from .anatomy import IgnoreKeys, from_torch_file
 from .files import read_note
+from .finder import look_at, names_in
 from .folder import storage_prefix
 from .gather import of_rank
 from .laid import lay
@@ -44,6 +45,7 @@ __all__ = ["LoadOptions", "Report", "load_from", "load_path", "place_of"]
 
 _LOG = logging.getLogger("holdfast.trainer")
 # What has to fit for training to go on; anything else that does not fit is said.
+_WEIGHTS = "torch.save({'state': {'model': model.state_dict()}}, path), for load_weights_only=True"
 _STRICT = frozenset({"state/model", "state/optimizers"})
 
 
@@ -56,12 +58,17 @@ class LoadOptions:
         strict_model_weights: refuse weights that are missing, left over or of another shape.
         ignore_keys: what is not loaded.
         progress_bar: show how far it is, where that takes long and somebody watches.
+        advice: what to do about a checkpoint that does not fit.
     """
 
     weights_only: bool = False
     strict_model_weights: bool = True
     ignore_keys: IgnoreKeys = None
     progress_bar: bool = True
+    advice: str = (
+        "load_weights_only=True takes the weights alone, load_strict_model_weights=False those that fit, and "
+        "load_ignore_keys=['state/optimizers', ...] leaves parts out"
+    )
 
     @property
     def show_bar(self) -> bool | None:
@@ -142,7 +149,20 @@ def place_of(path: str | os.PathLike[str], state: State, object_store: Storage |
             raise CheckpointNotFoundError(
                 f"load_path={os.fspath(path)!r} is a link to {key!r}, and there is no checkpoint of that name"
             )
+    if inside := _checkpoints_in(storage, name):
+        raise CheckpointNotFoundError(
+            f"load_path={os.fspath(path)!r} is a folder of checkpoints ({', '.join(inside[:5])}"
+            f"{' ...' if len(inside) > 5 else ''}): give one of them; or give it as save_folder, with autoresume=True"
+        )
     return storage, name
+
+
+def _checkpoints_in(storage: Storage, name: str) -> list[str]:
+    """Return what lies in a directory that is no checkpoint itself."""
+    if storage.exists(name) or storage.exists(f"{name}/{MANIFEST_NAME}"):
+        return []
+    place = storage.child(name)
+    return [one for one in names_in(place, nested=False) if look_at(place, one) is not None]
 
 
 def _follow(storage: Storage, key: str, object_store: Storage | None) -> tuple[Storage, str]:
@@ -241,7 +261,7 @@ def _load_stored(
                 rank=ranks.rank, world_size=ranks.world_size,
             )  # fmt: skip
     except StateMismatchError as error:
-        raise _in_our_words(error, place.uri, uri) from None
+        raise _in_our_words(error, place.uri, uri, options.advice) from None
     empty = {f"state/{name}" for name, value in live["state"].items() if isinstance(value, Mapping) and not value}
     report.restored += [path for path in loaded.restored if path not in empty]
     report.not_restored += loaded.not_restored
@@ -256,14 +276,10 @@ def _load_stored(
     return report
 
 
-def _in_our_words(error: StateMismatchError, place: str, uri: str) -> StateMismatchError:
+def _in_our_words(error: StateMismatchError, place: str, uri: str, advice: str) -> StateMismatchError:
     """Say where the checkpoint really lies, and which arguments of a trainer help."""
     told, _, _ = str(error).replace(place, uri).partition("\n  what to do:")
-    advice = (
-        "what to do: load_weights_only=True takes the weights alone, load_strict_model_weights=False those that fit, "
-        "and load_ignore_keys=['state/optimizers', ...] leaves parts out"
-    )
-    return StateMismatchError(f"{told}\n  {advice}", problems=error.problems)
+    return StateMismatchError(f"{told}\n  what to do: {advice}", problems=error.problems)
 
 
 def _contents(stored: Stored, uri: str) -> dict[str, Any]:
@@ -333,9 +349,13 @@ def _read_torch(path: str, uri: str) -> dict[str, Any]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
+        if not is_zip and not _is_pickle(path):
+            raise CorruptCheckpointError(
+                f"{uri} cannot be read as a file of torch.save: it is none", file=uri
+            ) from error
         raise ConfigError(
-            f"{uri} holds pickled objects, which loading would execute: convert it where it was made, to tensors "
-            f"and plain data ({str(error).splitlines()[0]})"
+            f"{uri} holds pickled objects, which loading would execute: where it was made, save tensors and plain data "
+            f"instead, {_WEIGHTS}"
         ) from error
     except (RuntimeError, EOFError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
         # Of what is no torch file at all its reader says all kinds of things.
@@ -344,8 +364,15 @@ def _read_torch(path: str, uri: str) -> dict[str, Any]:
         ) from error
     found = from_plain(found)
     if not isinstance(found, dict) or not isinstance(found.get("state"), dict):
-        raise ConfigError(f"{uri} was not saved by a trainer: it has no 'state' with 'model' in it")
+        raise ConfigError(
+            f"{uri} was not saved by a trainer: it has no 'state' with 'model' in it; save it as {_WEIGHTS}"
+        )
     return from_torch_file(found)
+
+
+def _is_pickle(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(1) == pickle.PROTO
 
 
 def _read_weights(path: str, uri: str) -> dict[str, Any]:

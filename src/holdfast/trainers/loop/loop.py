@@ -97,7 +97,10 @@ class TrainingLoop:
             if state.is_finished:
                 return True
         if state.timestamp.count("batch_in_epoch") == 0:
-            raise ConfigError(f"the training data gave no batch in epoch {epoch}: training would never end")
+            raise ConfigError(
+                f"the training data gave no batch in epoch {epoch}: training would never end (a generator can be gone "
+                "through once: give a DataLoader, or an object with __iter__)"
+            )
         return self._end_epoch()
 
     def _next(self, source: Iterator[Any], batches: ResumableBatches) -> Any:

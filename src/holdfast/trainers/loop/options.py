@@ -15,7 +15,7 @@ import torch
 from ..._ranks import current_ranks
 from ...errors import ConfigError
 from ...state.seeding import seed_all
-from .arguments import check_path
+from .arguments import check_loader, check_path
 from .intervals import parse_every
 from .metrics import as_metrics
 from .ranks import Ranks
@@ -68,15 +68,15 @@ def choose_device(device: Any) -> torch.device:
     """Return the device to train on: a GPU where there is one.
 
     Raises:
-        ConfigError: torch knows no such device.
+        ConfigError: torch knows no such device, or cannot use it.
     """
-    if isinstance(device, torch.device):
-        return device
     if device is None:
         return _own("cuda") if torch.cuda.is_available() else torch.device("cpu")
     try:
-        return _own("cuda" if device == "gpu" else device)
-    except (RuntimeError, TypeError) as error:
+        chosen = device if isinstance(device, torch.device) else _own("cuda" if device == "gpu" else device)
+        torch.empty(0, device=chosen)  # one that is not there, or that this torch was built without
+        return chosen
+    except (RuntimeError, TypeError, AssertionError) as error:
         raise ConfigError(f"device={device!r}: {str(error).splitlines()[0]}") from error
 
 
@@ -127,7 +127,8 @@ def eval_loaders(given: Any) -> dict[str, Any]:
     """Return the evaluation data by label; a single loader is "eval"."""
     if given is None:
         return {}
-    return dict(given) if isinstance(given, Mapping) else {"eval": given}
+    loaders = dict(given) if isinstance(given, Mapping) else {"eval": given}
+    return {label: check_loader(one, f"eval_dataloader[{label!r}]") for label, one in loaders.items()}
 
 
 def eval_metric_sets(given: Any, model: Any, labels: Sequence[str], *, with_loss: bool) -> dict[str, dict[str, Any]]:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 __all__ = ["Restart"]
 
 _LOG = logging.getLogger("holdfast.trainer")
+_NO_FIT = (
+    "autoresume goes on with all of it: make the trainer as it was; or begin another training, with this as load_path, "
+    "another save_folder, and load_weights_only=True or load_ignore_keys=['state/optimizers', ...]"
+)
 
 
 class Restart:
@@ -58,9 +62,9 @@ class Restart:
 
     def _reference(self) -> CheckpointSaver:
         """Return the saver whose folder tells where an earlier start has got to: the first that saves everything."""
-        for saver in self._site.savers:
-            if saver.is_full:
-                return saver
+        if (saver := self._site.source) is not None:
+            self._site.autoresumes = True
+            return saver
         raise ConfigError(
             "autoresume=True needs save_folder, or a CheckpointSaver among the callbacks, that saves everything (not "
             "weights only): there is nothing to go on from otherwise"
@@ -118,13 +122,13 @@ class Restart:
                 reason = ranks.agree("load", partial(self._try, storage, one.name, found), first_bad)
             if reason is not None:
                 bad.append((one.name, reason))
-                if storage is local:  # together: of what rank 0 fails at, all have to hear
+                if storage is local and one.problem is None:  # together: of what rank 0 fails at, all have to hear
                     ranks.agree("aside", partial(folder.quarantine, one.name, reason))
             elif found[0].full:
                 found[0].notes += [
                     f"set aside {name}, its files are left alone: {why.splitlines()[0]}" for name, why in bad
                 ]
-                self._resumed = True
+                self._resumed, self._site.training = True, one.training
                 self._site.resumed_at = folder if storage is local else None
                 return found[0]
         if bad:
@@ -149,13 +153,14 @@ class Restart:
             except StorageNotFoundError:
                 continue
             places += [(number, one) for one in found if not one.weights_only]
-        # Of one moment that is in both places the near one comes first.
-        places.sort(key=lambda one: (one[1].attempt, one[1].step, -one[0]), reverse=True)
+        # Of one moment that is in both places the near one comes first. What cannot be read may have been the newest of
+        # all: before any other, so that it is said.
+        places.sort(key=lambda one: (one[1].problem is not None, one[1].attempt, one[1].step, -one[0]), reverse=True)
         return [(number, asdict(one)) for number, one in places]
 
     def _try(self, storage: Storage, name: str, found: list[Report]) -> str | None:
         """Load a candidate; give the reason if it is bad."""
-        options = replace(self._options, weights_only=False, ignore_keys=None)
+        options = replace(self._options, weights_only=False, ignore_keys=None, advice=_NO_FIT)
         try:
             found.append(load_from(storage, name, self._site.state, options=options))
         except (CorruptCheckpointError, IncompleteCheckpointError, CheckpointNotFoundError) as error:

@@ -6,19 +6,20 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...checkpointer.passing import passing_error, state_of
 from ...config import Keep, _removed
 from ...errors import CheckpointExistsError, ConfigError
-from ...storage.base import TEMPORARY
+from ...format.manifest import MANIFEST_NAME
+from ...storage.base import TEMPORARY, Storage
 from ...storage.resolve import split_uri
 from .anatomy import check_ignore_keys, ignored
-from .arguments import OF_SAVER, check_flags, check_path
+from .arguments import OF_SAVER, check_flags, check_function, check_path
 from .callbacks import Callback
 from .events import Event
-from .finder import OWN_NAMES, Found, container_of, is_in_the_way, names_in
+from .finder import OWN_NAMES, Found, container_of, is_in_the_way, look_at, names_in
 from .folder import Folder, check_link
 from .intervals import Every, parse_every
 from .kept import Destinations, Kept
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointSaver", "default_saver"]
 
 _LOG = logging.getLogger("holdfast.trainer")
+_LONGEST = 240  # of a name; the counters in it, and what is added to it while it is written, need some more
 _FILE, _LATEST, _REMOTE = "ep{epoch}-ba{batch}-rank{rank}", "latest-rank{rank}", "{run_name}/checkpoints/"
 
 
@@ -100,7 +102,9 @@ class CheckpointSaver(Callback):
             )
             self.weights_only = True
         self.every: Every | Callable[[State, Event], bool] = (
-            save_interval if callable(save_interval) else parse_every(save_interval, "save_interval")
+            check_function(save_interval, "save_interval", "state", "event")
+            if callable(save_interval)
+            else parse_every(save_interval, "save_interval")
         )
         self.overwrite, self.num_to_keep, self.keep = bool(overwrite), num_checkpoints_to_keep, keep
         self.ignore_keys = check_ignore_keys(ignore_keys, "save_ignore_keys")
@@ -185,12 +189,11 @@ class CheckpointSaver(Callback):
             return
         folder, pattern = self.place, self.filename.pattern(self._site.variables)
         names = [name for name in names_in(folder.storage, nested=self.nested) if name not in folder.quarantined]
-        later = [name for name in names if is_in_the_way(folder.storage, name, pattern.fullmatch(name), now)]
+        later = self._in_the_way(folder.storage, names, pattern.fullmatch, now)
         where = folder.spelling
         for uploader in self._site.uploads_of(self) if not later else ():
             match, where = self.remote_names(uploader), uploader.storage.uri
-            names = names_in(uploader.storage, nested=True)
-            later += [name for name in names if is_in_the_way(uploader.storage, name, match(name), now)]
+            later += self._in_the_way(uploader.storage, names_in(uploader.storage, nested=True), match, now)
         if later:
             raise CheckpointExistsError(
                 f"{where} holds {len(later)} checkpoint(s) later than batch {now.count('batch')}, where training is "
@@ -198,6 +201,21 @@ class CheckpointSaver(Callback):
                 "save_folder or run_name, go on from them with autoresume=True, or pass save_overwrite=True; nothing "
                 "was trained"
             )
+
+    def _in_the_way(
+        self, storage: Storage, names: Sequence[str], match: Callable[[str], re.Match[str] | None], now: Timestamp
+    ) -> list[str]:
+        """Return those of later moments, but for what this training has saved beside the saver it goes on from."""
+        assert self._site is not None
+        later = [name for name in names if is_in_the_way(storage, name, match(name), now)]
+        own = [name for name in later if self._site.is_ahead(self, look_at(storage, name))]
+        if own:
+            _LOG.warning(
+                "%s holds %d checkpoint(s) later than batch %d, where this training goes on (%s): a life that was "
+                "killed had got further; they are replaced when training gets there again",
+                storage.uri, len(own), now.count("batch"), ", ".join(own[:5]),
+            )  # fmt: skip
+        return [name for name in later if name not in own]
 
     def check_interval(self) -> None:
         """Refuse an interval that cannot be decided with this data."""
@@ -226,7 +244,7 @@ class CheckpointSaver(Callback):
             return
         folder = self.place
         self.take_place()
-        self._track = Track(folder, self.container, claim=self.claim)
+        self._track = Track(folder, self.container, claim=self.claim, training=self._site.training)
         pattern = self.filename.pattern(self._site.variables)
         if (latest := self.latest_filename) is not None:
             link = latest.format(self._site.variables, self._site.state.timestamp)
@@ -350,10 +368,13 @@ def _check_name(template: NameTemplate, shape: str, *, beside_run: bool) -> None
         raise ConfigError(
             f"{template.what}={template.text!r} would be {shape!r} here: give the name of a file inside of save_folder"
         )
-    if (beside_run and parts[0] in OWN_NAMES) or any(part.startswith(TEMPORARY) for part in parts):
+    if any(len(part.encode(errors="surrogateescape")) > _LONGEST for part in parts):
+        raise ConfigError(f"{template.what}={template.text!r}: no file system takes a name of over {_LONGEST} bytes")
+    taken = beside_run and parts[0] in OWN_NAMES
+    if taken or any(part.startswith(TEMPORARY) or part == MANIFEST_NAME for part in parts):
         raise ConfigError(
-            f"{template.what}={template.text!r}: {', '.join(OWN_NAMES)} and names that begin with {TEMPORARY} are "
-            "those of a run's own files; use another"
+            f"{template.what}={template.text!r}: {', '.join(OWN_NAMES)}, {MANIFEST_NAME} and names that begin with "
+            f"{TEMPORARY} are those of a run's own files; use another"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +11,14 @@ import torch
 
 from ...checkpoint.handle import Checkpoint
 from ...checkpointer.team import ANSWER_MARGIN_S, Team
-from ...errors import ConfigError
+from ...errors import ConfigError, SessionError
 from ...storage.resolve import resolve
 from ...writer.client import WriterClient
 from .anatomy import as_torch_file, expand
 from .arguments import check_path
 from .events import Event
 from .files import FileImage
-from .finder import container_of
+from .finder import Found, container_of
 from .folder import Folder
 from .gather import gathered
 from .naming import NameTemplate, run_variables
@@ -44,6 +45,8 @@ class Site:
         savers: in their order; the first that saves everything is what autoresume goes by.
         resumed: training goes on from a checkpoint of this very run, with everything that was in it.
         resumed_at: the folder that checkpoint lies in, if it is one of ours.
+        autoresumes: it was looked for; else nothing of an earlier life is taken for ours.
+        training: identity of the training over all its lives, also on another machine; "" before `open`.
     """
 
     def __init__(self, state: State, savers: Sequence[CheckpointSaver], destinations: Sequence[Any]) -> None:
@@ -53,8 +56,9 @@ class Site:
         self._destinations = tuple(destinations)
         self.resumed = False
         self.resumed_at: Folder | None = None
+        self.autoresumes, self.training = False, ""
         self._folders: dict[str, Folder] = {}
-        self._open = False
+        self._open = self._left = False
         self._control: tuple[WriterClient, Team] | None = None
         for saver in self.savers:
             spelling = saver.folder.format(self.variables)
@@ -95,6 +99,19 @@ class Site:
         """Return where the checkpoints of a saver are uploaded to; nowhere if they are remote already."""
         return [] if saver.remote_file_name is None or saver.place.is_remote else self.uploaders
 
+    def _check_uploads(self) -> None:
+        """Refuse an upload onto the checkpoint itself: what is deleted here after it would be gone."""
+        for saver in self.savers:
+            here = f"{saver.place.storage.uri.rstrip('/')}/{saver.filename.shape(self.variables)}"
+            for uploader in self.uploads_of(saver):
+                assert saver.remote_file_name is not None
+                path = uploader.path_of(saver.remote_file_name.shape(self.variables))
+                if f"{uploader.storage.uri.rstrip('/')}/{path}" == here:
+                    raise ConfigError(
+                        f"save_filename={saver.filename.text!r} would be uploaded onto itself, {here}: give the "
+                        "RemoteUploaderDownloader another place, or save_remote_file_name"
+                    )
+
     def tell(self, checkpoint: Checkpoint) -> None:
         """Tell callbacks and loggers of a commit; what they raise is logged."""
         for one in (*self.state.callbacks, *self._destinations):
@@ -122,14 +139,19 @@ class Site:
         Raises:
             RunBusyError: another live process saves to one of them.
             CheckpointExistsError: see `CheckpointSaver.check_overwrite`.
+            SessionError: the trainer was closed.
         """
         if self._open:
             return
+        if self._left:
+            raise SessionError("this trainer is closed: make another one")
         for saver in self.savers:
             saver.check_interval()
+        self._check_uploads()
         try:
             for saver in self.savers:
                 saver.take_place()
+            self._identify()
             if check:
                 self.ranks.lead("overwrite", self._check_overwrite)
             for saver in self.savers:
@@ -138,6 +160,23 @@ class Site:
             self.abandon()
             raise
         self._open = True
+
+    def _identify(self) -> None:
+        """Know which training this is: the one that was resumed, or the run of the folder, which is there at once."""
+        if not self.training:
+            source = self.source
+            run_id = None if source is None or source.container != "directory" else source.place.run_id
+            self.training = run_id or self.ranks.lead("training", lambda: secrets.token_hex(8))
+
+    @property
+    def source(self) -> CheckpointSaver | None:
+        """The saver that a later life goes on from: the first that saves everything."""
+        return next((saver for saver in self.savers if saver.is_full), None)
+
+    def is_ahead(self, saver: CheckpointSaver, found: Found | None) -> bool:
+        """Tell whether another saver than the one we go on from has saved this in an earlier life of our training."""
+        ours = self.autoresumes and saver is not self.source
+        return ours and found is not None and found.training == self.training
 
     def _check_overwrite(self) -> None:
         for saver in self.savers:
@@ -174,9 +213,8 @@ class Site:
         if not self.resumed or state.dataset_state.stage:  # an evaluation comes first then, and the savers after it
             return
         ended = state.previous_timestamp.count("epoch") != state.timestamp.count("epoch")
-        source = next((saver for saver in self.savers if saver.is_full), None)  # it has saved this moment
         for saver in self.savers:
-            if saver is not source:
+            if saver is not self.source:  # which has saved this moment
                 saver.make_up(Event.EPOCH_CHECKPOINT if ended else Event.BATCH_CHECKPOINT)
 
     def save_all(self) -> None:
@@ -204,6 +242,7 @@ class Site:
 
     def leave(self, error: BaseException | None) -> None:
         """End outside of training; after an error alone: the other ranks need not have met it, and do not come."""
+        self._left = True
         if error is None:
             self.finish("closed")
         else:

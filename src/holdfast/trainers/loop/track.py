@@ -16,7 +16,7 @@ from ...checkpointer.identity import manifest_fields
 from ...checkpointer.passing import MAX_LOST, PASSING, state_of
 from ...checkpointer.stats import Stats
 from ...checkpointer.team import ANSWER_MARGIN_S
-from ...errors import HoldfastError, StorageError
+from ...errors import HoldfastError, StorageError, UnsupportedStateError
 from ...state.snapshot import Snapshotter
 from .anatomy import as_torch_file, expand
 from .files import FileImage
@@ -36,10 +36,11 @@ class Track:
         folder: where to; opened.
         container: "directory", "torch" or "safetensors".
         claim: the name of its files that the folder has claimed; None for directories.
+        training: what every checkpoint says it belongs to.
     """
 
-    def __init__(self, folder: Folder, container: str, *, claim: str | None = None) -> None:
-        self._folder, self._container, self._claim = folder, container, claim
+    def __init__(self, folder: Folder, container: str, *, claim: str | None, training: str) -> None:
+        self._folder, self._container, self._claim, self._training = folder, container, claim, training
         self._ranks = folder.ranks
         self._snapshotter = Snapshotter(
             rank=self._ranks.rank, world_size=self._ranks.world_size, timeout_s=TIMEOUT_S,
@@ -93,8 +94,6 @@ class Track:
         finally:
             if self._pending is None:
                 claims.end()
-            else:  # links and deletions too are done under the lease
-                self._pending.add_done_callback(lambda _: claims.end())
 
     def _start(
         self, name: str, live: Mapping[str, Any], about: Mapping[str, Any], content: str, after: Callable[[], object]
@@ -105,6 +104,9 @@ class Track:
         except PASSING as error:
             self._leave_out(error)
             return
+        except UnsupportedStateError as error:
+            told = str(error).replace("pass unsupported='drop' to leave it out", "leave it out by save_ignore_keys")
+            raise UnsupportedStateError(told) from None
         self.stats.seconds_blocked += time.perf_counter() - begun
         if durable is None:
             after()
@@ -130,7 +132,8 @@ class Track:
         with contextlib.nullcontext() if folder.team is None else folder.team.told(save_id):
             return self._snapshotter.submit(
                 live, folder.client, folder.storage, directory=name, save_id=save_id,
-                manifest={**fields, "extra": {"content": content}}, overwrite=True, reuse=in_run,
+                manifest={**fields, "extra": {"content": content, "training": self._training}},
+                overwrite=True, reuse=in_run,
                 run=in_run and self._ranks.leads, part=joint, joint=joint, lazy=False,
             ).future  # fmt: skip
 
@@ -140,7 +143,7 @@ class Track:
         folder = self._folder
         note = {
             "attempt": folder.attempt, "step": about["step"], "epoch": about["epoch"], "created": time.time(),
-            "metrics": about["metrics"], "weights_only": content == "weights",
+            "metrics": about["metrics"], "weights_only": content == "weights", "training": self._training,
         }  # fmt: skip
         found = gathered(expand(live), self._ranks)
         if found is None:
@@ -158,6 +161,13 @@ class Track:
         self._image.store(self._folder.storage, name)
 
     def _follow(self, durable: Future[Any], begun: float, step: int, after: Callable[[], object]) -> None:
+        try:
+            self._take_note(durable, begun, step, after)
+        finally:  # links and deletions too are done under the lease; whoever waits for the save finds it given back
+            if self._claim is not None:
+                self._folder.claims.end()
+
+    def _take_note(self, durable: Future[Any], begun: float, step: int, after: Callable[[], object]) -> None:
         durable.result()
         self.stats.saves += 1
         self.stats.seconds_to_durable.append(time.perf_counter() - begun)

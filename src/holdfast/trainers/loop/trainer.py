@@ -15,7 +15,7 @@ from ...config import _removed
 from ...errors import ConfigError, SessionError
 from ...state import rng
 from ...state.seeding import generators_kept
-from .arguments import OF_TRAINER, check_flags, check_path, several
+from .arguments import OF_TRAINER, check_flags, check_function, check_loader, check_path, several
 from .callbacks import Callback
 from .engine import Engine
 from .events import Event
@@ -201,8 +201,8 @@ class Trainer:
             model=model, optimizers=found, schedulers=several(schedulers, "schedulers"), run_name=name,
             rank_zero_seed=seed, device=chosen, ranks=ranks,
             precision=precision, scaler=make_scaler(precision, chosen), max_duration=parse_duration(max_duration),
-            train_dataloader=train_dataloader, eval_dataloaders=loaders, grad_accum=grad_accum,
-            save_metrics=save_metrics,
+            train_dataloader=check_loader(train_dataloader, "train_dataloader"), eval_dataloaders=loaders,
+            grad_accum=grad_accum, save_metrics=save_metrics,
         )  # fmt: skip
         if train_metrics is None and callable(getattr(model, "get_metrics", None)):
             train_metrics = model.get_metrics(is_train=True)  # type: ignore[operator]
@@ -223,7 +223,8 @@ class Trainer:
         self._engine = Engine(state, self.logger)
         self._engine.listen([*others, *self.logger.destinations, *savers])
         self._pace = Pace(self._signals)
-        self._loss_fn, self._grad_clip_norm = loss_fn, grad_clip_norm
+        self._loss_fn = check_function(loss_fn, "loss_fn", "outputs", "targets")
+        self._grad_clip_norm = grad_clip_norm
         self._eval_every = parse_every(eval_interval, "eval_interval")
         self._schedule_by_batch = step_schedulers_every_batch
         self._generators: Mapping[str, Any] | None = None
