@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -12,6 +13,14 @@ import pytest
 # Started in the background of a script, pytest would hand its deaf ear for Ctrl-C on to the processes under test.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes says nothing where other processes have the cores. Environments of frameworks have no such
+# package.
+with contextlib.suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("holdfast", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("holdfast")
 
 # When a run with a limit, as CI has one, has to be over (seconds since 1970). What would begin later is skipped, and
 # files come in another order every day, so that it is not always the same ones.

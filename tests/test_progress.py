@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,7 +30,7 @@ def a_terminal(monkeypatch) -> Terminal:
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(_progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(_progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from types import SimpleNamespace
 
 import torch
 
@@ -25,7 +26,7 @@ def test_a_slow_load_of_a_remote_checkpoint_is_shown(tmp_path, monkeypatch) -> N
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "120")
     times = iter(range(0, 1_000_000, 10))  # each look at the clock is ten seconds later
-    monkeypatch.setattr(_progress.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(_progress, "time", SimpleNamespace(monotonic=lambda: next(times)))
     remote, local = f"memory://{tmp_path.name}/c", str(tmp_path / "c")
     for place, show, shown in ((local, None, False), (remote, None, True), (local, True, True), (remote, False, False)):
         hf.save(place, {"w": torch.zeros(3 << 20)}, overwrite=True, ranks="this")

@@ -90,19 +90,19 @@ def test_one_error_for_all() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     """After the bound, on all ranks that came."""
-    ranks = meetings(4, dist.HashStore(), timeout_s=0.3)
+    ranks = meetings(4, dist.HashStore(), timeout_s=1.0)
     found = each([ranks[0], ranks[2]], lambda one: one.agree("start", lambda: 1))
-    assert "ranks 1, 3 did not come within 0.3 s (start)" in str(found[0])
+    assert "ranks 1, 3 did not come within 1 s (start)" in str(found[0])
     assert str(found[1]) == str(found[0]), "and all hear the same"
 
 
 def test_rank_0_may_be_longer_at_work_than_the_others_wait_for_it_to_come() -> None:
     """The lease of a dead trainer is waited for by rank 0 alone: the others know that it is there, and wait for it."""
-    ranks = meetings(3, dist.HashStore(), timeout_s=0.3)
+    ranks = meetings(3, dist.HashStore(), timeout_s=1.0)
 
     def work(one: Rendezvous) -> int:
         if one.rank == 0:
-            threading.Event().wait(0.9)
+            threading.Event().wait(1.5)
         return one.rank
 
     rendezvous._ANSWER_S, before = 0.0, rendezvous._ANSWER_S

@@ -249,12 +249,13 @@ def test_ctrl_c_leaves_what_the_same_command_finishes(tmp_path) -> None:
     source = LocalStorage(tmp_path / "source")
     made = build(source, "c", tensors=big)
     script = (
-        "import os, time\n"
+        "import itertools, os\n"
         "from holdfast.checkpoint import _sending\n"
         "from holdfast.cli.main import main\n"
-        "settled = _sending.Sender.settled\n"
+        "settled, numbers = _sending.Sender.settled, itertools.count(1)\n"
         "def slow(self, nbytes):\n"
-        "    settled(self, nbytes); os.write(2, b'window\\n'); time.sleep(0.1)\n"
+        "    settled(self, nbytes); os.write(2, b'window\\n')\n"
+        "    if next(numbers) >= 5: self._halt.wait(60)\n"
         "_sending.Sender.settled = slow\n"
         "main()\n"
     )

@@ -23,6 +23,7 @@ from typing import Any
 from holdfast.testing.crash import ForkServer, Outcome, _find
 
 _HERE = str(Path(__file__).resolve())
+_LIMIT_S = 150.0  # of what takes seconds where nobody else has the cores
 
 
 class RankServer(ForkServer):
@@ -33,7 +34,13 @@ class RankServer(ForkServer):
         super().__init__(preload=(*first, _HERE, *preload), path=path)
 
     def ranks(
-        self, function: str, *args: Any, world_size: int = 2, timeout_s: float = 60.0, group: bool = True, **kwargs: Any
+        self,
+        function: str,
+        *args: Any,
+        world_size: int = 2,
+        timeout_s: float = _LIMIT_S,
+        group: bool = True,
+        **kwargs: Any,
     ) -> list[Outcome]:
         """Run ``function(*args, **kwargs)`` on every rank; how each ended, in order of ranks.
 

@@ -94,7 +94,7 @@ def wrong_on_one(root: str) -> dict[str, str]:
         named = "fine"
     except hf.HoldfastError as error:
         named = f"{type(error).__name__}: {error}"
-    quick = time.monotonic() - began < 10
+    quick = time.monotonic() - began < 60  # of ten minutes that ranks wait for each other
     if rank == 1:
         hf.load(Path(root, "one"), {"w": torch.zeros(ROWS, COLUMNS)})
     return {"told": told, "named": named, "quick": str(quick)}
@@ -102,7 +102,7 @@ def wrong_on_one(root: str) -> dict[str, str]:
 
 def one_dies(root: str) -> str:
     """Rank 1 is killed in the middle of a load."""
-    functions._LOAD_S = 1.0
+    functions._LOAD_S = 2.0
     shared_reads._PATIENCE_S = 20.0  # a dead rank is noticed without it
     expected = _weights()
     hf.save(Path(root, "one"), {"w": torch.nn.Parameter(expected)}, ranks="all")

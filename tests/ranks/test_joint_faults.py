@@ -78,8 +78,7 @@ def test_a_fault_on_one_rank(ranks, tmp_path, rank, phase, what, expected):
     notes.mkdir()
     fault = {"rank": rank, "phase": phase, "what": what}
     try:
-        limit_s = 40.0
-        ended = ranks.ranks(f"{CASES}:run", str(root), str(notes), fault, timeout_s=limit_s)
+        ended = ranks.ranks(f"{CASES}:run", str(root), str(notes), fault, timeout_s=100.0)
     finally:
         for name in notes.glob("writer-*"):
             with suppress(ProcessLookupError):
@@ -139,7 +138,7 @@ def test_a_death_before_any_operation_of_a_save(ranks, operations, tmp_path, ran
         root, notes = tmp_path / f"{at}", tmp_path / f"notes-{at}"
         notes.mkdir()
         fault = {"rank": rank, "phase": "crash", "what": what, "at": at}
-        ended = ranks.ranks(f"{CASES}:run", str(root), str(notes), fault, 4, timeout_s=40.0)
+        ended = ranks.ranks(f"{CASES}:run", str(root), str(notes), fault, 4, timeout_s=100.0)
         if what == "writer":
             assert [one.checked()["error"] for one in ended] == [None, None], (at, ended)
         else:

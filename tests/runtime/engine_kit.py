@@ -16,7 +16,7 @@ from holdfast.runtime.engine import Engine, Event, Exited, GroupSpec, Received, 
 LIMIT_S = 60.0
 
 
-def wait_gone(pid: int, timeout_s: float = 20.0) -> bool:
+def wait_gone(pid: int, timeout_s: float = 30.0) -> bool:
     """Wait for the end of any process."""
     try:
         fd = os.pidfd_open(pid)

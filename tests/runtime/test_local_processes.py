@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
-from engine_kit import Driver, start_stubborn_children, wait_gone
+from engine_kit import LIMIT_S, Driver, start_stubborn_children, wait_gone
 
 from holdfast.runtime.engine import Exited, Started, TaskEnded
 from holdfast.runtime.local.engine import LocalEngine
@@ -169,7 +171,7 @@ def test_processes_that_a_worker_forks_do_not_keep_it_alive(driver: Driver) -> N
     pid = driver.run(0, daemon)
     driver.ask(0, lambda channel, facts: os._exit(4))
     try:
-        assert driver.next(Exited, timeout_s=10).exit_code == 4
+        assert driver.next(Exited).exit_code == 4
     finally:
         os.kill(pid, signal.SIGKILL)
 
@@ -228,7 +230,7 @@ def test_zygote_that_does_not_answer(driver: Driver, engine: LocalEngine, monkey
     os.kill(zygote_pid(engine), signal.SIGSTOP)
     try:
         os.kill(pids[0], signal.SIGKILL)
-        event = driver.next(Exited, timeout_s=10)
+        event = driver.next(Exited)
         assert (event.exit_code, event.signal) == (None, None)
         assert "does not answer" in event.detail
     finally:
@@ -269,14 +271,12 @@ time.sleep(600)
 
 
 def test_nothing_survives_the_driver(tmp_path: Path) -> None:
-    """A kill -9 of the driver ends workers, what they started, and the zygote within seconds."""
+    """A kill -9 of the driver ends workers, what they started, and the zygote, which would go on for ten minutes."""
     with run_script(tmp_path, DRIVER_SCRIPT) as driver:
         pids = [int(word) for word in driver.stdout.readline().split()]
         assert len(pids) == 5
         driver.kill()
-        begun = time.monotonic()
-        assert all(wait_gone(pid, 20) for pid in pids)
-        assert time.monotonic() - begun < 8
+        assert all(wait_gone(pid) for pid in pids)
 
 
 INTERRUPT_SCRIPT = """
@@ -300,7 +300,7 @@ def test_an_interrupt_does_not_reach_workers(tmp_path: Path) -> None:
     """A Ctrl-C signals the driver's process group; workers and zygote are in others."""
     with run_script(tmp_path, INTERRUPT_SCRIPT, start_new_session=True) as driver:
         assert driver.stdout.readline() == "alive\n"
-        assert driver.wait(20) == 0
+        assert driver.wait(LIMIT_S) == 0
 
 
 def test_a_fork_of_the_driver_holds_nothing(engine: LocalEngine, driver: Driver) -> None:
@@ -322,14 +322,20 @@ def test_a_fork_of_the_driver_holds_nothing(engine: LocalEngine, driver: Driver)
     assert driver.run(0, lambda channel, facts: "fine") == "fine"
 
 
+def open_files() -> set[tuple[str, str]]:
+    """Descriptors and what they lead to; what other tests have left in this process may end at any moment."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that listed them
+            found.add((name, os.readlink(f"/proc/self/fd/{name}")))
+    return found
+
+
 @pytest.mark.slow
 def test_close_leaves_no_descriptor(tmp_path: Path) -> None:
     """An engine that ran workers and a task leaves nothing open, no thread and no child."""
-    import gc
-    import threading
-
     gc.collect()
-    before, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
+    before, threads = open_files(), set(threading.enumerate())
     for _ in range(2):
         engine = LocalEngine(entry="engine_peer:serve")
         driver = Driver(engine)
@@ -340,8 +346,8 @@ def test_close_leaves_no_descriptor(tmp_path: Path) -> None:
         driver.leave([0])
         engine.close()
         assert wait_gone(pid, 0)
-        assert all(wait_gone(pid, 5) for pid in pids.values())
+        assert all(wait_gone(pid) for pid in pids.values())
         del engine, driver
     gc.collect()
-    assert set(os.listdir("/proc/self/fd")) == before
-    assert threading.active_count() == threads
+    assert open_files() <= before
+    assert set(threading.enumerate()) <= threads

@@ -92,7 +92,7 @@ def test_task_is_killed(engine: LocalEngine) -> None:
     driver.start(1)
     task = engine.run_task(cloudpickle.dumps(lambda: time.sleep(600)))
     engine.kill_task(task)
-    ended = driver.next(TaskEnded, timeout_s=10)
+    ended = driver.next(TaskEnded)
     assert ended.task == task
     assert "SIGKILL" in str(ended.error)
     assert driver.run(0, lambda channel, facts: 1) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import socket
@@ -24,10 +25,16 @@ BUCKET = "holdfast-tests"
 NODE_HOME = Path(os.environ.get("HOLDFAST_TEST_NODE", Path(__file__).parents[1] / "stores"))
 
 
+_numbers = itertools.count()
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Find a port outside of those that the system lends to clients: nobody takes it before the server does."""
+    while True:
+        port = 12_000 + (os.getpid() * 97 + next(_numbers)) % 18_000
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager

@@ -80,7 +80,7 @@ def test_too_many_failures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
 def test_a_hang_is_a_failure(tmp_path: Path) -> None:
     """Workers that give no sign of life are killed, whatever they wait for."""
     config = {"fail_epoch": 1, "fail_rank": 1, "how": "hang"}
-    result = make(tmp_path, failures=1, hang_timeout_s=1.0, train_loop_config=config).fit()
+    result = make(tmp_path, failures=1, hang_timeout_s=3.0, train_loop_config=config).fit()
     assert epochs(result) == [0, 1, 2, 3]
     assert "WorkerHangError" in (result.attempts[0].reason or "")
 

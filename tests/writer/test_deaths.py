@@ -42,7 +42,7 @@ def test_trainer_killed_after_submit_is_committed(tmp_path: Path, trainers: list
     writer = int(kit.wait_line(trainer, "writer"))
     directory = kit.wait_line(trainer, "submitted")
     os.killpg(trainer.pid, signal.SIGKILL)
-    trainer.wait(10)
+    trainer.wait(60)
     assert kit.wait_ended(writer), "the writer outlives its trainer"
     storage = LocalStorage(tmp_path)
     manifest = read_manifest(storage, directory)
@@ -61,7 +61,7 @@ def test_trainer_killed_before_seal_leaves_nothing(tmp_path: Path, trainers: lis
     directory = kit.wait_line(trainer, "submitted")
     assert list((tmp_path / directory).iterdir())
     trainer.kill()
-    trainer.wait(10)
+    trainer.wait(60)
     assert kit.wait_ended(writer)
     assert not (tmp_path / directory).exists()
 
@@ -75,7 +75,7 @@ def test_trainer_killed_while_it_fills_the_arena_leaves_nothing(
     writer = int(kit.wait_line(trainer, "writer"))
     directory = kit.wait_line(trainer, "submitted")
     trainer.kill()
-    trainer.wait(10)
+    trainer.wait(60)
     assert kit.wait_ended(writer)
     assert not (tmp_path / directory).exists()
 
@@ -89,7 +89,7 @@ def test_leftovers_are_swept_at_the_next_start(tmp_path: Path, trainers: list[su
     os.kill(trainer.pid, signal.SIGSTOP)  # so that it cannot start the writer again
     os.kill(writer, signal.SIGKILL)
     trainer.kill()
-    trainer.wait(10)
+    trainer.wait(60)
     assert kit.wait_ended(writer)
     assert list((tmp_path / directory).iterdir())
     storage = LocalStorage(tmp_path)
@@ -245,7 +245,7 @@ def test_close_with_a_limit_leaves_the_sealed_save_to_the_writer(tmp_path: Path)
             future = client.submit(storage, job, [b"{}"], arena)
             begun = time.monotonic()
             client.close(0.2)
-            assert time.monotonic() - begun < 5
+            assert time.monotonic() - begun < 20
             with pytest.raises(HoldfastError, match="still committed"):
                 future.result(0)
         finally:

@@ -43,7 +43,7 @@ def fork_while_held(lock: Any, act: Callable[[], object]) -> int:
         os._exit(0)
     let_go.set()
     holder.join(20)
-    if not _ends(child, 10):
+    if not _ends(child, 60):
         os.kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
@@ -120,7 +120,7 @@ def test_the_death_of_a_writer_is_noticed_although_a_child_was_forked_during_its
         first = client.process_id
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        assert wait_until(lambda: client.process_id != first, 10)
+        assert wait_until(lambda: client.process_id != first, 60)
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)

@@ -39,7 +39,7 @@ def killed(mode: str, root: Path, trainers: list[subprocess.Popen[str]]) -> tupl
     writer = int(kit.wait_line(trainer, "writer"))
     said = kit.wait_line(trainer, "submitted")
     os.killpg(trainer.pid, signal.SIGKILL)
-    trainer.wait(10)
+    trainer.wait(60)
     return said, writer
 
 
@@ -85,7 +85,7 @@ def test_a_part_whose_writer_died_too_is_swept(tmp_path: Path, trainers: list[su
     os.kill(trainer.pid, signal.SIGSTOP)  # so that it cannot start the writer again
     os.kill(writer, signal.SIGKILL)
     trainer.kill()
-    trainer.wait(10)
+    trainer.wait(60)
     assert kit.wait_ended(writer)
     job = commit_of(save_id, wait_s=0.2)
     with WriterClient.start(storage) as driver:

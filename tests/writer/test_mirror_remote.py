@@ -92,10 +92,10 @@ def test_a_lost_lease_wakes_the_uploading_thread(local: LocalStorage, remote: Re
                 other = {**make_owner("cccccccc"), "pid": 1, "beat": 1}
                 remote.catalog.storage.put("lease.json", json.dumps(other).encode())
                 remote.heartbeat.confirm()
-        state = heard.get(timeout=5)
+        state = heard.get(timeout=30)
         while state["lost"] is None:
             mirror.follow(state["version"], heard.put)
-            state = heard.get(timeout=5)
+            state = heard.get(timeout=30)
         assert "lost to process" in state["lost"]
     finally:
         mirror.close()

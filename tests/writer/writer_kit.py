@@ -66,7 +66,7 @@ def stored(storage: Any, directory: str) -> dict[str, bytes]:
     return {entry.path: storage.read(f"{directory}/{entry.path}") for entry in manifest.files}
 
 
-def wait_ended(pid: int, timeout_s: float = 20.0) -> bool:
+def wait_ended(pid: int, timeout_s: float = 60.0) -> bool:
     """Wait for the end of any process, ours or not."""
     try:
         fd = os.pidfd_open(pid)
