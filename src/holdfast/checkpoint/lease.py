@@ -384,7 +384,7 @@ def _busy(storage: Storage, path: str, watch: _Watch, mine: Mapping[str, Any], w
     trainer = owner.get("trainer_pid")
     who = f"{head} by {_name(owner)} (trainer {trainer}, since {owner.get('started')}, start {owner.get('start_id')})"
     if watch.is_alive() and all(owner.get(key) == mine[key] for key in _PROCESS):
-        return f"{who}, by this very process: close() what saves there, or del it, or give this one another directory"
+        return f"{who}, by this very process: close() what saves there, or give this one another directory"
     if watch.is_alive():
         return (
             f"{who}. One process at a time writes there: wait for it, stop it with `kill {trainer}` on "

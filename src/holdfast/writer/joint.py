@@ -122,9 +122,8 @@ class Joint:
         """Take a job: from now on its end, good or bad, reaches the other ranks."""
         with self._changed:
             one = self._waiting[job.save_id] = _Waiting(call=call, job=job, storage=storage, again=again)
-            one.outcome = self._heard.get(job.save_id)  # told before it began
-            if one.outcome is None and self._lost is not None:
-                one.outcome = self._lost_outcome(self._lost)
+            lost = None if self._lost is None else self._lost_outcome(self._lost)
+            one.outcome = self._heard.get(job.save_id) or lost  # told before it began
         self._say(_begun(job))
 
     def part_failed(self, save: str, error: dict[str, Any]) -> None:
