@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import ConfigError
 from holdfast.storage import LocalStorage, MemoryStorage, from_description, resolve, split_uri
 
@@ -36,6 +37,14 @@ def test_refused(location):
     """What no storage fits is a ConfigError that quotes it."""
     with pytest.raises(ConfigError):
         resolve(location)
+
+
+@pytest.mark.parametrize("kind", [resolve, Checkpoint])
+@pytest.mark.parametrize("location", ["s3:/bucket/x", Path("s3://bucket/x"), Path("memory://bucket/x")])
+def test_what_pathlib_makes_of_a_uri(location, kind):
+    """Nothing is written into a local directory named "s3:"."""
+    with pytest.raises(ConfigError, match=r"two slashes.*'(s3|memory)://bucket/x'"):
+        kind(location)
 
 
 def test_unknown_scheme_is_said():

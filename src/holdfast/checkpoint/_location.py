@@ -11,7 +11,7 @@ from holdfast.errors import ConfigError
 from holdfast.storage.base import FileReader, Storage, check_path
 from holdfast.storage.local import LocalStorage
 from holdfast.storage.memory import MemoryStorage
-from holdfast.storage.resolve import resolve, split_uri
+from holdfast.storage.resolve import check_slashes, resolve, split_uri
 
 __all__ = ["DictStore", "Stream", "locate"]
 
@@ -32,7 +32,7 @@ def locate(path: str | os.PathLike[str], filesystem: Any) -> tuple[Storage, str]
             raise ConfigError(f"Checkpoint({text!r}): the path is outside of {storage!r}")
         head, _, name = text.removeprefix(base).rstrip("/").rpartition("/")
         return storage.child(head), check_path(name)
-    scheme, rest = ("file", text) if isinstance(path, os.PathLike) else split_uri(text)
+    scheme, rest = ("file", check_slashes(text)) if isinstance(path, os.PathLike) else split_uri(text)
     if scheme == "file":
         full = os.path.abspath(os.path.expanduser(rest))
         # A link such as `latest` moves on while we read: what it means now is what this handle means.

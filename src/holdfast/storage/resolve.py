@@ -12,7 +12,7 @@ from .base import Storage
 from .local import LocalStorage
 from .memory import MemoryStorage
 
-__all__ = ["from_description", "resolve", "split_uri"]
+__all__ = ["check_slashes", "from_description", "resolve", "split_uri"]
 
 # The one table of schemes: where to find the function that makes a storage of a whole URI. By name, so that only what
 # is used is imported; each imports its own packages, and says which extra brings one that is missing.
@@ -59,13 +59,16 @@ _FILESYSTEMS: dict[str, tuple[str, str]] = {
 def split_uri(location: str) -> tuple[str, str]:
     """Split "scheme://rest" into scheme (lower case) and rest; a plain path has the scheme "file".
 
+    Raises:
+        ConfigError: see `check_slashes`.
+
     Example:
         >>> split_uri("memory://name/a"), split_uri("runs/gpt")
         (('memory', 'name/a'), ('file', 'runs/gpt'))
     """
     scheme, mark, rest = location.partition("://")
     if not mark or not scheme.replace("+", "").replace("-", "").replace(".", "").isalnum():
-        return "file", location
+        return "file", check_slashes(location)
     scheme = scheme.lower()
     if scheme == "file":
         # file:///abs and file://localhost/abs are the two forms of RFC 8089.
@@ -73,6 +76,21 @@ def split_uri(location: str) -> tuple[str, str]:
 
         return "file", unquote(rest.removeprefix("localhost") if rest.startswith("localhost/") else rest)
     return scheme, rest
+
+
+def check_slashes(path: str) -> str:
+    """Return a path as it is, but for what pathlib and os.path make of a URI: nobody has a directory named "s3:".
+
+    Raises:
+        ConfigError: one slash follows a scheme.
+    """
+    scheme, mark, rest = path.partition(":/")
+    if mark and scheme.lower() in {*_SCHEMES, *_VIA_FSSPEC, "memory"}:
+        raise ConfigError(
+            f"location {path!r}: a URI has two slashes, which pathlib and os.path make one of; give the text "
+            f"'{scheme}://{rest}'"
+        )
+    return path
 
 
 def resolve(location: str | os.PathLike[str] | Storage, filesystem: Any = None) -> Storage:
@@ -105,8 +123,8 @@ def resolve(location: str | os.PathLike[str] | Storage, filesystem: Any = None) 
         adapt = _load(_FILESYSTEMS[package.partition(".")[0]])
         return cast("Storage", adapt(filesystem, os.fspath(location)))
     if isinstance(location, os.PathLike):
-        # A path object never holds a scheme: "s3:" would be an ordinary directory name there.
-        return LocalStorage(os.path.expanduser(location))
+        # A path object never holds a scheme: "://" of a text is ":/" in it.
+        return LocalStorage(os.path.expanduser(check_slashes(os.fspath(location))))
     return _from_uri(location)
 
 

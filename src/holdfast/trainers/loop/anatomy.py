@@ -63,13 +63,14 @@ def expand(live: Mapping[str, Any]) -> dict[str, Any]:
     return {key: walk(item) for key, item in live.items()}
 
 
-def ignored(live: Mapping[str, Any], ignore: IgnoreKeys, *, what: str) -> dict[str, Any]:
+def ignored(live: Mapping[str, Any], ignore: IgnoreKeys, *, what: str, looked: set[str]) -> dict[str, Any]:
     """Return ``live`` without what ``ignore`` names.
 
     Args:
         live: a state in the anatomy of a checkpoint.
         ignore: globs over "/"-joined paths, or a function that changes the dictionary it is given.
         what: the argument it came from, for messages.
+        looked: globs that were used before; of those that match nothing each is said once.
     """
     if not ignore:
         return dict(live)
@@ -78,13 +79,15 @@ def ignored(live: Mapping[str, Any], ignore: IgnoreKeys, *, what: str) -> dict[s
         ignore(found)
         found.setdefault("state", {})
         return found
-    return prune(found, ignore, what=what)
+    return _prune(found, ignore, what, looked)
 
 
-def prune(found: dict[str, Any], globs: Sequence[str], *, what: str) -> dict[str, Any]:
-    """Take out of nested dictionaries what globs name; one that names nothing is said."""
-    every = list(paths(found))
-    for glob in globs:
+def _prune(found: dict[str, Any], globs: Sequence[str], what: str, looked: set[str]) -> dict[str, Any]:
+    """Take out of nested dictionaries what globs name."""
+    new = [glob for glob in globs if glob not in looked]
+    looked.update(new)
+    every = list(paths(found)) if new else []
+    for glob in new:
         if not any(covers((glob.rstrip("/"),), path) for path in every):
             _LOG.warning("%s: %r matches nothing; there are %s ...", what, glob, ", ".join(every[:8]))
 

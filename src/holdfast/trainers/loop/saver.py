@@ -112,6 +112,8 @@ class CheckpointSaver(Callback):
         self._folder: Folder | None = None
         self._track: Track | None = None
         self._last_batch = -1
+        self._ready = False
+        self._looked: set[str] = set()
         self._kept: Kept | None = None
 
     # -- what there is
@@ -270,6 +272,9 @@ class CheckpointSaver(Callback):
         track.glance()
         if self.is_due(event) if isinstance(self.every, Every) else self.every(state, event):
             self.save_now()
+        elif not self._ready:  # the state of optimizers exists from the first batch on
+            track.prepare(self._live())
+        self._ready = True
 
     def is_due(self, event: Event) -> bool:
         """Tell whether it is time by the interval; a function is not asked."""
@@ -294,7 +299,6 @@ class CheckpointSaver(Callback):
         if batch == self._last_batch:
             return
         name = self.filename.format(site.variables, state.timestamp)
-        live = ignored(state.live(weights_only=self.weights_only), self.ignore_keys, what="save_ignore_keys")
         content = "weights" if self.weights_only else "full"
         about: dict[str, Any] = {"step": batch, "epoch": state.timestamp.count("epoch"), "metrics": metrics_of(state)}
         saved = Found(
@@ -304,8 +308,13 @@ class CheckpointSaver(Callback):
         site.flush_logs()
         kept, there = self._kept, self.destinations(state.timestamp)
         assert kept is not None
-        self._track.save(name, live, about=about, content=content, after=lambda: kept.add(saved, there))
+        self._track.save(name, self._live(), about=about, content=content, after=lambda: kept.add(saved, there))
         self._last_batch = batch
+
+    def _live(self) -> dict[str, Any]:
+        assert self._site is not None
+        live = self._site.state.live(weights_only=self.weights_only)
+        return ignored(live, self.ignore_keys, what="save_ignore_keys", looked=self._looked)
 
     def destinations(self, now: Timestamp) -> Destinations:
         """Return the names, apart from its own, that a checkpoint of this moment gets."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -68,6 +68,19 @@ class Track:
         """True when the save under way has ended, so that `settle` returns at once."""
         return self._pending is not None and self._pending.done()
 
+    def prepare(self, live: Mapping[str, Any]) -> None:
+        """Get ready for a first save that is not due yet: memory for a directory is got meanwhile.
+
+        Raises:
+            UnsupportedStateError: something in the state cannot be saved; that would come out hours later.
+        """
+        with _in_our_words():
+            if self._container == "directory":
+                assert self._folder.client is not None
+                self._snapshotter.prepare(live, self._folder.client)
+            elif self._container == "torch" and self._ranks.world_size == 1:  # with more of them it takes a meeting
+                as_torch_file(gathered(expand(live), self._ranks) or {})
+
     def save(
         self, name: str, live: Mapping[str, Any], *, about: Mapping[str, Any], content: str, after: Callable[[], object]
     ) -> None:
@@ -100,13 +113,11 @@ class Track:
     ) -> None:
         begun = time.perf_counter()
         try:
-            durable = self._hand_over(name, live, about, content)
+            with _in_our_words():
+                durable = self._hand_over(name, live, about, content)
         except PASSING as error:
             self._leave_out(error)
             return
-        except UnsupportedStateError as error:
-            told = str(error).replace("pass unsupported='drop' to leave it out", "leave it out by save_ignore_keys")
-            raise UnsupportedStateError(told) from None
         self.stats.seconds_blocked += time.perf_counter() - begun
         if durable is None:
             after()
@@ -223,3 +234,12 @@ class Track:
         if self._pending is None or self._pending.done():
             self._snapshotter.close()
             self._image.close()
+
+
+@contextlib.contextmanager
+def _in_our_words() -> Iterator[None]:
+    try:
+        yield
+    except UnsupportedStateError as error:
+        told = str(error).replace("pass unsupported='drop' to leave it out", "leave it out by save_ignore_keys")
+        raise UnsupportedStateError(told) from None
