@@ -21,7 +21,7 @@ test: $(STAMP)  ## the whole suite, under 12 minutes on 2 cores
 
 test-frameworks: $(STAMP)  ## object stores from npm (370 MB, if npm is there), and real frameworks in environments of their own
 	@if command -v npm > /dev/null; then \
-	  npm install --prefix tests/stores --no-package-lock --no-audit --no-fund --loglevel=error \
+	  timeout 300 npm install --prefix tests/stores --no-package-lock --no-audit --no-fund --loglevel=error \
 	    || echo "npm could not install the stores: the tests that need s3rver and Azurite are skipped"; \
 	else echo "npm is not installed: the tests that need s3rver and Azurite are skipped"; fi
 	$(BIN)/python -m pytest -n 2 -m frameworks -rs

@@ -70,8 +70,10 @@ class Arena:
         try:
             os.ftruncate(fd, size)
             return cls(mmap.mmap(fd, size), fd, size)
-        except OSError as error:
+        except BaseException as error:
             os.close(fd)
+            if not isinstance(error, OSError):
+                raise
             raise HoldfastError(
                 f"cannot get {size} bytes of shared memory for the copy of the state ({error.strerror}): give the "
                 "process more memory, or a higher limit on files (ulimit -f), which holds for this too"
