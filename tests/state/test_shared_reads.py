@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
-from holdfast.state import shared_reads
+from holdfast.format.manifest import FileEntry
+from holdfast.state import shared_blocks, shared_reads
 from holdfast.state.desk import Desk, PeerDesk
 from holdfast.state.restore import load_state
-from holdfast.state.shared_reads import SharedReads, _Numbers
+from holdfast.state.shared_blocks import ChunkNumbers
+from holdfast.state.shared_reads import SharedReads
 from holdfast.storage.memory import MemoryStorage
 
 _numbers = itertools.count()
@@ -26,7 +29,7 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Let little savings be worth it, and nobody wait long."""
-    monkeypatch.setattr(shared_reads, "_WORTH", 1)
+    monkeypatch.setattr(shared_blocks, "_WORTH", 1)
     monkeypatch.setattr(shared_reads, "_PATIENCE_S", 2.0)
 
 
@@ -106,9 +109,9 @@ def test_columns_are_read_once_for_all_ranks():
         entry = stored.entry("w")
         box, wanted = Box((0, 0), (2048, 520)), Box((0, 130 * rank), (2048, 130))
         requests = list(spans("w", entry.pieces[0], box, wanted, live, torch.float32))
-        sizes = shared_reads.tensor_files(stored.manifest)
-        with shared_reads.reading_together(storage, sizes, requests, swap) as shared:
-            alone = read_tensors(storage, requests, stored.digests, shared=shared)
+        digests = stored.digests_of({one.file for one in requests})
+        with shared_reads.reading_together(storage, stored.manifest, requests, digests, swap) as shared:
+            alone = read_tensors(storage, requests, digests, shared=shared)
         assert torch.equal(live, values[:, 130 * rank : 130 * rank + 130])
         return alone + shared.bytes_read
 
@@ -168,6 +171,48 @@ def test_damage_is_found_by_every_rank_that_needs_the_bytes():
     assert isinstance(one, hf.CorruptCheckpointError)
     assert isinstance(two, hf.CorruptCheckpointError)
     assert three is True
+
+
+def test_what_one_rank_reads_wrong_is_read_again_by_the_others(monkeypatch):
+    """Bytes that are damaged on the way to one rank are not given to the others, and all of them load."""
+    values = {f"t{number}": torch.randn(MIB) for number in range(4)}
+    storage = saved(values)
+    read_block = SharedReads._read_block
+
+    def flip(reads, reader, block):
+        if reads._me == 1 and block.turn == 1:
+            inner = reader.read_into
+            reader = SimpleNamespace(
+                read_into=lambda offset, view: (inner(offset, view), view.__setitem__(5, 1 ^ view[5]))
+            )
+            flipped.append(block.number)
+        read_block(reads, reader, block)
+
+    flipped = []
+    monkeypatch.setattr(SharedReads, "_read_block", flip)
+
+    def load(_, swap):
+        live = {name: torch.zeros(MIB) for name in values}
+        load_state(storage, live, swap=swap)
+        return all(torch.equal(live[name], one) for name, one in values.items())
+
+    assert Ranks(3).run(load) == [True] * 3
+    assert len(flipped) == 1
+
+
+@pytest.mark.parametrize("differ", ["checkpoint", "verify"])
+def test_ranks_share_only_what_is_the_same_for_both(differ, monkeypatch):
+    """Two checkpoints of one shape (a newer one has come in between) are not mixed; neither are checks and none."""
+    states = [{"w": torch.randn(2 * MIB)} for _ in range(2)]
+    storages = [saved(states[0]), saved(states[1 if differ == "checkpoint" else 0])]
+    monkeypatch.setattr(shared_reads, "SharedReads", None)  # nobody comes that far
+
+    def load(rank, swap):
+        live = {"w": torch.zeros(2 * MIB)}
+        load_state(storages[rank], live, verify=differ != "verify" or rank == 0, swap=swap)
+        return torch.equal(live["w"], states[rank if differ == "checkpoint" else 0]["w"])
+
+    assert Ranks(2).run(load) == [True, True]
 
 
 class Stuck(Exception):
@@ -348,7 +393,10 @@ def test_a_damaged_table_of_digests_does_not_hold_up_the_others():
 @given(st.data())
 def test_the_division_is_even_and_complete(data):
     """Every block that several ranks want has one owner among them, all agree, and the work is even."""
-    numbers = _Numbers({"a": data.draw(st.integers(1, 40 * MIB)), "b": data.draw(st.integers(1, 9 * MIB))})
+    sizes = {"a": data.draw(st.integers(1, 40 * MIB)), "b": data.draw(st.integers(1, 9 * MIB))}
+    numbers = ChunkNumbers(
+        [FileEntry(path=path, size=size, digest="xxh3:0", role="tensors") for path, size in sizes.items()]
+    )
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     world = data.draw(st.integers(2, 5))
     share = data.draw(st.floats(0.0, 1.0))

@@ -31,7 +31,8 @@ from .memory import move
 from .picks import Pick, can_pick, extent, is_plain
 
 if TYPE_CHECKING:
-    from .shared_reads import Block, FileBlocks, SharedReads
+    from .shared_blocks import Block
+    from .shared_reads import FileBlocks, SharedReads
 
 __all__ = ["BATCH", "ReadRequest", "is_direct", "read_tensors"]
 
@@ -356,10 +357,10 @@ class _FileJob:
             self.progress(size)
 
     def _shared_block(self, offset: int, size: int, block: Block, buffer: memoryview, base: int) -> None:
-        """Take a range from the rank that reads it; read it ourselves if there is none, or not what was written."""
+        """Take a range from the rank that reads and checks it; do so ourselves if there is none."""
         assert self.shared is not None
         found = self.shared.take(block, offset, size)
-        if found is None or not self._is_good(offset, found[0]):
+        if found is None:
             self._block(offset, size, -1, buffer, base)
             self.alone += size
             return
@@ -368,9 +369,6 @@ class _FileJob:
         del view  # kept the memory until here
         if self.progress is not None:
             self.progress(size)
-
-    def _is_good(self, offset: int, view: memoryview) -> bool:
-        return self.digests is None or self.digests.fit(self.file, offset // CHUNK, view)
 
     def _scatter(self, offset: int, end: int, base: int) -> None:
         starts, rows, places = self.starts, self.rows, self.places

@@ -17,7 +17,7 @@ from .fill import fill
 from .match import Matcher, Problems
 from .reader import ReadRequest, read_tensors
 from .selection import Selection
-from .shared_reads import Swap, no_part, reading_together, tensor_files
+from .shared_reads import Swap, no_part, reading_together
 from .stored import Stored, open_stored
 from .targets import Targets
 from .values import ObjectNode, PerRankNode, TensorRef
@@ -126,7 +126,7 @@ def _read(
     """Read, alone or together with other ranks; returns the bytes that this one has read."""
     if swap is None:
         return read_tensors(stored.storage, requests, digests, progress=progress)
-    with reading_together(stored.storage, tensor_files(stored.manifest), requests, swap) as shared:
+    with reading_together(stored.storage, stored.manifest, requests, digests, swap) as shared:
         read = read_tensors(stored.storage, requests, digests, progress=progress, shared=shared)
     return read + (0 if shared is None else shared.bytes_read)
 

@@ -1,10 +1,10 @@
 """Ranks of one machine that load the same checkpoint read each byte once and copy the rest from each other.
 
 Every rank shows which 64 KiB chunks it needs (`desk`). From that each of them works out, alike and without a word,
-which blocks several ranks need and which of these reads each: into a few slots of its own memory, from where the others
-take what they need, checking digests as if they had read it themselves. All ranks go through the blocks in one order,
-so nobody waits in a circle. It is an economy, not a dependence: where a neighbour is slow, gone or dead, or a digest
-differs, a rank reads for itself.
+which blocks several ranks need and which of these reads each (`shared_blocks`): into a few slots of its own memory,
+where it checks the digests before the others take what they need. All ranks go through the blocks in one order, so
+nobody waits in a circle. It is an economy, not a dependence: where a neighbour is slow, gone or dead, or has found
+damage, a rank reads for itself.
 """
 
 from __future__ import annotations
@@ -12,105 +12,31 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
 
-from ..errors import HoldfastError
-from ..format.digest import CHUNK, bytes_digest, num_chunks
+from ..errors import CorruptCheckpointError, HoldfastError
+from ..format.digest import CHUNK
 from ..format.manifest import Manifest
 from ..storage._local_io import address_of
 from ..storage.base import FileReader, Storage
 from ..writer.side import Side
 from .desk import Desk, PeerDesk, can_share, node_name, pauses
+from .digests import Digests
 from .reader import ReadRequest
+from .shared_blocks import BLOCK, Block, ChunkNumbers
 
-__all__ = ["Block", "FileBlocks", "SharedReads", "Swap", "no_part", "reading_together", "tensor_files"]
+__all__ = ["FileBlocks", "SharedReads", "Swap", "no_part", "reading_together"]
 
 Swap = Callable[[str, Any], Sequence[Any]]
 """Gives a value of ours to all ranks, and returns those of the ones that have named the same group."""
 
 _LOG = logging.getLogger("holdfast.state")
-_CHUNKS = 32  # in a block
-_BLOCK = _CHUNKS * CHUNK
 _SLOTS = 8  # blocks that a rank has ready for others: 16 MiB
-_WORTH = 4 << 20  # fewer bytes saved on a machine are not worth the waiting
 _PATIENCE_S = 30.0  # without a sign of life of whom we wait for
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A block that several ranks need.
-
-    Attributes:
-        number: position among all shared blocks.
-        file: path inside the checkpoint.
-        offset: of the block within the file.
-        owner: who reads it, as a position among the ranks of this machine.
-        turn: position among the blocks of its owner.
-        takers: who needs it.
-        chunks: which of its chunks anybody needs.
-    """
-
-    number: int
-    file: str
-    offset: int
-    owner: int
-    turn: int
-    takers: tuple[int, ...]
-    chunks: tuple[int, ...]
-
-
-class _Numbers:
-    """Numbers the chunks of all files of a checkpoint; each file begins with a new block."""
-
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        self.sizes = dict(sorted(sizes.items()))
-        self.first: dict[str, int] = {}
-        self.total = 0
-        for path, size in self.sizes.items():
-            self.first[path] = self.total
-            self.total += -(-num_chunks(size) // _CHUNKS) * _CHUNKS
-
-    def wanted(self, requests: Iterable[ReadRequest]) -> torch.Tensor:
-        """Return one byte for each chunk, 1 where a request needs it."""
-        starts, stops = [], []
-        for row in requests:
-            first = self.first.get(row.file)
-            if row.nbytes and first is not None:
-                starts.append(first + row.offset // CHUNK)
-                stops.append(first + num_chunks(min(row.offset + row.nbytes, self.sizes[row.file])))
-        edges = torch.zeros(self.total + 1, dtype=torch.int32)
-        edges.index_add_(0, torch.tensor(starts, dtype=torch.long), torch.ones(len(starts), dtype=torch.int32))
-        edges.index_add_(0, torch.tensor(stops, dtype=torch.long), -torch.ones(len(stops), dtype=torch.int32))
-        return (edges.cumsum(0)[:-1] > 0).to(torch.uint8)
-
-    def divide(self, wants: Sequence[torch.Tensor]) -> list[Block]:
-        """Find the blocks that are worth sharing and say who reads each; the same result on every rank."""
-        rows = torch.stack(list(wants)).bool().view(len(wants), -1, _CHUNKS)
-        any_of = rows.any(0)
-        once, in_all = any_of.sum(1), rows.sum((0, 2))
-        shared = 4 * in_all > 5 * once
-        if int((in_all - once)[shared].sum()) * CHUNK < _WORTH:
-            return []
-        chosen = shared.nonzero().flatten()
-        takers, chunks = rows.any(2)[:, chosen].T.tolist(), any_of[chosen].tolist()
-        found: list[Block] = []
-        turns = [0] * len(wants)
-        files = iter(self.first.items())
-        path, first, following = "", 0, next(files, None)
-        for number, block in enumerate(chosen.tolist()):
-            while following is not None and following[1] <= block * _CHUNKS:
-                (path, first), following = following, next(files, None)
-            ranks = tuple(rank for rank, takes in enumerate(takers[number]) if takes)
-            owner = ranks[number % len(ranks)]
-            spots = tuple(at for at, needed in enumerate(chunks[number]) if needed)
-            found.append(Block(number, path, (block * _CHUNKS - first) * CHUNK, owner, turns[owner], ranks, spots))
-            turns[owner] += 1
-        return found
 
 
 class FileBlocks:
@@ -123,8 +49,8 @@ class FileBlocks:
         """Cut a range into what we read and what is in shared blocks."""
         begun = start
         while start < stop:
-            block = self._blocks.get(start // _BLOCK)
-            end = min(stop, (start // _BLOCK + 1) * _BLOCK)
+            block = self._blocks.get(start // BLOCK)
+            end = min(stop, (start // BLOCK + 1) * BLOCK)
             if block is not None:
                 if begun < start:
                     yield begun, start, None
@@ -152,15 +78,23 @@ class SharedReads:
         desk: ours.
         peers: the desks of all ranks of this machine; None in our own place.
         blocks: what is shared.
+        digests: what is checked before others may take it; all of them check, or none.
 
     Attributes:
         bytes_read: what we have read for us and others.
     """
 
     def __init__(
-        self, storage: Storage, numbers: _Numbers, desk: Desk, peers: list[PeerDesk | None], blocks: list[Block]
+        self,
+        storage: Storage,
+        numbers: ChunkNumbers,
+        desk: Desk,
+        peers: list[PeerDesk | None],
+        blocks: list[Block],
+        digests: Digests | None,
     ) -> None:
         self._storage, self._numbers, self._desk, self._peers = storage, numbers, desk, peers
+        self._digests = digests
         self._me = peers.index(None)
         self._address = address_of(desk.slots)
         self._num_blocks = len(blocks)
@@ -168,7 +102,7 @@ class SharedReads:
         self._by_file: dict[str, dict[int, Block]] = {}
         for block in blocks:
             if self._me in block.takers:
-                self._by_file.setdefault(block.file, {})[block.offset // _BLOCK] = block
+                self._by_file.setdefault(block.file, {})[block.offset // BLOCK] = block
         self._lost: set[int] = set()  # whom we do not wait for any more
         self._stopped = False
         self.bytes_read = 0
@@ -199,7 +133,7 @@ class SharedReads:
         shelf = self._desk if peer is None else peer
         if not self._arrives(block, shelf):
             return None
-        at = block.turn % _SLOTS * _BLOCK + offset - block.offset
+        at = block.turn % _SLOTS * BLOCK + offset - block.offset
         return shelf.slots[at : at + size], (self._address if peer is None else peer.address) + at
 
     def _arrives(self, block: Block, shelf: Desk | PeerDesk) -> bool:
@@ -255,10 +189,13 @@ class SharedReads:
             yield block.offset + spots[0] * CHUNK, min(block.offset + (spots[-1] + 1) * CHUNK, end)
 
     def _read_block(self, reader: FileReader, block: Block) -> None:
-        slot = block.turn % _SLOTS * _BLOCK - block.offset
+        slot = block.turn % _SLOTS * BLOCK - block.offset
         for low, high in self._runs(block):
-            reader.read_into(low, self._desk.slots[slot + low : slot + high])
+            view = self._desk.slots[slot + low : slot + high]
+            reader.read_into(low, view)
             self.bytes_read += high - low
+            if self._digests is not None and not self._digests.fit(block.file, low // CHUNK, view):
+                raise CorruptCheckpointError(f"{block.file}: bytes {low}..{high} are not what was written")
 
     def _is_free(self, block: Block) -> bool:
         """Wait until the slot of a block may be filled; False if this rank had better read for nobody any more."""
@@ -309,14 +246,9 @@ def _wait(ready: Callable[[], bool], sign: Callable[[], object]) -> bool:
     return False
 
 
-def tensor_files(manifest: Manifest) -> dict[str, int]:
-    """Return the files of a checkpoint that hold tensors, with their sizes."""
-    return {entry.path: entry.size for entry in manifest.files if entry.role == "tensors"}
-
-
 @contextlib.contextmanager
 def reading_together(
-    storage: Storage, sizes: Mapping[str, int], requests: Iterable[ReadRequest], swap: Swap
+    storage: Storage, manifest: Manifest, requests: Iterable[ReadRequest], digests: Digests | None, swap: Swap
 ) -> Iterator[SharedReads | None]:
     """Share the reading of some requests with the other ranks of this machine; gives None if there is nothing to share.
 
@@ -324,19 +256,21 @@ def reading_together(
 
     Args:
         storage: rooted at the checkpoint.
-        sizes: bytes of each file with tensors, by path.
+        manifest: of that checkpoint. Ranks share what they read only where they load the same one.
         requests: what this rank needs.
+        digests: tables to check against; None reads unchecked, and shares with ranks that do so too.
         swap: used once.
     """
-    numbers = _Numbers(sizes)
-    desk, told = _lay_out(numbers, requests)
+    numbers = ChunkNumbers(manifest.files)
+    desk, told = _lay_out(numbers, requests, digests is not None)
     reads = None
     peers: list[PeerDesk | None] = []
     try:
         others = swap(node_name(), told)
         if desk is not None:
-            reads = _join(storage, numbers, desk, told, others, peers)
-            if reads is None:
+            if blocks := _join(numbers, desk, told, others, peers):
+                reads = SharedReads(storage, numbers, desk, peers, blocks, digests)
+            else:
                 desk.leave()  # at once: the others must not wait for us while we read for ourselves
         yield reads
         if reads is not None:
@@ -358,41 +292,40 @@ def no_part(swap: Swap) -> None:
         swap(node_name(), None)
 
 
-def _lay_out(numbers: _Numbers, requests: Iterable[ReadRequest]) -> tuple[Desk | None, dict[str, Any] | None]:
+def _lay_out(
+    numbers: ChunkNumbers, requests: Iterable[ReadRequest], checks: bool
+) -> tuple[Desk | None, dict[str, Any] | None]:
     if not numbers.total or not can_share():
         return None, None
     try:
-        desk = Desk(numbers.wanted(requests).numpy().data, _SLOTS * _BLOCK)
-        of = bytes_digest(repr(numbers.sizes).encode())
-        return desk, {"of": of, **desk.told()}
+        desk = Desk(numbers.wanted(requests).numpy().data, _SLOTS * BLOCK)
+        return desk, {"of": [numbers.content, checks], **desk.told()}
     except (OSError, RuntimeError) as error:  # no memory, no /proc, a sandbox, torch without NumPy
         _LOG.debug("this rank reads for itself: %s", error)
         return None, None
 
 
 def _join(
-    storage: Storage,
-    numbers: _Numbers,
+    numbers: ChunkNumbers,
     desk: Desk,
     told: dict[str, Any] | None,
     others: Sequence[Any],
     peers: list[PeerDesk | None],
-) -> SharedReads | None:
-    """Map the desks of the ranks of this machine and divide the work; None if there is none to divide."""
+) -> list[Block]:
+    """Map the desks of the ranks of this machine into ``peers`` and divide the work; empty if there is none."""
     assert told is not None
     alike = [one for one in others if one and one["of"] == told["of"]]
     if len(alike) < 2:
-        return None
+        return []
     try:
         for one in alike:
             peers.append(None if one["token"] == told["token"] else PeerDesk(one))
     except (OSError, ValueError, HoldfastError) as error:
         _LOG.debug("this rank reads for itself: %s", error)
-        return None
+        return []
     desk.open_others()
     wants = [desk.wanted if peer is None else peer.wanted for peer in peers]
     blocks = numbers.divide([torch.frombuffer(bytearray(one), dtype=torch.uint8) for one in wants])
     if not blocks:
         _wait(lambda: all(peer is None or peer.has_opened or peer.gone for peer in peers), sign=lambda: None)
-        return None
-    return SharedReads(storage, numbers, desk, peers, blocks)
+    return blocks
