@@ -50,6 +50,21 @@ def test_the_index_is_saved_before_anything_is_deleted_and_the_manifest_goes_fir
     assert len(storage.log) > 3
 
 
+def test_a_metric_that_no_checkpoint_has_is_said_once(tmp_path, caplog) -> None:
+    """A misspelt metric lets checkpoints go by their age: that is said when the first one goes, with other names."""
+    keep = Keep(best=1, metric="los", mode="min")
+    catalog = begin(LocalStorage(tmp_path / "misspelt"))
+    for step in range(1, 5):
+        save(catalog, step, keep=keep, metrics={"val": {"loss": 1 / step}, "acc": 0.5})
+    assert caplog.text.count("Keep(metric='los')") == 1
+    assert "(they have: acc, val/loss)" in caplog.text
+    caplog.clear()
+    catalog = begin(LocalStorage(tmp_path / "sometimes"))
+    for step in range(1, 5):
+        save(catalog, step, keep=keep, metrics={"los": 1.0} if step == 1 else {})
+    assert not caplog.text
+
+
 def test_a_checkpoint_that_cannot_be_deleted_stays_known(tmp_path, caplog) -> None:
     """A failing delete is said, does not stop the run, and is tried again at the next save."""
     storage = Recording(tmp_path)

@@ -153,6 +153,23 @@ def test_verify_reads_every_byte_of_one_checkpoint(run) -> None:
     assert "model/head.weight" in invoke("verify", run / "step_10", code=1).stdout
 
 
+def test_verify_looks_into_sub_folders(run, tmp_path) -> None:
+    """Runs in a folder, and checkpoints whose file names lead into sub-folders, are checked; nothing is said to be."""
+    above = tmp_path / "all"
+    (above / "team").mkdir(parents=True)
+    run.rename(above / "team" / "run")
+    run = above / "team" / "run"
+    small(LocalStorage(above / "mine"), "ep1", run_id="", step=1)
+    found = {row["name"]: row["state"] for row in as_json("verify", above)["checkpoints"]}
+    assert found["mine/ep1"] == found["team/run/step_10"] == "ok"
+    assert found["team/run/step_40"] == "incomplete"
+    assert not [name for name, state in found.items() if state == "foreign"]
+    flip(run, "step_10")
+    assert "1 problem" in invoke("verify", above, "--deep", code=1).stdout
+    (tmp_path / "empty").mkdir()
+    assert invoke("verify", tmp_path / "empty").stdout == "no checkpoints\n"
+
+
 def test_verify_of_a_run_checks_all_of_them(run) -> None:
     """Sizes by default, digests on demand; what never was a checkpoint is named and is no problem."""
     found = as_json("verify", run)

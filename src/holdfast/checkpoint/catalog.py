@@ -30,7 +30,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.ops import errors_of
 
 from .history import LOGS, REPORTS
-from .record import Record, metric_value, pack, record_from_manifest, unpack
+from .record import Record, flat_metrics, metric_value, pack, record_from_manifest, unpack
 from .remains import is_remains, sweep_names
 from .retention import Verdict, decide, is_number, rank
 from .runindex import RunIndex
@@ -71,6 +71,7 @@ class Catalog:
         self.storage = storage
         self.index = index if index is not None else RunIndex.load(storage)
         self.rebuilt = False
+        self._says_unranked = True
         self._unpacked: dict[str, tuple[list[Any], Record]] = {}
         self.corrupt: dict[str, str] = {}
         self.incomplete: list[str] = []
@@ -242,7 +243,21 @@ class Catalog:
                 for gone in self.index.rows.keys() - self._names():
                     del self.index.rows[gone]
             trusted.update(name for name in fresh if name in self.index.rows and self._still_there(name))
+        if doomed and keep.metric is not None and self._says_unranked:
+            self._say_unranked(keep.metric)
         return self._delete(doomed)
+
+    def _say_unranked(self, metric: str) -> None:
+        """Warn once that checkpoints go by their age alone, if the metric that ranks them is not there."""
+        metrics = [record.metrics for record in self.records()]
+        self._says_unranked = False
+        if not any(is_number(metric_value(one, metric)) for one in metrics):
+            known = sorted({name for one in metrics for name in flat_metrics(one) if not name.startswith("_")})
+            _log.warning(
+                "Keep(metric=%r): no checkpoint of %s has a number for it (they have: %s), so the newest ones stay; "
+                "give it to save(metrics=...), or to report() before the next checkpoint",
+                metric, self.storage.uri, ", ".join(known) or "no metrics at all",
+            )  # fmt: skip
 
     def discard(self, names: Iterable[str], why: str) -> list[Verdict]:
         """Delete these checkpoints whatever the rules say; like `prune` otherwise."""

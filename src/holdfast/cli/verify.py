@@ -22,6 +22,7 @@ from .terminal import console, print_json, printable
 __all__ = ["verify"]
 
 _BAR_BYTES = 64 << 20  # less is done before anybody could read the bar
+_LEVELS = 3  # of folders within folders: save_folder of many runs, with file names that lead into sub-folders
 _Progress = Callable[[int], None]
 
 
@@ -32,7 +33,7 @@ _Progress = Callable[[int], None]
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def verify(path: str, deep: bool | None, as_json: bool) -> None:
-    """Check one checkpoint, or all checkpoints of a run, at PATH.
+    """Check one checkpoint, or all checkpoints of a run (or of several runs in a folder), at PATH.
 
     Without --deep: manifests and the sizes of all files. With --deep: every byte against its digest.
     """
@@ -64,8 +65,11 @@ def _one(checkpoint: Checkpoint, deep: bool) -> dict[str, Any]:
     return _row(checkpoint.uri, checkpoint.name, found, ok=found.ok)
 
 
-def _run(storage: Storage, deep: bool) -> Iterator[dict[str, Any]]:
-    """Check every checkpoint below ``storage``. What never was a checkpoint is listed and is no problem."""
+def _run(storage: Storage, deep: bool, levels: int = _LEVELS) -> Iterator[dict[str, Any]]:
+    """Check every checkpoint below ``storage``, those in sub-folders too.
+
+    What never was a checkpoint is listed and is no problem.
+    """
     catalog = Catalog(storage)
     records = {record.name: record.size for record in catalog.records()}
     names = [*records, *sorted((catalog.bad().keys() | catalog.others.keys()) - records.keys())]
@@ -76,7 +80,11 @@ def _run(storage: Storage, deep: bool) -> Iterator[dict[str, Any]]:
             yield {**row, "quarantined": catalog.index.quarantined.get(name)}
     for name in [*catalog.incomplete, *catalog.foreign]:
         state = "incomplete" if name in catalog.incomplete else "foreign"
-        yield _row(f"{storage.uri.rstrip('/')}/{name}", name, Verification(ok=True, state=state), ok=True)
+        below = list(_run(storage.child(name), deep, levels - 1)) if state == "foreign" and levels else []
+        if any(row["state"] != "foreign" for row in below):
+            yield from ({**row, "name": f"{name}/{row['name']}"} for row in below if row["state"] != "foreign")
+        else:
+            yield _row(f"{storage.uri.rstrip('/')}/{name}", name, Verification(ok=True, state=state), ok=True)
 
 
 def _row(uri: str, name: str, found: Verification, *, ok: bool) -> dict[str, Any]:
@@ -95,7 +103,10 @@ def _print(rows: list[dict[str, Any]], deep: bool) -> None:
     from rich.text import Text
 
     out = console()
-    width = max((len(row["name"]) for row in rows), default=0)
+    if not rows:
+        out.print("no checkpoints")
+        return
+    width = max(len(row["name"]) for row in rows)
     for row in rows:
         style = "green" if row["state"] == "ok" else "red" if not row["ok"] else "dim"
         detail = f"{row['files']} files"

@@ -28,10 +28,11 @@ def unwrap(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, _PARALLEL):
             module = module.module
-        elif isinstance(inner := module.__dict__.get("_modules", {}).get("_orig_mod"), nn.Module):
-            module = inner
-        else:
+            continue
+        modules = module.__dict__.get("_modules", ())  # not a dict in modules of TorchScript
+        if "_orig_mod" not in modules or not isinstance(modules["_orig_mod"], nn.Module):
             return module
+        module = modules["_orig_mod"]
 
 
 def canonical_keys(module: nn.Module, keys: Mapping[str, Any] | list[str]) -> list[str]:

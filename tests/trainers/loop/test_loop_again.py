@@ -190,6 +190,21 @@ def test_pointers_that_meet(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
         plain(tmp_path / "a", callbacks=own, **options)
 
 
+def test_what_a_killed_life_left_before_its_first_full_checkpoint(tmp_path: Path) -> None:
+    """Autoresume has nothing to go on from, so nobody knows whose they are: refused, with advice that helps."""
+
+    def make(**options: Any) -> hf.Trainer:
+        weights = CheckpointSaver(tmp_path / "w", "w{batch}.pt", weights_only=True, save_interval="2ba")
+        given = [weights, *options.pop("callbacks", [])]
+        return plain(tmp_path / "full", callbacks=given, save_filename="f{batch}.pt", autoresume=True, **options)
+
+    with pytest.raises(Crash):
+        make(callbacks=[CrashAt(5)]).fit()
+    with pytest.raises(hf.CheckpointExistsError, match=r"\(w2.pt, w4.pt\).*: move them away, use another"):
+        make().fit()
+    assert names(tmp_path / "w") == ["w2.pt", "w4.pt"]
+
+
 @pytest.mark.parametrize("suffix", ["", ".pt"])
 def test_remote_folders(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a remote folder too a later checkpoint refuses a fresh start; nothing is left in the temporary folder."""

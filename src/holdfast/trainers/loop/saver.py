@@ -197,11 +197,11 @@ class CheckpointSaver(Callback):
             match, where = self.remote_names(uploader), uploader.storage.uri
             later += self._in_the_way(uploader.storage, names_in(uploader.storage, nested=True), match, now)
         if later:
+            way = "go on with autoresume=True" if self._site.resumed or not self._site.autoresumes else "move them away"
             raise CheckpointExistsError(
-                f"{where} holds {len(later)} checkpoint(s) later than batch {now.count('batch')}, where training is "
-                f"({', '.join(later[:5])}{' ...' if len(later) > 5 else ''}), and save_overwrite=False: use another "
-                "save_folder or run_name, go on from them with autoresume=True, or pass save_overwrite=True; nothing "
-                "was trained"
+                f"{where} holds {len(later)} checkpoint(s) after batch {now.count('batch')} ({', '.join(later[:5])}"
+                f"{' ...' if len(later) > 5 else ''}), and save_overwrite=False: {way}, use another save_folder or "
+                "run_name, or pass save_overwrite=True; nothing was trained"
             )
 
     def _in_the_way(
