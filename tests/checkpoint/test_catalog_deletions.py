@@ -62,6 +62,9 @@ def test_a_metric_that_no_checkpoint_has_is_said_once(tmp_path, caplog) -> None:
     catalog = begin(LocalStorage(tmp_path / "sometimes"))
     for step in range(1, 5):
         save(catalog, step, keep=keep, metrics={"los": 1.0} if step == 1 else {})
+    catalog = begin(LocalStorage(tmp_path / "by age"))
+    for step in range(1, 4):
+        save(catalog, step, keep=Keep(last=1, metric="los"))  # only shown: it ranks nothing
     assert not caplog.text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -18,7 +19,9 @@ import holdfast
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.cli.main import cli
 from holdfast.config import Keep
+from holdfast.errors import StoragePermissionError
 from holdfast.storage.local import LocalStorage
+from holdfast.storage.memory import MemoryStorage
 
 
 @pytest.fixture
@@ -168,6 +171,51 @@ def test_verify_looks_into_sub_folders(run, tmp_path) -> None:
     assert "1 problem" in invoke("verify", above, "--deep", code=1).stdout
     (tmp_path / "empty").mkdir()
     assert invoke("verify", tmp_path / "empty").stdout == "no checkpoints\n"
+
+
+def test_what_a_sub_folder_has_lost_is_a_problem(run, tmp_path) -> None:
+    """A checkpoint that its run knows, and of which only files of the user are left, is no folder of somebody else."""
+    lost = run / "step_10"
+    shutil.rmtree(lost)
+    lost.mkdir()
+    (lost / "weights.bin").write_bytes(b"x")
+    (tmp_path / "logs").mkdir()
+    for path, name in ((run, "step_10"), (tmp_path, "run/step_10")):
+        found = as_json("verify", path, code=1)["checkpoints"]
+        assert [row["name"] for row in found if not row["ok"]] == [name]
+    run.rename(tmp_path / "logs" / "run")  # the name of a run's own folder: here there is no run
+    assert "logs/run/step_10" in invoke("verify", tmp_path, code=1).stdout
+
+
+def test_a_sub_folder_that_may_not_be_read_is_a_problem(monkeypatch) -> None:
+    """It is named, for it may hold checkpoints; what lies beside it is checked."""
+    storage = MemoryStorage("verify-denied")
+    small(storage, "team/run/ep1", run_id="", step=1)
+    storage.put("team/private/file", b"")
+    list_of = MemoryStorage.list
+
+    def refuse(self, prefix="", **how):
+        if prefix.rstrip("/") == "team/private":
+            raise StoragePermissionError("cannot list team/private")
+        return list_of(self, prefix, **how)
+
+    monkeypatch.setattr(MemoryStorage, "list", refuse)
+    found = as_json("verify", storage.uri, code=1)["checkpoints"]
+    assert {row["name"]: row["state"] for row in found} == {"team/private": "unreadable", "team/run/ep1": "ok"}
+
+
+def test_folders_of_others_cost_verify_one_listing_each(monkeypatch) -> None:
+    """A folder of runs may hold data sets too, with thousands of folders, at a request each."""
+    storage = MemoryStorage("verify-counts")
+    for number in range(27):
+        storage.put(f"data/{number // 9}/{number // 3}/{number}/image", b"")
+    small(storage, "team/run/ep1", run_id="", step=1)
+    asked: list[str] = []
+    list_of, open_of = MemoryStorage.list, MemoryStorage.open
+    monkeypatch.setattr(MemoryStorage, "list", lambda self, *args, **kw: asked.append("") or list_of(self, *args, **kw))
+    monkeypatch.setattr(MemoryStorage, "open", lambda self, path: asked.append(path) or open_of(self, path))
+    assert [row["name"] for row in as_json("verify", storage.uri)["checkpoints"]] == ["data", "team/run/ep1"]
+    assert len(asked) < 40 + 25, asked
 
 
 def test_verify_of_a_run_checks_all_of_them(run) -> None:

@@ -1,24 +1,16 @@
 """Ranks of one machine that load together read each byte once, and never depend on each other."""
 
 import itertools
-import os
-import subprocess
-import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import holdfast as hf
-from holdfast.format.manifest import FileEntry
 from holdfast.state import shared_blocks, shared_reads
-from holdfast.state.desk import Desk, PeerDesk
+from holdfast.state.desk import PeerDesk
 from holdfast.state.restore import load_state
-from holdfast.state.shared_blocks import ChunkNumbers
 from holdfast.state.shared_reads import SharedReads
 from holdfast.storage.memory import MemoryStorage
 
@@ -251,59 +243,6 @@ def test_the_others_go_on_when_a_rank_stops_in_the_middle(how, monkeypatch):
     assert isinstance(stuck, Stuck)
 
 
-def test_a_rank_that_dies_is_noticed(tmp_path):
-    """The desk of a process that was killed says so, and what it has published stays readable."""
-    script = (
-        "import sys, time; from holdfast.state.desk import Desk; import json;"
-        "desk = Desk(memoryview(bytearray(b'\\1' * 8)), 1 << 16); desk.slots[:3] = b'abc'; desk.publish(1);"
-        "print(json.dumps(desk.told()), flush=True); time.sleep(60)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env={**os.environ})
-    try:
-        import json
-
-        peer = PeerDesk(json.loads(child.stdout.readline()))
-        assert (bytes(peer.wanted), peer.published, peer.gone, peer.has_opened) == (b"\1" * 8, 1, False, False)
-    finally:
-        child.kill()
-        child.wait()
-        child.stdout.close()
-    assert peer.gone
-    assert bytes(peer.slots[:3]) == b"abc"
-    with pytest.raises(TypeError):
-        peer.slots[0] = 1  # for reading only
-    peer.close()
-
-
-def test_two_threads_ask_for_the_same_rank():
-    """A rank reads with two threads, and both look whether a neighbour still lives."""
-    desk = Desk(memoryview(bytearray(8)), 4096)
-    peer = PeerDesk(desk.told())
-    begin = threading.Barrier(4)
-
-    def ask() -> bool:
-        begin.wait(60)
-        return any(peer.gone for _ in range(20_000))
-
-    with ThreadPoolExecutor(4) as threads:
-        assert not any(one.result(60) for one in [threads.submit(ask) for _ in range(4)])
-    peer.close()
-    assert peer.gone
-    desk.close()
-
-
-def test_another_process_in_the_place_of_a_rank_is_refused():
-    """A descriptor that is another one by now is not taken for the desk of a rank."""
-    one, other = (Desk(memoryview(bytearray(8)), 4096) for _ in range(2))
-    with pytest.raises(ValueError, match="not the desk"):
-        PeerDesk({**one.told(), "fd": other.told()["fd"]})
-    told = other.told()
-    other.close()
-    with pytest.raises((OSError, ValueError)):
-        PeerDesk(told)
-    one.close()
-
-
 def test_what_a_rank_still_copies_stays_although_it_reads_for_nobody(monkeypatch):
     """A rank whose reading for others has failed goes on copying from them: its slots are not filled anew."""
     values = {f"t{number}": torch.randn(MIB) for number in range(5)}  # 10 blocks
@@ -387,31 +326,6 @@ def test_a_damaged_table_of_digests_does_not_hold_up_the_others():
     wrong, *others = Ranks(3).run(load)
     assert isinstance(wrong, hf.CorruptCheckpointError)
     assert others == [True, True]
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_the_division_is_even_and_complete(data):
-    """Every block that several ranks want has one owner among them, all agree, and the work is even."""
-    sizes = {"a": data.draw(st.integers(1, 40 * MIB)), "b": data.draw(st.integers(1, 9 * MIB))}
-    numbers = ChunkNumbers(
-        [FileEntry(path=path, size=size, digest="xxh3:0", role="tensors") for path, size in sizes.items()]
-    )
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
-    world = data.draw(st.integers(2, 5))
-    share = data.draw(st.floats(0.0, 1.0))
-    wants = [(torch.rand(numbers.total, generator=generator) < share).to(torch.uint8) for _ in range(world)]
-    blocks = numbers.divide(wants)
-    assert [block.number for block in blocks] == list(range(len(blocks)))
-    turns = [[block.turn for block in blocks if block.owner == rank] for rank in range(world)]
-    assert all(row == list(range(len(row))) for row in turns)
-    for block in blocks:
-        first = numbers.first[block.file] + block.offset // 65536
-        rows = [one[first : first + 32] for one in wants]
-        assert block.takers == tuple(rank for rank in range(world) if rows[rank].any())
-        assert block.owner in block.takers
-        assert len(block.takers) > 1
-        assert block.chunks == tuple(torch.stack(rows).any(0).nonzero().flatten().tolist())
 
 
 def test_a_checkpoint_without_tensors_is_loaded_together():

@@ -243,7 +243,7 @@ class Catalog:
                 for gone in self.index.rows.keys() - self._names():
                     del self.index.rows[gone]
             trusted.update(name for name in fresh if name in self.index.rows and self._still_there(name))
-        if doomed and keep.metric is not None and self._says_unranked:
+        if doomed and keep.best is not None and keep.metric is not None and self._says_unranked:
             self._say_unranked(keep.metric)
         return self._delete(doomed)
 
@@ -255,8 +255,8 @@ class Catalog:
             known = sorted({name for one in metrics for name in flat_metrics(one) if not name.startswith("_")})
             _log.warning(
                 "Keep(metric=%r): no checkpoint of %s has a number for it (they have: %s), so the newest ones stay; "
-                "give it to save(metrics=...), or to report() before the next checkpoint",
-                metric, self.storage.uri, ", ".join(known) or "no metrics at all",
+                "give Keep one of these, or report %r too for the steps that are saved",
+                metric, self.storage.uri, ", ".join(known) or "no metrics at all", metric,
             )  # fmt: skip
 
     def discard(self, names: Iterable[str], why: str) -> list[Verdict]:

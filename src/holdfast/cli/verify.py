@@ -10,10 +10,15 @@ from typing import Any
 import click
 
 from holdfast._units import format_bytes
-from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.catalog import Catalog, is_remains
 from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.history import LOGS, REPORTS
+from holdfast.checkpoint.lease import is_claim
+from holdfast.checkpoint.runindex import RUN_FILE
 from holdfast.checkpoint.verify import Verification
 from holdfast.checkpoint.verify import verify as verify_checkpoint
+from holdfast.errors import StoragePermissionError
+from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.storage.base import Storage
 
 from .targets import find
@@ -65,26 +70,86 @@ def _one(checkpoint: Checkpoint, deep: bool) -> dict[str, Any]:
     return _row(checkpoint.uri, checkpoint.name, found, ok=found.ok)
 
 
-def _run(storage: Storage, deep: bool, levels: int = _LEVELS) -> Iterator[dict[str, Any]]:
+def _run(storage: Storage, deep: bool) -> Iterator[dict[str, Any]]:
     """Check every checkpoint below ``storage``, those in sub-folders too.
 
     What never was a checkpoint is listed and is no problem.
     """
     catalog = Catalog(storage)
+    yield from _folder(catalog, deep)
+    for name in catalog.foreign:
+        below = _below(storage, name, deep)
+        yield from below or [_unchecked(storage, name, "foreign")]
+    if catalog.index.damage == "missing":  # no run, so these are no folders of its own
+        for info in storage.list("", recursive=False):
+            if info.path in (f"{LOGS}/", f"{REPORTS}/"):
+                yield from _below(storage, info.path[:-1], deep)
+
+
+def _folder(catalog: Catalog, deep: bool) -> Iterator[dict[str, Any]]:
+    """Check what lies in one folder and is, or was to be, a checkpoint."""
+    storage = catalog.storage
     records = {record.name: record.size for record in catalog.records()}
     names = [*records, *sorted((catalog.bad().keys() | catalog.others.keys()) - records.keys())]
     with _bar(sum(records.values()) if deep else 0, storage.uri) as progress:
         for name in names:
             found = verify_checkpoint(storage, name, deep=deep, progress=progress)
-            row = _row(f"{storage.uri.rstrip('/')}/{name}", name, found, ok=found.ok)
+            row = _row(_uri(storage, name), name, found, ok=found.ok)
             yield {**row, "quarantined": catalog.index.quarantined.get(name)}
-    for name in [*catalog.incomplete, *catalog.foreign]:
-        state = "incomplete" if name in catalog.incomplete else "foreign"
-        below = list(_run(storage.child(name), deep, levels - 1)) if state == "foreign" and levels else []
-        if any(row["state"] != "foreign" for row in below):
-            yield from ({**row, "name": f"{name}/{row['name']}"} for row in below if row["state"] != "foreign")
+    for name in catalog.incomplete:
+        yield _unchecked(storage, name, "incomplete")
+
+
+def _below(storage: Storage, name: str, deep: bool) -> list[dict[str, Any]]:
+    """Check what lies in a folder that is no checkpoint; empty if there is nothing to check."""
+    folders: list[str] = []
+    _look(storage, name, _LEVELS, folders)
+    rows = []
+    for path in sorted(folders):
+        try:
+            found = list(_folder(Catalog(storage.child(path)), deep))
+        except StoragePermissionError as error:  # it may hold checkpoints, and nothing is known of them
+            denied = Verification(ok=False, problems=(str(error),), state="unreadable")
+            rows.append(_row(_uri(storage, path), path, denied, ok=False))
         else:
-            yield _row(f"{storage.uri.rstrip('/')}/{name}", name, Verification(ok=True, state=state), ok=True)
+            rows += [{**row, "name": f"{path}/{row['name']}"} for row in found]
+    return rows
+
+
+def _look(storage: Storage, path: str, levels: int, folders: list[str]) -> bool:
+    """Find runs and folders of checkpoints, with one listing for each folder: most have nothing to do with us.
+
+    Args:
+        storage: where to look.
+        path: from where on.
+        levels: how much deeper to look.
+        folders: gets what is found, and what may not be read.
+
+    Returns:
+        Whether the folder looks like a checkpoint itself.
+    """
+    try:
+        names = [info.path[len(path) + 1 :] for info in storage.list(path, recursive=False)]
+    except StoragePermissionError:
+        folders.append(path)
+        return False
+    is_run = RUN_FILE in names
+    if not is_run and is_remains(name for name in names if not is_claim(name)):
+        return True
+    inner = {name[:-1] for name in names if name.endswith("/") and name[0] != "."} if levels else set()
+    inner -= {LOGS, REPORTS} if is_run else set()
+    looks = [_look(storage, f"{path}/{name}", levels - 1, folders) for name in inner]
+    if is_run or any(looks):
+        folders.append(path)
+    return MANIFEST_NAME in names
+
+
+def _unchecked(storage: Storage, name: str, state: str) -> dict[str, Any]:
+    return _row(_uri(storage, name), name, Verification(ok=True, state=state), ok=True)
+
+
+def _uri(storage: Storage, name: str) -> str:
+    return f"{storage.uri.rstrip('/')}/{name}"
 
 
 def _row(uri: str, name: str, found: Verification, *, ok: bool) -> dict[str, Any]:

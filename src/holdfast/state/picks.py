@@ -87,7 +87,7 @@ def _pour(data: np.ndarray, offset: int, shape: tuple[int, ...], wanted: tuple[S
         rows = data[low * row - offset : high * row - offset].reshape(high - low, *shape[1:])
         inner = slice(None), *[slice(*span) for span in wanted[1:]]
         part, into = rows[inner], target[low - first : high - first]
-        if part.ndim > 1 and part.size:  # whole runs of bytes as elements: copied up to three times as fast
+        if part.ndim > 1 and part.size and part.shape[-1] > 1:  # runs of bytes as elements: faster, most where short
             run = np.dtype((np.void, part.shape[-1]))
             part, into = part.view(run), into.view(run)
         into[...] = part
