@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ._advice import answering
 from ._units import Interval, IntervalLike, parse_interval
 from .errors import ConfigError
 
@@ -21,17 +21,7 @@ def _removed(**advice: str) -> Callable[[type[_T]], type[_T]]:
     """Answer arguments that Ray Train knows (or knew) and we do not with what to do instead of them."""
 
     def decorate(cls: type[_T]) -> type[_T]:
-        init = cls.__init__
-
-        @functools.wraps(init)
-        def checked(self: Any, *args: Any, **given: Any) -> None:
-            wrong = sorted(given.keys() & advice.keys())
-            if wrong:
-                lines = "; ".join(f"{name}: {advice[name]}" for name in wrong)
-                raise ConfigError(f"{cls.__name__} has no argument {' and '.join(wrong)}: {lines}")
-            init(self, *args, **given)
-
-        cls.__init__ = checked  # type: ignore[method-assign]
+        cls.__init__ = answering(cls.__name__, advice)(cls.__init__)  # type: ignore[method-assign]
         return cls
 
     return decorate

@@ -212,7 +212,13 @@ def test_lost_answer_of_a_conditional_put(stub, monkeypatch):
 def test_extras(monkeypatch):
     """A missing client is a MissingExtraError that says what to install; a missing account is a ConfigError."""
     monkeypatch.setenv("GCS_KEY", "")
-    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT", "OCI_NAMESPACE", "OCI_REGION"):
+    for name in (
+        "AZURE_STORAGE_ACCOUNT_NAME",
+        "AZURE_STORAGE_ACCOUNT",
+        "AZURE_ACCOUNT_NAME",
+        "OCI_NAMESPACE",
+        "OCI_REGION",
+    ):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="AZURE_STORAGE_ACCOUNT_NAME"):
         resolve("az://container/run")
@@ -249,6 +255,10 @@ def test_places(monkeypatch):
         assert storage.secrets()["secret_access_key"] == _SECRET
         assert from_description(described, storage.secrets()).describe() == described
     assert resolve("s3a://other/run").uri == "s3://other/run"
+    monkeypatch.setenv("AZURE_ACCOUNT_NAME", "account")  # as Composer calls them
+    monkeypatch.setenv("AZURE_ACCOUNT_ACCESS_KEY", "c2VjcmV0")
+    azure = resolve("azure://container/run")
+    assert (azure.uri, azure.secrets()["account_key"]) == ("az://container/run", "c2VjcmV0")
 
 
 @pytest.mark.parametrize("uri", ["s3://user:pass@bucket/x", "s3://", "s3:///x", "s3://b/x?sig=abc", "s3://a/../b"])

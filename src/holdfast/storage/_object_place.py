@@ -56,8 +56,13 @@ _GCS: _Table = {
     "skip_signature": ("GOOGLE_SKIP_SIGNATURE",),
 }
 _AZURE: _Table = {
-    "account_name": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"),
-    "account_key": ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_KEY"),
+    "account_name": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT", "AZURE_ACCOUNT_NAME"),
+    "account_key": (
+        "AZURE_STORAGE_ACCOUNT_KEY",
+        "AZURE_STORAGE_ACCESS_KEY",
+        "AZURE_STORAGE_KEY",
+        "AZURE_ACCOUNT_ACCESS_KEY",  # of Composer, as the account name without STORAGE
+    ),
     "sas_key": ("AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN"),
     "token": ("AZURE_STORAGE_TOKEN",),
     "endpoint": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
@@ -242,6 +247,7 @@ _FINDERS: dict[str, tuple[str, _Finder]] = {
     "gs": ("gs", _find_gcs),
     "gcs": ("gs", _find_gcs),
     "az": ("az", _find_azure),
+    "azure": ("az", _find_azure),
     "adl": ("az", _find_azure),
     "abfs": ("abfs", _find_azure),
     "abfss": ("abfs", _find_azure),

@@ -22,6 +22,7 @@ _SCHEMES: dict[str, tuple[str, str]] = {
     "gs": ("holdfast.storage.object", "from_uri"),
     "gcs": ("holdfast.storage.object", "from_uri"),
     "az": ("holdfast.storage.object", "from_uri"),
+    "azure": ("holdfast.storage.object", "from_uri"),
     "abfs": ("holdfast.storage.object", "from_uri"),
     "abfss": ("holdfast.storage.object", "from_uri"),
     "adl": ("holdfast.storage.object", "from_uri"),

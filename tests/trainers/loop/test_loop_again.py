@@ -36,6 +36,17 @@ def test_a_finished_training_is_uploaded(tmp_path: Path, suffix: str) -> None:
     assert int(loaded.state.timestamp.batch) == 6
 
 
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_lives_on_empty_machines(tmp_path: Path, suffix: str) -> None:
+    """Nothing but uploads tells how many lives there were: what the latest has saved is the newest all the same."""
+    options: dict[str, Any] = {"run_name": "it", "save_filename": "ba{batch}" + suffix, "autoresume": True}
+    options["loggers"] = RemoteUploaderDownloader(str(tmp_path / "remote"))
+    for machine, epochs in (("one", 1), ("one", 2), ("two", 3), ("three", 4)):
+        with plain(tmp_path / machine, max_duration=f"{epochs}ep", **options) as trainer:
+            assert int(trainer.state.timestamp.epoch) == epochs - 1
+            trainer.fit()
+
+
 def test_a_finished_training_is_saved_by_every_saver(tmp_path: Path) -> None:
     """One saver was killed before its last save: the next start makes up for it, from the state of the other."""
     plain(tmp_path / "full", max_duration="2ep").fit()
@@ -74,7 +85,7 @@ def test_what_was_due_where_training_goes_on(tmp_path: Path, interval: str, made
     assert ("w4" in names(tmp_path / "w")) is made_up
 
 
-@pytest.mark.parametrize(("full", "interval"), [("f{batch}.pt", "3ba"), ("f{batch}", "1ep")])
+@pytest.mark.parametrize(("full", "interval"), [("f{batch}.pt", "3ba"), ("f{batch}", "1ep"), ("f{epoch}.pt", "1ep")])
 def test_another_saver_had_got_further(
     tmp_path: Path, full: str, interval: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,19 +201,24 @@ def test_pointers_that_meet(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
         plain(tmp_path / "a", callbacks=own, **options)
 
 
-def test_what_a_killed_life_left_before_its_first_full_checkpoint(tmp_path: Path) -> None:
-    """Autoresume has nothing to go on from, so nobody knows whose they are: refused, with advice that helps."""
+def test_what_was_saved_before_the_full_checkpoint_that_is_gone(tmp_path: Path) -> None:
+    """Before the first full checkpoint a killed training is known by its place; of one that had some, nobody knows.
+
+    What lies there is its result perhaps: refused, with advice that helps.
+    """
 
     def make(**options: Any) -> hf.Trainer:
         weights = CheckpointSaver(tmp_path / "w", "w{batch}.pt", weights_only=True, save_interval="2ba")
         given = [weights, *options.pop("callbacks", [])]
-        return plain(tmp_path / "full", callbacks=given, save_filename="f{batch}.pt", autoresume=True, **options)
+        return plain(tmp_path / "full", callbacks=given, save_filename="f{epoch}.pt", autoresume=True, **options)
 
     with pytest.raises(Crash):
         make(callbacks=[CrashAt(5)]).fit()
-    with pytest.raises(hf.CheckpointExistsError, match=r"\(w2.pt, w4.pt\).*: move them away, use another"):
+    make(max_duration="3ep").fit()
+    for path in (tmp_path / "full").iterdir():
+        path.unlink()
+    with pytest.raises(hf.CheckpointExistsError, match=r"w14.pt, .*: move them away, use another"):
         make().fit()
-    assert names(tmp_path / "w") == ["w2.pt", "w4.pt"]
 
 
 @pytest.mark.parametrize("suffix", ["", ".pt"])
@@ -330,3 +346,20 @@ def test_another_model_is_an_error_with_advice(tmp_path: Path) -> None:
     plain(tmp_path, max_duration="1ba").fit()
     with pytest.raises(hf.StateMismatchError, match=r"autoresume goes on with all of it.*another save_folder"):
         plain(tmp_path, autoresume=True, model=torch.nn.Linear(4, 5))
+
+
+def test_a_scheduler_steps_before_the_optimizer_of_a_later_life(tmp_path: Path) -> None:
+    """Saved after the last batch of the first epoch: the epoch ends in the next life, and torch warns of nothing."""
+
+    def make(duration: str) -> hf.Trainer:
+        model = torch.nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        options = {"optimizers": optimizer, "schedulers": scheduler, "max_duration": duration, "autoresume": True}
+        return plain(tmp_path, model=model, save_interval="6ba", **options)
+
+    make("6ba").fit()
+    again = make("1ep")
+    again.fit()
+    assert int(again.state.timestamp.batch) == 6
+    assert again.state.optimizers[0].param_groups[0]["lr"] == 0.5

@@ -63,6 +63,24 @@ def test_every_argument_of_composer(cls: Any, names: str, needed: dict[str, Any]
                 cls(**needed, **{name: None})
 
 
+OF_FIT = """
+    train_dataloader train_dataloader_label train_subset_num_batches spin_dataloaders duration reset_time schedulers
+    scale_schedule_ratio step_schedulers_every_batch eval_dataloader eval_subset_num_batches eval_interval
+    device_train_microbatch_size precision
+"""
+
+
+@pytest.mark.parametrize(("method", "names"), [("fit", OF_FIT), ("eval", "eval_dataloader subset_num_batches")])
+def test_every_argument_of_its_methods(method: str, names: str) -> None:
+    """Each is taken, or answered with what to do instead; nothing is trained."""
+    trainer = plain()
+    known = inspect.signature(getattr(trainer, method)).parameters
+    for name in names.split():
+        if name not in known:
+            with pytest.raises(hf.ConfigError, match=rf"Trainer.{method} has no argument {name}: .+"):
+                getattr(trainer, method)(**{name: None})
+
+
 def test_names_of_composer() -> None:
     """The classes that its pages on checkpoints name are where a change of imports looks for them."""
     for module, names in (

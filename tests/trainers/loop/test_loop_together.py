@@ -165,7 +165,7 @@ def test_a_checkpoint_is_uploaded_before_it_is_deleted() -> None:
         is_remote=False,
         delete=lambda one: events.append(f"deletes {one.name}"),
     )
-    site: Any = SimpleNamespace(uploads_of=uploads_of, tell=lambda checkpoint: None)
+    site: Any = SimpleNamespace(uploads_of=uploads_of, tell=lambda checkpoint: None, source=None, begun=False)
     kept = Kept(SimpleNamespace(keep=None, num_to_keep=0), site, folder)  # type: ignore[arg-type]
     saved = Found(name="ba1", container="directory")
     kept.add(saved, Destinations(None, "ba1", None))

@@ -17,7 +17,7 @@ from ...state.selection import covers
 from ...state.torch_plain import to_plain
 from ...state.values import PerRank
 
-__all__ = ["IgnoreKeys", "as_torch_file", "check_ignore_keys", "expand", "ignored", "plain_leaf"]
+__all__ = ["IgnoreKeys", "as_torch_file", "check_ignore_keys", "emptied", "expand", "ignored", "plain_leaf"]
 
 _LOG = logging.getLogger("holdfast.trainer")
 IgnoreKeys = Sequence[str] | Callable[[dict[str, Any]], Any] | None
@@ -113,6 +113,20 @@ def paths(value: Any, path: str = "") -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from paths(item, f"{path}/{key}" if path else str(key))
+
+
+def emptied(every: Iterable[str], globs: Sequence[str], among: Iterable[str]) -> set[str]:
+    """Return those of ``among`` of which ``globs`` cover everything there is.
+
+    Args:
+        every: the "/"-joined path of everything in a checkpoint.
+        globs: what is left out of it.
+        among: some of those paths.
+    """
+    ordered = sorted({f"{path}/" for path in every})  # what is in a container comes right after it
+    ends = [one[:-1] for one, after in zip(ordered, [*ordered[1:], ""], strict=True) if not after.startswith(one)]
+    taken = [one for one in ends if not covers(globs, one)]
+    return {path for path in among if not any(one == path or one.startswith(f"{path}/") for one in taken)}
 
 
 _MODEL = "state/model/"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..._advice import answering
 from ...errors import ConfigError
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "check_function",
     "check_loader",
     "check_path",
+    "of_eval",
+    "of_fit",
     "several",
 ]
 
@@ -62,6 +65,24 @@ OF_TRAINER = {
     "train_dataloader_label": "the label is always 'train', leave it out",
     "train_subset_num_batches": "give max_duration in batches, such as '100ba'",
 }
+_AT_ONCE = "give it to the Trainer, and make another one to change it"
+_OF_FIT = {
+    "device_train_microbatch_size": "give grad_accum to the Trainer, the number of parts of each batch",
+    "eval_dataloader": _AT_ONCE,
+    "eval_interval": _AT_ONCE,
+    "eval_subset_num_batches": OF_TRAINER["eval_subset_num_batches"],
+    "precision": _AT_ONCE,
+    "reset_time": "make another Trainer, with load_path=... and load_weights_only=True for the weights of this one",
+    "scale_schedule_ratio": _SCHEDULE,
+    "schedulers": _AT_ONCE,
+    "spin_dataloaders": OF_TRAINER["spin_dataloaders"],
+    "step_schedulers_every_batch": _AT_ONCE,
+    "train_dataloader": _AT_ONCE,
+    "train_dataloader_label": OF_TRAINER["train_dataloader_label"],
+    "train_subset_num_batches": "give duration in batches, such as '100ba'",
+}
+of_fit = answering("Trainer.fit", _OF_FIT)
+of_eval = answering("Trainer.eval", {"subset_num_batches": "give an eval_dataloader of that length"})
 OF_SAVER = {
     "artifact_name": "it is called remote_file_name",
     "latest_artifact_name": "it is called latest_remote_file_name",

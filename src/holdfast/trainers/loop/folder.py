@@ -59,7 +59,7 @@ class Folder:
         self.quarantined: dict[str, str] = {}
         self.client: WriterClient | None = None
         self.team: Team | None = None
-        self._number = 0
+        self._number = self._above = 0
         root = self.storage.local_root
         if root is not None and root.is_file():
             raise ConfigError(f"save_folder={spelling!r} is a file: give a directory")
@@ -99,7 +99,7 @@ class Folder:
             self._leave()
             raise
         self.run_id, self.start_id, self.quarantined = opened.run_id, opened.start_id, dict(opened.quarantined)
-        self.attempt = max(self.attempt, opened.attempt)
+        self.attempt = max(self.attempt, opened.attempt, self._above + 1)
 
     def _open_run(self, client: WriterClient) -> RunOpened:
         ranks, storage = self.ranks, self.storage
@@ -129,7 +129,12 @@ class Folder:
                 return 1 + max((one.attempt for one in look(self.storage, nested=nested)), default=0)
             return 1
 
-        self.attempt = max(1, self.attempt, self.ranks.lead("attempt", look_here))
+        self.attempt = max(self.attempt, self._above + 1, self.ranks.lead("attempt", look_here))
+
+    def rise_above(self, attempt: int) -> None:
+        """Number this life after another one, which only uploads may know of: this folder may be a new one."""
+        self._above = max(self._above, attempt)
+        self.attempt = max(self.attempt, self._above + 1)
 
     def _probe(self) -> None:
         """See that this folder takes a file, and gives it up; remove such files of killed lives."""
@@ -185,6 +190,7 @@ class Folder:
         """Give the leases back and end the writer, after all it was given is durable; idempotent."""
         client, self.client = self.client, None
         # Another trainer may save here from now on: what comes after that is another attempt.
+        self._above = max(self._above, self.attempt)
         self.start_id, self.attempt, self._number = secrets.token_hex(4), 0, 0
         try:
             self.claims.release(patient=patient)

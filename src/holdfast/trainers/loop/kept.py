@@ -133,6 +133,7 @@ class Kept:
             StorageError: of the link, after all else but deletions: the link may still mean one of those.
         """
         storage, leads = self._folder.storage, self._folder.ranks.leads
+        self._site.begun |= self._saver is self._site.source
         unlinked: StorageError | None = None
         if there.latest is not None and self._saver.num_to_keep != 0 and leads:
             try:

@@ -32,7 +32,7 @@ from ...state.torch_plain import from_plain
 from ...state.values import ObjectNode
 from ...storage.base import Storage
 from ...storage.local import LocalStorage
-from .anatomy import IgnoreKeys, from_torch_file
+from .anatomy import IgnoreKeys, emptied, from_torch_file
 from .files import read_note
 from .finder import look_at, names_in
 from .folder import storage_prefix
@@ -244,7 +244,8 @@ def _load_stored(
     saved = _contents(stored, uri)
     full = not options.weights_only and "timestamp" in saved
     live: dict[str, Any] = state.live() if full else {"state": {"model": state.model}}
-    report, skip = Report(uri, full), _ignored(stored, options.ignore_keys, uri)
+    report = Report(uri, full)
+    skip = _ignored(stored, options.ignore_keys, report)
     if full:
         if "rng" not in stored.tree:
             live.pop("rng")
@@ -263,6 +264,7 @@ def _load_stored(
     except StateMismatchError as error:
         raise _in_our_words(error, place.uri, uri, options.advice) from None
     empty = {f"state/{name}" for name, value in live["state"].items() if isinstance(value, Mapping) and not value}
+    empty |= emptied(paths(stored), skip, loaded.restored) if skip else set()
     report.restored += [path for path in loaded.restored if path not in empty]
     report.not_restored += loaded.not_restored
     report.notes += loaded.notes
@@ -308,12 +310,13 @@ def _not_wanted(live: Mapping[str, Any], saved: Mapping[str, Any], report: Repor
     return skip
 
 
-def _ignored(stored: Stored, ignore: IgnoreKeys, uri: str) -> list[str]:
+def _ignored(stored: Stored, ignore: IgnoreKeys, report: Report) -> list[str]:
     globs = [one.rstrip("/") for one in ignore] if ignore is not None and not callable(ignore) else []
-    every = list(paths(stored)) if globs else []
+    every = [*paths(stored), *["rng"] * report.full] if globs else []  # a file's generators are taken apart before
     idle = [one for one in globs if not any(covers((one,), path) for path in every)]
     if idle:
-        _LOG.warning("load_ignore_keys: nothing in %s matches %s", uri, ", ".join(idle))
+        _LOG.warning("load_ignore_keys: nothing in %s matches %s", report.uri, ", ".join(idle))
+    report.notes += [f"load_ignore_keys leaves out {one}" for one in globs if one not in idle]
     return globs
 
 

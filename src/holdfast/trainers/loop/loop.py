@@ -52,6 +52,9 @@ class TrainingLoop:
         state = self._state
         stage, state.dataset_state.stage = state.dataset_state.stage, ""
         state.model.train()
+        if state.timestamp.count("batch"):  # torch warns of a scheduler that steps before the optimizer ever has
+            for optimizer in state.optimizers:
+                optimizer._opt_called = True  # type: ignore[attr-defined]
         if stage == "batch_eval" and not (self._evaluated("batch_eval") and self._after_batch()):
             return False
         if stage == "epoch_eval" and not (self._evaluated("epoch_eval") and self._after_epoch()):

@@ -111,7 +111,9 @@ class Restart:
         storages = [folder.storage, *(one.storage for one in self._site.uploads_of(saver))]
         local, ranks = folder.storage, self._site.ranks
         bad: list[tuple[str, str]] = []
-        for number, row in ranks.lead("candidates", lambda: self._candidates(saver, storages)):
+        candidates = ranks.lead("candidates", lambda: self._candidates(saver, storages))
+        folder.rise_above(max((row["attempt"] for _, row in candidates), default=0))
+        for number, row in candidates:
             storage, one = storages[number], Found(**row)
             if storage is local and one.name in folder.quarantined:
                 bad.append((one.name, folder.quarantined[one.name]))
@@ -128,7 +130,7 @@ class Restart:
                 found[0].notes += [
                     f"set aside {name}, its files are left alone: {why.splitlines()[0]}" for name, why in bad
                 ]
-                self._resumed, self._site.training = True, one.training
+                self._resumed, self._site.begun, self._site.training = True, True, one.training
                 self._site.resumed_at = folder if storage is local else None
                 return found[0]
         if bad:

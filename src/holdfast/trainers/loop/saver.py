@@ -209,13 +209,13 @@ class CheckpointSaver(Callback):
     ) -> list[str]:
         """Return those of later moments, but for what this training has saved beside the saver it goes on from."""
         assert self._site is not None
-        later = [name for name in names if is_in_the_way(storage, name, match(name), now)]
-        own = [name for name in later if self._site.is_ahead(self, look_at(storage, name))]
-        if own:
+        later = {name: look_at(storage, name) for name in names if is_in_the_way(storage, name, match(name), now)}
+        own = {name: one for name, one in later.items() if one is not None and self._site.is_ahead(self, one)}
+        if ahead := [name for name, one in own.items() if one.step > now.count("batch")]:
             _LOG.warning(
                 "%s holds %d checkpoint(s) later than batch %d, where this training goes on (%s): a life that was "
                 "killed had got further; they are replaced when training gets there again",
-                storage.uri, len(own), now.count("batch"), ", ".join(own[:5]),
+                storage.uri, len(ahead), now.count("batch"), ", ".join(ahead[:5]),
             )  # fmt: skip
         return [name for name in later if name not in own]
 
@@ -246,7 +246,7 @@ class CheckpointSaver(Callback):
             return
         folder = self.place
         self.take_place()
-        self._track = Track(folder, self.container, claim=self.claim, training=self._site.training)
+        self._track = Track(folder, self.container, claim=self.claim)
         pattern = self.filename.pattern(self._site.variables)
         if (latest := self.latest_filename) is not None:
             link = latest.format(self._site.variables, self._site.state.timestamp)
@@ -299,7 +299,7 @@ class CheckpointSaver(Callback):
         if batch == self._last_batch:
             return
         name = self.filename.format(site.variables, state.timestamp)
-        content = "weights" if self.weights_only else "full"
+        extra = {"content": "weights" if self.weights_only else "full", "training": site.training_of(self)}
         about: dict[str, Any] = {"step": batch, "epoch": state.timestamp.count("epoch"), "metrics": metrics_of(state)}
         saved = Found(
             name=name, container=self.container, attempt=self.place.attempt, step=batch, created=time.time(),
@@ -308,7 +308,7 @@ class CheckpointSaver(Callback):
         site.flush_logs()
         kept, there = self._kept, self.destinations(state.timestamp)
         assert kept is not None
-        self._track.save(name, self._live(), about=about, content=content, after=lambda: kept.add(saved, there))
+        self._track.save(name, self._live(), about=about, extra=extra, after=lambda: kept.add(saved, there))
         self._last_batch = batch
 
     def _live(self) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
 
 from ...checkpoint.handle import Checkpoint
 from ...checkpointer.team import ANSWER_MARGIN_S, Team
@@ -47,6 +49,7 @@ class Site:
         resumed_at: the folder that checkpoint lies in, if it is one of ours.
         autoresumes: it was looked for; else nothing of an earlier life is taken for ours.
         training: identity of the training over all its lives, also on another machine; "" before `open`.
+        begun: the first saver that saves everything has done so: a later life knows our training.
     """
 
     def __init__(self, state: State, savers: Sequence[CheckpointSaver], destinations: Sequence[Any]) -> None:
@@ -56,9 +59,10 @@ class Site:
         self._destinations = tuple(destinations)
         self.resumed = False
         self.resumed_at: Folder | None = None
-        self.autoresumes, self.training = False, ""
+        self.autoresumes, self.training, self.begun = False, "", False
         self._folders: dict[str, Folder] = {}
         self._open = self._left = False
+        self._process = 0  # that has opened the folders
         self._control: tuple[WriterClient, Team] | None = None
         for saver in self.savers:
             spelling = saver.folder.format(self.variables)
@@ -148,6 +152,7 @@ class Site:
         for saver in self.savers:
             saver.check_interval()
         self._check_uploads()
+        self._process = os.getpid()
         try:
             for saver in self.savers:
                 saver.take_place()
@@ -173,10 +178,25 @@ class Site:
         """The saver that a later life goes on from: the first that saves everything."""
         return next((saver for saver in self.savers if saver.is_full), None)
 
-    def is_ahead(self, saver: CheckpointSaver, found: Found | None) -> bool:
+    def is_ahead(self, saver: CheckpointSaver, found: Found) -> bool:
         """Tell whether another saver than the one we go on from has saved this in an earlier life of our training."""
         ours = self.autoresumes and saver is not self.source
-        return ours and found is not None and found.training == self.training
+        return ours and found.training in (self.training, self._begun_at)
+
+    def training_of(self, saver: CheckpointSaver) -> str:
+        """Return what a checkpoint of ``saver`` says it belongs to.
+
+        Of single files nothing tells a later life which training this is, before the first is there to go on from:
+        what other savers save meanwhile names its place.
+        """
+        return self.training if self.begun or saver is self.source else self._begun_at
+
+    @property
+    def _begun_at(self) -> str:
+        source = self.source
+        if source is None or source.claim is None:  # the run of a folder knows its training from the start
+            return self.training
+        return f"at {xxhash.xxh3_64_hexdigest(f'{source.place.storage.uri}/{source.claim}'.encode())}"
 
     def _check_overwrite(self) -> None:
         for saver in self.savers:
@@ -272,7 +292,14 @@ class Site:
         except Exception as late:  # noqa: BLE001 - recorded: raising would hide the error of training
             _LOG.error("while training was ending with an error, a save failed too: %s", late)
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a child of the process that trains (a callback forked, say): nothing here is its to end."""
+        return self._process not in (0, os.getpid())
+
     def _close(self, reason: str, waits: Sequence[Callable[[], object]], *, patient: bool = True) -> None:
+        if self.is_forked:
+            return
         problem: Exception | None = None
         closes = [lambda folder=folder: folder.close(reason, patient=patient) for folder in self._folders.values()]
         waits = [*waits, lambda: self.ranks.watch(None)]

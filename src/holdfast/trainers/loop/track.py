@@ -36,11 +36,10 @@ class Track:
         folder: where to; opened.
         container: "directory", "torch" or "safetensors".
         claim: the name of its files that the folder has claimed; None for directories.
-        training: what every checkpoint says it belongs to.
     """
 
-    def __init__(self, folder: Folder, container: str, *, claim: str | None, training: str) -> None:
-        self._folder, self._container, self._claim, self._training = folder, container, claim, training
+    def __init__(self, folder: Folder, container: str, *, claim: str | None) -> None:
+        self._folder, self._container, self._claim = folder, container, claim
         self._ranks = folder.ranks
         self._snapshotter = Snapshotter(
             rank=self._ranks.rank, world_size=self._ranks.world_size, timeout_s=TIMEOUT_S,
@@ -82,15 +81,16 @@ class Track:
                 as_torch_file(gathered(expand(live), self._ranks) or {})
 
     def save(
-        self, name: str, live: Mapping[str, Any], *, about: Mapping[str, Any], content: str, after: Callable[[], object]
-    ) -> None:
+        self, name: str, live: Mapping[str, Any], *, about: Mapping[str, Any], extra: Mapping[str, str],
+        after: Callable[[], object],
+    ) -> None:  # fmt: skip
         """Start a save; waits for the one before. The caller may change the state when this returns.
 
         Args:
             name: path inside the folder; a checkpoint there is replaced when this one commits.
             live: the state in the anatomy of a checkpoint.
             about: step, epoch and metrics.
-            content: "full" or "weights".
+            extra: its content, "full" or "weights", and the training it belongs to.
             after: called on another thread once it is durable.
 
         Raises:
@@ -98,23 +98,24 @@ class Track:
         """
         self.settle()
         if self._claim is None:
-            self._start(name, live, about, content, after)
+            self._start(name, live, about, extra, after)
             return
         claims = self._folder.claims
         claims.begin(self._claim)
         try:
-            self._start(name, live, about, content, after)
+            self._start(name, live, about, extra, after)
         finally:
             if self._pending is None:
                 claims.end()
 
     def _start(
-        self, name: str, live: Mapping[str, Any], about: Mapping[str, Any], content: str, after: Callable[[], object]
-    ) -> None:
+        self, name: str, live: Mapping[str, Any], about: Mapping[str, Any], extra: Mapping[str, str],
+        after: Callable[[], object],
+    ) -> None:  # fmt: skip
         begun = time.perf_counter()
         try:
             with _in_our_words():
-                durable = self._hand_over(name, live, about, content)
+                durable = self._hand_over(name, live, about, extra)
         except PASSING as error:
             self._leave_out(error)
             return
@@ -125,11 +126,11 @@ class Track:
         self._pending = self._thread.submit(self._follow, durable, begun, about["step"], after)
 
     def _hand_over(
-        self, name: str, live: Mapping[str, Any], about: Mapping[str, Any], content: str
+        self, name: str, live: Mapping[str, Any], about: Mapping[str, Any], extra: Mapping[str, str]
     ) -> Future[Any] | None:
         """Copy the state; None where another rank stores it."""
         if self._container != "directory":
-            return self._hand_over_file(name, live, about, content)
+            return self._hand_over_file(name, live, about, extra)
         folder = self._folder
         assert folder.client is not None
         checkpoint_id, save_id = uuid.uuid4().hex, folder.next_save_id()
@@ -143,18 +144,18 @@ class Track:
         with contextlib.nullcontext() if folder.team is None else folder.team.told(save_id):
             return self._snapshotter.submit(
                 live, folder.client, folder.storage, directory=name, save_id=save_id,
-                manifest={**fields, "extra": {"content": content, "training": self._training}},
+                manifest={**fields, "extra": dict(extra)},
                 overwrite=True, reuse=in_run,
                 run=in_run and self._ranks.leads, part=joint, joint=joint, lazy=False,
             ).future  # fmt: skip
 
     def _hand_over_file(
-        self, name: str, live: Mapping[str, Any], about: Mapping[str, Any], content: str
+        self, name: str, live: Mapping[str, Any], about: Mapping[str, Any], extra: Mapping[str, str]
     ) -> Future[Any] | None:
         folder = self._folder
         note = {
             "attempt": folder.attempt, "step": about["step"], "epoch": about["epoch"], "created": time.time(),
-            "metrics": about["metrics"], "weights_only": content == "weights", "training": self._training,
+            "metrics": about["metrics"], "weights_only": extra["content"] == "weights", "training": extra["training"],
         }  # fmt: skip
         found = gathered(expand(live), self._ranks)
         if found is None:

@@ -15,7 +15,7 @@ from ...config import _removed
 from ...errors import ConfigError, SessionError
 from ...state import rng
 from ...state.seeding import generators_kept
-from .arguments import OF_TRAINER, check_flags, check_function, check_loader, check_path, several
+from .arguments import OF_TRAINER, check_flags, check_function, check_loader, check_path, of_eval, of_fit, several
 from .callbacks import Callback
 from .engine import Engine
 from .events import Event
@@ -119,9 +119,9 @@ class Trainer:
 
     def __init__(
         self,
-        *,
         model: torch.nn.Module,
         train_dataloader: Any = None,
+        *,
         max_duration: Any = None,
         optimizers: Any = None,
         schedulers: Any = None,
@@ -246,6 +246,7 @@ class Trainer:
 
     # -- training
 
+    @of_fit
     def fit(self, duration: Any = None) -> None:
         """Train until ``max_duration``; everything saved is durable on return.
 
@@ -262,9 +263,7 @@ class Trainer:
             raise SessionError("this trainer is closed: make another one")
         if state.train_dataloader is None:
             raise ConfigError("fit() needs train_dataloader")
-        if duration is not None:
-            more = parse_duration(duration, "duration")
-            assert more is not None
+        if (more := parse_duration(duration, "duration")) is not None:
             state.max_duration = state.timestamp.get(more.unit) + more
         if state.max_duration is None:
             raise ConfigError("fit() needs to know when to end: give max_duration to the Trainer, or fit(duration)")
@@ -321,6 +320,8 @@ class Trainer:
                 engine.run(Event.FIT_END)
             self._site.finish("finished" if complete else "stopped")
         except BaseException as error:
+            if self._site.is_forked:
+                raise
             reason = self._pace.explain(error)
             self._site.end_after(reason or error, patient=not self._signals.impatient)
             if reason is not None:
@@ -337,6 +338,7 @@ class Trainer:
     def _evaluation(self, pace: Pace) -> Evaluation:
         return Evaluation(self.state, self._engine, self.logger, pace, loss_fn=self._loss_fn)
 
+    @of_eval
     def eval(self, eval_dataloader: Any = None) -> dict[str, dict[str, Any]]:
         """Evaluate now; returns the metrics of each loader.
 

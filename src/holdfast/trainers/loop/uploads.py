@@ -227,6 +227,7 @@ def as_object_store(given: Any) -> Storage:
     if isinstance(given, Storage):
         return given
     raise ConfigError(
-        f"load_object_store is a {type(given).__name__}: give a holdfast.storage.LibcloudObjectStore (or another "
-        "storage), or a RemoteUploaderDownloader"
+        f"load_object_store is a {type(given).__name__}: give a holdfast.storage.LibcloudObjectStore, a "
+        "RemoteUploaderDownloader or what holdfast.storage.resolve('s3://bucket') returns; or none, and the whole URI "
+        "as load_path"
     )
