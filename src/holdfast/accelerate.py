@@ -12,7 +12,7 @@ from .checkpoint.handle import Checkpoint
 from .checkpointer.loop import Checkpointer as _Checkpointer
 from .errors import ConfigError
 from .integrations import reporting
-from .integrations.prepared import OneByOne, objects_of, own_loader, told_when_last
+from .integrations.prepared import OneByOne, objects_of, own_loader, say_late, told_when_last
 from .integrations.verified import verified_directory
 from .runtime.worker.session import get_checkpoint
 
@@ -25,7 +25,7 @@ class Checkpointer(_Checkpointer):
     """A `holdfast.Checkpointer` of everything that an `Accelerator` has prepared, on any number of ranks.
 
     Models, optimizers, schedulers and the gradient scaler are found in the accelerator, unwrapped, and so are the
-    objects of ``register_for_checkpointing``. Make it after ``accelerator.prepare``.
+    objects of ``register_for_checkpointing``. Make it after both.
 
     Args:
         path: root of the run: a path or a URI.
@@ -54,12 +54,13 @@ class Checkpointer(_Checkpointer):
                 f"state has {taken}, and so has the accelerator: what it prepared is saved under that name"
             )
         super().__init__(path, {**found, **(state or {})}, **options)
-        self.accelerator = accelerator
+        self.accelerator, self._found = accelerator, frozenset(found)
         self._loaders: dict[int, Any] = {}  # id of a prepared loader -> itself and what it was made of
 
     def step(self, **metrics: Any) -> None:
         """Record one finished optimizer step; does nothing where gradients only gather (``accelerator.accumulate``)."""
         if self.accelerator.sync_gradients:
+            self._found = say_late(self.accelerator, self._found)
             super().step(**metrics)
 
     def batches(self, loader: Any, *, name: str = "train", split: bool | tuple[int, int] = True) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from .config import Keep
 from .errors import ConfigError
 from .integrations import DirectoryKeeper
 from .integrations.finished import all_written, report_finished
-from .integrations.trainer_logs import saved_metrics, say_misaligned, say_missing, written
+from .integrations.trainer_logs import saved_metrics, say_misaligned, say_missing, say_start, trial_of, written
 from .runtime.worker._session import current_session
 
 __all__ = ["HoldfastCallback", "RayTrainReportCallback", "ReportCallback", "prepare_trainer"]
@@ -59,9 +59,9 @@ class ReportCallback(_TrainerCallback):  # type: ignore[misc]
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report what was just saved; called on every rank."""
-        metrics = self.metrics(state)
-        say_missing(args, state, current_session("report").score_attribute, metrics)
         directory = written(args, state)
+        metrics = trial_of(args, state, directory) | self.metrics(state)
+        say_missing(args, state, current_session("report").score_attribute, metrics)
         report_finished(directory, metrics, inside=self.CHECKPOINT_NAME, delete=self.delete, validation=self.validation)
 
 
@@ -72,7 +72,8 @@ class HoldfastCallback(_TrainerCallback):  # type: ignore[misc]
     """Keeps the checkpoints of a plain `Trainer` in any storage: in the background, digested, the best never lost.
 
     The trainer writes its ``checkpoint-N`` as ever and may rotate it away (``save_total_limit=1`` is enough): complete
-    ones are brought to ``path`` while training goes on, also if the process is killed meanwhile.
+    ones are brought to ``path`` (in a ``hyperparameter_search`` to a run of the trial, ``path/run-N``) while training
+    goes on, also if the process is killed meanwhile.
 
     Args:
         path: root of the run: a path or a URI.
@@ -80,7 +81,7 @@ class HoldfastCallback(_TrainerCallback):  # type: ignore[misc]
         timeout_s: bound of every wait.
 
     Attributes:
-        keeper: the `DirectoryKeeper` that does it; `close` waits until all is durable.
+        keeper: the `DirectoryKeeper` that does it (of a search: the trial's); `close` waits until all is durable.
 
     Example:
         >>> callback = HoldfastCallback("s3://bucket/run", keep=Keep(last=2))               # doctest: +SKIP
@@ -95,26 +96,30 @@ class HoldfastCallback(_TrainerCallback):  # type: ignore[misc]
         keep: Keep | None = Keep(last=3),  # noqa: B008 - Keep is frozen
         timeout_s: float = 600.0,
     ) -> None:
-        self.keeper = DirectoryKeeper(path, keep=keep, timeout_s=timeout_s)
+        self._path = path
+        self._options: dict[str, Any] = {"keep": keep, "timeout_s": timeout_s}
+        self._plain = self.keeper = DirectoryKeeper(path, **self._options)
         self.latest, self.best, self.checkpoints = self.keeper.latest, self.keeper.best, self.keeper.checkpoints
         self._metric = keep.metric if keep is not None else None
-        self._timeout_s = timeout_s
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say what in the settings does not fit; what an earlier training of this process added is taken in."""
+        if self.keeper is not self._plain:  # that of a trial
+            self.keeper.close()
+            self.keeper = self._plain
         self.keeper.begin()
-        say_misaligned(args, state, self._metric)
-        if args.load_best_model_at_end and state.best_global_step:
-            # A machine that was not there when it was saved has it only in the run.
+        say_start(args, state, self._metric, uri=self.keeper.storage.uri)
+        if args.load_best_model_at_end and state.best_global_step:  # another machine has it only in the run
             kept = self.keeper.directory_of(state.best_global_step, wanted=state.best_model_checkpoint is None)
             state.best_model_checkpoint = state.best_model_checkpoint or kept
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep what was just saved, once every rank has written its files; all into one ``output_dir``."""
-        directory = written(args, state)
-        all_written(directory, shared=True, timeout_s=self._timeout_s)
+        all_written(directory := written(args, state), shared=True, timeout_s=self.keeper.timeout_s)
         metrics = saved_metrics(state.log_history, step=state.global_step, epoch=state.epoch)
         say_missing(args, state, self._metric, metrics)
+        if (trial := trial_of(args, state, directory)) and self.keeper is self._plain:
+            self.keeper = DirectoryKeeper(os.path.join(self._path, trial["trial"]), **self._options)
         self.keeper.add(directory, step=state.global_step, epoch=int(state.epoch or 0), metrics=metrics)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
@@ -132,8 +137,7 @@ def prepare_trainer(trainer: Any) -> Any:
     A `ReportCallback` is added if neither one nor another callback with ``on_save`` of the user's own is there.
 
     Raises:
-        ConfigError: the trainer does not see the ranks that there are.
-        SessionError: called outside of train_func.
+        ConfigError: the trainer does not see the ranks that there are. SessionError: outside of train_func.
     """
     context = current_session("prepare_trainer").context
     if trainer.args.world_size != context.get_world_size():
@@ -141,7 +145,6 @@ def prepare_trainer(trainer: Any) -> Any:
             f"the Trainer sees {trainer.args.world_size} ranks, the run has {context.get_world_size()}: make "
             "TrainingArguments inside train_func, and let it use distributed training"
         )
-    homes = [type(one).on_save.__module__ for one in trainer.callback_handler.callbacks]
-    if all(home.startswith("transformers.") for home in homes):
+    if all(type(one).on_save.__module__.startswith("transformers.") for one in trainer.callback_handler.callbacks):
         trainer.add_callback(ReportCallback())
     return trainer

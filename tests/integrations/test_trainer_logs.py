@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from holdfast.integrations.trainer_logs import misaligned, missing_metric, saved_metrics
+from holdfast.integrations.trainer_logs import misaligned, missing_metric, saved_metrics, trial_of, written
 
 HISTORY: list[dict[str, Any]] = [
     {"loss": 3.0, "learning_rate": 0.1, "epoch": 0.5, "step": 10},
@@ -55,3 +57,20 @@ def test_settings(told: dict[str, Any], metric: str | None, said: str | None) ->
     values = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 2, "save_only_model": False, **told}
     found = misaligned(SimpleNamespace(**values), metric=metric, save_steps=values["save_steps"], eval_steps=2)
     assert [said in one for one in found] == ([] if said is None else [True])
+
+
+def test_where_a_trial_saves(tmp_path: Path) -> None:
+    """In a search the directory just written is the trial's, which has the name given to it, or the newest files."""
+    args = SimpleNamespace(output_dir=str(tmp_path))
+    state = SimpleNamespace(global_step=2, is_hyper_param_search=False, trial_name=None)
+    assert written(args, state) == str(tmp_path / "checkpoint-2")
+    assert trial_of(args, state, written(args, state)) == {}
+    state.is_hyper_param_search = True
+    for name in ("run-1", "run-0"):  # an earlier search has left these, run-0 last; run-1 is written again
+        (tmp_path / name / "checkpoint-2").mkdir(parents=True)
+        (tmp_path / name / "checkpoint-2" / "rng_state.pth").touch()
+    again = tmp_path / "run-1" / "checkpoint-2" / "rng_state.pth"
+    os.utime(again, ns=(0, (tmp_path / "run-0" / "checkpoint-2").stat().st_mtime_ns + 1_000_000))
+    assert trial_of(args, state, written(args, state)) == {"trial": "run-1"}
+    state.trial_name = "lr-3"
+    assert written(args, state) == str(tmp_path / "lr-3" / "checkpoint-2")

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checkpointer.loop import Checkpointer
 from ..errors import ConfigError
-from ..state import rng
+from .keras_random import capture, restore
 from .keras_state import Counters, Position, Variables, other_optimizers
 from .scalars import scalars
 
@@ -38,13 +38,16 @@ class FitRun:
         self._metrics = Variables("metrics", lambda: model().metrics_variables, later=True)
         self._skip: _Skip | None = None
         self._fresh = True  # nothing was trained since the resume
+        self._main = main = getattr(model(), "optimizer", None)
+        optimizers = {} if main is None else {"optimizer": Variables("optimizer", lambda: main.variables)}
+        optimizers |= other_optimizers(model())
+        self._trained = bool(optimizers)
         state: dict[str, Any] = {
             "model": Variables("model", lambda: model().variables),
-            "optimizer": Variables("optimizer", lambda: model().optimizer.variables),
+            **optimizers,
             "metrics": self._metrics,
             "fit": self._position,
             "callbacks": counters,
-            **other_optimizers(model()),
         }
         more = arguments.get("state") or {}
         if taken := sorted(state.keys() & more.keys()):
@@ -59,13 +62,13 @@ class FitRun:
         """
         model, ck, epochs = self._model(), self.checkpointer, int(params["epochs"])
         self._params = params
-        if not model.built or model.optimizer is None:
+        if not (model.built and self._trained):
             raise ConfigError(
                 "HoldfastCallback needs a model that is compiled and built before fit(): let it begin with a "
                 "keras.Input, or call it on one batch"
             )
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
+        if self._main is not None and not self._main.built:
+            self._main.build(model.trainable_variables)
         skipping = getattr(model.train_function, "__self__", None)
         if isinstance(skipping, _Skip):
             skipping.end()  # an exception left fit() in the middle of it
@@ -148,15 +151,15 @@ class _Skip:
     def __init__(self, model: Any, position: Position) -> None:
         self.left = position.batch
         self._model, self._logs, self._train = model, position.logs, model.train_function
-        self._after = rng.capture()  # as the checkpoint had them: for what comes after the skipped batches
-        rng.restore(position.begin)
+        self._after = capture()  # as the checkpoint had them: for what comes after the skipped batches
+        restore(position.begin)
         model.train_function = self._call
 
     def counted(self) -> None:
         """Count one that was skipped."""
         self.left -= 1
         if not self.left:
-            rng.restore(self._after)
+            restore(self._after)
             # If no batch follows, Keras asks for the metrics of the epoch, and not every backend has built them.
             object.__setattr__(self._model, "get_metrics_result", self._once)
 
@@ -165,7 +168,7 @@ class _Skip:
         vars(self._model).pop("get_metrics_result", None)
         self._model.train_function = self._train
         if self.left:
-            rng.restore(self._after)
+            restore(self._after)
         self.left = 0
 
     def _call(self, *given: Any) -> Any:

@@ -6,7 +6,7 @@ backend, and a checkpoint of one backend loads on another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,13 +14,15 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError, StateMismatchError
-from ..state import rng
 from ..state.values import PerRank
 from .array_views import array_of, tensor_of
+from .keras_random import capture, seeds, set_seeds
 
 __all__ = ["Counters", "Position", "Variables", "other_optimizers"]
 
 _OPTIMIZER = ("variables", "apply", "iterations")
+_LAYER = ("trainable_variables", "call")
+_MANY = 1000  # a longer list is data, and to look at each would take long
 _NOT_COUNTED = "min_delta"  # an argument: Keras turns its sign round when it learns whether less is better
 
 
@@ -34,10 +36,18 @@ class Variables:
         what: for messages.
         find: gives the variables, always in the same order.
         later: whether `load_state_dict` waits for `apply`.
+        build: makes the variables where some were stored, if they are not there before training.
     """
 
-    def __init__(self, what: str, find: Callable[[], Sequence[Any]], *, later: bool = False) -> None:
-        self._what, self._find, self._later = what, find, later
+    def __init__(
+        self,
+        what: str,
+        find: Callable[[], Sequence[Any]],
+        *,
+        later: bool = False,
+        build: Callable[[], None] | None = None,
+    ) -> None:
+        self._what, self._find, self._later, self._build = what, find, later, build
         self._waiting: Mapping[str, torch.Tensor] | None = None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -70,6 +80,8 @@ class Variables:
         return True
 
     def _assign(self, saved: Mapping[str, torch.Tensor]) -> None:
+        if saved and self._build is not None:
+            self._build()
         live = dict(zip(self.state_dict(), self._find(), strict=True))
         if live.keys() != saved.keys() and len(live) == len(saved):
             saved = dict(zip(live, saved.values(), strict=True))
@@ -88,24 +100,60 @@ class Variables:
 
 
 def other_optimizers(model: Any) -> dict[str, Variables]:
-    """Return the optimizers that are attributes of a model beside its own ``optimizer``, by name, as items of a state.
+    """Return the optimizers of a model beside its own ``optimizer``, by name, as items of a state.
+
+    They are found in attributes of the model and of its layers and inner models, and in lists and dictionaries there.
 
     Raises:
         ConfigError: one is not built yet, so that there is nothing to save or to restore.
     """
-    main = model.optimizer  # and what it is made of, whose variables are among its own
-    known = [main, getattr(main, "inner_optimizer", None), *getattr(main, "optimizers", ())]
-    found = {}
-    for name, value in vars(model).items():
-        if any(value is one for one in known) or not all(hasattr(value, part) for part in _OPTIMIZER):
-            continue
-        if not value.built:
+    found: dict[str, Variables] = {}
+    for path, home, value in _optimizers(model, "", _parts(getattr(model, "optimizer", None))):
+        own = home is not model and getattr(home, "optimizer", None) is value
+        if not (own or value.built):
             raise ConfigError(
-                f"model.{name} is an optimizer that is not built: call model.{name}.build(variables) with what it "
+                f"model.{path} is an optimizer that is not built: call model.{path}.build(variables) with what it "
                 "trains before fit(), so that its state is saved and comes back"
             )
-        found[f"optimizer.{name.lstrip('_')}"] = Variables(f"optimizer {name}", partial(getattr, value, "variables"))
+        build = partial(_build, value, home) if own else None
+        found[f"optimizer.{path}"] = Variables(f"optimizer {path}", partial(_of_built, value), build=build)
     return found
+
+
+def _optimizers(home: Any, prefix: str, seen: dict[int, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield path, owner and optimizer; ``seen``, by id, are not looked at again."""
+    attributes = {**vars(home), **getattr(home, "_modules", {})}  # the torch backend has layers there
+    attributes = dict(sorted(attributes.items(), key=lambda item: item[0].startswith("_")))  # Keras's own lists last
+    waiting = [(f"{prefix}{name.lstrip('_')}", value) for name, value in attributes.items()]
+    while waiting:
+        path, value = waiting.pop(0)
+        if id(value) in seen:
+            continue
+        if isinstance(value, (list, tuple, dict)):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [(f"{path}.{key}", item) for key, item in items] if len(value) <= _MANY else []
+        elif all(hasattr(value, part) for part in _OPTIMIZER):
+            seen |= _parts(value)
+            yield path, home, value
+        elif all(hasattr(value, part) for part in _LAYER):
+            seen[id(value)] = value
+            yield from _optimizers(value, f"{path}.", seen)
+
+
+def _parts(optimizer: Any) -> dict[int, Any]:
+    """Return an optimizer and what it is made of, whose variables are among its own, by id."""
+    parts = [optimizer, getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
+    return {id(one): one for one in parts}
+
+
+def _of_built(optimizer: Any) -> Sequence[Any]:
+    """Return the variables of an optimizer: none before it knows what it trains."""
+    return optimizer.variables if optimizer.built else ()
+
+
+def _build(optimizer: Any, home: Any) -> None:
+    if not optimizer.built:
+        optimizer.build(home.trainable_variables)
 
 
 class Position:
@@ -122,11 +170,11 @@ class Position:
     def __init__(self) -> None:
         self.epoch, self.batch, self.stopped = 0, 0, False
         self.logs: dict[str, Any] = {}
-        self.begin: dict[str, Any] = rng.capture()
+        self.begin: dict[str, Any] = capture()
 
     def enter(self, epoch: int) -> None:
         """Begin an epoch."""
-        self.epoch, self.batch, self.begin = epoch, 0, rng.capture()
+        self.epoch, self.batch, self.begin = epoch, 0, capture()
 
     def count(self, logs: Mapping[str, Any]) -> None:
         """Count a call of the train function."""
@@ -139,13 +187,14 @@ class Position:
     def state_dict(self) -> dict[str, Any]:
         """Return it as plain data; generators are those of each rank."""
         told = {"epoch": self.epoch, "batch": self.batch, "stopped": self.stopped, "logs": self.logs}
-        return {**told, "begin": PerRank(self.begin)}
+        return {**told, "begin": PerRank(self.begin), "seeds": PerRank(seeds())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what was saved."""
         self.epoch, self.batch, self.stopped = int(state["epoch"]), int(state["batch"]), bool(state["stopped"])
-        self.logs, begin = dict(state["logs"]), state["begin"]
-        self.begin = begin.value if isinstance(begin, PerRank) else begin
+        self.logs, self.begin = dict(state["logs"]), _of_rank(state["begin"])
+        if "seeds" in state:
+            set_seeds(_of_rank(state["seeds"]))
 
 
 class Counters:
@@ -186,6 +235,10 @@ class Counters:
                 if key != _NOT_COUNTED:  # checkpoints of earlier versions have it
                     setattr(self._callbacks[name], key, value)
         self._waiting = {}
+
+
+def _of_rank(value: Any) -> Any:
+    return value.value if isinstance(value, PerRank) else value
 
 
 def _plain(callback: Any) -> dict[str, Any]:

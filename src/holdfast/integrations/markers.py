@@ -19,7 +19,7 @@ from ..checkpointer.passing import PASSING, state_of
 from ..errors import StorageError
 from .aside import move_aside
 
-__all__ = ["is_marker", "mark", "unmark"]
+__all__ = ["drop_link", "followed", "is_marker", "mark", "unmark"]
 
 _LOG = logging.getLogger("holdfast.integrations")
 _FIRST = b"Holdfast marker: "
@@ -62,6 +62,26 @@ def is_marker(path: str | os.PathLike[str]) -> bool:
     with contextlib.suppress(OSError), open(path, "rb") as file:
         return file.read(len(_FIRST)) == _FIRST
     return False
+
+
+def drop_link(path: str | os.PathLike[str]) -> bool:
+    """Remove a link at a path, such as ``save_last="link"`` makes; what it points to is another's checkpoint.
+
+    Returns:
+        Whether there was one.
+    """
+    if "://" in os.fspath(path) or not os.path.islink(path):
+        return False
+    os.unlink(path)
+    return True
+
+
+def followed(path: str | os.PathLike[str]) -> str:
+    """Return what a link points to, or the path if it is none."""
+    told = os.fspath(path)
+    if "://" in told or not os.path.islink(told):
+        return told
+    return os.path.normpath(os.path.join(os.path.dirname(told), os.readlink(told)))
 
 
 def _nothing() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from ..checkpoint._process import birth, is_dead, machine
 from ..runtime.worker.reflink import clone_tree
 
-__all__ = ["STAGED", "claim", "same_as_parent", "stage", "sweep_staged"]
+__all__ = ["STAGED", "claim", "last_change", "same_as_parent", "stage", "sweep_staged"]
 
 STAGED = "_holdfast-staged-"
 """First characters of the name of a directory made by `stage`; transformers does not upload what begins with "_"."""
@@ -36,13 +36,13 @@ def claim(directory: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             with open(os.path.join(base, name, _OWNER), encoding="utf-8") as file:
                 owner = json.load(file)
-            if is_dead(owner) and time.time() - _newest(os.path.join(base, name)) > _FRESH_S:
+            if is_dead(owner) and time.time() - last_change(os.path.join(base, name)) > _FRESH_S:
                 shutil.rmtree(os.path.join(base, name))
     with open(told, "w", encoding="utf-8") as file:
         json.dump({**machine(), "pid": os.getpid(), "pid_birth": birth(os.getpid())}, file)
 
 
-def _newest(directory: str) -> float:
+def last_change(directory: str) -> float:
     """Return when something was last put into a directory, or into one right inside it."""
     with os.scandir(directory) as entries:
         return max([os.stat(directory).st_mtime, *(entry.stat(follow_symlinks=False).st_mtime for entry in entries)])

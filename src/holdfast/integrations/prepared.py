@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,8 +10,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from ..errors import ConfigError, UnsupportedStateError
 
-__all__ = ["OneByOne", "objects_of", "own_loader", "told_when_last"]
+__all__ = ["OneByOne", "objects_of", "own_loader", "say_late", "told_when_last"]
 
+_LOG = logging.getLogger("holdfast.accelerate")
 _LOADER = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
            "prefetch_factor", "persistent_workers")  # fmt: skip
 
@@ -49,6 +51,17 @@ def objects_of(accelerator: Any) -> dict[str, Any]:
     }
     custom = {f"custom_checkpoint_{number}": one for number, one in enumerate(accelerator._custom_objects)}
     return {**found, **custom}
+
+
+def say_late(accelerator: Any, found: frozenset[str]) -> frozenset[str]:
+    """Return the names of `objects_of` now, and say which came after ``found``, too late to be saved."""
+    now = frozenset(objects_of(accelerator))
+    if late := sorted(now - found):
+        _LOG.warning(
+            "%s NOT saved: prepared or registered after the Checkpointer was made; make it after accelerator.prepare "
+            "and register_for_checkpointing", ", ".join(late),
+        )  # fmt: skip
+    return now
 
 
 def own_loader(prepared: Any) -> tuple[DataLoader[Any], tuple[int, int] | bool] | None:

@@ -29,7 +29,7 @@ from ..errors import (
 from ..storage.base import Storage
 from ..storage.resolve import resolve
 from .aside import move_aside
-from .markers import is_marker, mark, unmark
+from .markers import drop_link, followed, is_marker, mark, unmark
 from .places import same_as_parent
 from .verified import newest_sound
 
@@ -90,6 +90,7 @@ class Saves:
             ConfigError: another path that is in use has the same last part, and so the same place in the root.
             HoldfastError: an earlier save or removal failed otherwise, or it was the tenth in a row that was lost.
         """
+        drop_link(path)
         target = self._at(path)
         self._settle_ended()
         self._refuse_another(path, target)
@@ -118,6 +119,7 @@ class Saves:
             device: where tensors go.
             trusted: torch may unpickle whatever a file holds; else its weights-only reader refuses it.
         """
+        path = followed(path)
         target = self._at(path)
         if os.path.exists(path) and target.uri not in self._handles and not is_marker(path):
             target = Checkpoint(path)  # what `latest` gave, or a file of the framework
@@ -130,7 +132,9 @@ class Saves:
         return cast("dict[str, Any]", found)
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint in the background, once everything started before is durable."""
+        """Remove a checkpoint in the background, once everything started before is durable; of a link only itself."""
+        if drop_link(path):
+            return
         target = self._at(path)
         self._given_as.pop(target.uri, None)
         if is_marker(path):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .places import last_change
 from .scalars import scalars
 
-__all__ = ["misaligned", "missing_metric", "saved_metrics", "say_misaligned", "say_missing", "written"]
+__all__ = [
+    "misaligned", "missing_metric", "saved_metrics", "say_misaligned", "say_missing", "say_start", "trial_of",
+    "written",
+]  # fmt: skip
 
 _LOG = logging.getLogger("holdfast.transformers")
 _NOT_METRICS = ("total_flos",)
@@ -84,6 +90,20 @@ def say_misaligned(args: Any, state: Any, metric: str | None) -> None:
             _LOG.warning("%s", found)
 
 
+def say_start(args: Any, state: Any, metric: str | None, *, uri: str) -> None:
+    """Print, once for all ranks, where training begins; and say like `say_misaligned` what does not fit."""
+    step, last = state.global_step, state.max_steps
+    if args.process_index == 0 and not state.is_hyper_param_search:
+        lines = [f"holdfast: {f'goes on after step {step}' if step else 'starts fresh'} (of {last}); saves to {uri}"]
+        if step >= last and args.max_steps > 0:
+            lines.append(
+                "  nothing is left to train: give more max_steps, or leave train() out; transformers looks after a "
+                "step whether it was the last, and in the middle of an epoch trains one too many"
+            )
+        print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201 - the one thing a run prints
+    say_misaligned(args, state, metric)
+
+
 def say_missing(args: Any, state: Any, metric: str | None, metrics: Mapping[str, Any]) -> None:
     """Say, once for all ranks, that a checkpoint lacks the metric that ranks it; see `missing_metric`."""
     found = missing_metric(metric, metrics, state.log_history)
@@ -92,8 +112,23 @@ def say_missing(args: Any, state: Any, metric: str | None, metrics: Mapping[str,
 
 
 def written(args: Any, state: Any) -> str:
-    """Return the directory in which the trainer has saved the current step."""
-    return os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
+    """Return the directory in which the trainer has saved the current step; a trial of a search has its own place."""
+    name = f"checkpoint-{state.global_step}"
+    home = os.path.join(args.output_dir, name)
+    if not state.is_hyper_param_search:
+        return home
+    if state.trial_name:
+        return os.path.join(args.output_dir, state.trial_name, name)
+    # Nobody tells a callback the number of the trial, but every rank has just written files of its own there.
+    found = glob.glob(os.path.join(glob.escape(args.output_dir), "*", name))
+    return max(found, key=last_change, default=home)
+
+
+def trial_of(args: Any, state: Any, directory: str) -> dict[str, Any]:
+    """Return, as the metric "trial", the name of the trial that has written a directory; nothing outside a search."""
+    if not state.is_hyper_param_search:
+        return {}
+    return {"trial": os.path.relpath(os.path.dirname(directory), args.output_dir)}
 
 
 def _strategy(value: Any) -> str:

@@ -109,8 +109,11 @@ def test_loaders_of_unknown_order(tmp_path: Path, stateful: bool) -> None:
     assert seen == [[float(2 * number), float(2 * number + 1)] for number in range(6)]
 
 
-def test_what_is_wrong_is_said(tmp_path: Path) -> None:
-    """No Accelerator; nothing prepared; a taken name; directories named by Accelerate; a loader without a state."""
+def test_what_is_wrong_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No Accelerator; nothing prepared; a taken name; directories named by Accelerate; a loader without a state.
+
+    What comes too late to be saved is named once.
+    """
     from accelerate.utils import ProjectConfiguration
 
     from holdfast.accelerate import report_state
@@ -132,3 +135,8 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     accelerator.project_configuration = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
     with pytest.raises(hf.errors.ConfigError, match="automatic_checkpoint_naming"):
         report_state(accelerator, {})
+    with Checkpointer(tmp_path / "late", accelerator) as ck:
+        accelerator.register_for_checkpointing(torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1)))
+        ck.step()
+        ck.step()
+    assert caplog.text.count("custom_checkpoint_0 NOT saved") == 1

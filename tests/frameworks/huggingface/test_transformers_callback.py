@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import shutil
 from pathlib import Path
@@ -93,11 +94,14 @@ def test_metrics_are_those_of_the_step(tmp_path: Path, caplog: pytest.LogCapture
     assert best.step == 4
 
 
-def test_nothing_to_keep_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A trainer that never saves is told so."""
+def test_nothing_to_keep_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trainer that never saves is told so; where it begins is printed."""
     with caplog.at_level(logging.WARNING, "holdfast.transformers"):
         tiny.make(tmp_path / "out", [HoldfastCallback(tmp_path / "run")], save_strategy="no", max_steps=1).train()
     assert "nothing will ever be saved" in caplog.records[0].message
+    assert f"holdfast: starts fresh (of 1); saves to {tmp_path / 'run'}\n" in capsys.readouterr().err
 
 
 def test_the_best_model_on_another_machine(tmp_path: Path) -> None:
@@ -117,3 +121,36 @@ def test_the_best_model_on_another_machine(tmp_path: Path) -> None:
         kept = load_file(Path(directory, "model.safetensors"))
     weights = {name: torch.tensor(value) for name, value in tiny.weights(trainer).items()}
     assert all(torch.equal(weights[name], value) for name, value in kept.items())
+
+
+class FailOnce(TrainerCallback):
+    """Ends the second trial with an error, after its first save."""
+
+    steps = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps += 1
+        if self.steps == 7:
+            raise RuntimeError("out of luck")
+
+
+def test_hyperparameter_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each trial has a run of its own, also after one that failed; a training after the search has the first one."""
+    callback = HoldfastCallback(tmp_path / "run", keep=hf.Keep(last=1, best=1, metric="eval_loss"))
+    trainer = tiny.make(tmp_path / "out", [callback, FailOnce()], max_steps=4, save_total_limit=1)
+    start = copy.deepcopy(trainer.model)
+    trainer.model_init = lambda trial=None: copy.deepcopy(start)
+    trainer.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-2)},
+        n_trials=3, backend="optuna", direction="minimize", catch=(RuntimeError,),
+    )  # fmt: skip
+    assert [steps(str(tmp_path / "run" / f"run-{number}")) for number in range(3)] == [[2, 4], [2], [2, 4]]
+    assert steps(str(tmp_path / "run")) == []
+    trainer.hp_search_backend = None
+    trainer.train(resume_from_checkpoint=callback.latest())
+    assert steps(str(tmp_path / "run")) == [2, 4]
+    capsys.readouterr()
+    trainer.train(resume_from_checkpoint=callback.latest())  # finished
+    said = capsys.readouterr().err
+    assert "holdfast: goes on after step 4 (of 4); saves to " in said
+    assert "nothing is left to train: give more max_steps" in said

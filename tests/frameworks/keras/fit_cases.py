@@ -155,6 +155,51 @@ class TwoOptimizers(keras.Model):
         return {"loss": loss.detach()}
 
 
+class Scattered(keras.Model):
+    """Parts whose optimizers are in a list, a dictionary and an inner model; noise of `keras.random` without seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        keras.utils.set_random_seed(3)
+        self.parts = [keras.layers.Dense(4), keras.layers.Dense(4)]
+        self.inner = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+        self.inner.compile(keras.optimizers.Adam(0.1), loss="mse")
+        self.compile(optimizer=None, loss="mse")  # all that trains is elsewhere
+        self.listed, self.named = [keras.optimizers.Adam(0.01)], {"b": keras.optimizers.Adam(0.02)}
+        self(np.zeros((1, 6), "float32"))
+        for one, part in zip(self.scattered(), self.parts, strict=False):
+            one.build(part.trainable_variables)  # that of the inner model is built when it is used
+
+    def scattered(self) -> list[Any]:
+        return [self.listed[0], self.named["b"], self.inner.optimizer]
+
+    def call(self, x: Any) -> Any:
+        return self.inner(self.parts[1](self.parts[0](x)))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        self.zero_grad()
+        loss = self.compute_loss(y=data[1], y_pred=self(data[0] + keras.random.normal(data[0].shape)))
+        loss.backward()
+        for one, part in zip(self.scattered(), [*self.parts, self.inner], strict=True):
+            with torch.no_grad():
+                one.apply([weight.value.grad for weight in part.trainable_weights], part.trainable_weights)
+        return {"loss": loss.detach()}
+
+
+def scattered_optimizers(run: str) -> dict[str, Any]:
+    """A life of three epochs, and two lives that come to the same."""
+    x, y = arrays()
+    found = {}
+    for path, lives in ((f"{run}-alone", [3]), (run, [2, 3])):
+        for epochs in lives:
+            model, saving = Scattered(), HoldfastCallback(path, every=3)
+            model.fit(x, y, batch_size=10, epochs=epochs, verbose=0, callbacks=[saving])
+        variables = [*model.variables, *(one for each in model.scattered() for one in each.variables)]
+        found[path] = [keras.ops.convert_to_numpy(one).tolist() for one in variables]
+    items = hf.load(hf.Result.from_path(run).checkpoint)
+    return {"same": found[run] == found[f"{run}-alone"], "items": sorted(items)}
+
+
 def two_optimizers(run: str) -> dict[str, Any]:
     """Two lives of a run with two optimizers and a state of the user's own, and what refuses to begin."""
     x, y = arrays()

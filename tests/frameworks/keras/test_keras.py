@@ -115,6 +115,15 @@ def test_what_else_a_run_has(server: ForkServer, tmp_path: Path) -> None:
     assert found["after"] == [2]  # nothing holds the run
 
 
+def test_optimizers_anywhere(server: ForkServer, tmp_path: Path) -> None:
+    """Optimizers in lists, dictionaries and inner models come back, and so does the noise of `keras.random`."""
+    found = server.run(f"{CASES}scattered_optimizers", str(tmp_path / "run")).checked()
+    assert found["same"]
+    assert [name for name in found["items"] if "optimizer" in name] == [
+        "optimizer.inner.optimizer", "optimizer.listed.0", "optimizer.named.b",
+    ]  # fmt: skip
+
+
 def test_weights_and_refusals(server: ForkServer, tmp_path: Path) -> None:
     """`state` matches layers with other numbers in their names; what cannot be is refused in words."""
     run = str(tmp_path / "run")

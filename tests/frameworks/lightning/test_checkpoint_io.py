@@ -262,6 +262,37 @@ def test_names_do_not_collide(elsewhere: bool, tmp_path: Path) -> None:
     assert io.latest(None if elsewhere else folder) is not None
 
 
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_links(elsewhere: bool, tmp_path: Path) -> None:
+    """With `save_last="link"` `ckpt_path="last"` and "best" find theirs, in every function of the trainer.
+
+    When links are removed or replaced, what they point to, which `ModelCheckpoint` still ranks, stays as it is.
+    """
+
+    def fit(folder: Path, epochs: int, start: str | None = None, last: Any = "link", name: str = "last") -> Any:
+        io = HoldfastCheckpointIO(folder.with_suffix(".root") if elsewhere else None)
+        ranked = keeper(TREES[0], folder, save_last=last)
+        ranked.CHECKPOINT_NAME_LAST = name
+        trainer = make_trainer(TREES[0], tmp_path, plugins=io, callbacks=[ranked], max_epochs=epochs)
+        trainer.fit(make_model(TREES[0]), ckpt_path=start)
+        return trainer
+
+    def kept(folder: Path) -> dict[str, int | None]:
+        place = folder.with_suffix(".root") if elsewhere else folder
+        return {one.name: hf.Checkpoint(one).step for one in place.iterdir() if not one.is_symlink()}
+
+    one, other = tmp_path / "one", tmp_path / "other"
+    trainer = fit(one, 3)
+    found = [trainer.validate(ckpt_path=which, verbose=False) for which in ("best", "last")]
+    assert found[0] == found[1]
+    assert (one / "last.ckpt").is_symlink()
+    assert fit(one, 4, "last", last=True).current_epoch == 4  # what was a link is a checkpoint now
+    assert kept(one) == {"epoch=2.ckpt": 24, "epoch=3.ckpt": 32, "last.ckpt": 32}
+    fit(other, 3, name="last-{step}")  # the links of epochs before the last are removed
+    assert (other / "last-step=24.ckpt").is_symlink()
+    assert kept(other) == {"epoch=1.ckpt": 16, "epoch=2.ckpt": 24}
+
+
 def test_markers_and_files_of_others(tmp_path: Path) -> None:
     """A marker goes with its checkpoint; a file that somebody else left at the path is moved aside, and stays."""
     path, io = tmp_path / "names" / "best.ckpt", HoldfastCheckpointIO(tmp_path / "root")
