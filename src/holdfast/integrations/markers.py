@@ -72,7 +72,8 @@ def drop_link(path: str | os.PathLike[str]) -> bool:
     """
     if "://" in os.fspath(path) or not os.path.islink(path):
         return False
-    os.unlink(path)
+    with contextlib.suppress(FileNotFoundError):  # of another rank that did the same
+        os.unlink(path)
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -24,6 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _quiet() -> None:
     torch.set_num_threads(1)
     for name in ("lightning.pytorch", "pytorch_lightning"):
+        importlib.import_module(name)  # what is imported is what our objects belong to, whichever test is the first
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
