@@ -5,7 +5,7 @@ SWEEP ?= slow or long
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: demo test test-frameworks lint bench sweep clean
+.PHONY: demo test test-frameworks lint reference bench sweep clean
 
 $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,9 @@ lint: $(STAMP)  ## style, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+reference: $(STAMP)  ## write docs/reference.md from the docstrings
+	$(BIN)/python docs/make_reference.py
 
 sweep: $(STAMP)  ## every crash point, hundreds of kills and bit flips
 	$(BIN)/python -m pytest -n 2 -m "$(SWEEP)"

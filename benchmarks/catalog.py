@@ -17,7 +17,7 @@ from holdfast.storage.local import LocalStorage
 
 from .bench import Context, Goal, Outcome, remove, timed
 
-__all__ = ["run"]
+__all__ = ["fabricate", "run"]
 
 
 def run(context: Context) -> Outcome:
@@ -26,7 +26,7 @@ def run(context: Context) -> Outcome:
     counts = (10, 100) if context.quick else (100, 1_000, 10_000)
     for count in counts:
         root = context.folder("runs")
-        _fabricate(root, count)
+        fabricate(root, count)
         method = f"{count} checkpoints"
         newest = hf.Checkpointer(root).latest()
         if newest is None or newest.step != count - 1:
@@ -54,7 +54,7 @@ def run(context: Context) -> Outcome:
     return outcome
 
 
-def _fabricate(root: Path, count: int) -> None:
+def fabricate(root: Path, count: int) -> None:
     """Write a run whose checkpoints have a valid manifest and no files."""
     root.mkdir(parents=True)
     storage = LocalStorage(root)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import select
 import selectors
 import socket
 import threading
 import time
 from typing import Any
 
+from holdfast.writer.control_hello import CHALLENGE_BYTES, PROOF_BYTES, make_answer, make_proof
 from holdfast.writer.control_link import Link
 from holdfast.writer.control_server import ControlServer
 
@@ -27,9 +29,9 @@ class _Writers:
         self._links: list[Link] = []
         self.armed, self.ended = 0, 0
         for rank in range(count):
-            link = Link(socket.create_connection(("127.0.0.1", port)))
+            link = _join(port, rank)
             standing = {"done": 0, "acted": -1, "target": None, "armed": False, "kind": "save"}
-            link.send({"do": "hello", "token": _TOKEN, "rank": rank, "standing": standing})
+            link.send({"do": "hello", "standing": standing})
             self._selector.register(link, selectors.EVENT_READ)
             self._links.append(link)
 
@@ -69,6 +71,30 @@ class _Writers:
         for link in self._links:
             link.close()
         self._selector.close()
+
+
+def _join(port: int, rank: int) -> Link:
+    """Connect, and prove to belong to the run."""
+    link = Link(socket.create_connection(("127.0.0.1", port)))
+    challenge = _receive(link, CHALLENGE_BYTES)
+    answer = make_answer(_TOKEN, challenge, rank)
+    assert answer is not None
+    assert link.send_raw(answer)
+    assert _receive(link, PROOF_BYTES) == make_proof(_TOKEN, challenge, answer)
+    return link
+
+
+def _receive(link: Link, size: int) -> bytes:
+    poll = select.poll()  # select() refuses descriptors above 1023
+    poll.register(link, select.POLLIN)
+    deadline = time.monotonic() + _LIMIT_S
+    while time.monotonic() < deadline:
+        poll.poll(100)
+        found = link.receive_raw(size)
+        assert found is not None, "rank 0's server has hung up"
+        if found:
+            return found
+    raise AssertionError("the control channel is stuck")
 
 
 def run(context: Context) -> Outcome:

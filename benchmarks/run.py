@@ -27,15 +27,18 @@ BENCHMARKS = {
     "small": ("small", "run"),
     "plan": ("plan", "run"),
     "control": ("control", "run"),
+    "many": ("many", "run"),
     "ranks": ("ranks", "run"),
     "memory": ("memory", "run"),
     "step": ("step", "run"),
     "catalog": ("catalog", "run"),
+    "growth_local": ("growth_local", "run"),
     "frozen": ("frozen", "run"),
     "startup": ("startup", "run"),
     "startup_trainer": ("startup_trainer", "run"),
     "trainer": ("trainer", "run"),
     "remote": ("remote", "run"),
+    "growth": ("growth", "run"),
     "loop": ("loop", "run"),
 }
 

@@ -22,7 +22,7 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import holdfast as hf
+import holdfast
 from holdfast.accelerate import Checkpointer
 
 PROCESSES, EPOCHS, KILL_AT = 2, 3, 6
@@ -50,7 +50,7 @@ def train(root: str, result: str, kill: str) -> None:
     rate = torch.optim.lr_scheduler.StepLR(adam, 4, 0.9)
     model, optimizer, loader, scheduler = accelerator.prepare(net, adam, data, rate)
 
-    with Checkpointer(root, accelerator, every=4, keep=hf.Keep(last=2)) as ck:
+    with Checkpointer(root, accelerator, every=4, keep=holdfast.Keep(last=2)) as ck:
         began = ck.global_step
         for _ in ck.epochs(EPOCHS):
             for inputs, targets in ck.batches(loader):

@@ -17,7 +17,7 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import holdfast as hf
+import holdfast
 from holdfast.accelerate import Checkpointer
 
 
@@ -51,7 +51,7 @@ def main() -> None:
                     optimizer.zero_grad()
                 ck.step(loss=loss)
 
-    with Checkpointer(told.out, accelerator, every=told.every, keep=hf.Keep(last=2)) as ck:
+    with Checkpointer(told.out, accelerator, every=told.every, keep=holdfast.Keep(last=2)) as ck:
         train()
     accelerator.end_training()
 

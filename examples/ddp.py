@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 
-import holdfast as hf
+import holdfast
 from gpt import BATCH, GPT, Windows, loss_of, make_optimizer, note, read_library
 
 
@@ -35,7 +35,7 @@ def train(arguments: argparse.Namespace, device: torch.device, parallel: Callabl
     loader = DataLoader(data, arguments.batch, shuffle=True)
 
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    with hf.Checkpointer(arguments.out, state, every=arguments.every) as ck:
+    with holdfast.Checkpointer(arguments.out, state, every=arguments.every) as ck:
         for _ in ck.epochs(1000):
             for ids, inputs, targets in ck.batches(loader):  # the part of this rank
                 if ck.global_step >= arguments.steps:

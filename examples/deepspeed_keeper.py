@@ -22,7 +22,7 @@ def train(run: str, kill: str) -> None:
     import deepspeed
     import torch
 
-    import holdfast as hf
+    import holdfast
     from holdfast.deepspeed import Keeper
 
     # CPUs only: stay with gloo. DeepSpeed would compile collectives of its own (g++ and two minutes).
@@ -37,7 +37,7 @@ def train(run: str, kill: str) -> None:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     rank = torch.distributed.get_rank()
 
-    with Keeper(run, keep=hf.Keep(last=2, best=1, metric="loss")) as keeper:
+    with Keeper(run, keep=holdfast.Keep(last=2, best=1, metric="loss")) as keeper:
         state = keeper.load(engine)  # the newest that is sound; None at a fresh start
         step = 0 if state is None else state["step"]
         if rank == 0 and state is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-import holdfast as hf
+import holdfast
 import holdfast.deepspeed
 from holdfast.torch import TorchTrainer
 
@@ -42,7 +42,7 @@ def train(config: dict[str, Any]) -> None:
             "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
         },
     )
-    rank, step, checkpoint = hf.get_context().get_world_rank(), 0, hf.get_checkpoint()
+    rank, step, checkpoint = holdfast.get_context().get_world_rank(), 0, holdfast.get_checkpoint()
     if checkpoint is not None:
         step = holdfast.deepspeed.load(engine, checkpoint)["step"]
     while step < config["steps"]:
@@ -67,18 +67,18 @@ def main() -> None:
         result = TorchTrainer(
             train,
             train_loop_config={"steps": 60},
-            scaling_config=hf.ScalingConfig(num_workers=2),
-            run_config=hf.RunConfig(
+            scaling_config=holdfast.ScalingConfig(num_workers=2),
+            run_config=holdfast.RunConfig(
                 name="zero",
                 storage_path=root,
-                checkpoint_config=hf.CheckpointConfig(num_to_keep=2),
-                failure_config=hf.FailureConfig(max_failures=1),
+                checkpoint_config=holdfast.CheckpointConfig(num_to_keep=2),
+                failure_config=holdfast.FailureConfig(max_failures=1),
             ),
         ).fit()
         print(f"{len(result.attempts)} attempts; {result.metrics}")
-        hf.import_checkpoint(result.checkpoint, f"{root}/weights", overwrite=True)
+        holdfast.import_checkpoint(result.checkpoint, f"{root}/weights", overwrite=True)
         model = make()
-        hf.load(f"{root}/weights", {"model": model}, only="model")
+        holdfast.load(f"{root}/weights", {"model": model}, only="model")
         x = torch.randn(256, 16, generator=torch.Generator().manual_seed(99))
         error = (model(x) - x.sum(1, keepdim=True)).pow(2).mean().item()
         print(f"weights of both ranks put together, without DeepSpeed: mean squared error {error:.3f}")

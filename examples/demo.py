@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-import holdfast as hf
+import holdfast
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.retention import decide
 from holdfast.storage.resolve import resolve
@@ -224,7 +224,7 @@ def compare_states(victim: Trainer, twin: Trainer) -> tuple[Table, list[str]]:
         newest = Catalog(resolve(trainer.run)).latest()
         if newest is None or newest.step != trainer.steps:
             raise DemoError(f"{trainer.run} has no checkpoint of step {trainer.steps}: {newest}")
-        states.append(hf.load(trainer.run / newest.name))
+        states.append(holdfast.load(trainer.run / newest.name))
     problems: list[str] = []
     names = {"model": "weights", "optimizer": "optimizer", "scheduler": "learning-rate schedule"}
     for key in sorted({*states[0], *states[1]}, key=lambda key: (key not in names, key)):
@@ -297,7 +297,7 @@ def cost_of_saves(twin: Trainer, quiet: Trainer, every: int) -> Panel:
 def what_was_kept(victim: Trainer) -> Table:
     """Return the table of checkpoints on disk, with the reason each is there."""
     catalog = Catalog(resolve(victim.run))
-    keep = hf.Keep(**catalog.index.keep) if catalog.index.keep else hf.Keep()
+    keep = holdfast.Keep(**catalog.index.keep) if catalog.index.keep else holdfast.Keep()
     records = {record.name: record for record in catalog.records()}
     table = Table(
         title=f"On disk, of {victim.steps} steps and {len(victim.starts)} lives", title_justify="left", width=100

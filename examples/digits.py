@@ -21,7 +21,7 @@ from sklearn.datasets import load_digits
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-import holdfast as hf
+import holdfast
 from holdfast.torch import TorchTrainer, prepare_data_loader, prepare_model
 
 
@@ -52,20 +52,20 @@ def train(config: dict) -> None:
     loader = prepare_data_loader(DataLoader(learn, batch_size=50, shuffle=True))
     state = {"model": model, "optimizer": optimizer, "data": loader, "epoch": 0}
 
-    checkpoint = hf.get_checkpoint()
+    checkpoint = holdfast.get_checkpoint()
     if checkpoint is not None:
         state["epoch"] = checkpoint.load(into=state)["epoch"]
     for epoch in range(state["epoch"], config["epochs"]):
         model.train()
         for number, (x, y) in enumerate(loader):
-            if (epoch, number) == config["kill_at"] and hf.get_context().get_world_rank() == 1:
+            if (epoch, number) == config["kill_at"] and holdfast.get_context().get_world_rank() == 1:
                 die_once(config["marker"])
             loss = functional.cross_entropy(model(x), y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         state["epoch"] = epoch + 1
-        hf.report({"epoch": epoch, "loss": loss.item(), "accuracy": accuracy(model, judge)}, state=state)
+        holdfast.report({"epoch": epoch, "loss": loss.item(), "accuracy": accuracy(model, judge)}, state=state)
 
 
 def accuracy(model: torch.nn.Module, data: TensorDataset) -> float:
@@ -83,7 +83,7 @@ def die_once(marker: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def show(result: hf.Result) -> None:
+def show(result: holdfast.Result) -> None:
     """Print what happened and save a plot of the metrics."""
     console = Console()
     starts = Table("attempt", "resumed from", "ended by", title="Lives of the workers")
@@ -98,7 +98,7 @@ def show(result: hf.Result) -> None:
     console.print(f"plot: {plot(result)}")
 
 
-def plot(result: hf.Result) -> Path:
+def plot(result: holdfast.Result) -> Path:
     """Draw loss and accuracy over the epochs, a line where each kept checkpoint was made."""
     import matplotlib as mpl
 
@@ -138,12 +138,12 @@ def main() -> None:
                 "kill_at": None if options.no_kill else (options.epochs // 2, 7),
                 "marker": f"{scratch}/was-killed",
             },
-            scaling_config=hf.ScalingConfig(num_workers=options.workers),
-            run_config=hf.RunConfig(
+            scaling_config=holdfast.ScalingConfig(num_workers=options.workers),
+            run_config=holdfast.RunConfig(
                 name="digits",
                 storage_path=options.storage,
-                checkpoint_config=hf.CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="accuracy"),
-                failure_config=hf.FailureConfig(max_failures=1),
+                checkpoint_config=holdfast.CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="accuracy"),
+                failure_config=holdfast.FailureConfig(max_failures=1),
             ),
         )
         show(trainer.fit())

@@ -24,7 +24,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-import holdfast as hf
+import holdfast
 
 CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 64, 256, 8, 2, 12
 
@@ -146,8 +146,8 @@ def train(arguments: argparse.Namespace) -> None:
     optimizer, scheduler = make_optimizer(model, arguments.steps)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
-    keep = hf.Keep(last=3, best=2, metric="val_loss", mode="min")
-    with hf.Checkpointer(arguments.run, state, every=arguments.every or None, keep=keep) as ck:
+    keep = holdfast.Keep(last=3, best=2, metric="val_loss", mode="min")
+    with holdfast.Checkpointer(arguments.run, state, every=arguments.every or None, keep=keep) as ck:
         for _ in ck.epochs(1000):
             if ck.global_step >= arguments.steps:
                 break

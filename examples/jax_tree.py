@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import holdfast as hf
+import holdfast
 from holdfast.jax import Pytree
 
 STEPS = 200
@@ -38,7 +38,7 @@ def train(run: Path, *, kill: int) -> float:
     tree = Pytree({"params": {**params, "out": jax.random.normal(second, (32, 1)) / 8}, "key": noise})
     step = jax.jit(jax.value_and_grad(loss_of))
     loss = float("nan")
-    with hf.Checkpointer(run, {"train": tree}, every=50, keep=hf.Keep(last=2, best=1, metric="loss")) as ck:
+    with holdfast.Checkpointer(run, {"train": tree}, every=50, keep=holdfast.Keep(last=2, best=1, metric="loss")) as ck:
         while ck.global_step < STEPS:
             key, use = jax.random.split(tree.value["key"])
             value, slope = step(tree.value["params"], jax.random.normal(use, (64, 4)))
@@ -65,7 +65,9 @@ def main() -> None:
         for name, kill in (("whole", 0), ("killed", 120), ("killed", 0)):
             command = [sys.executable, __file__, "--run", folder / name, "--kill", str(kill)]
             print(f"{name}: exit status {subprocess.run(command, check=False).returncode}", flush=True)
-        one, other = (hf.load(hf.Result.from_path(folder / name).checkpoint)["train"] for name in ("whole", "killed"))
+        one, other = (
+            holdfast.load(holdfast.Result.from_path(folder / name).checkpoint)["train"] for name in ("whole", "killed")
+        )
         if not all((one[name] == other[name]).all() for name in one):
             sys.exit("the weights differ")
         print(f"the same weights, bit by bit; with torch: {one['params/bias'][:3]}")

@@ -22,7 +22,7 @@ import keras
 import numpy as np
 from sklearn.datasets import load_digits
 
-import holdfast as hf
+import holdfast
 from holdfast.keras import HoldfastCallback
 
 
@@ -47,7 +47,7 @@ def train(run: Path, *, kill: int) -> None:
     layers = [keras.layers.Input((64,)), keras.layers.Dense(48, "relu"), keras.layers.Dropout(0.2)]
     model = keras.Sequential([*layers, keras.layers.Dense(10, "softmax")])
     model.compile("adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
-    keep = hf.Keep(last=2, best=1, metric="val_accuracy", mode="max")
+    keep = holdfast.Keep(last=2, best=1, metric="val_accuracy", mode="max")
     saving = HoldfastCallback(run, every=["1ep", 10], keep=keep)
     model.fit(
         pictures / 16, labels, batch_size=64, epochs=4, validation_split=0.2, verbose=0,

@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-import holdfast as hf
+import holdfast
 from holdfast.lightning import ReportCallback
 from holdfast.torch import TorchTrainer
 
@@ -79,7 +79,7 @@ class Kill(pl.Callback):
 
 def train(config: dict[str, Any]) -> None:
     """Train on one of the workers, from where an earlier life of them was."""
-    checkpoint = hf.get_checkpoint()
+    checkpoint = holdfast.get_checkpoint()
     callbacks: list[pl.Callback] = [ReportCallback()]
     if config["kill"] and checkpoint is None:
         callbacks.append(Kill())
@@ -94,20 +94,20 @@ def train(config: dict[str, Any]) -> None:
     else:
         with checkpoint.as_directory() as directory:
             trainer.fit(model, ckpt_path=f"{directory}/{ReportCallback.CHECKPOINT_NAME}")
-    hf.report({"epoch": EPOCHS, "began": model.began, "digest": model.digest})
+    holdfast.report({"epoch": EPOCHS, "began": model.began, "digest": model.digest})
 
 
-def fit(root: str, *, kill: bool) -> hf.Result:
+def fit(root: str, *, kill: bool) -> holdfast.Result:
     """Run the workers to the end of the training."""
     return TorchTrainer(
         train,
         train_loop_config={"kill": kill},
-        scaling_config=hf.ScalingConfig(num_workers=WORKERS, use_gpu=torch.cuda.device_count() >= WORKERS),
-        run_config=hf.RunConfig(
+        scaling_config=holdfast.ScalingConfig(num_workers=WORKERS, use_gpu=torch.cuda.device_count() >= WORKERS),
+        run_config=holdfast.RunConfig(
             name="killed" if kill else "whole",
             storage_path=root,
-            checkpoint_config=hf.CheckpointConfig(num_to_keep=2),
-            failure_config=hf.FailureConfig(max_failures=1),
+            checkpoint_config=holdfast.CheckpointConfig(num_to_keep=2),
+            failure_config=holdfast.FailureConfig(max_failures=1),
         ),
     ).fit()
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-import holdfast as hf
+import holdfast
 import holdfast.megatron
 from holdfast.torch import TorchTrainer
 
@@ -30,11 +30,11 @@ def train(config: dict[str, Any]) -> None:
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    world = hf.get_context().get_world_size()
+    world = holdfast.get_context().get_world_size()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     rank = parallel_state.get_tensor_model_parallel_rank()
     wanted = torch.arange(float(OUTPUTS * INPUTS)).reshape(OUTPUTS, INPUTS).chunk(world)[rank]
-    rows, step, checkpoint = torch.zeros_like(wanted), 0, hf.get_checkpoint()
+    rows, step, checkpoint = torch.zeros_like(wanted), 0, holdfast.get_checkpoint()
 
     def sharded_state_dict() -> dict[str, Any]:
         return {"rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, world)), "step": step}
@@ -54,17 +54,17 @@ def train(config: dict[str, Any]) -> None:
             holdfast.megatron.report({"step": step, "error": error.abs().max().item()}, sharded_state_dict())
 
 
-def run(root: str, *, workers: int, steps: int) -> hf.Result:
+def run(root: str, *, workers: int, steps: int) -> holdfast.Result:
     """Train up to so many steps."""
     return TorchTrainer(
         train,
         train_loop_config={"steps": steps},
-        scaling_config=hf.ScalingConfig(num_workers=workers),
-        run_config=hf.RunConfig(
+        scaling_config=holdfast.ScalingConfig(num_workers=workers),
+        run_config=holdfast.RunConfig(
             name="rows",
             storage_path=root,
-            checkpoint_config=hf.CheckpointConfig(num_to_keep=2),
-            failure_config=hf.FailureConfig(max_failures=1),
+            checkpoint_config=holdfast.CheckpointConfig(num_to_keep=2),
+            failure_config=holdfast.FailureConfig(max_failures=1),
         ),
     ).fit()
 

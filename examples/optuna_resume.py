@@ -19,7 +19,7 @@ import optuna
 import torch
 from sklearn.datasets import load_digits
 
-import holdfast as hf
+import holdfast
 from holdfast.optuna import TidyTrials, resume_killed, trial_path
 
 EPOCHS = 6
@@ -35,7 +35,7 @@ def objective(trial: optuna.Trial, root: Path, kill: int) -> float:
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     state = {"model": model, "optimizer": optimizer}
-    with hf.Checkpointer(trial_path(root, trial), state, every="1ep", keep=hf.Keep(last=1)) as ck:
+    with holdfast.Checkpointer(trial_path(root, trial), state, every="1ep", keep=holdfast.Keep(last=1)) as ck:
         trial.set_user_attr("began", ck.epoch)
         if ck.epoch:
             print(f"trial {trial.number} goes on in epoch {ck.epoch}", flush=True)
@@ -65,7 +65,7 @@ def search(folder: Path, kill: int) -> None:
     study.optimize(lambda trial: objective(trial, folder / "trials", kill), n_trials=left, callbacks=[tidy])
     best = study.best_trial
     print(f"best of {len(RATES)}: rate {best.params['rate']}, {best.value:.2%} errors")
-    newest = hf.Result.from_path(trial_path(folder / "trials", best, study)).checkpoint
+    newest = holdfast.Result.from_path(trial_path(folder / "trials", best, study)).checkpoint
     print(f"its weights: {newest.uri}")
 
 

@@ -16,7 +16,7 @@ import torch
 from ray.tune.schedulers import PopulationBasedTraining
 from sklearn.datasets import load_digits
 
-import holdfast as hf
+import holdfast
 import holdfast.ray_tune
 
 
@@ -69,7 +69,7 @@ def main() -> None:
         ),
     ).fit()
     best = results.get_best_result()
-    newest = hf.Checkpoint(best.checkpoint.path, best.checkpoint.filesystem)
+    newest = holdfast.Checkpoint(best.checkpoint.path, best.checkpoint.filesystem)
     print(f"best accuracy {best.metrics['accuracy']:.3f}, epoch {newest.load(only='epoch')['epoch']}, {newest.uri}")
     ray.shutdown()
 

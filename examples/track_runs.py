@@ -17,7 +17,7 @@ import mlflow
 import torch
 import wandb
 
-import holdfast as hf
+import holdfast
 from holdfast.trackers import MLflowTracker, TensorBoardTracker, WandbTracker
 
 STEPS = 60
@@ -35,7 +35,7 @@ def train(folder: Path, rate: float) -> None:
     ):
         trackers = [MLflowTracker(), WandbTracker(run), TensorBoardTracker(str(folder / "board" / name))]
         state = {"model": model, "optimizer": optimizer}
-        with hf.Checkpointer(folder / "runs" / name, state, every=20, on_commit=trackers) as ck:
+        with holdfast.Checkpointer(folder / "runs" / name, state, every=20, on_commit=trackers) as ck:
             while ck.global_step < STEPS:
                 x = torch.randn(64, 8)
                 loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
@@ -47,12 +47,12 @@ def train(folder: Path, rate: float) -> None:
             tracker.wait()
 
 
-def best_checkpoint() -> hf.Checkpoint:
+def best_checkpoint() -> holdfast.Checkpoint:
     """Ask MLflow which run ended with the lowest loss, and where its newest checkpoint is."""
     (best,) = mlflow.search_runs(
         search_all_experiments=True, order_by=["metrics.`checkpoint/loss`"], max_results=1, output_format="list"
     )
-    checkpoint = hf.Checkpoint(best.data.tags["holdfast.uri"])
+    checkpoint = holdfast.Checkpoint(best.data.tags["holdfast.uri"])
     if checkpoint.digest != best.data.tags["holdfast.digest"]:
         raise SystemExit(f"{checkpoint.uri} is not what MLflow was told of")
     print(f"{best.info.run_name}: loss {best.data.metrics['checkpoint/loss']:.3f}, {checkpoint.uri}")

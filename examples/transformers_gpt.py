@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 
-import holdfast as hf
+import holdfast
 from holdfast.transformers import HoldfastCallback
 
 LENGTH = 64
@@ -56,13 +56,13 @@ def main() -> None:
         report_to=[],
         disable_tqdm=True,
     )
-    callback = HoldfastCallback(told.out, keep=hf.Keep(last=2, best=1, metric="eval_loss"))
+    callback = HoldfastCallback(told.out, keep=holdfast.Keep(last=2, best=1, metric="eval_loss"))
     data = windows(640)
     trainer = transformers.Trainer(
         model, arguments, train_dataset=data[:600], eval_dataset=data[600:], callbacks=[callback]
     )
     start = callback.latest()
-    print(f"going on from step {hf.Checkpoint(start).step}" if start else "a fresh start")
+    print(f"going on from step {holdfast.Checkpoint(start).step}" if start else "a fresh start")
     trainer.train(resume_from_checkpoint=start)
     best = callback.best()
     if best is not None:

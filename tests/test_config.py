@@ -22,7 +22,6 @@ class Callback:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: ScalingConfig(num_workers=0), "at least 1"),
         (lambda: ScalingConfig(num_workers=-1), "at least 1"),
         (lambda: ScalingConfig(num_workers=True), "at least 1"),
         (lambda: ScalingConfig(num_workers=2.0), "at least 1"),
@@ -51,10 +50,11 @@ class Callback:
         (lambda: FailureConfig(max_preemptions=-2), "max_preemptions=-2"),
         (lambda: FailureConfig(hang_timeout_s=0), "positive"),
         (lambda: FailureConfig(hang_timeout_s=math.inf), "positive"),
-        (lambda: RunConfig(name="a/b"), "one directory"),
-        (lambda: RunConfig(name=".."), "one directory"),
-        (lambda: RunConfig(name=""), "one directory"),
-        (lambda: RunConfig(name=7), "one directory"),
+        (lambda: RunConfig(name="a//b"), "a plain name"),
+        (lambda: RunConfig(name="../b"), "a plain name"),
+        (lambda: RunConfig(name=".."), "a plain name"),
+        (lambda: RunConfig(name=""), "a plain name"),
+        (lambda: RunConfig(name=7), "a plain name"),
         (lambda: RunConfig(storage_path=7), "directory or a URI"),
         (lambda: RunConfig(storage_path=""), "directory or a URI"),
         (lambda: RunConfig(checkpoint_config=FailureConfig()), "CheckpointConfig or holdfast.CheckpointStrategy"),
@@ -158,3 +158,8 @@ def test_public_names_load_on_first_use() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     assert all(getattr(hf, name) is not None for name in hf.__all__)
     assert {"CheckpointConfig", "CheckpointStrategy", "FailureConfig", "Result", "report"} <= set(dir(hf))
+
+
+def test_no_callbacks() -> None:
+    """None is a common default of arguments that are passed through."""
+    assert RunConfig(callbacks=None).callbacks == ()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
+from pathlib import Path
 
-from docs_kit import PAGES, ROOT, blocks, group_of, page_test
+from docs_kit import PAGES, ROOT, blocks, groups_of, page_test
+from holdfast.cli.main import cli
 
 _SLOW = {"function-trainer.md", "migrate-from-ray-train.md", "migrate-from-composer.md", "interop.md"}
 
@@ -12,10 +16,10 @@ test_python_blocks_run = page_test(None, slow=_SLOW)
 
 
 def test_pages_of_frameworks_are_run() -> None:
-    """A page that leaves its blocks to a framework's group names one whose tests run it."""
+    """A page that leaves blocks to a framework's group names one whose tests run it."""
     for page in PAGES:
-        group = group_of(page)
-        assert group is None or (ROOT / f"tests/frameworks/{group}/test_docs.py").exists(), f"{page.name}: {group}"
+        for group in groups_of(page):
+            assert (ROOT / f"tests/frameworks/{group}/test_docs.py").exists(), f"{page.name}: {group}"
 
 
 def test_commands_exist() -> None:
@@ -24,18 +28,84 @@ def test_commands_exist() -> None:
     commands = (ROOT / "src/holdfast/cli/main.py").read_text()
     for page in PAGES:
         for line in "\n".join(blocks(page, "bash")).splitlines():
-            if not line or line.startswith("#"):
+            if not line or line.startswith("#") or line == "pip install .":
                 continue
             tool, word = line.split()[:2]
             assert tool in ("make", "holdfast"), f"{page.name}: {line}"
             if tool == "make":
                 assert re.search(rf"^{word}:", makefile, re.MULTILINE), f"{page.name}: {line}"
             else:
-                assert word in commands, f"{page.name}: {line}"
+                assert word.replace("-", "_") in commands, f"{page.name}: {line}"
 
 
 def test_links_resolve() -> None:
-    """Every relative link of a page leads to a file."""
+    """Every relative link of a page leads to a file, and to a heading of it if it names one."""
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", text):
+            there = page.parent / target if target else page
+            assert there.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(there), f"{page.name}: {target}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what links to the headings of a page are called: in lower case, without punctuation, with hyphens."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_page_of_the_command_line_names_every_option() -> None:
+    """docs/cli.md has every command in a heading, each with all of its options and no others."""
+    page = (ROOT / "docs/cli.md").read_text()
+    sections = {
+        name: body
+        for title, body in re.findall(r"^## holdfast ([\w, -]+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+        for name in title.split(", ")
+    }
+    commands = cli.commands
+    assert sorted(sections) == sorted(commands)
+    for name, command in commands.items():
+        known = {word for option in command.params for word in (*option.opts, *option.secondary_opts) if word[0] == "-"}
+        table = "\n".join(line for line in sections[name].splitlines() if line.startswith("| `-"))
+        assert set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", table)) == known, f"docs/cli.md: {name}"
+
+
+def test_the_reference_is_that_of_the_docstrings() -> None:
+    """docs/reference.md is what `make reference` writes now."""
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs/make_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PAGE.read_text(encoding="utf-8") == module.reference(), "docs/reference.md is stale: make reference"
+
+
+def test_messages_quoted_are_those_of_the_source() -> None:
+    """Each message in docs/troubleshooting.md is one that the source has, with "..." for what it fills in."""
+    said = "\n".join(sorted(messages()))
+    quoted = re.findall(r"^> `(.+)`$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(quoted) > 50
+    for quote in quoted:
+        parts = [re.escape(part) for part in quote.split("...") if part.strip()]
+        assert re.search(r"[^\n]*".join(parts), said), f"docs/troubleshooting.md: no message says {quote!r}"
+
+
+def messages() -> set[str]:
+    """Return all texts in the source; what they fill in is left out."""
+    found = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value.replace("\n", " "))
+            elif isinstance(node, ast.JoinedStr):
+                texts = [part.value if isinstance(part, ast.Constant) else " ... " for part in node.values]
+                found.add("".join(texts).replace("\n", " "))
+    return found
+
+
+def test_the_index_has_every_page() -> None:
+    """docs/index.md links to every page of docs/, once."""
+    linked = re.findall(r"^\d+\. \[[^]]+\]\(([\w.-]+\.md)\)", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
+    assert sorted(linked) == sorted(
+        page.name for page in PAGES if page.parent == ROOT / "docs" and page.stem != "index"
+    )

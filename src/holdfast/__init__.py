@@ -9,14 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import errors as _errors
+from ._not_here import missing
 
 if TYPE_CHECKING:
+    from .checkpoint.follow import follow as follow
     from .checkpoint.handle import Checkpoint as Checkpoint
     from .checkpoint.handle import Verification as Verification
     from .checkpointer import RNG as RNG
     from .checkpointer import Checkpointer as Checkpointer
     from .checkpointer import PerRank as PerRank
     from .checkpointer import SaveHandle as SaveHandle
+    from .checkpointer import attrs as attrs
     from .checkpointer import load as load
     from .checkpointer import save as save
     from .checkpointer import save_async as save_async
@@ -27,21 +30,33 @@ if TYPE_CHECKING:
     from .config import Mirror as Mirror
     from .config import RunConfig as RunConfig
     from .config import ScalingConfig as ScalingConfig
+    from .config import ValidationConfig as ValidationConfig
+    from .config import ValidationFn as ValidationFn
+    from .config import ValidationTaskConfig as ValidationTaskConfig
     from .errors import *  # noqa: F403
+    from .errors import ControllerError as ControllerError
+    from .errors import SessionMisuseError as SessionMisuseError
+    from .errors import WorkerGroupError as WorkerGroupError
     from .interop.export import Exported as Exported
     from .interop.export import export as export
     from .interop.import_ import Imported as Imported
     from .interop.import_ import import_checkpoint as import_checkpoint
     from .runtime.control.result import Result as Result
+    from .runtime.types import CheckpointConsistencyMode as CheckpointConsistencyMode
     from .runtime.types import CheckpointUploadMode as CheckpointUploadMode
     from .runtime.types import ReportedCheckpoint as ReportedCheckpoint
     from .runtime.types import ReportedCheckpointStatus as ReportedCheckpointStatus
+    from .runtime.worker.context import TrainContext as TrainContext
     from .runtime.worker.session import get_all_reported_checkpoints as get_all_reported_checkpoints
     from .runtime.worker.session import get_checkpoint as get_checkpoint
     from .runtime.worker.session import get_context as get_context
     from .runtime.worker.session import load_checkpoint as load_checkpoint
+    from .runtime.worker.session import local_rank as local_rank
     from .runtime.worker.session import report as report
     from .runtime.worker.session import save_checkpoint as save_checkpoint
+    from .runtime.worker.session import world_rank as world_rank
+    from .runtime.worker.session import world_size as world_size
+    from .trainers.callbacks import UserCallback as UserCallback
     from .trainers.loop.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -49,10 +64,12 @@ __version__ = "0.1.0"
 _HOME = {
     "Checkpoint": "checkpoint.handle",
     "Verification": "checkpoint.handle",
+    "follow": "checkpoint.follow",
     "Checkpointer": "checkpointer",
     "PerRank": "checkpointer",
     "RNG": "checkpointer",
     "SaveHandle": "checkpointer",
+    "attrs": "checkpointer",
     "load": "checkpointer",
     "save": "checkpointer",
     "save_async": "checkpointer",
@@ -63,6 +80,8 @@ _HOME = {
     "Mirror": "config",
     "RunConfig": "config",
     "ScalingConfig": "config",
+    "ValidationConfig": "config",
+    "ValidationTaskConfig": "config",
     "Exported": "interop.export",
     "export": "interop.export",
     "Imported": "interop.import_",
@@ -78,15 +97,26 @@ _HOME = {
     "ReportedCheckpoint": "runtime.types",
     "ReportedCheckpointStatus": "runtime.types",
     "Trainer": "trainers.loop.trainer",
+    "CheckpointConsistencyMode": "runtime.types",
+    "TrainContext": "runtime.worker.context",
+    "UserCallback": "trainers.callbacks",
+    "ValidationFn": "config",
+    "local_rank": "runtime.worker.session",
+    "world_rank": "runtime.worker.session",
+    "world_size": "runtime.worker.session",
+    **dict.fromkeys(("ControllerError", "SessionMisuseError", "WorkerGroupError"), "errors"),
     **dict.fromkeys(_errors.__all__, "errors"),
 }
+_MODULES = frozenset({"collective", "torch"})  # used as `holdfast.torch.TorchTrainer` after a plain `import holdfast`
 __all__ = sorted(_HOME)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
     if home is None:
-        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+        raise missing(__name__, name)
     value = getattr(importlib.import_module(f".{home}", __name__), name)
     globals()[name] = value
     return value

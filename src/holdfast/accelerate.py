@@ -63,7 +63,9 @@ class Checkpointer(_Checkpointer):
             self._found = say_late(self.accelerator, self._found)
             super().step(**metrics)
 
-    def batches(self, loader: Any, *, name: str = "train", split: bool | tuple[int, int] = True) -> Iterator[Any]:
+    def batches(
+        self, loader: Any, *, name: str = "train", split: bool | tuple[int, int] = True, ahead: int = 0
+    ) -> Iterator[Any]:
         """Yield the batches of a prepared loader, on their device, from the position of the last trained step.
 
         The batches are as large as Accelerate makes them and split over the ranks as there; their order is that of
@@ -76,17 +78,18 @@ class Checkpointer(_Checkpointer):
             loader: from ``accelerator.prepare``.
             name: tells several training loaders apart.
             split: as there, for a loader that was not prepared.
+            ahead: as there.
         """
         if not hasattr(loader, "gradient_state"):
-            return super().batches(loader, name=name, split=split)
+            return super().batches(loader, name=name, split=split, ahead=ahead)
         if getattr(loader, "use_stateful_dataloader", False):
-            return super().batches(loader, name=name)
+            return super().batches(loader, name=name, ahead=ahead)
         _, own = self._loaders.setdefault(id(loader), (loader, own_loader(loader)))
         if own is None:
-            return super().batches(OneByOne(loader), name=name)
+            return super().batches(OneByOne(loader), name=name, ahead=ahead)
         plain, part = own
         return told_when_last(
-            super().batches(plain, name=name, split=part),
+            super().batches(plain, name=name, split=part, ahead=ahead),
             loader,
             left=partial(self._progress.left, name),
             to_device=partial(_to_device, loader),

@@ -6,13 +6,30 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ._advice import answering
 from ._units import Interval, IntervalLike, parse_interval
 from .errors import ConfigError
 
-__all__ = ["CheckpointConfig", "CheckpointStrategy", "FailureConfig", "Keep", "Mirror", "RunConfig", "ScalingConfig"]
+__all__ = [
+    "CheckpointConfig",
+    "CheckpointStrategy",
+    "FailureConfig",
+    "Keep",
+    "Mirror",
+    "RunConfig",
+    "ScalingConfig",
+    "ValidationConfig",
+    "ValidationFn",
+    "ValidationTaskConfig",
+]
+
+ValidationFn: TypeAlias = Callable[..., Mapping[str, Any]]
+"""``fn(checkpoint, **fn_kwargs) -> dict`` of metrics."""
+
+VERIFY_VARIABLE = "HOLDFAST_VERIFY"
+"""Set in the processes of a script whose resume is being verified; see `holdfast.checkpointer.verification`."""
 
 _T = TypeVar("_T")
 
@@ -144,8 +161,9 @@ _CLUSTER = "it comes with a cluster engine; the local one starts all workers on 
     accelerator_type=_CLUSTER,
     use_tpu="TPUs are not supported, use_gpu=True asks for GPUs",
     topology="TPUs are not supported, use_gpu=True asks for GPUs",
+    elastic_resize_monitor_interval_s="elastic ranges are not supported; start again with another num_workers",
 )
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ScalingConfig:
     """How many workers train, and where.
 
@@ -154,7 +172,8 @@ class ScalingConfig:
         'auto'
 
     Attributes:
-        num_workers: number of worker processes; the world size.
+        num_workers: number of worker processes; the world size. 0: the train function runs in this process, for a
+            debugger.
         use_gpu: whether each worker gets a GPU of its own.
         resources_per_worker: amounts by name, such as ``{"CPU": 4}``, for engines that schedule; the local engine
             takes no notice of them.
@@ -171,8 +190,11 @@ class ScalingConfig:
             raise ConfigError(
                 f"ScalingConfig(num_workers={self.num_workers!r}): elastic ranges are not supported, give one number"
             )
-        if not _is_int(self.num_workers) or self.num_workers < 1:
-            raise ConfigError(f"ScalingConfig(num_workers={self.num_workers!r}): give a whole number of at least 1")
+        if not _is_int(self.num_workers) or self.num_workers < 0:
+            raise ConfigError(
+                f"ScalingConfig(num_workers={self.num_workers!r}): give a whole number of at least 1, or 0 to run the "
+                "train function in this process"
+            )
         if not isinstance(self.use_gpu, bool):
             raise ConfigError(f"ScalingConfig(use_gpu={self.use_gpu!r}): give True or False")
         if self.engine == "ray":
@@ -204,7 +226,7 @@ class ScalingConfig:
     checkpoint_frequency="call report(metrics, checkpoint=...) as often as you want checkpoints",
     checkpoint_at_end="report a last checkpoint at the end of train_func",
 )
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CheckpointConfig:
     """Which reported checkpoints stay. The newest always does.
 
@@ -223,7 +245,7 @@ class CheckpointConfig:
     num_to_keep: int | None = None
     checkpoint_score_attribute: str | None = None
     checkpoint_score_order: str = "max"
-    keep: Keep | None = None
+    keep: Keep | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         number, attribute = self.num_to_keep, self.checkpoint_score_attribute
@@ -253,7 +275,7 @@ class CheckpointConfig:
         return Keep(best=self.num_to_keep, metric=metric, mode=mode)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CheckpointStrategy:
     """Which checkpoints of `save_checkpoint` are written and stay: the style of Ray 1.x.
 
@@ -289,8 +311,10 @@ class CheckpointStrategy:
     fail_fast="max_failures=0 (the default) gives up at the first failure",
     controller_failure_limit="the controller is your own process: start the script again and it resumes",
     max_preemption_failures="it is called max_preemptions here",
+    relax_collectives_on_preemption="no collective is needed: what all ranks had reported is committed in any case",
+    preemption_grace_s="what all ranks had reported is finished before the others are stopped: leave it out",
 )
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FailureConfig:
     """How often training may fail and go on from the newest checkpoint.
 
@@ -301,8 +325,8 @@ class FailureConfig:
     """
 
     max_failures: int = 0
-    max_preemptions: int = -1
-    hang_timeout_s: float | None = None
+    max_preemptions: int = field(default=-1, kw_only=True)
+    hang_timeout_s: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name, value in (("max_failures", self.max_failures), ("max_preemptions", self.max_preemptions)):
@@ -323,17 +347,17 @@ class FailureConfig:
     local_dir="it is called storage_path",
     worker_runtime_env="workers inherit the environment of this process: set os.environ before fit()",
 )
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RunConfig:
     """Where a run lives and how it is looked after.
 
     Attributes:
-        name: directory of the run under ``storage_path``; the same name again resumes. Default: made of the name of
-            train_func, the date and a short id.
+        name: directory of the run under ``storage_path`` ("/" leads into directories); the same name again resumes.
+            Default: made of the name of train_func, the date and a short id.
         storage_path: a directory or URI; default ``~/holdfast_results``.
         storage_filesystem: a `holdfast.storage.Storage` in which ``storage_path`` is a path.
-        checkpoint_config: which checkpoints stay.
         failure_config: which failures are recovered from.
+        checkpoint_config: which checkpoints stay.
         callbacks: objects with ``after_report(run_context, metrics, checkpoint)`` or
             ``after_exception(run_context, worker_exceptions)``.
     """
@@ -341,16 +365,19 @@ class RunConfig:
     name: str | None = None
     storage_path: str | os.PathLike[str] | None = None
     storage_filesystem: Any = None
-    checkpoint_config: CheckpointConfig | CheckpointStrategy | None = None
     failure_config: FailureConfig | None = None
-    callbacks: Sequence[Any] = ()
+    checkpoint_config: CheckpointConfig | CheckpointStrategy | None = None
+    callbacks: Sequence[Any] | None = ()
 
     def __post_init__(self) -> None:
+        if self.callbacks is None:
+            object.__setattr__(self, "callbacks", ())
         name, path = self.name, self.storage_path
-        if name is not None and (
-            not isinstance(name, str) or name in ("", ".", "..") or "/" in name or not name.isprintable()
-        ):
-            raise ConfigError(f"RunConfig(name={name!r}): it becomes the name of one directory, give a plain name")
+        if name is not None and not _is_name(name):
+            raise ConfigError(
+                f"RunConfig(name={name!r}): it becomes a directory below storage_path, give a plain name; '/' leads "
+                "into directories, as in 'sweep/lr-0.1'"
+            )
         if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path)):
             raise ConfigError(f"RunConfig(storage_path={path!r}): give a directory or a URI")
         _check_kind(self, "checkpoint_config", CheckpointConfig, CheckpointStrategy)
@@ -364,6 +391,69 @@ class RunConfig:
                     "checkpoint) nor after_exception(run_context, worker_exceptions), so nothing would ever call it"
                 )
         object.__setattr__(self, "callbacks", tuple(self.callbacks))
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationTaskConfig:
+    """How one checkpoint is validated: for ``report(validation=...)``, or the default of a `ValidationConfig`.
+
+    Attributes:
+        fn_kwargs: arguments of the validation function besides the checkpoint; they are stored with the checkpoint, so
+            they are what JSON holds.
+        timeout_s: the validation is stopped after so many seconds; None: that of the `ValidationConfig`, or an hour.
+    """
+
+    fn_kwargs: Mapping[str, Any] | None = None
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        given, limit = self.fn_kwargs, self.timeout_s
+        if given is not None and not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
+            raise ConfigError(f"ValidationTaskConfig(fn_kwargs={given!r}): give arguments by name, as in {{'top': 5}}")
+        if limit is not None and (not _is_number(limit) or not 0 < limit < math.inf):
+            raise ConfigError(f"ValidationTaskConfig(timeout_s={limit!r}): give a positive number of seconds, or None")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> ValidationTaskConfig:
+        """Make one of a dict: arguments of the function, or the fields of this class.
+
+        Raises:
+            ConfigError: it is a mixture of both, so that nobody can say what is meant.
+        """
+        fields = given.keys() & {"fn_kwargs", "timeout_s"}
+        if not fields:
+            return cls(fn_kwargs=given)
+        others = sorted(map(str, given.keys() - fields))
+        if others:
+            raise ConfigError(
+                f"validation={dict(given)!r}: {', '.join(sorted(fields))} beside {', '.join(others)} can be meant in "
+                "two ways; give validation=ValidationTaskConfig(fn_kwargs={...}, timeout_s=...)"
+            )
+        return cls(**given)
+
+
+@_removed(ray_remote_kwargs="validations run in a process of this machine: leave it out")
+@dataclass(frozen=True, slots=True)
+class ValidationConfig:
+    """The function that validates reported checkpoints, and how it is called.
+
+    Attributes:
+        fn: ``fn(checkpoint, **fn_kwargs) -> dict`` of metrics.
+        task_config: what holds for each validation, unless its `report` says otherwise.
+    """
+
+    fn: ValidationFn
+    task_config: ValidationTaskConfig | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise ConfigError(f"ValidationConfig(fn={self.fn!r}): give a function (checkpoint) -> dict")
+        _check_kind(self, "task_config", ValidationTaskConfig)
+
+
+def _is_name(name: Any) -> bool:
+    parts = name.split("/") if isinstance(name, str) and name.isprintable() else [""]
+    return not {"", ".", ".."} & {*parts}
 
 
 def _check_score(owner: str, attribute: Any, order: Any, *, optional: bool) -> None:

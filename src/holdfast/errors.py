@@ -4,6 +4,8 @@
 
     HoldfastError
     ├── ConfigError (ValueError)                 the call is wrong: change the script
+    │   ├── NotLocalError (TypeError)            a checkpoint elsewhere was used as a path of this machine
+    │   └── UnknownMetricError (RuntimeError)    no checkpoint has a number for this metric
     ├── MissingExtraError (ImportError)          install the named extra
     ├── UnsupportedStateError (TypeError)        a value cannot be saved: change the state
     ├── StorageError (OSError)                   the place where bytes live failed
@@ -15,6 +17,7 @@
     │   └── StorageUnavailableError              no answer, or none but errors, until the deadline: may work later
     ├── CheckpointError                          a checkpoint is not what was asked for
     │   ├── CheckpointNotFoundError (FileNotFoundError)
+    │   │   └── RunNotFoundError (RuntimeError)  no run, or a run without a checkpoint
     │   ├── CheckpointExistsError (FileExistsError)
     │   ├── IncompleteCheckpointError            files without a manifest: never committed
     │   ├── CorruptCheckpointError               bytes differ from their digest
@@ -44,8 +47,10 @@ __all__ = [
     "HoldfastError",
     "IncompleteCheckpointError",
     "MissingExtraError",
+    "NotLocalError",
     "ReportMismatchError",
     "RunBusyError",
+    "RunNotFoundError",
     "SessionError",
     "StateMismatchError",
     "StorageConflictError",
@@ -57,6 +62,7 @@ __all__ = [
     "StorageUnavailableError",
     "TrainingError",
     "TrainingFailedError",
+    "UnknownMetricError",
     "UnsupportedStateError",
     "WorkerHangError",
 ]
@@ -67,11 +73,21 @@ class HoldfastError(Exception):
 
     def __str__(self) -> str:
         # OSError's own __str__ prints "[Errno ...]" forms; the message is ours alone.
-        return str(self.args[0]) if self.args else ""
+        text = str(self.args[0]) if self.args else ""
+        # Names of files and tensors may hold lone surrogates, which no terminal and no log file takes.
+        return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 class ConfigError(HoldfastError, ValueError):
     """An argument or a combination of arguments is wrong."""
+
+
+class NotLocalError(ConfigError, TypeError):
+    """A checkpoint that is on no local disk was used as a path."""
+
+
+class UnknownMetricError(ConfigError, RuntimeError):
+    """No checkpoint has a number for a metric; a RuntimeError too, as in Ray Train."""
 
 
 class MissingExtraError(HoldfastError, ImportError):
@@ -116,6 +132,10 @@ class CheckpointError(HoldfastError):
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no checkpoint at this place."""
+
+
+class RunNotFoundError(CheckpointNotFoundError, RuntimeError):
+    """There is no run, or it has no checkpoint; a RuntimeError too, as in Ray Train."""
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
@@ -172,16 +192,21 @@ class TrainingError(HoldfastError):
     """A run of workers failed."""
 
 
-class TrainingFailedError(TrainingError):
+class TrainingFailedError(TrainingError, RuntimeError):
     """Workers failed more often than the failure policy allows.
 
     Attributes:
-        failures: exception of each failed rank.
+        failures: exception of each failed rank; ``worker_failures`` is another name for it.
     """
 
     def __init__(self, message: str = "", *, failures: dict[int, BaseException] | None = None) -> None:
         super().__init__(message)
         self.failures = failures or {}
+
+    @property
+    def worker_failures(self) -> dict[int, BaseException]:
+        """The same as ``failures``."""
+        return self.failures
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, {"failures": self.failures})
@@ -197,6 +222,12 @@ class ReportMismatchError(TrainingError):
 
 class SessionError(HoldfastError, RuntimeError):
     """A session function was called where no session runs."""
+
+
+# Names of Ray Train for the same things.
+WorkerGroupError = TrainingFailedError
+ControllerError = TrainingError
+SessionMisuseError = SessionError
 
 
 def _rebuild(kind: type[HoldfastError], args: tuple[Any, ...], extra: dict[str, Any]) -> HoldfastError:

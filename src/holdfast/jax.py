@@ -39,11 +39,11 @@ class Pytree:
         MissingExtraError: JAX is not installed.
 
     Example:
-        >>> tree = Pytree({"params": params, "opt": opt_state})                            # doctest: +SKIP
-        >>> hf.save("runs/first", {"train": tree, "step": 3})                              # doctest: +SKIP
-        >>> hf.load("runs/first", {"train": tree})["step"]                                 # doctest: +SKIP
+        >>> tree = Pytree({"params": params, "opt": opt_state})  # doctest: +SKIP
+        >>> holdfast.save("runs/first", {"train": tree, "step": 3})  # doctest: +SKIP
+        >>> holdfast.load("runs/first", {"train": tree})["step"]  # doctest: +SKIP
         3
-        >>> params = tree.value["params"]                                                  # doctest: +SKIP
+        >>> params = tree.value["params"]  # doctest: +SKIP
     """
 
     def __init__(self, value: Any) -> None:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ._not_here import missing
 from ._optional import require
 from ._units import IntervalLike
 from .checkpoint.handle import Checkpoint
@@ -146,3 +147,7 @@ def state(model: Any) -> dict[str, Any]:
         found["optimizer"] = Variables("optimizer", lambda: model.optimizer.variables)
         found |= other_optimizers(model)
     return found
+
+
+def __getattr__(name: str) -> Any:
+    raise missing(__name__, name)

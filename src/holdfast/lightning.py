@@ -1,4 +1,4 @@
-"""PyTorch Lightning, under both of its names: `ReportCallback` and `HoldfastCheckpointIO`.
+"""PyTorch Lightning, under both of its names: reports, exact checkpoints, and Ray Train's strategies.
 
 Importing this module imports no Lightning: what is imported when an object is made is what it belongs to.
 """
@@ -9,13 +9,32 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from .config import ValidationTaskConfig
 from .errors import ConfigError
 from .integrations import Grafted, Saves, reporting, scalars
+from .integrations.lightning_callback import HoldfastCallback
+from .integrations.lightning_ranks import (
+    RayDDPStrategy,
+    RayDeepSpeedStrategy,
+    RayFSDPStrategy,
+    RayLightningEnvironment,
+    prepare_trainer,
+)
 from .integrations.rhythm import epochs_between
 from .runtime.types import CheckpointUploadMode
 from .runtime.worker.session import report
 
-__all__ = ["HoldfastCheckpointIO", "RayTrainReportCallback", "ReportCallback"]
+__all__ = [
+    "HoldfastCallback",
+    "HoldfastCheckpointIO",
+    "RayDDPStrategy",
+    "RayDeepSpeedStrategy",
+    "RayFSDPStrategy",
+    "RayLightningEnvironment",
+    "RayTrainReportCallback",
+    "ReportCallback",
+    "prepare_trainer",
+]
 
 _ADVICE = "save_hyperparameters(ignore=[name]) leaves a value out; unsupported='drop' all that cannot be stored"
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
@@ -49,7 +68,7 @@ class ReportCallback(Grafted):
         every_n_epochs: int | None = None,
         every_n_steps: int | None = None,
         checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.ASYNC,
-        validation: bool | Mapping[str, Any] = False,
+        validation: bool | Mapping[str, Any] | ValidationTaskConfig = False,
     ) -> None:
         super().__init__()
         self.every_n_epochs, self.every_n_steps = epochs_between(every_n_epochs, every_n_steps), every_n_steps
@@ -84,7 +103,7 @@ class ReportCallback(Grafted):
             return
         with reporting(
             self.metrics(trainer),
-            sharded=type(trainer.strategy).__name__ in _SHARDED,
+            sharded=any(kind.__name__ in _SHARDED for kind in type(trainer.strategy).__mro__),
             upload_mode=self.checkpoint_upload_mode,
             validation=self.validation,
         ) as directory:

@@ -9,11 +9,11 @@ with, in the objective, ``holdfast.Checkpointer(trial_path("runs/search", trial)
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 from collections.abc import Sequence
 from typing import Any
 
+from ._log import get_logger
 from ._optional import require
 from .checkpoint._process import birth, is_dead, machine
 from .errors import ConfigError, HoldfastError
@@ -21,7 +21,7 @@ from .storage.resolve import resolve
 
 __all__ = ["TidyTrials", "resume_killed", "trial_path"]
 
-_LOG = logging.getLogger("holdfast.optuna")
+_LOG = get_logger("optuna")
 _OWNER = "holdfast:process"
 _FIRST = "failed_trial"  # where Optuna itself notes the first trial of a chain of retries
 _PURPOSE = "holdfast.optuna"

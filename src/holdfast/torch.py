@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ._not_here import missing
+
 if TYPE_CHECKING:
     from .trainers.function import TorchTrainer
     from .trainers.loader import PreparedLoader
@@ -43,7 +45,7 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
-        raise AttributeError(f"module 'holdfast.torch' has no attribute {name!r}")
+        raise missing(__name__, name)
     value = getattr(importlib.import_module(f"holdfast.{home}"), name)
     globals()[name] = value
     return value

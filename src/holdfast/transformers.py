@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ._optional import require
-from .config import Keep
+from .config import Keep, ValidationTaskConfig
 from .errors import ConfigError
 from .integrations import DirectoryKeeper
 from .integrations.finished import all_written, report_finished
@@ -40,7 +40,10 @@ class ReportCallback(_TrainerCallback):  # type: ignore[misc]
     CHECKPOINT_NAME = "checkpoint"
 
     def __init__(
-        self, *, delete_local_checkpoint_after_upload: bool = False, validation: bool | Mapping[str, Any] = False
+        self,
+        *,
+        delete_local_checkpoint_after_upload: bool = False,
+        validation: bool | Mapping[str, Any] | ValidationTaskConfig = False,
     ) -> None:
         self.delete, self.validation = delete_local_checkpoint_after_upload, validation
 

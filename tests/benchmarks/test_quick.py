@@ -13,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
-    "save", "loaded", "lost", "load", "small", "plan", "control", "ranks", "memory", "step", "catalog", "frozen",
-    "startup", "startup_trainer", "trainer", "remote", "loop",
+    "save", "loaded", "lost", "load", "small", "plan", "control", "many", "ranks", "memory", "step", "catalog",
+    "growth_local", "growth", "frozen", "startup", "startup_trainer", "trainer", "remote", "loop",
 )  # fmt: skip
 METHODS = {
     "save": {"save_async", "Checkpointer", "save", "torch.save", "safetensors", "DCP save", "DCP async_save"},
@@ -24,15 +24,18 @@ METHODS = {
     "small": {"holdfast", "torch.save", "safetensors"},
     "plan": {"4 ranks", "16 ranks", "40 ranks"},
     "control": {"4 writers", "16 writers"},
+    "many": {"4 ranks", "40 ranks"},
     "ranks": {"save_async", "save", "DCP save", "DCP async_save", "1 -> 2", "2 -> 2", "2 -> 2 columns", "DCP 2 -> 2"},
     "memory": {"save: holdfast.save_async", "load: holdfast.load"},
     "step": {"tensor", "float", "none"},
     "catalog": {"10 checkpoints", "100 checkpoints"},
+    "growth_local": {"10 checkpoints", "100 checkpoints", "10 small files", "100 small files"},
     "frozen": {"holdfast", "torch.save"},
     "startup": {"interpreter", "import holdfast", "writer process alone"},
     "startup_trainer": {"2 interpreters import torch", "2 workers, to the first line"},
     "trainer": {"holdfast rate-1", "holdfast rate-4", "holdfast directory", "holdfast kill", "holdfast same"},
     "loop": {"by hand", "Trainer", "directory", "pt"},
+    "growth": {"enter a run of 30 checkpoints", "save and keep 2 of 30 checkpoints", "commit 20 ranks"},
     "remote": {"limit", "save_async", "save_async to disk", "push", "pull", "load", "push process", "pull process"},
 }
 # Not a time, so it holds on a busy machine too; the state of a quick run is too small for the others.

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from itertools import count
 
-from holdfast.format.commit import PartSummary, commit
+from holdfast.format.commit import PartSummary, commit, look_before
 from holdfast.format.digest import bytes_digest, chunk_digests, file_digest
 from holdfast.format.index import Index, Piece, TensorEntry
 from holdfast.format.manifest import FileEntry, Manifest
@@ -45,7 +45,7 @@ MODEL = (
 )
 TREE = {
     "model": {"$": "tensors", "at": "model/", "k": ["head.weight", "norm.bias", "embedding.weight"], "o": True},
-    "optimizer": {"$": "object", "type": "AdamW", "kind": "optimizer",
+    "optimizer": {"$": "object", "type": "AdamW", "kind": "object",
                   "state": {"lr": 0.001, "betas": {"$": "tuple", "v": [0.9, 0.95]}}},
     "note": "first try",
     "holdfast": {"progress": {"step": 7}, "rng": {"$": "rng", "key": "holdfast/rng"}},
@@ -68,6 +68,7 @@ def build(
 ) -> Manifest | None:
     """Write a whole checkpoint as a writer does; ``finish=False`` dies before the manifest."""
     sid = save_id(start)
+    replaced = look_before(storage, name) if overwrite else None
     files, table, offsets = [], b"", {}
     digests = f"digests-00000-{sid}.bin"
     for item in dict.fromkeys(tensor.name.split("/")[0] for tensor in tensors):
@@ -110,7 +111,7 @@ def build(
     fields.setdefault("versions", {"holdfast": "0.1.0", "torch": "2.13.0"})
     fields.setdefault("checkpoint_id", sid)
     part = PartSummary(writer=0, files=tuple(files))
-    return commit(storage, name, fields, [part], overwrite=overwrite)
+    return commit(storage, name, fields, [part], overwrite=replaced)
 
 
 def small(storage: Storage, name: str, **fields: object) -> Manifest:

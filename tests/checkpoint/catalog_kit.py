@@ -7,6 +7,57 @@ from build import START, small
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.config import Keep
 from holdfast.storage.base import Storage
+from holdfast.storage.local import LocalStorage
+from holdfast.storage.memory import MemoryStorage
+
+
+class Far(MemoryStorage):
+    """Memory that takes requests side by side, as a store does; `log` has what would be requests."""
+
+    num_parallel, deletes_at_once = 16, 1000
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.log: list[str] = []
+
+    def put(self, path, data, **conditions):
+        self.log.append(f"put {path}")
+        return super().put(path, data, **conditions)
+
+    def open(self, path):
+        self.log.append(f"get {path}")
+        return super().open(path)
+
+    def read_tagged(self, path):
+        self.log.append(f"get {path}")
+        with super().open(path) as reader:
+            data = bytearray(reader.size)
+            reader.read_into(0, memoryview(data))
+        return bytes(data), super().stat(path).etag
+
+    def stat(self, path):
+        self.log.append(f"head {path}")
+        return super().stat(path)
+
+    def list(self, prefix="", *, recursive=True):
+        found = [*super().list(prefix, recursive=recursive)]
+        self.log += [f"list {prefix}"] * (1 + len(found) // 1000)
+        yield from found
+
+    def delete(self, path):
+        self.delete_many([path])
+
+    def delete_many(self, paths):
+        paths = [*paths]
+        self.log += [f"delete {' '.join(paths[begin : begin + 1000])}" for begin in range(0, len(paths), 1000)]
+        for path in paths:
+            super().delete(path)
+
+
+def storage_of(kind: str, tmp_path) -> Storage:
+    """Make a storage by its name: "far", "memory", or a disk."""
+    name = f"catalog-{tmp_path.name}"
+    return {"far": Far, "memory": MemoryStorage}[kind](name) if kind in ("far", "memory") else LocalStorage(tmp_path)
 
 
 def begin(storage: Storage, start_id: str = START) -> Catalog:

@@ -7,7 +7,7 @@ import math
 
 import pytest
 from build import small
-from catalog_kit import begin, names, save
+from catalog_kit import begin, names, save, storage_of
 
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.handle import Checkpoint
@@ -16,12 +16,11 @@ from holdfast.config import Keep
 from holdfast.errors import CheckpointNotFoundError, StorageError
 from holdfast.storage.base import Storage
 from holdfast.storage.local import LocalStorage
-from holdfast.storage.memory import MemoryStorage
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(params=["local", "memory", "far"])
 def storage(request, tmp_path) -> Storage:
-    return LocalStorage(tmp_path) if request.param == "local" else MemoryStorage(f"catalog-{tmp_path.name}")
+    return storage_of(request.param, tmp_path)
 
 
 class Counting(LocalStorage):

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import pytest
 from build import build
-from catalog_kit import begin, names, save
+from catalog_kit import begin, names, save, storage_of
 
+from holdfast.checkpoint import catalog as catalog_module
 from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.runindex import RunIndex
 from holdfast.config import Keep
 from holdfast.errors import StorageError, StorageFullError
 from holdfast.storage.base import Storage
 from holdfast.storage.local import LocalStorage
-from holdfast.storage.memory import MemoryStorage
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(params=["local", "memory", "far"])
 def storage(request, tmp_path) -> Storage:
-    return LocalStorage(tmp_path) if request.param == "local" else MemoryStorage(f"catalog-{tmp_path.name}")
+    return storage_of(request.param, tmp_path)
 
 
 class Recording(LocalStorage):
@@ -29,11 +30,15 @@ class Recording(LocalStorage):
         self.log.append(f"put {path}")
         return super().put(path, data, **conditions)
 
-    def delete(self, path):
+    def delete_many(self, paths):
+        for path in paths:
+            self._delete(path)
+
+    def _delete(self, path):
         self.log.append(f"delete {path}")
         if self.refuse and path.startswith(self.refuse):
             raise StorageError(f"cannot delete {path}: refused")
-        super().delete(path)
+        super().delete_many([path])
 
 
 def test_the_index_is_saved_before_anything_is_deleted_and_the_manifest_goes_first(tmp_path) -> None:
@@ -80,6 +85,42 @@ def test_a_checkpoint_that_cannot_be_deleted_stays_known(tmp_path, caplog) -> No
     save(catalog, 3, keep=Keep(last=1))
     assert names(catalog) == ["step_0003"]
     assert not (tmp_path / "step_0001").exists()
+
+
+def test_a_deletion_that_fails_half_way_is_listed_no_more(tmp_path, caplog) -> None:
+    """Its manifest is gone, so it is no checkpoint; its files, the user's ones too, go with the next save."""
+    storage = Recording(tmp_path)
+    catalog = begin(storage)
+    save(catalog, 1, user={"weights.bin": b"123"})
+    storage.refuse = "step_0001/weights.bin"
+    save(catalog, 2, keep=Keep(last=1))
+    assert "step_0001 could not be deleted" in caplog.text
+    assert names(catalog) == ["step_0002"]
+    assert [row[0] for row in RunIndex.load(storage).rows.values()] == ["step_0002"]
+    storage.refuse = ""
+    save(catalog, 3, keep=Keep(last=1))
+    assert names(catalog) == ["step_0003"]
+    assert not (tmp_path / "step_0001").exists()
+
+
+def test_many_are_deleted_in_bites(tmp_path, monkeypatch) -> None:
+    """The oldest go first, for a bounded time; the others are still listed, and the next call goes on."""
+    catalog = begin(LocalStorage(tmp_path))
+    for step in range(1, 9):
+        save(catalog, step)
+    monkeypatch.setattr(catalog_module, "_BITE", 3)
+    told = []
+    catalog.announce = lambda doomed: told.append(sorted(doomed))
+    assert [one.name for one in catalog.prune(Keep(last=1))] == ["step_0003", "step_0002", "step_0001"]
+    assert catalog.is_behind
+    assert names(catalog) == [f"step_000{step}" for step in (8, 7, 6, 5, 4)] == names(Catalog(LocalStorage(tmp_path)))
+    monkeypatch.setattr(catalog_module, "_BITE_S", 0.0)
+    assert [one.name for one in catalog.prune(Keep(last=1))] == ["step_0004"], "one at least"
+    monkeypatch.setattr(catalog_module, "_BITE_S", 60.0)
+    catalog.prune(Keep(last=1))
+    assert not catalog.is_behind
+    assert names(catalog) == ["step_0008"]
+    assert told == [[f"step_000{step}" for step in bite] for bite in ((1, 2, 3), (4, 5, 6), (5, 6, 7))]
 
 
 @pytest.mark.parametrize("error", [StorageFullError, StorageError])

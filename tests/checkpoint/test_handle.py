@@ -200,7 +200,7 @@ def test_a_file_is_a_one_file_checkpoint(tmp_path) -> None:
     checkpoint.delete()
     assert not list(tmp_path.glob("*epoch_3*"))
     with pytest.raises(CheckpointNotFoundError):
-        Checkpoint.from_directory(file)
+        Checkpoint.from_directory(file).to_directory()
 
 
 def test_metadata_are_replaced_whole_and_merged(storage) -> None:
@@ -374,3 +374,18 @@ def test_the_memory_of_a_dictionary_goes_with_its_last_handle() -> None:
     assert list(storage.list())
     del second
     assert not list(storage.list())
+
+
+def test_folders_without_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory is given back as it is, an empty one too; a tilde in the target is the home directory."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "full" / "sub" / "deep").mkdir(parents=True)
+    (tmp_path / "full" / "a.txt").write_text("a")
+    (tmp_path / "empty").mkdir()
+    there = Path(Checkpoint.from_directory(tmp_path / "full").to_directory("~/copy"))
+    assert there == tmp_path / "copy"
+    assert (there / "sub" / "deep").is_dir()
+    assert (there / "a.txt").read_text() == "a"
+    assert os.listdir(Checkpoint.from_directory(tmp_path / "empty").to_directory(tmp_path / "other")) == []
+    with pytest.raises(CheckpointNotFoundError):
+        Checkpoint.from_directory(tmp_path / "none").to_directory()

@@ -143,6 +143,48 @@ def test_a_writer_that_finishes_for_a_dead_trainer_is_waited_for(start, tmp_path
     held.release()
 
 
+def is_given_back(storage) -> bool:
+    """On a disk the record is gone; a store deletes without conditions, so there it stays and says so."""
+    if storage.local_root is not None:
+        return not storage.exists(LEASE_FILE)
+    left = json.loads(storage.read(LEASE_FILE))
+    return left["released"] is True and "fence_due" not in left and "doomed" not in left
+
+
+@pytest.mark.parametrize("kind", ["memory", "local"])
+def test_what_was_announced_is_known_to_the_next(kind, clock, tmp_path) -> None:
+    """Deletions said by an owner that may still act are told with the lease; after the takeover nothing can be said."""
+    storage = MemoryStorage(f"lease-{tmp_path.name}") if kind == "memory" else LocalStorage(tmp_path)
+    theirs = Lease.acquire(storage, {**make_owner("theirs"), **elsewhere("theirs")}, wait_s=0)
+    theirs.announce(["step_1", "step_0"])
+    theirs.verify()
+    if kind == "local":
+        theirs._lock.drop()  # another process could not lock it; this one could, twice
+    ours = Lease.acquire(storage, make_owner("ours"), wait_s=60, sleep=clock.pause)
+    assert ours.predecessor.may_act
+    assert ours.predecessor.doomed == ("step_0", "step_1")
+    for act in (theirs.verify, lambda: theirs.announce(["step_2"]), theirs.heartbeat):
+        with pytest.raises(RunBusyError, match="was lost to"):
+            act()
+    theirs.release()
+    assert json.loads(storage.read(LEASE_FILE))["doomed"] == ["step_0", "step_1"], "until the fence has them"
+    ours.fenced()
+    assert "doomed" not in json.loads(storage.read(LEASE_FILE))
+    ours.release()
+    assert is_given_back(storage)
+
+
+def test_a_record_that_a_power_cut_damaged_calls_for_no_fence(tmp_path) -> None:
+    """On a disk the lock tells that nobody is there any more."""
+    (tmp_path / LEASE_FILE).write_bytes(b"")
+    held = Lease.acquire(LocalStorage(tmp_path), make_owner("ours"), wait_s=0)
+    assert not held.predecessor.may_act
+    held.release()
+    storage = MemoryStorage(f"lease-{tmp_path.name}")
+    storage.put(LEASE_FILE, b"")
+    assert Lease.acquire(storage, make_owner("ours"), wait_s=0).predecessor.may_act
+
+
 def test_waiting_for_a_dead_trainers_writer_is_bounded(start, tmp_path) -> None:
     """A writer that never ends is named when the wait is over."""
     holder = start("theirs", trainer_pid=dead_pid())
@@ -252,8 +294,41 @@ def test_an_owner_elsewhere_is_given_up_after_its_counter_stood_still(kind, cloc
     assert 30 <= clock.now - begun < 31
     held.heartbeat()
     assert json.loads(storage.read(LEASE_FILE))["start_id"] == "ours"
+    assert held.predecessor.may_act
     held.release()
-    assert not storage.exists(LEASE_FILE)
+    left = json.loads(storage.read(LEASE_FILE))
+    assert left["released"] is True, "it waits for nobody"
+    assert left["fence_due"] is True, "whoever comes next has to draw the fence that we have not drawn"
+    after = Lease.acquire(storage, make_owner("next"), wait_s=0, sleep=clock.pause)
+    assert after.predecessor.may_act
+    after.fenced()
+    after.release()
+    assert is_given_back(storage)
+
+
+def test_slow_requests_are_no_wait_for_an_owner(clock, tmp_path) -> None:
+    """A start at a far store takes seconds; what it says of waiting is the time that somebody else had the run."""
+
+    class Far(MemoryStorage):
+        def open(self, path):
+            clock.now += 1.5
+            return super().open(path)
+
+        def put(self, path, data, **options):
+            clock.now += 1.5
+            return super().put(path, data, **options)
+
+    storage = Far(f"lease-{tmp_path.name}")
+    begun = clock.now
+    fresh = Lease.acquire(storage, make_owner("ours"), wait_s=60, sleep=clock.pause)
+    assert clock.now - begun > 1
+    assert fresh.waited_s == 0
+    fresh.release()
+    again = Lease.acquire(storage, make_owner("next"), wait_s=60, sleep=clock.pause)
+    assert again.waited_s == 0
+    again.release()
+    storage.put(LEASE_FILE, json.dumps({**elsewhere("theirs"), "beat": 7}).encode())
+    assert 29 < Lease.acquire(storage, make_owner("ours"), wait_s=60, sleep=clock.pause).waited_s < 40
 
 
 def test_an_owner_elsewhere_that_beats_is_busy(clock, tmp_path) -> None:
@@ -306,3 +381,14 @@ def test_no_permission_is_said_as_such(tmp_path) -> None:
     with pytest.raises(StoragePermissionError):
         Lease.acquire(LocalStorage(tmp_path), make_owner("ours"), wait_s=0)
     tmp_path.chmod(0o755)
+
+
+def test_a_record_that_was_overwritten_by_hand_is_put_back(tmp_path) -> None:
+    """On a disk the lock says that nobody else has come in, whatever somebody wrote into lease.json."""
+    storage = LocalStorage(tmp_path)
+    held = Lease.acquire(storage, make_owner("ours"), wait_s=0)
+    (tmp_path / LEASE_FILE).write_bytes(b"oops")
+    held.heartbeat()
+    assert json.loads(storage.read(LEASE_FILE))["start_id"] == "ours"
+    held.release()
+    assert not storage.exists(LEASE_FILE)

@@ -6,10 +6,11 @@ import os
 import signal
 import tempfile
 import threading
+import time
 
 from build import small
 
-from holdfast.checkpoint import node
+from holdfast.checkpoint import handle, node
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.storage.memory import MemoryStorage
 
@@ -52,3 +53,58 @@ def test_a_child_forked_during_a_download_does_not_keep_its_lock(tmp_path, monke
     user.join(20)
     assert seen == [1]
     assert len(children) == 1
+
+
+def _fetch_at_once(storage: MemoryStorage, monkeypatch, targets) -> tuple[list[str], int]:
+    """Let one thread for each target fetch at the same time; where the files are, and the downloads it took."""
+    downloads = []
+    real = node.copy_checkpoint
+    all_here = threading.Barrier(len(targets))
+
+    def counted(source, *arguments, **options):
+        if source is storage:
+            downloads.append(1)
+            time.sleep(0.2)  # the others come meanwhile
+        return real(source, *arguments, **options)
+
+    monkeypatch.setattr(node, "copy_checkpoint", counted)
+    monkeypatch.setattr(handle, "copy_checkpoint", counted)
+    places = []
+
+    def fetch(target) -> None:
+        all_here.wait()
+        places.append(Checkpoint.at(storage, "c").to_directory(target))
+
+    threads = [threading.Thread(target=fetch, args=(target,)) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return places, len(downloads)
+
+
+def test_directories_of_their_own_share_a_download(tmp_path, monkeypatch) -> None:
+    """Everybody gets files that nobody else has; a single one moves them, and nothing stays behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    storage = MemoryStorage(f"node-own-{tmp_path.name}")
+    small(storage, "c", step=1)
+    places, downloads = _fetch_at_once(storage, monkeypatch, [None] * 3)
+    assert (len({*places}), downloads) == (3, 1)
+    inodes = {os.stat(os.path.join(place, "manifest.json")).st_ino for place in places}
+    assert len(inodes) == 3
+    assert all(Checkpoint(place).verify().ok for place in places)
+    assert Checkpoint(Checkpoint.at(storage, "c").to_directory()).step == 1
+    assert list(node._base().iterdir()) == []
+
+
+def test_one_directory_is_filled_once(tmp_path, monkeypatch) -> None:
+    """The others wait and find it, foreign files as well; later it is filled anew."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    storage = MemoryStorage(f"node-one-{tmp_path.name}")
+    storage.put("c/weights.pt", b"1234")
+    target = tmp_path / "mine"
+    places, downloads = _fetch_at_once(storage, monkeypatch, [target] * 3)
+    assert (places, downloads) == ([str(target)] * 3, 1)
+    (target / "weights.pt").unlink()
+    Checkpoint.at(storage, "c").to_directory(target)
+    assert (target / "weights.pt").read_bytes() == b"1234"

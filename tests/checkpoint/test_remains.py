@@ -6,19 +6,20 @@ from pathlib import Path
 
 import pytest
 from build import build, save_id, small
+from catalog_kit import storage_of
 
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.remains import sweep_hidden
 from holdfast.checkpoint.runindex import RunIndex
 from holdfast.format.parts import part_name, plan_name, put_plan
-from holdfast.storage import LocalStorage, MemoryStorage, Storage
+from holdfast.storage import LocalStorage, Storage
 
 DEAD, LIVE, STRANGER = "0badc0de", "11111111", "feedbeef"
 
 
-@pytest.fixture(params=["disk", "memory"])
+@pytest.fixture(params=["disk", "memory", "far"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    return LocalStorage(tmp_path) if request.param == "disk" else MemoryStorage(tmp_path.name)
+    return storage_of(request.param, tmp_path)
 
 
 def started(storage: Storage) -> tuple[Catalog, list[str]]:

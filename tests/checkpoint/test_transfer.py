@@ -171,6 +171,25 @@ def test_another_checkpoint_is_replaced_only_on_demand(source, target) -> None:
     assert content(target, "c") == content(source, "new")
 
 
+def test_of_two_that_replace_one_checkpoint_at_once_one_wins_whole(source, target, monkeypatch) -> None:
+    """What was committed there after a copy had looked stays, with all of its files; the copy says so."""
+    for step, name in enumerate(("old", "new", "other"), 1):
+        build(source, name, step=step)
+    copy_checkpoint(source, "old", target, "c")
+    puts = Recorded(monkeypatch, target, "put")
+
+    def another(path: str) -> None:
+        if path.endswith("manifest.json"):
+            puts.before = lambda path: None
+            copy_checkpoint(source, "other", target, "c", overwrite=True)
+
+    puts.before = another
+    with pytest.raises(CheckpointExistsError, match="meanwhile"):
+        copy_checkpoint(source, "new", target, "c", overwrite=True)
+    assert Checkpoint.at(target, "c").step == 3
+    assert Checkpoint.at(target, "c").verify(deep=True).ok
+
+
 def test_a_checkpoint_whose_files_would_change_goes_first(source, target, monkeypatch) -> None:
     """A user's files keep their names: the old manifest must not vouch for new bytes, so it is removed before."""
     small(source, "old", user={"weights.bin": b"1"})

@@ -14,6 +14,7 @@ from torch import nn
 
 import holdfast as hf
 from holdfast.checkpointer import functions
+from holdfast.state import snapshot
 from holdfast.storage import MemoryStorage
 from holdfast.testing import FaultyStorage
 from holdfast.testing.state import assert_state_equal
@@ -313,6 +314,7 @@ def test_save_async_in_a_signal_handler_does_not_wait_for_itself(tmp_path):
     script = f"""
 import os, signal, threading, time, torch, holdfast as hf
 from holdfast.checkpointer import functions
+from holdfast.state import snapshot
 from holdfast.storage import MemoryStorage
 
 class Gate(MemoryStorage):
@@ -350,3 +352,60 @@ print("saved", handle.result(60).name)
     assert "interrupted by a signal handler" in done.stdout
     assert "saved two" in done.stdout
     assert hf.load(tmp_path / "here")["w"].tolist() == [1, 1]
+
+
+@pytest.fixture
+def aside(monkeypatch):
+    """A first save of 2 MiB counts as big; every test of it begins without an arena."""
+    monkeypatch.setattr(snapshot, "_ASIDE", 2 << 20)
+    monkeypatch.setattr(functions, "_async", {})
+    monkeypatch.setattr(functions, "_pending", {})
+    yield
+    for one in functions._async.values():
+        one.close()
+
+
+def big_state(value: float) -> dict:
+    tied = torch.full((1 << 18,), value)
+    return {"large": torch.full((1 << 20, 3), value), "strided": torch.full((500, 6), value).T, "a": tied, "b": tied}
+
+
+def test_a_big_first_save_is_copied_aside(tmp_path, aside):
+    """It may be changed at once like any other; it streams on meanwhile, and those after it find the arena ready."""
+    state = big_state(1.0)
+    first = hf.save_async(tmp_path / "one", state)
+    for tensor in state.values():
+        tensor.fill_(2.0)
+    second = hf.save_async(tmp_path / "two", state)
+    for tensor in state.values():
+        tensor.fill_(3.0)
+    for number, handle in enumerate((first, second), start=1):
+        found = hf.load(handle.result(60))
+        assert_state_equal(found, big_state(float(number)))
+        assert found["a"].data_ptr() == found["b"].data_ptr()
+        assert handle.result().verify().ok
+    (snapshotter,) = functions._async.values()
+    assert snapshotter.arena is not None
+    assert snapshotter.arena.size == snapshotter.layout.arena_bytes
+
+
+def test_a_big_first_save_that_fails(tmp_path, aside):
+    """Its handle has the error, and the next one works; a plain `save` meanwhile is not disturbed."""
+    storage = FaultyStorage(tmp_path / "full", disk_bytes=200_000)
+    handle = hf.save_async(hf.Checkpoint("one", filesystem=storage), big_state(1.0))
+    assert hf.save(tmp_path / "other", {"n": 1}).keys() == ["n"]
+    assert isinstance(handle.exception(), hf.StorageFullError)
+    again = hf.save_async(tmp_path / "again", big_state(2.0))
+    assert_state_equal(hf.load(again.result(60)), big_state(2.0))
+
+
+def test_a_big_first_save_outlives_the_script(tmp_path):
+    """A script that ends right after it leaves a whole checkpoint."""
+    code = (
+        "import sys, torch, holdfast as hf\n"
+        "from holdfast.state import snapshot\n"
+        "snapshot._ASIDE = 2 << 20\n"
+        "hf.save_async(sys.argv[1], {'w': torch.ones(1 << 22)})\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "one")], check=True, timeout=60)
+    assert hf.load(tmp_path / "one")["w"].sum().item() == 1 << 22

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import holdfast as hf
 from holdfast._ranks import RankInfo
-from holdfast.checkpointer import rendezvous
+from holdfast.checkpointer import life, rendezvous
 from holdfast.checkpointer.rendezvous import Alone, Rendezvous, meet, same_for_all
 
 
@@ -161,3 +161,47 @@ def test_a_wait_that_is_in_vain_ends() -> None:
     given[1]._set("topic/1", {"value": 1})
     given[0].watch = waiting.watch
     assert given[0].agree("topic", lambda: 0, sum) == 1
+
+
+def test_what_an_earlier_life_left_in_the_store_is_not_read(monkeypatch) -> None:
+    """Torchrun keeps its store over restarts, and counts those of a replaced node anew: both meet in one life."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    store = dist.HashStore()
+
+    def lived(order: list[int]) -> list[Any]:
+        """Start ranks one after the other, each with an environment of its own, and let them meet."""
+        found: dict[int, Any] = {}
+        threads = []
+        for rank in order:
+            life._numbers.clear()  # they are new processes
+            rendezvous._met.clear()
+            info, here = RankInfo(rank=rank, world_size=3), threading.Event()
+            there = life.Life(store, info)
+
+            def work(rank: int = rank, info: RankInfo = info, there: Any = there, here: Any = here) -> None:
+                if rank == 0:
+                    part = there.join(20.0)
+                    here.set()
+                else:
+                    here.set()
+                    part = there.join(20.0)
+                with lock:
+                    rendezvous._met.clear()
+                    meeting = Rendezvous(part, info, name="run", timeout_s=20.0, look=there.look)
+                found[rank] = meeting.agree("all", lambda: there._own, lambda given: given)
+
+            threads.append(threading.Thread(target=work))
+            threads[-1].start()
+            here.wait(20.0)
+        for thread in threads:
+            thread.join()
+        assert found[0] == found[1] == found[2]
+        return found[0]
+
+    lock = threading.Lock()
+    orders = [[0, 1, 2], [2, 1, 0], [1, 0, 2], [0, 2, 1]]
+    numbers = [number for order in orders for number in lived(order)]
+    assert len(set(numbers)) == 3 * len(orders), "nobody's word of an earlier life"
+    with pytest.raises(hf.HoldfastError, match=r"rank 0 did not come within 0.2 s"):
+        life._numbers.clear()
+        life.Life(store, RankInfo(rank=1, world_size=3)).join(0.2)

@@ -13,7 +13,7 @@ import torch
 
 import holdfast as hf
 from holdfast._units import parse_intervals
-from holdfast.checkpointer import loop, pace
+from holdfast.checkpointer import course, loop, pace
 from holdfast.checkpointer.schedule import Schedule
 
 
@@ -110,7 +110,7 @@ def test_time_is_measured_by_the_monotonic_clock(tmp_path: Path, monkeypatch: py
             return self.now
 
     clock = Clock()
-    for module in (loop, pace):
+    for module in (loop, course, pace):
         monkeypatch.setattr(module, "time", clock)
     with hf.Checkpointer("memory://clock/run", {"w": torch.zeros(2)}, every="10min", keep=None) as ck:
         for _ in range(7):

@@ -151,7 +151,7 @@ TABLE: list[tuple[Prepare, dict[str, Any], type[Exception] | int, str]] = [
     (explicit_missing, {}, hf.CheckpointNotFoundError, "{path}/step_00000005"),
     (explicit_file, {}, hf.ConfigError, "{path}/run.json' is a file"),
     (run_is_a_file, {}, hf.ConfigError, "{path} is a file; a run needs a directory"),
-    (finished, {}, 6, "this run had finished (0 epochs, step 6): nothing to do unless more is asked for"),
+    (finished, {}, 6, "this run had finished (step 6): nothing to do unless more is asked for"),
     (by_spelling("with space"), {}, 4, "with space/step_00000004 at step 4"),
     (by_spelling("größe-日本"), {}, 4, "größe-日本/step_00000004 at step 4"),
     (by_spelling("lr=0.1,seed=3"), {}, 4, "lr=0.1,seed=3/step_00000004 at step 4"),

@@ -52,11 +52,11 @@ def test_a_damaged_part_is_none_and_a_disk_that_fails_an_error(tmp_path: Path) -
         spread._has(Silent(tmp_path), one, meeting)
 
 
-def room(tmp_path: Path, needs: list[list[Any]], free: int = 1000 * MIB) -> str:
+def room(tmp_path: Path, needs: list[list[Any]], free: int = 1000 * MIB, **more: Any) -> str:
     probed: Future[dict[str, Any]] = Future()
     probed.set_result({"free_bytes": free, "seconds": 0.0})
     client: Any = SimpleNamespace(probe=lambda storage, directory: probed)
-    return start._check_room(LocalStorage(tmp_path), client, needs, {}, "aaaaaaa1", 5.0)
+    return start._check_room(LocalStorage(tmp_path), client, needs, {}, "aaaaaaa1", 5.0, **more)
 
 
 def test_each_machine_has_to_hold_the_parts_of_its_own_ranks(tmp_path: Path) -> None:
@@ -73,3 +73,23 @@ def test_one_place_for_all_ranks_has_to_hold_all_parts(tmp_path: Path) -> None:
     assert "600.0 MiB; 1000.0 MiB are free" in room(tmp_path, parts)
     with pytest.raises(hf.StorageFullError, match="one checkpoint takes about 600"):
         room(tmp_path, parts, free=400 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("keep", "num_there", "missing"),
+    [
+        (hf.Keep(last=3), 0, "200.0 MiB more"),
+        (hf.Keep(last=2), 0, None),
+        (hf.Keep(last=2, best=1, metric="val"), 0, "200.0 MiB more"),
+        (hf.Keep(last=3), 2, None),  # those are on the disk already
+        (hf.Keep(last=3, every="100ba"), 0, None),  # without a bound
+        (None, 0, None),
+    ],
+)
+def test_room_for_keep_and_no_more_is_said(
+    tmp_path: Path, keep: hf.Keep | None, num_there: int, missing: str | None
+) -> None:
+    """Retention keeps n and a save needs room for one more: a disk that has it not is said at the start."""
+    line = room(tmp_path, [["", 300 * MIB, None]], keep=keep, num_there=num_there)
+    assert ("NOT enough for keep" in line) == (missing is not None)
+    assert missing is None or missing in line

@@ -21,7 +21,7 @@ def test_the_block_of_a_resume_in_full(tmp_path: Path, capsys: pytest.CaptureFix
     assert lines[:3] == [
         f"holdfast: resumed from {tmp_path}/step_00000004 at step 4, epoch 0 (attempt 2)",
         "  restored      model, optimizer, step, epoch and data position, random generators",
-        "  this run had finished (0 epochs, step 4): nothing to do unless more is asked for",
+        "  this run had finished (step 4): nothing to do unless more is asked for",
     ]
     assert lines[3].startswith("  one checkpoint takes about 5.2 KiB; ")
     assert lines[3].endswith(" are free")

@@ -88,6 +88,39 @@ def test_a_value_that_is_no_metric_is_refused_by_name(tmp_path: Path) -> None:
         ck.step(model=torch.nn.Linear(1, 1))
 
 
+def test_a_bad_metric_costs_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is refused at its own step, by name; one that cannot be read later is left out alone, and its step is said."""
+
+    class Broken:
+        def tolist(self) -> Any:
+            return [object()]
+
+    with hf.Checkpointer(tmp_path, {"w": torch.zeros(1)}, every=4) as ck:
+        ck.step(loss=1.0)
+        with pytest.raises(hf.ConfigError, match=r"step 2: metric 'found.model' is a Linear"):
+            ck.step(loss=2.0, found={"model": torch.nn.Linear(1, 1)})
+        ck.step(loss=3.0, broken=Broken())
+        ck.step(loss=4.0, broken=Broken())
+    assert ck.latest().metrics == {"loss": 4.0}
+    assert [(row["step"], row["metrics"]) for row in history(tmp_path)] == [
+        (1, {"loss": 1.0}), (3, {"loss": 3.0}), (4, {"loss": 4.0}),
+    ]  # fmt: skip
+    assert "a metric of step 3 is NOT recorded: metric 'broken' is a object" in caplog.text
+
+
+def test_metrics_in_lists_and_dicts_keep_the_values_they_were_reported_with(tmp_path: Path) -> None:
+    """As single tensors do: what the script goes on changing was copied."""
+    total, seen, array = torch.zeros(()), [0.0], np.zeros(1)
+    with hf.Checkpointer(tmp_path, {"w": torch.zeros(1)}, every=None) as ck:
+        for number in (1.0, 2.0):
+            total += 1
+            seen[0] = array[0] = number
+            ck.step(found={"total": total, "seen": seen}, array=array)
+    assert [row["metrics"] for row in history(tmp_path)] == [
+        {"found": {"total": number, "seen": [number]}, "array": [number]} for number in (1.0, 2.0)
+    ]
+
+
 @pytest.mark.parametrize("when", ["before", "pending", "after"])
 def test_report_binds_to_the_checkpoint_of_its_step(when: str, tmp_path: Path) -> None:
     """Reported before the save, while it is written, or when it is durable: the metrics are those of the checkpoint."""

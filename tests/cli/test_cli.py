@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from click.testing import CliRunner, Result
 
 import holdfast
 from holdfast.checkpoint.catalog import Catalog
-from holdfast.cli.main import cli
+from holdfast.checkpoint.lease import Lease, make_owner
+from holdfast.cli.main import _GROUPS, cli
 from holdfast.config import Keep
 from holdfast.errors import StoragePermissionError
 from holdfast.storage.local import LocalStorage
@@ -104,10 +106,38 @@ def test_ls_is_readable_in_a_hundred_columns(run, monkeypatch) -> None:
     assert any("val" in line.split() for line in lines)
 
 
-def test_ls_of_a_directory_of_runs_says_which_are_runs(run) -> None:
-    """One level too high is no dead end."""
-    (row,) = as_json("ls", run.parent)["checkpoints"]
-    assert (row["name"], row["state"]) == ("run", "run")
+def test_ls_of_a_folder_of_runs_has_one_line_for_each(run) -> None:
+    """What is worth knowing of each run, and nothing of folders that have nothing to do with us."""
+    for name in (".cache/a", "plots/a"):
+        (run.parent / name).parent.mkdir()
+        (run.parent / name).write_bytes(b"x")
+    other = Catalog(LocalStorage(run.parent / "other"))
+    other.index.register_attempt("bbbbbbbb", host="h", pid=1)
+    other.index.finish({})
+    lease = Lease.acquire(LocalStorage(run), make_owner("cccccccc"))
+    rows = {row["name"]: row for row in as_json("ls", run.parent)["runs"]}
+    assert list(rows) == ["run", "other"]
+    row = rows["run"]
+    assert (row["state"], row["step"], row["checkpoints"], row["bad"]) == ("training", 20, 2, 1)
+    assert row["best"] == {"name": "step_10", "step": 10, "value": 0.5}
+    assert rows["other"]["state"] == "finished"
+    lines = invoke("ls", run.parent).stdout.splitlines()
+    assert f"process {os.getpid()} on" in next(line for line in lines if "training" in line)
+    assert not any("plots" in line for line in lines)
+    lease.release()
+    assert as_json("ls", run.parent)["runs"][0]["state"] == "died"
+
+
+def test_a_metric_that_nobody_has_is_said_and_no_column_comes_twice(run) -> None:
+    """A misspelt --metric is no empty column, and a metric called step is no second column of that name."""
+    catalog = Catalog(LocalStorage(run))
+    catalog.set_metrics("step_10", {"step": 10, "epoch": 1})
+    for path in (run, run.parent):
+        said = invoke("ls", path, "--metric", "vla")
+        assert "has a number for 'vla'; there is: epoch, step, val" in said.stderr
+    head = next(line for line in invoke("ls", run).stdout.splitlines() if line.startswith("checkpoint"))
+    assert len(head.split()) == len(set(head.split()))
+    assert "has a number" not in invoke("ls", run, "--metric", "val").stderr
 
 
 def test_ls_shows_checkpoints_saved_on_their_own(tmp_path) -> None:
@@ -136,12 +166,12 @@ def test_show_tells_what_is_inside(run) -> None:
 
 
 def test_show_of_foreign_incomplete_and_damaged(run) -> None:
-    """Foreign is fine (0), uncommitted and damaged are a problem (1), a run is a wrong argument (2)."""
+    """Foreign is fine (0), uncommitted and damaged are a problem (1), a folder of runs is a wrong argument (2)."""
     assert as_json("show", run / "notes")["state"] == "foreign"
     assert as_json("show", run / "step_40", code=1)["state"] == "incomplete"
     (run / "step_10" / "manifest.json").write_bytes(b"rot")
     assert as_json("show", run / "step_10", code=1)["state"] == "corrupt"
-    assert "holdfast ls" in invoke("show", run, code=2).stderr
+    assert "holdfast ls" in invoke("show", run.parent, code=2).stderr
     invoke("show", run / "notes")
 
 
@@ -236,6 +266,43 @@ def test_verify_of_a_run_checks_all_of_them(run) -> None:
     assert "1 problem" in text
 
 
+def test_a_quarantined_checkpoint_is_never_ok_without_a_word(run) -> None:
+    """Its bytes may be whole; why it must not be used is said wherever it is looked at."""
+    shown = as_json("show", run / "step_30", code=1)
+    assert (shown["state"], shown["step"]) == ("quarantined", 30)
+    out = invoke("show", run / "step_30", code=1).stdout
+    assert "bytes differ (it is never resumed from" in out
+    assert "world size" in out
+    assert "quarantined: bytes differ" in invoke("verify", run / "step_30").stdout
+
+
+def test_the_help_has_each_command_once_in_a_sentence() -> None:
+    """Grouped; the first sentence of each command is not cut."""
+    assert sorted(name for names in _GROUPS.values() for name in names) == sorted(cli.commands)
+    out = invoke("--help").stdout
+    assert "..." not in out.replace("[ARGS]...", "")
+    assert all(f"\n{title}:\n" in out for title in _GROUPS)
+    assert all(f"\n  {name} " in out for name in cli.commands)
+
+
+def test_colours_are_off_with_no_color_and_where_nobody_looks(run, monkeypatch) -> None:
+    """No escape sequence reaches a pipe, nor a terminal whose user asked for none."""
+    for forced in ({}, {"NO_COLOR": "1", "FORCE_COLOR": "1", "TERM": "xterm"}):
+        for name, value in forced.items():
+            monkeypatch.setenv(name, value)
+        for command in (("ls", run), ("show", run), ("verify", run), ("ls", run.parent)):
+            assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", invoke(*command).stdout), command
+
+
+def test_the_shell_completes_commands_and_options() -> None:
+    """As docs/cli.md says to switch it on."""
+    environment = {**os.environ, "_HOLDFAST_COMPLETE": "bash_source"}
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert "complete -o nosort -F" in done.stdout
+
+
 def test_errors_are_one_line(tmp_path) -> None:
     """A wrong path, a wrong scheme and a missing argument: status 2, one clear line, JSON where asked for."""
     result = invoke("ls", tmp_path / "none", code=2)
@@ -269,7 +336,8 @@ def command(*arguments: object) -> subprocess.CompletedProcess:
 
 def test_nothing_imports_torch(run) -> None:
     """No command loads torch or numpy; with --json not even rich."""
-    for arguments in (["ls", run], ["show", run / "step_10", "--tensors"], ["verify", run]):
+    more = (["ls", run.parent], ["prune", run, "--keep", "last=1"])
+    for arguments in (["ls", run], ["show", run / "step_10", "--tensors"], ["verify", run], *more):
         assert command(*arguments).stderr.splitlines()[-1] == "['rich']"
         found = command(*arguments, "--json")
         assert found.stderr.splitlines()[-1] == "[]"

@@ -50,7 +50,7 @@ def test_a_run_is_pushed_and_pulled_back_whole(run, remote, tmp_path) -> None:  
     assert found["bytes_sent"] == sum(row["bytes_sent"] for row in found["checkpoints"])
     assert found["bytes_copied"] == sum(row["bytes_copied"] for row in found["checkpoints"])
     there = resolve(f"{remote}/run")
-    assert names(there) == {"step_10", "step_20", "notes", "reports", "run.json"}
+    assert names(there) == {"step_10", "step_20", "notes", "reports", "run.json", "lease.json"}
     old, new = Catalog(LocalStorage(run)), Catalog(there)
     assert [record.name for record in new.records()] == [record.name for record in old.records()]
     assert (new.index.run_id, new.index.attempts, new.record("step_20").pinned) == (

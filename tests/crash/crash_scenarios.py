@@ -13,6 +13,8 @@ import torch
 import torch._dynamo
 
 import holdfast as hf
+from holdfast.checkpoint import runindex
+from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.runindex import RunIndex
 from holdfast.errors import CheckpointNotFoundError, HoldfastError
 from holdfast.format.commit import read_manifest
@@ -184,6 +186,28 @@ def resume(root, diary, crash_after=None):
     return ops.since
 
 
+def many_rows():
+    """Let two rows be many: the index is written in two files then, and put together again every other save."""
+    runindex._FEW_BYTES, runindex._MANY_BYTES = 100, 400
+
+
+def index_grows(root, diary, crash_after=None):
+    """Saves of a run with many checkpoints: changes beside run.json, then in it, while old ones go."""
+    many_rows()
+    storage, ops, notes = faulty(root, diary, crash_after, armed=False)
+    state = state_at(0)
+    notes.promise(durable=3)
+    with checkpointer(storage, state, keep=hf.Keep(last=3)) as ck:
+        ops.arm(crash_after=crash_after)
+        for step in (4, 5):
+            one_step(ck, state)
+            ck.save(acc=0.5)
+            ck.wait()
+            notes.promise(durable=step)
+    notes.promise(closed=True)
+    return ops.since
+
+
 def late_metrics(root, diary, crash_after=None):
     storage, ops, notes = faulty(root, diary, crash_after, armed=False)
     state = state_at(0)
@@ -249,7 +273,7 @@ def committed(root):
 
 def check_litter(root):
     """Nothing but what committed checkpoints list, the run's own files, and what is not ours."""
-    allowed = {*FOREIGN, "run.json"}
+    allowed = {*FOREIGN, "run.json", "run-changes.json"}
     homes = set()
     for name in committed(root):
         manifest = read_manifest(LocalStorage(root), name)
@@ -264,10 +288,10 @@ def check_litter(root):
     assert not empty, f"empty directories: {empty}"
 
 
-def check_run(root, diary, before, go_on=False):
+def check_run(root, diary, before, go_on=False, *, at_most=None):
     """Start as a user would: exactly the previous or the new checkpoint, bit-exact; then no litter."""
     promised = Diary.read(diary)
-    allowed = {before, before + 1} if before else {0, 1}
+    allowed = set(range(before, (before + 1 if at_most is None else at_most) + 1))
     least = promised.get("durable", 0)
     there = committed(root)
     state = state_at(0)
@@ -280,7 +304,7 @@ def check_run(root, diary, before, go_on=False):
         names = {one.name for one in ck.checkpoints()}
         if before:
             assert names, "retention left nothing"
-            assert "step_00000003" in names, "the checkpoint before the newest must stay with last=2"
+            assert at_most or "step_00000003" in names, "the checkpoint before the newest must stay with last=2"
         assert names == set(there) - {"mine"}, f"{names} listed, {set(there)} on the disk"
         assert len(names) >= min(2, before), names
     check_foreign(root)
@@ -338,6 +362,16 @@ def frozen_file(root, step):
     manifest = read_manifest(LocalStorage(root), name)
     big = max((one for one in manifest.files if one.role == "tensors"), key=lambda one: one.size)
     return Path(root, name, big.path)
+
+
+def check_index_grows(root, diary, go_on=False):
+    many_rows()
+    there = {name: one.metrics for name, one in committed(root).items() if name != "mine"}
+    before = RunIndex.load(LocalStorage(root))
+    assert before.damage is None, "an index that is written in two steps is whole after each"
+    names = {record.name: dict(record.metrics) for record in Catalog(LocalStorage(root)).records()}
+    assert names == {name: dict(metrics) for name, metrics in there.items()}
+    return check_run(root, diary, 3, go_on, at_most=5)
 
 
 def check_resume(root, diary, go_on=False):

@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 from holdfast.checkpoint.runindex import RunIndex
 from holdfast.checkpoint.verify import verify
@@ -15,7 +16,7 @@ from holdfast.errors import HoldfastError
 from holdfast.format.commit import PartSummary, commit, read_manifest
 from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
-from holdfast.storage import LocalStorage
+from holdfast.storage import LocalStorage, _local_batch
 from holdfast.testing.crash import ArmedOps
 from holdfast.testing.faults import FaultyStorage
 from holdfast.writer.arena import Arena
@@ -140,11 +141,11 @@ def moved(client, storage, opened, root):
 
 
 def copied(client, storage, opened, root):
-    """Two ranks' directories that stay theirs."""
+    """Two ranks' directories that stay theirs; where the writer is a thread, their few files count as many."""
     home = Path(f"{root}.user")
-    client.ingest(storage, intake(opened, "bbbbbbbb", 2, NEW, {rank: home / f"rank{rank}" for rank in RANKS})).result(
-        60
-    )
+    job = intake(opened, "bbbbbbbb", 2, NEW, {rank: home / f"rank{rank}" for rank in RANKS})
+    with mock.patch.multiple(_local_batch, _MANY=2, flushes_whole=lambda fd: True):
+        client.ingest(storage, job).result(60)
 
 
 def checkpoint(client, storage, opened, root):
@@ -158,7 +159,7 @@ def in_place(client, storage, opened, root):
     client.ingest(storage, intake(opened, "bbbbbbbb", 2, "placed", {})).result(60)
 
 
-def part_job(opened, writer):
+def part_job(opened, writer, **more):
     return SaveJob(
         directory=NEW,
         save_id="bbbbbbbb-2",
@@ -167,6 +168,7 @@ def part_job(opened, writer):
         blobs=(BlobPlan(path=f"rank-{writer:05d}-bbbbbbbb-2.json", role="rank"),),
         manifest=fields(opened, "bbbbbbbb", 2),
         part=True,
+        **more,
     )
 
 

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 import crash_scenarios as local
-from crash_scenarios import assert_state_equal, checkpointer, one_step, quiet, state_at
+import torch
+from crash_scenarios import assert_state_equal, checkpointer, one_step, quiet
 
 import holdfast as hf
 from holdfast.checkpoint.runindex import RunIndex
@@ -15,6 +16,14 @@ from holdfast.storage.object import ObjectStorage
 
 ARMED = "armed"
 """Asked for by a life that is prepared: requests count from there on."""
+
+
+def state_at(step):
+    """The state of the local sweeps, with a frozen part so large that a store copies it instead of getting it again."""
+    state = local.state_at(step)
+    torch.manual_seed(1)
+    state["frozen"] = torch.nn.Linear(300, 300).requires_grad_(False)
+    return state
 
 
 def storage_at(endpoint, uri):
@@ -43,6 +52,16 @@ def prepare_run(storage):
             for _ in range(saves):
                 one_step(ck, state)
                 ck.save()
+
+
+def prepare_many(storage):
+    """Six steps of a life without retention."""
+    prepare_empty(storage)
+    state = state_at(0)
+    with quiet(), checkpointer(storage, state, keep=None) as ck:
+        for _ in range(6):
+            one_step(ck, state)
+            ck.save()
 
 
 def prepare_one(storage):
@@ -84,6 +103,15 @@ def resume(storage):
     state = state_at(0)
     with quiet(), checkpointer(storage, state):
         assert_state_equal(state, state_at(3))
+
+
+def thin(storage):
+    """The start of a life that keeps two, with one save: the others are deleted together."""
+    storage.exists(ARMED)
+    state = state_at(0)
+    with quiet(), checkpointer(storage, state) as ck:
+        one_step(ck, state)
+        ck.save()
 
 
 def overwrite(storage):
@@ -143,6 +171,7 @@ CASES = {
     "first": (prepare_empty, first_save, check_run, 0),
     "next": (prepare_run, next_save, check_run, 3),
     "resume": (prepare_run, resume, check_run, 3),
+    "thin": (prepare_many, thin, check_run, 6),
     "overwrite": (prepare_one, overwrite, check_one, 1),
 }
 

@@ -16,7 +16,7 @@ from holdfast.errors import (
     HoldfastError,
     IncompleteCheckpointError,
 )
-from holdfast.format.commit import PartSummary, commit, read_manifest, remove, sweep
+from holdfast.format.commit import PartSummary, commit, look_before, read_manifest, remove, sweep
 from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
 from holdfast.format.names import save_id_of, start_id_of
@@ -26,9 +26,16 @@ from holdfast.storage.memory import MemoryStorage
 _names = iter(range(10**6))
 
 
-@pytest.fixture(params=["memory", "local"])
+class Far(MemoryStorage):
+    """Memory that takes requests side by side, as a store does."""
+
+    num_parallel, deletes_at_once = 16, 1000
+
+
+@pytest.fixture(params=["memory", "far", "local"])
 def storage(request, tmp_path):
-    return MemoryStorage(f"commit-{next(_names)}") if request.param == "memory" else LocalStorage(tmp_path)
+    kinds = {"memory": MemoryStorage, "far": Far}
+    return kinds[request.param](f"commit-{next(_names)}") if request.param in kinds else LocalStorage(tmp_path)
 
 
 def part(storage, directory, save_id, writer=0, **user):
@@ -115,8 +122,9 @@ def test_overwriting_removes_the_old_files_and_nothing_of_others(storage):
     storage.put("s/.metrics.json", b"{}")
     storage.put("s/notes.txt", b"mine")
     storage.put("s/model-00000-0badf00d-3.safetensors", b"remains of a dead life")
+    before = look_before(storage, "s")
     new = part(storage, "s", "deadbeef-2")
-    commit(storage, "s", {"step": 2}, [new], overwrite=True)
+    commit(storage, "s", {"step": 2}, [new], overwrite=before)
     assert paths(storage) == sorted(["s/manifest.json", "s/notes.txt", *(f"s/{entry.path}" for entry in new.files)])
     assert read_manifest(storage, "s").step == 2
 
@@ -124,10 +132,11 @@ def test_overwriting_removes_the_old_files_and_nothing_of_others(storage):
 def test_two_overwrites_at_once_never_commit_what_the_other_removed(storage):
     """Every rank overwrites one name: the one whose files were taken for remains fails, the other one is whole."""
     commit(storage, "s", {"step": 1}, [part(storage, "s", "deadbeef-1")])
+    before = look_before(storage, "s")
     slow, fast = part(storage, "s", "aaaaaaaa-1"), part(storage, "s", "bbbbbbbb-1")
-    commit(storage, "s", {"step": 3}, [fast], overwrite=True)
+    commit(storage, "s", {"step": 3}, [fast], overwrite=before)
     with pytest.raises(CheckpointError, match="another process has overwritten"):
-        commit(storage, "s", {"step": 2}, [slow], overwrite=True)
+        commit(storage, "s", {"step": 2}, [slow], overwrite=before)
     assert read_manifest(storage, "s", check_sizes=True).step == 3
 
 
@@ -138,8 +147,9 @@ def test_names_taken_by_incomplete_or_damaged_ones_can_be_used(storage):
     storage.put("s/manifest.json", b"damaged")
     with pytest.raises(CorruptCheckpointError):
         read_manifest(storage, "s")
+    before = look_before(storage, "s")
     new = part(storage, "s", "deadbeef-2")
-    commit(storage, "s", {"step": 2}, [new], overwrite=True)
+    commit(storage, "s", {"step": 2}, [new], overwrite=before)
     assert paths(storage) == sorted(["s/manifest.json", *(f"s/{entry.path}" for entry in new.files)])
 
 
@@ -160,6 +170,10 @@ class Dying:
 
     def __init__(self, inner, changes):
         self.inner, self.left = inner, changes
+
+    def delete_many(self, paths):
+        for path in sorted(paths, key=hash):  # in no particular order
+            self.delete(path)
 
     def __getattr__(self, name):
         value = getattr(self.inner, name)
@@ -205,9 +219,10 @@ def test_an_overwrite_killed_anywhere_leaves_the_old_or_the_new(storage):
     while True:
         storage.delete_tree("s")
         commit(storage, "s", {"step": 1}, [part(storage, "s", "deadbeef-1")])
+        before = look_before(storage, "s")
         new = part(storage, "s", "feedbeef-1")
         try:
-            commit(Dying(storage, changes), "s", {"step": 2}, [new], overwrite=True)
+            commit(Dying(storage, changes), "s", {"step": 2}, [new], overwrite=before)
             finished = True
         except KeyboardInterrupt:
             finished = False
@@ -259,19 +274,23 @@ def test_names_of_files_tell_who_wrote_them():
         assert start_id_of(path) is None
 
 
-def test_symlinks_out_of_the_checkpoint_are_refused(tmp_path):
-    """A link to a file or through a directory that leaves is refused; one that stays inside is fine."""
+def test_symlinks_in_a_checkpoint_are_refused(tmp_path):
+    """A link to a file, or through a directory, wherever it leads."""
     storage = LocalStorage(tmp_path / "root")
     (tmp_path / "secret").write_bytes(b"t" * 100)
     done = commit(storage, "s", {}, [part(storage, "s", "deadbeef-1", **{"d/f": b"1", "g": b"1"})])
     inside = tmp_path / "root" / "s"
     os.unlink(inside / "g")
     os.symlink("d/f", inside / "g")
+    with pytest.raises(CorruptCheckpointError, match=r"/g is a symlink"):
+        read_manifest(storage, "s")
+    os.unlink(inside / "g")
+    (inside / "g").write_bytes(b"1")
     assert read_manifest(storage, "s") == done
     victim = inside / done.files[0].path
     os.unlink(victim)
     os.symlink(tmp_path / "secret", victim)
-    with pytest.raises(CorruptCheckpointError, match="symlink out of its checkpoint"):
+    with pytest.raises(CorruptCheckpointError, match="is a symlink"):
         read_manifest(storage, "s")
     os.unlink(victim)
     victim.write_bytes(b"t" * 100)

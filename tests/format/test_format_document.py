@@ -100,3 +100,15 @@ def test_every_tag_is_documented():
     rows = re.findall(r"^\| (`[a-z]+`(?:, `[a-z]+`)*) \|", DOC.partition("## state-")[2], re.MULTILINE)
     documented = {tag for row in rows for tag in re.findall(r"`([a-z]+)`", row)}
     assert set(_NODES) | set(DECODERS) <= documented
+
+
+def test_the_changes_of_a_run_are_as_shown(example):
+    """The file of changes in the text is read beside a run.json that has its id."""
+    (example / "run-changes.json").write_text(BLOCKS["run-changes.json"] + "\n")
+    whole = BLOCKS["run.json"]
+    (example / "run.json").write_text(whole.replace(' "columns"', ' "changes": "8c1be90a27d5f346",\n "columns"'))
+    index = RunIndex.load(LocalStorage(example))
+    assert (index.damage, sorted(index.rows)) == (None, ["checkpoint_000003", "step_00000700"])
+    assert unpack(index.rows["step_00000700"]).metrics == {"loss": 0.2}
+    (example / "run.json").write_text(whole)
+    assert sorted(RunIndex.load(LocalStorage(example)).rows) == ["checkpoint_000003"]

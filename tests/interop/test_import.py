@@ -17,6 +17,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import holdfast as hf
+from holdfast.format.commit import PartSummary, commit
+from holdfast.format.digest import bytes_digest
+from holdfast.format.manifest import FileEntry
+from holdfast.interop.part import PartWriter
+from holdfast.storage import LocalStorage
 from holdfast.testing import assert_state_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -314,10 +319,13 @@ def test_safetensors_of_others(tmp_path) -> None:
     save_file(tensors, tmp_path / "some.safetensors")
     hf.import_checkpoint(tmp_path / "some.safetensors", tmp_path / "one")
     assert_state_equal(dict(hf.load(tmp_path / "one")["model"]), tensors)
-    (tmp_path / "hub").mkdir()
-    (tmp_path / "hub/a.safetensors").symlink_to(tmp_path / "some.safetensors")
-    save_file({"more": torch.ones(2)}, tmp_path / "hub/b.safetensors")
-    done = hf.import_checkpoint(tmp_path / "hub", tmp_path / "two")
+    hub = tmp_path / "hub/snapshots/5f2a"
+    hub.mkdir(parents=True)
+    (tmp_path / "hub/blobs").mkdir()
+    (tmp_path / "some.safetensors").rename(tmp_path / "hub/blobs/9c1e")
+    (hub / "a.safetensors").symlink_to("../../blobs/9c1e")
+    save_file({"more": torch.ones(2)}, hub / "b.safetensors")
+    done = hf.import_checkpoint(hub, tmp_path / "two")
     assert done.format == "safetensors"
     assert hf.load(tmp_path / "two")["model"].keys() == {*tensors, "more"}
 
@@ -355,3 +363,38 @@ def test_remote_there_and_back(tmp_path) -> None:
     hf.import_checkpoint("memory://interop-import/b.pt", tmp_path / "ck")
     assert hf.load(tmp_path / "ck")["model"]["a"] == 1
     hf.Checkpoint("memory://interop-import/ck").storage.delete_tree("")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_import_beside_another_save(tmp_path, monkeypatch, fails) -> None:
+    """Nobody holds a lease there: files that another save is about to commit go after a commit that shuts it out."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "old.pt")
+    storage = LocalStorage(tmp_path)
+    entry = FileEntry(path="state-deadbeef-1.json", size=2, digest=bytes_digest(b"{}"), role="state")
+    storage.put("new/state-deadbeef-1.json", b"{}")
+    if fails:
+        monkeypatch.setattr(PartWriter, "state", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            hf.import_checkpoint(tmp_path / "old.pt", tmp_path / "new")
+        assert [path.name for path in (tmp_path / "new").iterdir()] == [entry.path]
+        commit(storage, "new", {}, [PartSummary(writer=0, files=(entry,))])
+    else:
+        hf.import_checkpoint(tmp_path / "old.pt", tmp_path / "new")
+        assert not (tmp_path / "new" / entry.path).exists()
+        with pytest.raises(hf.CheckpointExistsError):
+            commit(storage, "new", {}, [PartSummary(writer=0, files=(entry,))])
+    assert hf.Checkpoint(tmp_path / "new").verify().ok
+
+
+def test_an_import_where_a_removal_was_cut_off(tmp_path) -> None:
+    """What it had still to remove goes with the first commit there."""
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user/notes.txt").write_text("x")
+    storage = LocalStorage(tmp_path)
+    entry = FileEntry(path="notes.txt", size=1, digest=bytes_digest(b"x"), role="user")
+    commit(storage, "user", {}, [PartSummary(writer=0, files=(entry,))])
+    (tmp_path / "user/manifest.json").rename(tmp_path / "user/.removing.json")
+    torch.save({"w": torch.ones(3)}, tmp_path / "old.pt")
+    hf.import_checkpoint(tmp_path / "old.pt", tmp_path / "user")
+    assert not {"notes.txt", ".removing.json"} & {path.name for path in (tmp_path / "user").iterdir()}
+    assert hf.Checkpoint(tmp_path / "user").verify().ok

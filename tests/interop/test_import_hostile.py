@@ -335,6 +335,21 @@ def test_dcp_files_that_are_links_or_gone(tmp_path) -> None:
         hf.import_checkpoint(path, tmp_path / "new")
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json", "pytorch_model_fsdp_0"])
+def test_links_in_foreign_folders(tmp_path, name) -> None:
+    """What a folder links to is not part of it: not taken, whether that is a file or a directory elsewhere."""
+    home, outside = tmp_path / "folder", folder(tmp_path)
+    home.mkdir()
+    if not name.endswith("_0"):
+        torch.save({"w": torch.ones(2)}, home / "pytorch_model.bin")
+    torch.save({"secret": 1}, tmp_path / "optimizer.pt")
+    (tmp_path / "trainer_state.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (home / name).symlink_to(outside if name.endswith("_0") else tmp_path / name)
+    with pytest.raises(hf.CorruptCheckpointError, match="symlink"):
+        hf.import_checkpoint(home, tmp_path / "new")
+
+
 def test_safetensors_that_lie(tmp_path) -> None:
     """A header that does not fit its file is damage, and an index cannot name files elsewhere."""
     (tmp_path / "a.safetensors").write_bytes((2**40).to_bytes(8, "little") + b"{}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from holdfast.checkpointer import team
 from holdfast.testing.faults import FaultyStorage
 
 TIMEOUT_S = 8.0
+ENDLESS_S = 900.0  # where a death has to be noticed by itself
 PATIENT_S = 60.0  # where nobody is waited for in vain: a writer starts slowly on a busy machine
 SIGNS = ("SIGKILL", "SIGSTOP")
 
@@ -38,11 +40,13 @@ def run(root: str, notes: str, fault: dict[str, Any] | None = None, until: int =
     """Train to ``until``; how it went on, with what this rank has seen.
 
     ``fault``: rank, phase ("before copy", "while writing", "part", "commit", "between saves"), what ("exception", the
-    name of an errno, or a signal to "trainer" or "writer").
+    name of an errno, or a signal to "trainer", "writer" or "both").
     """
     patient = fault is None or fault.get("what") in ("SIGKILL writer", "writer")
     team.BEAT_S, team.STALE_S, team.ANSWER_MARGIN_S = 0.2, PATIENT_S / 2 if patient else 4.0, 4.0
     timeout_s = PATIENT_S if patient else TIMEOUT_S
+    if fault is not None and fault.get("what") == "SIGKILL both":
+        team.STALE_S = timeout_s = ENDLESS_S
     rank = dist.get_rank()
     Path(notes, f"trainer-{rank}").write_text(str(os.getpid()))
     torch.manual_seed(3)
@@ -64,6 +68,7 @@ def run(root: str, notes: str, fault: dict[str, Any] | None = None, until: int =
                 ck.step()
                 ck.wait()
     except (hf.HoldfastError, ValueError) as error:
+        Path(notes, "over").touch()
         return {
             "start": start,
             "error": str(error),
@@ -89,6 +94,15 @@ def _events(notes: str, fault: dict[str, Any], rank: int) -> dict[str, Any]:
     return {"events": {acts[phase]: sign}, "crash_once": f"{notes}/happened"}
 
 
+def _leave_a_child(notes: str) -> None:
+    """Fork a process that outlives us for a while, as a worker of a data loader does."""
+    if os.fork() == 0:
+        until = time.monotonic() + PATIENT_S
+        while time.monotonic() < until and not Path(notes, "over").exists():
+            time.sleep(0.02)
+        os._exit(0)
+
+
 def _prepare(fault: dict[str, Any], trap: Trap, notes: str) -> None:
     what = fault.get("what")
     if fault["phase"] not in ("before copy", "between saves"):
@@ -99,6 +113,10 @@ def _prepare(fault: dict[str, Any], trap: Trap, notes: str) -> None:
             raise ValueError("boom")
         sign, whom = what.split()
         trap.spring = None
+        if whom == "both":
+            _leave_a_child(notes)
+            os.kill(int(Path(notes, f"writer-{fault['rank']}").read_text()), getattr(signal, sign))
+            whom = "trainer"
         os.kill(int(Path(notes, f"{whom}-{fault['rank']}").read_text()), getattr(signal, sign))
 
     if fault["phase"] == "between saves":

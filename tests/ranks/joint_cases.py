@@ -195,6 +195,19 @@ def count_collectives(root: str) -> dict[str, Any]:
     return {**found, "saves": ck.stats.saves, "seen": seen}
 
 
+def two_steps_a_batch(root: str) -> dict[str, Any]:
+    """Two steps in each body, and rank 0 alone waits between them, as a script does that copies what is durable."""
+    state = {"w": torch.zeros(4)}
+    with hf.Checkpointer(root, state, every=3, keep=None, timeout_s=20.0) as ck:
+        for _ in ck.batches([torch.ones(4)] * 6):
+            ck.step()
+            if dist.get_rank() == 0:
+                ck.wait()
+            state["w"] += 1
+            ck.step()
+    return {"steps": ck.global_step, "saves": ck.stats.saves}
+
+
 def odd_calls(root: str) -> dict[str, Any]:
     """What `save` says to ranks that do not do the same."""
     place._TIMEOUT_S = 3.0

@@ -111,6 +111,19 @@ def test_a_fault_on_one_rank(ranks, tmp_path, rank, phase, what, expected):
     assert not list(root.rglob("part-*"))
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_end_of_a_rank_and_its_writer_is_known_by_itself(ranks, tmp_path, rank):
+    """Both are killed in mid-save, with all times at a quarter of an hour: the other rank need not wait for any.
+
+    A forked child of the trainer that lives on does not hide it.
+    """
+    fault = {"rank": rank, "phase": "before copy", "what": "SIGKILL both"}
+    ended = ranks.ranks(f"{CASES}:run", str(tmp_path / "run"), str(tmp_path), fault, timeout_s=100.0)
+    assert ended[rank].status == -signal.SIGKILL
+    said = "rank 0's writer cannot be reached" if rank == 0 else "rank 1: its writer process has died"
+    assert said in ended[1 - rank].checked()["error"]
+
+
 @pytest.fixture(scope="session")
 def operations(ranks, tmp_path_factory):
     """For each rank the numbers of its writer's disk operations in the save of step 4."""

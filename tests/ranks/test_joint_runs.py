@@ -85,6 +85,14 @@ def test_nothing_is_collective_between_start_and_end(ranks, tmp_path):
         assert one["seen"], "a barrier afterwards is counted in both ways"
 
 
+def test_a_rank_that_waits_alone_in_a_body_of_several_steps_saves_none_of_its_own(ranks, tmp_path):
+    """The others save at the end of the body: so does this one, whatever is due where it waits."""
+    found = ranks.checked(f"{CASES}:two_steps_a_batch", str(tmp_path))
+    assert [one["steps"] for one in found] == [12, 12]
+    assert steps(tmp_path) == [4, 6, 10, 12]
+    assert all(hf.load(path)["w"][0] == step // 2 for step in (4, 6, 10, 12) for path in tmp_path.glob(f"*{step:08d}"))
+
+
 def test_a_busy_writer_makes_all_ranks_skip_the_same(ranks, tmp_path):
     """``when_busy="skip"``: rank 0's writer says which saves are left out, though only one rank is slow."""
     found = ranks.checked(f"{CASES}:busy", str(tmp_path))

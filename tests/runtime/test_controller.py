@@ -197,6 +197,10 @@ def test_warnings_of_a_commit_are_said() -> None:
     play.committed(warnings=("several ranks reported different files",))
     assert play.only(Say).line == "checkpoint_000000: several ranks reported different files"
     assert [send.header["do"] for send in play.all(Send)] == ["committed", "committed"]
+    play.report(0, 2)
+    play.report(1, 2)
+    play.committed(warnings=("several ranks reported different files", "something else"))
+    assert play.only(Say).line == "checkpoint_000001: something else"  # the other one comes with every report
 
 
 def test_deadlines_follow_what_is_waited_for() -> None:

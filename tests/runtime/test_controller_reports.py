@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scripted import Play, kept, location
 
-from holdfast.errors import ConfigError, HoldfastError, ReportMismatchError
+from holdfast.errors import ConfigError, HoldfastError, ReportMismatchError, StorageFullError
 from holdfast.runtime.control.actions import (
     Answer,
     Call,
@@ -55,6 +55,21 @@ def test_directories_are_committed_when_all_ranks_are_in() -> None:
     where = {"checkpoint": location("checkpoint_000000")}
     assert [(one.rank, one.call, one.value) for one in play.all(Answer)] == [(0, 10, where), (1, 10, where)]
     assert [(one.rank, one.header["index"]) for one in play.all(Send)] == [(0, 1), (1, 1)]
+
+
+def test_a_parent_is_the_checkpoint_before() -> None:
+    """The newest that is committed when a save begins, whoever asks about that save, and however many fail."""
+    play, parents = Play().run(), []
+    for index in (1, 2, 3):
+        play.report(0, index)
+        play.report(1, index)
+        ingest = play.only(Ingest)
+        parents.append(ingest.manifest["parent"])
+        if index == 2:
+            play.outcome(ingest, error=StorageFullError("no space"))
+        else:
+            play.committed()
+    assert parents == [None, "r-s1-1", "r-s1-1"]
 
 
 def test_ranks_without_data_count_as_in() -> None:
@@ -313,14 +328,31 @@ def test_the_newest_dictionary_is_written_whatever_clocks_say() -> None:
 
 
 def test_callbacks_hear_of_reports() -> None:
-    """Of metrics at once, of checkpoints when they are committed."""
+    """With the metrics of all ranks, once all have made the report; of checkpoints when they are committed."""
     play = Play(has_callbacks=True).run()
     play.rows(1, {"loss": 1.0})
-    assert play.only(Call).arguments == {"metrics": [{"loss": 1.0}], "checkpoint": None}
-    play.report(0, 2)
-    play.count(1, 2)
     assert play.all(Call) == []
+    play.rows(1, {"loss": 2.0}, {"loss": 4.0}, rank=1)
+    assert play.only(Call).arguments == {"metrics": [{"loss": 1.0}, {"loss": 2.0}], "checkpoint": None}
+    assert play.all(Rows) == []  # the history has those of rank 0
+    play.report(0, 2)
+    assert play.all(Call) == []
+
+
+def test_callbacks_hear_of_a_commit() -> None:
+    """What other ranks reported with it comes along; a rank that has ended is waited for no more."""
+    play = Play(has_callbacks=True).run()
+    play.report(0, 1)
+    play.rows(1, {"loss": 5.0}, rank=1)
+    ingest = play.only(Ingest)
+    play.out = [ingest]
     play.committed()
+    call = play.only(Call)
+    assert call.arguments == {"metrics": [{"loss": 1.0}, {"loss": 5.0}], "checkpoint": location("checkpoint_000000")}
+    play.rows(2, {"loss": 7.0})
+    assert play.all(Call) == []
+    play.finish(1)
+    assert play.only(Call).arguments == {"metrics": [{"loss": 7.0}, {}], "checkpoint": None}
 
 
 def test_an_unknown_message_is_said() -> None:
@@ -337,3 +369,15 @@ def test_the_time_for_a_report_runs_from_the_first_rank() -> None:
     play.tick(after=30)
     play.report(1, 1)
     assert play.controller.deadline() == first + 60
+
+
+def test_a_directory_beside_an_upload() -> None:
+    """One rank has put its files into the run, another brings a directory: both become one checkpoint."""
+    play = Play().open().found(taken=frozenset({"up"})).go()
+    play.report(0, 1)
+    play.report(1, 1, "uploaded", location={"storage": None, "uri": "/runs/run", "name": "up"})
+    commit = play.only(CommitUploaded)
+    assert commit.directory == "up"
+    assert commit.beside == (Source(rank=0, path="/tmp/0-1", owned=False),)
+    play.committed()
+    assert len(play.all(Answer)) == 2

@@ -120,3 +120,15 @@ def test_wanted_without_a_function() -> None:
     assert play.all(Validate) == []
     play.report(0, 2, validation=True)
     assert isinstance(play.only(Answer).error, ConfigError)
+
+
+def test_what_a_validation_costs_others_is_known_before_anybody_is_told() -> None:
+    """`get_all_reported_checkpoints` lists none that the new ranking is about to delete."""
+    play = Play(num_workers=1, validates=True).run()
+    out = commit(play, 1)
+    play.ask(0, upto=1, what="all", mode="validated")
+    assert play.all(Answer) == []
+    play.outcome(next(action for action in out if isinstance(action, Validate)), {"val": 0.5})
+    assert play.all(Answer) == []
+    play.outcome(play.only(LateMetrics), ["checkpoint_000000"])
+    assert play.only(Answer).value == {"checkpoints": []}

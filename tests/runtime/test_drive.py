@@ -12,7 +12,7 @@ import pytest
 from fake_engine import FakeEngine, Script
 
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.config import Keep
+from holdfast.config import Keep, ValidationConfig
 from holdfast.errors import RunBusyError, StorageError, TrainingFailedError
 from holdfast.runtime.control.drive import Driver, Options
 from holdfast.runtime.control.plan import Limits, Plan
@@ -180,7 +180,7 @@ def test_a_validation(tmp_path: Path) -> None:
         def say(self, rank: int, *attachments: bytes, **header: Any) -> None:
             super().say(rank, *attachments, **(header | ({"validation": True} if header["on"] == "report" else {})))
 
-    driver = make(tmp_path / "run", good, validates=True, options={"validation": check})
+    driver = make(tmp_path / "run", good, validates=True, options={"validation": ValidationConfig(check)})
     driver._engine = driver._executor._engine = Asking(good)  # type: ignore[assignment]
     assert drive(driver).state is RunState.FINISHED
     assert Result.from_path(tmp_path / "run").best_checkpoints[0][1] == {"loss": 1, "val": 2}

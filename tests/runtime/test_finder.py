@@ -49,7 +49,7 @@ def run(tmp_path: Path) -> Path:
 def find(root: Path, quarantined: dict[str, str] | None = None, **options: Any) -> tuple[Found, dict[str, str]]:
     storage = LocalStorage(root)
     noted: dict[str, str] = {}
-    rows = [record.row() for record in Catalog(storage).records()]
+    rows = Catalog(storage).rows()
     found = find_start(storage, rows, quarantined=quarantined or {}, quarantine=noted.__setitem__, **options)
     return found, noted
 

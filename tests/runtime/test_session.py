@@ -151,6 +151,11 @@ def test_a_thread_may_report_while_another_waits_for_its_commit(root):
         ({"checkpoint": True, "checkpoint_dir_name": "logs"}, "checkpoint_dir_name='logs'"),
         ({"checkpoint": True, "checkpoint_dir_name": ""}, "checkpoint_dir_name=''"),
         ({"checkpoint": True, "validation": "yes"}, "validation='yes'"),
+        (
+            {"checkpoint": True, "validation": {"top": 3, "timeout_s": 2}},
+            "timeout_s beside top can be meant in",
+        ),
+        ({"checkpoint": True, "validation": {"top": object()}}, "arguments of the function are stored with the checkp"),
         ({"validation": True}, "without a checkpoint"),
         ({"checkpoint": True, "validation": {"fn": print}}, "'fn'"),
     ],
@@ -171,7 +176,10 @@ def test_name_and_validation_are_passed_on(root):
         hf.report({}, make(root.parent / "mine"), checkpoint_dir_name="best", validation=True)
         hf.report({}, make(root.parent / "mine"), validation={"num_batches": 3})
         told = [(one["name"], one["validation"]) for one in pair.controller.headers("report")]
-        assert told == [("best", True), (None, {"num_batches": 3})]
+        arguments = {"fn_kwargs": {"num_batches": 3}, "timeout_s": None}
+        assert told == [("best", True), (None, arguments)]
+        hf.report({}, make(root.parent / "mine"), validation=hf.ValidationTaskConfig(timeout_s=2.0))
+        assert pair.controller.headers("report")[-1]["validation"] == {"fn_kwargs": {}, "timeout_s": 2.0}
     with Pair(begin(root, rank=1, world_size=2)) as pair:
         hf.report({}, validation=True)
         pair.controller.wait(lambda heard: heard == [{"on": "count", "upto": 1}])
@@ -282,14 +290,16 @@ def test_abandon_sends_what_is_ready(root):
 
 def test_abandon_is_bounded(root):
     """An upload that never ends does not keep a failed worker alive."""
-    go = threading.Event()
+    go, ended = threading.Event(), threading.Event()
 
     def upload(_, name):
-        go.wait(20)
+        go.wait(200)
+        ended.set()
         return make(root / name)
 
     with Pair(begin(root), silent) as pair:
         mine = make(root.parent / "mine")
         hf.report({"n": 1}, mine, checkpoint_upload_fn=upload, checkpoint_upload_mode=ASYNC)
         pair.session.abandon(0.05)
+        assert not ended.is_set()  # it was given up, and not waited for
         go.set()

@@ -113,6 +113,30 @@ def test_drain_waits_for_background_commits(root):
         thread.join()
 
 
+def test_what_a_report_in_the_background_took_comes_back_when_it_fails(root):
+    """Before anybody hears of the failure; what is committed stays taken."""
+
+    def script(controller, header):
+        if header["on"] == "report" and header["index"] == 1:
+            controller.trouble(StorageFullError("no space left"), index=1)
+        else:
+            agreeable(controller, header)
+
+    with Pair(begin(root), script) as pair:
+        first, second = make(root.parent / "first"), make(root.parent / "second")
+        hf.report({}, first, checkpoint_upload_mode=ASYNC)
+        answers = pair.session._link._answers
+        with answers._changed:
+            assert answers._changed.wait_for(lambda: answers.troubles, 20)
+        assert (root.parent / "first" / "model.pt").read_bytes() == b"weights"
+        with pytest.raises(StorageFullError):
+            hf.report({}, second, checkpoint_upload_mode=ASYNC)
+        hf.report({}, second, checkpoint_upload_mode=ASYNC)
+        pair.session.drain()
+        assert not (root.parent / "second").exists()
+        assert not answers._undo
+
+
 @pytest.mark.parametrize("where", ["call", "end"])
 def test_trouble_in_the_background_surfaces_once(root, where):
     """At the next call of any function, or at the end of train_func if there is none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -245,6 +246,16 @@ def test_a_file_on_another_disk(other_disk, place):
     assert tree(taken.path) == {"model.pt": b"weights"}
     assert Path(taken.path).parent == other_disk
     assert not path.exists()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "a\\b", ".tmp-x", "sub/.tmp-y", ".metrics.json"])
+def test_what_no_checkpoint_can_hold_is_refused_where_it_is(source, place, root, name):
+    """Before the directory is taken away: its files stay where they are, and the message names the user's own path."""
+    (source / name).write_bytes(b"mine")
+    with pytest.raises(ConfigError, match=re.escape(str(source))):
+        take(of(source), place, 1, delete=None, asynchronous=True)
+    assert (source / name).read_bytes() == b"mine"
+    assert not any(root.iterdir())
 
 
 def test_what_was_moved_comes_back_when_the_report_fails(source, place, root):

@@ -14,11 +14,12 @@ import pytest
 from engine_kit import Driver
 from worker_entry import tell
 
-from holdfast.errors import ConfigError, TrainingError
+from holdfast.errors import ConfigError, ReportMismatchError, TrainingError
 from holdfast.runtime.engine import Exited, Received
 from holdfast.runtime.failure import error_from_wire
 from holdfast.runtime.local.engine import LocalEngine
 from holdfast.runtime.transit import pack_call, takes_config
+from holdfast.runtime.worker.group import Group
 
 HERE = Path(__file__).parent
 
@@ -243,3 +244,55 @@ def test_arguments_of_a_train_function() -> None:
         takes_config(lambda model, config: None)
     with pytest.raises(ConfigError, match="give a function"):
         takes_config(3)  # type: ignore[arg-type]
+
+
+def test_a_rank_that_returns_early_keeps_the_group_for_the_others(driver: Driver) -> None:
+    """Rank 0 holds the store of the group: without it rank 1 could not make another group half a second later."""
+
+    def train_func() -> None:
+        import time
+
+        import torch.distributed as dist
+
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+            mine = dist.new_group([1], use_local_synchronization=True)
+            dist.barrier(mine)
+            tell(made=True)
+
+    first, second = train(driver, train_func, num_workers=2)
+    assert kinds(first) == ["running", "drained", "finished"]
+    assert kinds(second) == ["running", "told", "drained", "finished"]
+    assert (first[-1].exit_code, second[-1].exit_code) == (0, 0)
+
+
+def test_nobody_begins_before_all_have_joined() -> None:
+    """The last to come lets all go; one that waits in vain says so."""
+    import threading
+
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    with pytest.raises(TrainingError, match="not all 3 ranks joined"):
+        Group(store, 3).joined(0.1)
+    begun: list[int] = []
+
+    def join(rank: int) -> None:
+        Group(store, 3).joined(20.0)
+        begun.append(rank)
+
+    second = threading.Thread(target=join, args=(1,))
+    second.start()
+    second.join(0.2)
+    assert begun == []
+    join(2)
+    second.join(20.0)
+    assert sorted(begun) == [1, 2]
+
+
+def test_a_rank_that_does_not_come_to_a_collective_is_named() -> None:
+    """Instead of a hang."""
+    import torch.distributed as dist
+
+    with pytest.raises(ReportMismatchError, match=r"barrier\(\) number 1 was not called by rank 1, 2 within 0.1 s"):
+        Group(dist.HashStore(), 3, 0).meet(b"", 0.1, "barrier")

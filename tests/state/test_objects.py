@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 import holdfast as hf
+from holdfast.state.metrics import restore_metric
 
 SCHEDULERS = {
     "cosine": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 10),
@@ -306,3 +307,14 @@ def test_module_on_the_meta_device_is_materialised():
     hf.save(place, {"model": model})
     hf.load(place, {"model": other})
     assert_same(other.state_dict(), model.state_dict())
+
+
+def test_a_metric_takes_no_state_that_it_does_not_have():
+    """A name that is a method or an attribute of Python is left alone, and listed: a checkpoint may name anything."""
+    metric = torchmetrics.MeanMetric()
+    hostile = {
+        "": {"compute": torch.ones(1), "__class__": torch.ones(1), "_computed": torch.ones(1), "_update_count": 3}
+    }
+    problems = restore_metric(metric, hostile)
+    assert [line.partition("state ")[2] for line in problems] == ["'compute' now", "'__class__' now", "'_computed' now"]
+    assert (type(metric), callable(metric.compute), metric._update_count) == (torchmetrics.MeanMetric, True, 3)

@@ -138,8 +138,18 @@ def test_ranks_without_a_split_are_warned(caplog):
     with caplog.at_level(logging.WARNING, "holdfast.data"):
         for _ in range(2):
             _, position = run(DataLoader(Ids(), batch_size=4, shuffle=True), stop=2, world_size=2)
+        run(DataLoader(Ids(), batch_size=4, shuffle=True), stop=2, world_size=4, split=(0, 1))  # stages of one pipeline
     assert caplog.text.count("every rank gets the same samples") == 1
     assert position["samples"] == 8
+
+
+def test_ranks_that_get_the_same_samples_count_once(caplog):
+    """What is said of another split are data-parallel ranks: two before, one now, of four ranks in both."""
+    loader = DataLoader(Ids(), batch_size=4, shuffle=True)
+    _, position = run(loader, stop=2, rank=0, world_size=4, split=(0, 2))
+    with caplog.at_level(logging.WARNING, "holdfast.data"):
+        run(loader, position, rank=0, world_size=4, split=(0, 1))
+    assert "is split over 1 rank(s), was 2" in caplog.text
 
 
 class GlobalShuffle(Sampler):
@@ -177,7 +187,30 @@ class Repeating(Sampler):
         return iter([[number % 3, (number + 1) % 3] for number in range(12)])
 
 
+class OwnShuffle(Sampler):
+    """A sampler that keeps a generator under a name of its own, and so remembers the epochs it has given."""
+
+    def __init__(self, dice: object) -> None:
+        self.dice = dice
+
+    def __iter__(self):
+        if isinstance(self.dice, torch.Generator):
+            return iter(torch.randperm(N, generator=self.dice).tolist())
+        order = list(range(N))
+        self.dice.shuffle(order)
+        return iter(order)
+
+
 CUSTOM = [
+    *(
+        pytest.param(lambda make=make: {"sampler": OwnShuffle(make()), "batch_size": 4}, id=f"own {name}")
+        for name, make in {
+            "torch.Generator": torch.Generator,
+            "numpy.Generator": np.random.default_rng,
+            "numpy.RandomState": np.random.RandomState,
+            "random.Random": random.Random,
+        }.items()
+    ),
     pytest.param(lambda: {"sampler": WeightedRandomSampler([1.0] * N, 50), "batch_size": 4}, id="weighted"),
     pytest.param(lambda: {"sampler": GlobalShuffle(), "batch_size": 4}, id="global generators"),
     pytest.param(lambda: {"batch_sampler": PairsByLength()}, id="batch sampler"),
@@ -202,6 +235,16 @@ def test_custom_samplers_repeat_their_order_and_are_skipped_by_index(options):
     ids = flat(run(make(dataset), position)[0])
     assert ids == [sample[0] for sample in flat(whole[5:])]
     assert sum(dataset.called()) == len(ids)
+
+
+@pytest.mark.parametrize("make", [torch.Generator, np.random.default_rng, np.random.RandomState, random.Random])
+def test_a_sampler_that_has_given_other_epochs_gives_the_same_order(make):
+    """What a sampler has drawn in earlier epochs of this life decides nothing: a resume has not drawn it."""
+    sampler = OwnShuffle(make())
+    used, fresh = DataLoader(range(N), sampler=sampler), DataLoader(range(N), sampler=OwnShuffle(make()))
+    for epoch in (0, 1):
+        before = run(used, epoch=epoch)[0]
+    assert run(fresh, epoch=1)[0] == before != run(fresh, epoch=0)[0]
 
 
 def test_a_samplers_own_generator_is_left_as_it_was():

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+import holdfast as hf
+from holdfast.errors import UnsupportedStateError
 from holdfast.state import rng
 from holdfast.state.derive import restore_derived
 
@@ -242,3 +244,26 @@ def test_damaged_entries_are_named_when_derived_and_the_rest_is_set():
     assert problems == ["numpy generator: ValueError: unknown bit generator 'seed'",
                         "cuda generators: IndexError: list index out of range"]  # fmt: skip
     assert not torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("make", "take", "put"),
+    [
+        (
+            np.random.default_rng,
+            lambda one: one.bit_generator.state,
+            lambda one, s: setattr(one.bit_generator, "state", s),
+        ),
+        (np.random.RandomState, lambda one: one.get_state(), lambda one, s: one.set_state(s)),
+        (random.Random, lambda one: one.getstate(), lambda one, s: one.setstate(s)),
+    ],
+)
+def test_a_refused_generator_says_what_to_save_and_that_is_exact(make, take, put, tmp_path):
+    """The sentence names the attribute or method whose value can be saved and put back."""
+    one, other = make(3), make(4)
+    with pytest.raises(UnsupportedStateError, match=r"state\(?\)?, and (assign|give) that"):
+        hf.save(tmp_path / "refused", {"one": one})
+    one.random()
+    hf.save(tmp_path / "saved", {"one": take(one)})
+    put(other, hf.load(tmp_path / "saved")["one"])
+    assert other.random() == one.random()

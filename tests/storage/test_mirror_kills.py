@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -125,7 +126,7 @@ def _sweep(proxy: FaultProxy, tmp_path: Path, name: str, result: str, kills: lis
         here = _newest(LocalStorage(local))
         if not writer:
             assert _newest(remote) == here, "the writer of a dead trainer uploads what it has"
-            assert not remote.exists("lease.json")
+            assert json.loads(remote.read("lease.json"))["released"] is True
         if is_lost:
             shutil.rmtree(local)
             local.mkdir()

@@ -26,6 +26,7 @@ from holdfast.storage.local import LocalStorage
 from holdfast.storage.resolve import resolve
 from holdfast.testing import Fault, FaultProxy
 from holdfast.testing.crash import wait_until
+from holdfast.writer.mirror import Mirroring
 
 
 def test_both_sides_are_runs_of_their_own(remote, local):
@@ -42,7 +43,7 @@ def test_both_sides_are_runs_of_their_own(remote, local):
     assert there.attempts[0].reason == "finished"
     assert read_reports(remote)[0] == read_reports(disk)[0]
     assert [row["step"] for row in read_reports(remote)[0]] == [1, 2, 3, 4]
-    assert not remote.exists("lease.json")
+    assert json.loads(remote.read("lease.json"))["released"] is True
     assert not disk.exists("lease.json")
     assert [one.uri for one in ck.checkpoints()] == [
         f"{local}/step_00000004",
@@ -208,6 +209,23 @@ def test_late_metrics_and_pins_arrive(remote, local):
         ck.report(val=9.0)
     found = {record.step: (record.metrics.get("val"), record.pinned) for record in Catalog(remote).records()}
     assert found == {2: (1.0, False), 4: (5.0, True), 5: (9.0, False)}
+
+
+def test_the_best_is_not_deleted_before_its_metrics_have_arrived(local, monkeypatch):
+    """The local side lets a checkpoint go as soon as it is uploaded; what was said about it goes before the rules."""
+    monkeypatch.setattr(Mirroring, "_sync_soon", lambda self: None)  # a busy machine: nothing is passed on in between
+    remote = resolve("memory://mirror-late-best")
+    with running(remote, local, keep=hf.Keep(best=1, metric="val", mode="min")) as (ck, state):
+        for step, value in enumerate((3.0, 1.0, 2.0, 5.0), start=1):
+            step_to(ck, state, step)
+            ck.wait(remote=True)
+            ck.report(val=value)
+            ck.wait()
+        step_to(ck, state, 5)
+        ck.wait(remote=True)
+        assert not list(local.glob("step_00000002/*")), "it is at the remote only"
+    found = {record.step: record.metrics.get("val") for record in Catalog(remote).records()}
+    assert found == {2: 1.0, 5: None}
 
 
 def test_remote_retention_is_that_of_the_rules(remote, local):

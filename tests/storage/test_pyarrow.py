@@ -205,3 +205,17 @@ def test_refusals_are_no_absence(refusing):
     assert not storage.exists("a")
     with pytest.raises(StorageNotFoundError):
         storage.open("a")
+
+
+def test_local_paths_are_written_as_everywhere(tmp_path, monkeypatch):
+    """A tilde is the home directory; the URI of another store is refused, not made a directory of that name."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    local = fs.LocalFileSystem()
+    assert resolve("~/runs", local).uri == resolve("~/runs").uri == f"{tmp_path}/runs"
+    assert resolve(f"file://{tmp_path}/runs", local).uri == f"{tmp_path}/runs"
+    with pytest.raises(ConfigError, match=r"give the path in it, without a scheme \('bucket/x'\)"):
+        resolve("s3://bucket/x", local)
+    with pytest.raises(ConfigError, match="without a scheme"):
+        hf.Checkpoint("s3://bucket/x", local)
+    with pytest.raises(ConfigError, match="without a scheme"):
+        resolve("s3://bucket/x", LocalStorage(tmp_path))

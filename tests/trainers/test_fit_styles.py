@@ -139,31 +139,35 @@ def test_states_by_one_rank_only(tmp_path: Path) -> None:
         make(tmp_path, train).fit()
 
 
-def validate(checkpoint: hf.Checkpoint, factor: float = 1.0) -> dict[str, float]:
+def validate(checkpoint: hf.Checkpoint, factor: float = 1.0, shift: float = 0.0) -> dict[str, float]:
     value = int(read(checkpoint))
     if value == 2:
         raise ValueError("not this one")
     if value == 3:
         time.sleep(60)
-    return {"val": -value * factor, "pid": os.getpid()}
+    return {"val": shift - value * factor, "pid": os.getpid()}
 
 
 def validated() -> None:
     for epoch in range(load_epoch(), 4):
-        wanted: Any = {"timeout_s": 0.5} if epoch == 3 else {"fn_kwargs": {"factor": 10.0}} if epoch == 1 else True
+        wanted: Any = {0: True, 1: {"factor": 10.0}, 2: True, 3: hf.ValidationTaskConfig(timeout_s=0.5)}[epoch]
         save_directory(epoch, {"epoch": epoch}, validation=wanted)
     told = {one.checkpoint.name: one.status.value for one in hf.get_all_reported_checkpoints()}
     hf.report({"told": told})
 
 
 def test_validations_rank_anew(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """They run one after the other in the background; their metrics join, failures and time-outs are noted."""
+    """They run one after the other in the background; their metrics join, failures and time-outs are noted.
+
+    Arguments of a report are on top of those that hold for all.
+    """
     best = hf.CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="val")
-    result = make(tmp_path, validated, workers=1, validation=validate, checkpoint_config=best).fit()
+    config = hf.ValidationConfig(validate, hf.ValidationTaskConfig(fn_kwargs={"shift": 0.5}))
+    result = make(tmp_path, validated, workers=1, validation_config=config, checkpoint_config=best).fit()
     told = capfd.readouterr().err
     assert "the validation of checkpoint_000002 failed: ValueError: not this one" in told
     assert "the validation of checkpoint_000003 failed: stopped after 0.5 s (timeout_s)" in told
-    assert [metrics["val"] for _, metrics in result.best_checkpoints] == [-10.0, 0.0]
+    assert [metrics["val"] for _, metrics in result.best_checkpoints] == [-9.5, 0.5]
     assert result.metrics["told"] == {
         "checkpoint_000000": "VALIDATED",
         "checkpoint_000001": "VALIDATED",

@@ -16,6 +16,7 @@ import writer_kit as kit
 from holdfast.checkpoint.verify import verify
 from holdfast.errors import CheckpointError, CheckpointExistsError, CorruptCheckpointError, HoldfastError, StorageError
 from holdfast.format.commit import PartSummary, read_manifest
+from holdfast.format.division import Division
 from holdfast.format.parts import part_name, put_part
 from holdfast.storage.base import Storage
 from holdfast.storage.local import LocalStorage
@@ -23,7 +24,7 @@ from holdfast.storage.memory import MemoryStorage
 from holdfast.testing import FaultyStorage
 from holdfast.writer.client import SaveFuture, WriterClient
 from holdfast.writer.messages import PartsJob, SaveJob
-from holdfast.writer.parts import commit_parts
+from holdfast.writer.parts import _collect, commit_parts
 
 SAVE = "aaaaaaaa-7"
 DIRECTORY = "checkpoint_000003"
@@ -263,3 +264,16 @@ def test_the_garbage_collector_runs_while_the_storage_works() -> None:
         put_part(storage, DIRECTORY, SAVE, PartSummary(writer=writer))
     commit_parts(storage, parts(0, 1), None, again=False)
     assert storage.running == {("open", True), ("put", True), ("list", True)}
+
+
+def test_what_all_parts_say_alike_is_in_memory_once(tmp_path: Path) -> None:
+    """Ten thousand ranks have the same samples of the same 64 tensors: rank 0's writer must not hold all of them."""
+    storage = LocalStorage(tmp_path)
+    samples = {f"layer.{number}": "xxh3:00" for number in range(64)}
+    for writer in range(3):
+        division = Division(num_ranks=3, structure="one", samples=samples if writer < 2 else {})
+        put_part(storage, DIRECTORY, SAVE, PartSummary(writer=writer, division=division))
+    found = _collect(storage, parts(0, 1, 2))
+    assert [one.writer for one in found] == [0, 1, 2]
+    assert found[0].division is found[1].division
+    assert found[2].division == Division(num_ranks=3, structure="one")

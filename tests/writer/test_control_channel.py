@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
+import resource
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -11,13 +15,26 @@ from typing import Any
 
 import pytest
 
+from holdfast.errors import HoldfastError
+from holdfast.writer import control_words
+from holdfast.writer.arena import Arena
 from holdfast.writer.board import BOARD_BYTES, Board
+from holdfast.writer.client import WriterClient
+from holdfast.writer.control_hello import (
+    ANSWER_BYTES,
+    CHALLENGE_BYTES,
+    PROOF_BYTES,
+    make_answer,
+    make_challenge,
+    make_proof,
+)
 from holdfast.writer.control_link import Link
 from holdfast.writer.control_member import ControlMember
 from holdfast.writer.control_server import ControlServer
 
 TOKEN = "t0ken"
 LIMIT_S = 60.0
+MANY = 600  # ranks
 
 
 class Channel:
@@ -56,6 +73,7 @@ class Channel:
             hear=self.heard[rank].put,
             again=lambda: self.again[rank],
             stopped=lambda: False,
+            hold=lambda fd: False,
             **self.times,
         )
 
@@ -104,25 +122,174 @@ def test_a_save_and_a_step_go_around(channel: Channel) -> None:
     assert channel.outcome(1) == {"do": "verdict", "about": "save 7", "go": True}
 
 
-def test_strangers_are_turned_away(channel: Channel) -> None:
-    """Without the token, with nonsense, or with a huge message nobody gets in, and the others go on."""
-    for data in (
-        b"\x00\x00\x00\x02{}",
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\x00\xff\xff\xff",
-        b"\x00\x00\x00\x01[",
-    ):
-        with socket.create_connection(channel.address) as sock:
-            sock.settimeout(LIMIT_S)
-            sock.sendall(data)
-            assert sock.recv(1) == b""
-    stranger = Link(socket.create_connection(channel.address))
-    standing = {"done": 0, "acted": -1, "target": None, "armed": False, "kind": "save"}
-    stranger.send({"do": "hello", "token": "guess", "rank": 0, "standing": standing})
-    until(lambda: stranger.receive() is None)
-    stranger.close()
-    channel.save("s-1")
-    assert channel.commits.get(timeout=LIMIT_S) == "s-1"
+def _read(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size and (more := sock.recv(size - len(data))):
+        data += more
+    return data
+
+
+def shake_hands(address: tuple[str, int], rank: int, token: str = TOKEN) -> socket.socket:
+    """Connect in the way of a member."""
+    sock = socket.create_connection(address)
+    sock.settimeout(LIMIT_S)
+    challenge = _read(sock, CHALLENGE_BYTES)
+    answer = make_answer(token, challenge, rank)
+    sock.sendall(answer)
+    if _read(sock, PROOF_BYTES) != make_proof(token, challenge, answer):
+        sock.close()
+        raise ConnectionError("no proof")
+    return sock
+
+
+def works(channel: Channel, name: str) -> None:
+    """All ranks make a save."""
+    channel.save(name)
+    assert channel.commits.get(timeout=LIMIT_S) == name
+    channel.server.committed(name, value={})
+    for rank in range(channel.world_size):
+        assert channel.outcome(rank)["save"] == name
+    assert channel.server._thread.is_alive()
+
+
+NESTED = b"[" * 60_000
+STRANGE = {
+    "an empty object": b"\x00\x00\x00\x02{}",
+    "http": b"GET / HTTP/1.1\r\n\r\n",
+    "a huge frame": b"\x00\xff\xff\xff",
+    "half a list": b"\x00\x00\x00\x01[",
+    "a nested frame": len(NESTED).to_bytes(4, "big") + NESTED,
+    "noise": bytes(range(256)) * 4096,
+}
+
+
+@pytest.mark.parametrize("what", STRANGE)
+def test_strangers_are_turned_away(channel: Channel, what: str) -> None:
+    """Whatever somebody without the token says is not parsed; the connection ends, the others go on."""
+    with socket.create_connection(channel.address) as sock:
+        sock.settimeout(LIMIT_S)
+        with contextlib.suppress(OSError):  # it is closed while we are still talking
+            sock.sendall(STRANGE[what].ljust(ANSWER_BYTES, b"."))
+            assert len(_read(sock, CHALLENGE_BYTES + 1)) == CHALLENGE_BYTES
+    works(channel, "s-1")
+
+
+def test_the_token_never_travels_and_a_recorded_hello_is_worth_nothing(channel: Channel) -> None:
+    """Who guesses gets no proof; an answer heard on the wire does not fit the next challenge; rank 7 of 3 is nobody."""
+    with pytest.raises(ConnectionError):
+        shake_hands(channel.address, 0, "guess")
+    with pytest.raises(ConnectionError):
+        shake_hands(channel.address, 7)
+    with socket.create_connection(channel.address) as sock:
+        sock.settimeout(LIMIT_S)
+        recorded = make_answer(TOKEN, _read(sock, CHALLENGE_BYTES), 0)
+    assert TOKEN.encode() not in recorded
+    with socket.create_connection(channel.address) as sock:
+        sock.settimeout(LIMIT_S)
+        assert len(_read(sock, CHALLENGE_BYTES)) == CHALLENGE_BYTES
+        sock.sendall(recorded)
+        assert _read(sock, 1) == b""
+    works(channel, "s-1")
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        len(NESTED).to_bytes(4, "big") + NESTED,
+        b"\x7f\xff\xff\xff",
+        b'\x00\x00\x00\x0d{"do":"nope"}',
+        b'\x00\x00\x00\x0d{"do":"beat"}',
+        b'\x00\x00\x00\x1b{"do":"hello","standing":0}',
+        b'\x00\x00\x00\x28{"do":"beat","step":"1","stopped":false}',
+        b"\x00\x00\x00\x04\xff\xfe{}",
+    ],
+)
+def test_a_member_that_talks_nonsense_loses_its_connection_only(channel: Channel, frame: bytes) -> None:
+    """It proved its rank first; its own writer joins again, and the channel goes on."""
+    until(lambda: len(channel.server._ranks) == 3)
+    with shake_hands(channel.address, 1) as sock:
+        sock.sendall(frame)
+        while sock.recv(1 << 16):  # what came before the end
+            pass
+    until(lambda: channel.server._members[1].link is not None)
+    works(channel, "s-1")
+
+
+def test_a_mistake_of_the_server_is_not_blamed_on_a_member(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All ranks hear at once why there will be no more saves; the log has the traceback, and accuses no message."""
+
+    def broken(*_: Any) -> None:
+        raise KeyError("a mistake")
+
+    until(lambda: all(member.link is not None for member in channel.server._members))
+    monkeypatch.setattr(channel.server.saves, "begun", broken)
+    channel.members[1].say({"do": "begun", "save": "s-1", "directory": "d", "step": 1})
+    for rank in range(3):
+        told = channel.outcome(rank)
+        assert told["do"] == "lost"
+        assert "has failed in rank 0's writer, whose log says more: KeyError('a mistake')" in told["why"]
+    assert "makes no sense" not in caplog.text
+    assert any(record.exc_info for record in caplog.records)
+
+
+def test_connections_without_a_hello_are_few_and_short(channel: Channel) -> None:
+    """Two hundred that say nothing: only some are kept, the members are served meanwhile, and all of them end."""
+    until(lambda: len(channel.server._ranks) == 3)
+    channel.server._stale_s, idle = 1.0, []
+    try:
+        for _ in range(200):
+            idle.append(socket.create_connection(channel.address))
+        channel.members[1]._link._sock.shutdown(socket.SHUT_RDWR)  # has to get in beside them
+        works(channel, "s-1")
+        assert len(channel.server._strangers) <= 3 + 64
+        until(lambda: not channel.server._strangers)
+        for one in idle:
+            one.settimeout(LIMIT_S)
+            with contextlib.suppress(ConnectionResetError):
+                assert len(_read(one, CHALLENGE_BYTES + 1)) == CHALLENGE_BYTES
+    finally:
+        for one in idle:
+            one.close()
+
+
+def test_who_took_over_the_port_is_not_believed() -> None:
+    """Rank 0 is gone and another process has its port: a member tells it nothing but its rank, and gives it up."""
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        impostor.settimeout(LIMIT_S)
+        heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        board = Board(memoryview(bytearray(BOARD_BYTES)))
+        board.clear(step=0)
+        member = ControlMember(
+            rank=1,
+            addresses=[impostor.getsockname()[:2]],
+            token=TOKEN,
+            board=board,
+            hear=heard.put,
+            again=list,
+            stopped=lambda: False,
+            hold=lambda fd: False,
+            beat_s=0.05,
+            stale_s=1.0,
+        )
+        seen = b""
+        while heard.empty():
+            impostor.settimeout(0.2)
+            try:
+                sock, _ = impostor.accept()
+            except TimeoutError:
+                continue
+            with sock:
+                sock.settimeout(LIMIT_S)
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has given up meanwhile
+                    sock.sendall(make_challenge())
+                    _read(sock, ANSWER_BYTES)
+                    sock.sendall(bytes(PROOF_BYTES))
+                    seen += _read(sock, 1)
+        assert heard.get()["do"] == "lost"
+        assert (seen, board.broken) == (b"", True)
+        member.close("done")
 
 
 def test_a_member_that_is_cut_off_joins_again_and_repeats_what_it_has(channel: Channel) -> None:
@@ -190,6 +357,7 @@ def test_a_silent_server_is_given_up() -> None:
             hear=heard.put,
             again=list,
             stopped=lambda: False,
+            hold=lambda fd: False,
             beat_s=0.05,
             stale_s=0.3,
         )
@@ -203,9 +371,9 @@ def test_a_silent_server_is_given_up() -> None:
 def test_a_silent_member_is_given_up() -> None:
     """No sign of life for too long: its saves fail, with its number."""
     channel = Channel(2, num_members=1, stale_s=1.0)
-    dumb = Link(socket.create_connection(channel.address))
+    dumb = Link(shake_hands(channel.address, 1))
     standing = {"done": 0, "acted": -1, "target": None, "armed": False, "kind": "save"}
-    dumb.send({"do": "hello", "token": TOKEN, "rank": 1, "standing": standing})
+    dumb.send({"do": "hello", "standing": standing})
     try:
         channel.members[0].say({"do": "begun", "save": "s-1", "directory": "d", "step": 1})
         while (told := channel.outcome(0))["do"] != "outcome":
@@ -214,6 +382,54 @@ def test_a_silent_member_is_given_up() -> None:
     finally:
         channel.close()
         dumb.close()
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_the_end_of_a_connection_that_two_processes_hold_is_the_end_of_the_rank(reset: bool) -> None:
+    """As long as trainer or writer has it open nobody is missing; after that nobody waits for a time to pass."""
+    channel = Channel(2, num_members=1, stale_s=3000.0)
+    sock = shake_hands(channel.address, 1)
+    if reset:  # as of a process that is killed before it has read everything
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer = Link(sock)
+    trainer = sock.dup()
+    standing = {"done": 0, "acted": -1, "target": None, "armed": False, "kind": "save"}
+    writer.send({"do": "hello", "standing": standing})
+    writer.send({"do": "held"})
+    try:
+        channel.members[0].say({"do": "begun", "save": "s-1", "directory": "d", "step": 1})
+        until(lambda: channel.server._members[1].held)
+        writer.close()
+        channel.members[0].say({"do": "ask", "about": "save 1"})  # answered behind whatever comes first
+        assert channel.outcome(0)["do"] == "verdict"
+        trainer.close()
+        told = channel.outcome(0)
+        assert "rank 1: its writer process has died" in told["error"]["message"]
+    finally:
+        channel.close()
+
+
+def test_a_connection_that_was_reset_under_way_is_made_anew() -> None:
+    """It ended for both sides although both live: who comes back at once is not given up."""
+    channel = Channel(2, stale_s=3000.0)
+    channel.members[1]._hold = lambda fd: True
+    try:
+        for turn in range(3):
+            until(lambda: all(one.link is not None for one in channel.server._members))
+            channel.members[1]._link._sock.shutdown(socket.SHUT_RDWR)
+            channel.again[1] = [
+                {"do": "begun", "save": f"s-{turn}", "directory": "d", "step": 1},
+                {"do": "stored", "save": f"s-{turn}"},
+            ]
+            for message in channel.again[1]:
+                channel.members[0].say(message)
+            assert channel.commits.get(timeout=LIMIT_S) == f"s-{turn}"
+            channel.server.committed(f"s-{turn}", value={})
+            while channel.outcome(0)["save"] != f"s-{turn}":
+                continue
+        assert not any(member.gone for member in channel.server._members)
+    finally:
+        channel.close()
 
 
 def test_a_job_that_was_suspended_goes_on(channel: Channel) -> None:
@@ -247,8 +463,74 @@ def test_an_address_where_nobody_listens_is_given_up_soon() -> None:
         hear=heard.put,
         again=list,
         stopped=lambda: False,
+        hold=lambda fd: False,
         beat_s=0.05,
         stale_s=3.0,
     )
     assert "cannot be reached" in heard.get(timeout=LIMIT_S)["why"]
     member.close("done")
+
+
+@pytest.fixture
+def small_client() -> Iterator[WriterClient]:
+    """A writer process that was started under a soft limit of fewer files than there are ranks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 3 * MANY:
+        pytest.skip(f"the hard limit of open files is {hard}")
+    small = len(os.listdir("/proc/self/fd")) + 64
+    assert small < MANY
+    resource.setrlimit(resource.RLIMIT_NOFILE, (small, hard))
+    try:
+        client = WriterClient.start(thread=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with client:
+        yield client
+
+
+def test_all_ranks_join_where_the_soft_limit_is_smaller_than_their_number(small_client: WriterClient) -> None:
+    """The writer raises its own: nobody waits at the door of rank 0."""
+    with socket.create_server(("127.0.0.1", 0), backlog=MANY) as listener:
+        arena = Arena.create(BOARD_BYTES)
+        Board(arena.view).clear(step=0)
+        address = listener.getsockname()[:2]
+        small_client.join(
+            arena,
+            rank=0,
+            world_size=MANY,
+            addresses=[address],
+            token=TOKEN,
+            timeout_s=LIMIT_S,
+            listener=listener.fileno(),
+        )
+        links = []
+        try:
+            for rank in range(1, MANY):
+                links.append(shake_hands(address, rank))
+        finally:
+            small_client.close()
+            for link in links:
+                link.close()
+            arena.close()
+
+
+def test_every_word_that_the_server_understands_is_let_in() -> None:
+    """The table of words and the handlers of the server name the same messages."""
+    handlers = {name.removeprefix("_on_") for name in dir(ControlServer) if name.startswith("_on_")}
+    assert handlers | {"hello"} == set(control_words._WORDS)
+
+
+def test_a_server_that_ends_every_connection_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 refuses what a rank says, as one of another version does: the rank does not come again for ever."""
+
+    def refuse(message: dict[str, Any]) -> None:
+        if message["do"] != "hello":
+            raise HoldfastError("never heard of that")
+
+    monkeypatch.setattr("holdfast.writer.control_server.check_word", refuse)
+    channel = Channel(2, beat_s=0.1, stale_s=1.0)
+    try:
+        until(lambda: channel.members[1].lost is not None)
+        assert "ended every connection" in str(channel.members[1].lost)
+    finally:
+        channel.close()

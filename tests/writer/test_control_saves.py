@@ -92,6 +92,15 @@ def test_ranks_that_do_not_save_the_same_are_told() -> None:
     assert "rank 1 saves 'step_5' (step 5) where rank 0 saves 'step_4' (step 4)" in text
 
 
+def test_who_stops_elsewhere_because_a_rank_died_hears_of_that() -> None:
+    """Rank 0 had begun a save that was to come for the others; they save where they are when they hear of its end."""
+    one = saves(3)
+    begin(one, 0, step=96)
+    one.left(0, "its trainer process has died")
+    text = message(begin(one, 2, step=12))
+    assert text.startswith("'step_96' (step 96) was not saved: rank 0: its trainer process has died")
+
+
 def test_whether_to_save_is_decided_once_for_all() -> None:
     """The first who asks gets the answer of the moment; the others get the same, whatever has changed since."""
     one = saves(2)

@@ -49,6 +49,13 @@ def of_ranks(files: dict[int, dict[str, bytes]]) -> tuple[Plan, dict[str, int]]:
     return merged(*(contents(rank, named) for rank, named in files.items()), data=data)
 
 
+def test_directories_without_files_are_named() -> None:
+    """They are not stored, and nobody has to find that out by looking."""
+    plan, _ = merged(contents(0, {"a": b"1"}, bare=("runs/", "x/y/")), contents(1, {"b": b"2"}, bare=("runs/",)))
+    (warning,) = plan.warnings
+    assert "not stored (runs/, x/y/)" in warning
+
+
 def test_distinct_names_all_stay() -> None:
     """Shards with names of their own are simply put together, and nothing has to be read for it."""
     plan, paths = of_ranks({0: {"a-0.pt": b"1"}, 1: {"a-1.pt": b"1", "deep/b.pt": b"2"}})

@@ -6,6 +6,7 @@ import json
 import queue
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 import writer_kit as kit
 
 from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.fence import Fence
 from holdfast.checkpoint.lease import make_owner
 from holdfast.checkpoint.runindex import RunIndex
 from holdfast.errors import CheckpointExistsError, RunBusyError
-from holdfast.format.commit import remove
+from holdfast.format.commit import read_manifest, remove
 from holdfast.storage.local import LocalStorage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.mirror import Mirroring
@@ -60,6 +62,34 @@ def test_the_index_knows_what_arrived_without_rules(local: LocalStorage, remote:
     assert list(RunIndex.load(remote.catalog.storage).rows) == [name]
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_late_commit_of_a_sleeper_is_replaced(
+    when: str, local: LocalStorage, remote: RemoteRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever was taken over may commit under a name that we bring: before we do, or in the middle of it."""
+    (name,) = Catalog(local).index.rows
+    ours, storage = read_manifest(local, name), remote.catalog.storage
+    remote.catalog.fence = Fence(below=ours.attempt)
+    theirs = replace(ours, attempt=ours.attempt - 1, checkpoint_id="theirs").to_bytes()
+    put, waiting = LocalStorage.put, [name]
+
+    def sleeper_wakes_up() -> None:
+        put(storage, f"{waiting.pop()}/manifest.json", theirs, if_absent=True)
+
+    def put_late(self: LocalStorage, path: str, *args: Any, **options: Any) -> Any:
+        if waiting and self.uri == storage.uri and path.endswith("manifest.json"):
+            sleeper_wakes_up()
+        return put(self, path, *args, **options)
+
+    if when == "before":
+        sleeper_wakes_up()
+    monkeypatch.setattr(LocalStorage, "put", put_late)
+    take(remote, name)
+    assert not waiting
+    assert read_manifest(storage, name, check_sizes=True).checkpoint_id == ours.checkpoint_id
+    assert list(remote.catalog.index.rows) == [name]
+
+
 def test_a_quarantined_one_is_not_taken_for_complete(local: LocalStorage, remote: RemoteRun) -> None:
     """Its sizes tell nothing of the damage: it stays quarantined, and the local one counts as not uploaded."""
     (name,) = Catalog(local).index.rows
@@ -70,12 +100,15 @@ def test_a_quarantined_one_is_not_taken_for_complete(local: LocalStorage, remote
     assert remote.catalog.index.quarantined == {name: "rotten"}
 
 
-def test_late_metrics_of_one_removed_by_hand_hold_nothing_up(local: LocalStorage, remote: RemoteRun) -> None:
+def test_late_metrics_of_one_removed_by_hand_hold_nothing_up(
+    local: LocalStorage, remote: RemoteRun, caplog: pytest.LogCaptureFixture
+) -> None:
     """They are dropped with a word in the log."""
     (name,) = Catalog(local).index.rows
     take(remote, name)
     remove(remote.catalog.storage, name)
     remote.late(name, {"val": 1.0}, None)
+    assert f"late metrics or a pin of {name} could not be stored" in caplog.text
 
 
 def test_a_lost_lease_wakes_the_uploading_thread(local: LocalStorage, remote: RemoteRun) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import writer_kit as kit
 
+from holdfast.checkpoint import catalog as catalog_module
 from holdfast.checkpoint import heartbeat as heartbeat_module
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.runindex import RunIndex
@@ -67,6 +68,31 @@ def test_retention_follows_each_commit(tmp_path: Path, client: WriterClient) -> 
     assert names(storage) == ["step_00000001", "step_00000003", "step_00000004"]
     assert not (tmp_path / "step_00000002").exists()
     assert sorted(RunIndex.load(storage).rows) == names(storage)
+
+
+def test_many_deletions_do_not_hold_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that has become narrow: a save takes one bite, the others are taken between the saves and at the end."""
+    monkeypatch.setattr(catalog_module, "_BITE", 2)
+    storage = LocalStorage(tmp_path)
+    with WriterClient.start(storage, thread=True) as client:
+        opened = open_run(client, storage)
+        for step in range(1, 10):
+            save(client, storage, opened, step)
+    with WriterClient.start(storage, thread=True) as client:
+        opened = open_run(client, storage, "bbbbbbbb", Keep(last=1))
+        result = save(client, storage, opened, 10)
+        assert [name for name, _ in result.deleted] == ["step_00000002", "step_00000001"]
+        assert wait_until(lambda: names(storage) == ["step_00000010"])
+        told = save(client, storage, opened, 11).deleted
+        assert len(told) == 8, "what went in between is told with the next one"
+    with WriterClient.start(storage, thread=True) as client:
+        opened = open_run(client, storage, "cccccccc")
+        for step in range(12, 16):
+            save(client, storage, opened, step)
+    with WriterClient.start(storage, thread=True) as client:
+        opened = open_run(client, storage, "dddddddd", Keep(last=1))
+        save(client, storage, opened, 16)
+    assert names(storage) == ["step_00000016"]
 
 
 def test_pins_and_late_metrics_steer_retention(tmp_path: Path, client: WriterClient) -> None:
@@ -225,7 +251,7 @@ def test_the_lease_is_renewed_while_the_run_is_opened(monkeypatch: pytest.Monkey
     run, _ = Run.open(storage, owner={"start_id": "aaaaaaaa"}, keep=None, wait_s=1)
     run.close("done")
     assert during == [True]
-    assert not storage.exists("lease.json")
+    assert json.loads(storage.read("lease.json"))["released"] is True
 
 
 def test_a_run_that_cannot_be_opened_gives_the_lease_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +265,7 @@ def test_a_run_that_cannot_be_opened_gives_the_lease_back(monkeypatch: pytest.Mo
     before = set(threading.enumerate())
     with pytest.raises(ValueError, match="no sweep"):
         Run.open(storage, owner={"start_id": "aaaaaaaa"}, keep=None, wait_s=1)
-    assert not storage.exists("lease.json")
+    assert json.loads(storage.read("lease.json"))["released"] is True
     assert set(threading.enumerate()) <= before
 
 

@@ -186,7 +186,7 @@ def test_bringing_a_save_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(joint, "_LAST_S", 0.2)
     tried = threading.Event()
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         tried.set()
         raise StorageError("no answer")
 
@@ -294,7 +294,7 @@ def test_an_order_that_comes_with_the_first_words_is_carried_out(
 
     monkeypatch.setattr(joint, "ControlMember", Eager)
     stages = {"local": 1, "remote": 2, "limits": {}, "start_id": "aaaaaaa1"}
-    answers: Any = SimpleNamespace(storage_of={1: local, 2: remote}.get, later=lambda work: None)
+    answers: Any = SimpleNamespace(storage_of={1: local, 2: remote}.get, later=lambda work: None, hold=bool)
     header = {"rank": 1, "world_size": 2, "timeout_s": LIMIT_S, "pid": os.getpid(), "beat_s": 0.1, "stale_s": 10.0}
     told = {**header, "addresses": [], "token": "t", "stage": stages}
     joint.Joint(answers).join(told, (), memoryview(bytearray(BOARD_BYTES)))

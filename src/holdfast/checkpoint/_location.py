@@ -1,19 +1,19 @@
-"""Where a `Checkpoint` is: from what users write to a storage and a name, and streams over its files."""
+"""Where a `Checkpoint` is: from what users write to a storage and a name, and back."""
 
 from __future__ import annotations
 
-import io
+import importlib.util
 import os
 import weakref
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.storage.base import FileReader, Storage, check_path
+from holdfast.storage.base import Storage, check_path
 from holdfast.storage.local import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.storage.resolve import check_slashes, resolve, split_uri
 
-__all__ = ["DictStore", "Stream", "locate"]
+__all__ = ["DictStore", "file_system", "locate"]
 
 
 def locate(path: str | os.PathLike[str], filesystem: Any) -> tuple[Storage, str]:
@@ -40,42 +40,31 @@ def locate(path: str | os.PathLike[str], filesystem: Any) -> tuple[Storage, str]
         if not name:
             raise ConfigError(f"Checkpoint({text!r}): the root of the file system cannot be a checkpoint")
         return LocalStorage(head), name
+    rest, settings = _without_settings(scheme, rest)
     head, slash, name = rest.rstrip("/").rpartition("/")
     if not slash:
         raise ConfigError(f"Checkpoint({text!r}): give a directory inside of it, as in {text}/checkpoint")
-    return resolve(f"{scheme}://{head}"), check_path(name)
+    return resolve(f"{scheme}://{head}{settings}"), check_path(name)
 
 
-class Stream(io.RawIOBase):
-    """A `FileReader` as a seekable binary stream."""
+def _without_settings(scheme: str, rest: str) -> tuple[str, str]:
+    """Split off settings of the storage, such as ``?endpoint_override=...``, which stand behind the whole path."""
+    if scheme not in ("s3", "s3a") or "?" not in rest:
+        return rest, ""
+    from holdfast.storage._object_place import split_settings
 
-    def __init__(self, reader: FileReader) -> None:
-        self._reader = reader
-        self._at = 0
+    whole = f"{scheme}://{rest}"
+    place, _ = split_settings(whole)
+    return place[len(scheme) + 3 :], whole[len(place) :]
 
-    def readable(self) -> bool:
-        return True
 
-    def seekable(self) -> bool:
-        return True
+def file_system(storage: Storage) -> Any:
+    """Return the file system of pyarrow that shows a storage; the storage itself where pyarrow is not installed."""
+    if importlib.util.find_spec("pyarrow") is None:
+        return storage
+    from holdfast.storage.for_pyarrow import as_pyarrow
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._reader.size}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        view = view[: max(0, min(len(view), self._reader.size - self._at))]
-        if view:
-            self._reader.read_into(self._at, view)
-            self._at += len(view)
-        return len(view)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._reader.close()
-        super().close()
+    return as_pyarrow(storage)
 
 
 class DictStore:

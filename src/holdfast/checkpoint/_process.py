@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["birth", "is_dead", "machine", "same_machine"]
+__all__ = ["birth", "is_dead", "is_pid", "machine", "same_machine"]
 
 
 @cache
@@ -33,6 +33,11 @@ def birth(pid: int) -> str:
         return ""
 
 
+def is_pid(value: object) -> bool:
+    """Whether a value read from somewhere can be the id of one process."""
+    return type(value) is int and 0 < value < 1 << 31
+
+
 def same_machine(owner: Mapping[str, Any]) -> bool:
     """Whether the owner runs (or ran) under this very kernel; containers of one machine count as one."""
     here = machine()
@@ -44,7 +49,7 @@ def same_machine(owner: Mapping[str, Any]) -> bool:
 def is_dead(owner: Mapping[str, Any], key: str = "pid") -> bool:
     """Whether the process ``owner[key]`` is known to be gone. False also means "cannot tell from here"."""
     here, pid = machine(), owner.get(key)
-    if not isinstance(pid, int) or pid <= 0 or not same_machine(owner):
+    if pid is None or not is_pid(pid) or not same_machine(owner):
         return False
     if owner.get("pid_namespace", here["pid_namespace"]) != here["pid_namespace"]:
         return False

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
-from holdfast.format.digest import ChunkHasher, file_digest
-from holdfast.storage.base import BLOCK, FileReader, Storage
+from holdfast.format.digest import ChunkHasher, bytes_digest, file_digest
+from holdfast.storage.base import BLOCK, FileBatch, FileReader, Storage
 
 __all__ = ["WINDOW", "Brought", "File", "Sender", "TransferStopped", "Windows", "num_windows"]
 
@@ -164,6 +164,24 @@ class Sender:
                         self.settled(nbytes)
                 if file.digest is not None and file_digest(hasher.table) != file.digest:
                     raise _damaged(self._source, file, "does not hold the bytes that were written (digest differs)")
+
+    def send_small(self, file: File, batch: FileBatch, buffer: memoryview) -> None:
+        """Copy one file that ``buffer`` can hold into a batch, as `send` does; durable when the batch is closed.
+
+        Raises:
+            CorruptCheckpointError: as `send`.
+            StorageNotFoundError: as `send`.
+        """
+        view = buffer[: file.size]
+        with self._source.open(file.source) as reader:
+            if reader.size != file.size:
+                raise _damaged(self._source, file, f"has {reader.size} bytes where {file.size} were written or listed")
+            if file.size:
+                reader.read_into(0, view)
+        if file.digest is not None and bytes_digest(view) != file.digest:
+            raise _damaged(self._source, file, "does not hold the bytes that were written (digest differs)")
+        batch.add(file.target, view)
+        self.settled(file.size)
 
     def _turn(self, file: File) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._uploads is None or file.size <= _BIG else self._uploads

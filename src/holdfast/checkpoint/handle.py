@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -19,6 +19,7 @@ from holdfast.errors import (
     ConfigError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
+    NotLocalError,
     StorageNotFoundError,
 )
 from holdfast.format.commit import read_manifest, read_manifest_bytes, remove
@@ -26,13 +27,15 @@ from holdfast.format.manifest import Manifest, body_digest
 from holdfast.storage.base import Storage, check_path
 from holdfast.storage.local import LocalStorage
 from holdfast.storage.resolve import from_description, resolve, split_uri
+from holdfast.storage.stream import InputStream
 
-from ._location import DictStore, Stream, locate
+from ._location import DictStore, file_system, locate
 from .catalog import is_remains
+from .external import change, held
 from .lease import files_of
-from .node import shared_download
-from .record import timestamp
-from .sidecar import read_sidecar, write_sidecar
+from .node import own_download, shared_download, take_turns
+from .record import plain_metrics, timestamp
+from .sidecar import Sidecar, change_sidecar, read_sidecar
 from .summary import state_tree, top_names
 from .transfer import copy_checkpoint, copy_file
 from .verify import Verification, verify
@@ -83,13 +86,7 @@ class Checkpoint:
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
-        """Refer to a local directory; a FILE is a one-file checkpoint.
-
-        Raises:
-            CheckpointNotFoundError: there is neither.
-        """
-        if not os.path.exists(path):
-            raise CheckpointNotFoundError(f"there is no directory and no file {os.path.abspath(path)}")
+        """Refer to a local directory; a FILE is a one-file checkpoint. Neither has to be there yet."""
         return cls(Path(path))
 
     @classmethod
@@ -124,9 +121,13 @@ class Checkpoint:
         return self._name.rsplit("/", 1)[-1]
 
     @property
-    def filesystem(self) -> Storage:
-        """The storage that holds it: ``Checkpoint(c.path, c.filesystem) == c``."""
-        return self._storage
+    def filesystem(self) -> Any:
+        """What holds it: ``Checkpoint(c.path, c.filesystem) == c``.
+
+        A `pyarrow.fs.FileSystem` in which `path` is a path, as in Ray Train, where pyarrow is installed; without it
+        `storage`.
+        """
+        return file_system(self._storage)
 
     @property
     def storage(self) -> Storage:
@@ -160,7 +161,7 @@ class Checkpoint:
 
     def __fspath__(self) -> str:
         if self._storage.local_root is None:
-            raise ConfigError(f"{self.uri} is not on a local disk: use as_directory() or to_directory()")
+            raise NotLocalError(f"{self.uri} is not on a local disk: use as_directory() or to_directory()")
         return self.path
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -169,14 +170,27 @@ class Checkpoint:
     # -- files ---------------------------------------------------------------------------------------------------
 
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Copy the files to a local directory (a new temporary one by default) and return it; durable on return."""
-        directory = os.path.abspath(path if path is not None else tempfile.mkdtemp(prefix="holdfast-"))
+        """Copy the files to a local directory (a new temporary one by default) and return it; durable on return.
+
+        Processes of a machine that do so at the same time share one download of a remote checkpoint; those that give
+        the same path share the directory as well.
+        """
+        directory = os.path.abspath(
+            os.path.expanduser(path) if path is not None else tempfile.mkdtemp(prefix="holdfast-")
+        )
         target = LocalStorage(directory)
         if self._is_file():
             copy_file(self._storage, self._name, target, self.name)
-        else:
+        elif self._storage.local_root is not None:
             self._require()
-            copy_checkpoint(self._storage, self._name, target, "", overwrite=True)
+            if not _copy_folders(self.path, directory):
+                copy_checkpoint(self._storage, self._name, target, "", overwrite=True)
+        elif path is None:
+            own_download(self._storage, self._name, Path(directory))
+        else:
+            with take_turns(self._storage, self._name, Path(directory)) as is_there:
+                if not is_there:
+                    copy_checkpoint(self._storage, self._name, target, "", overwrite=True)
         return directory
 
     @contextlib.contextmanager
@@ -208,7 +222,7 @@ class Checkpoint:
             StorageNotFoundError: there is no such file.
         """
         path = self._name if self._is_file() and name == self.name else f"{self._name}/{check_path(name)}"
-        return io.BufferedReader(Stream(self._storage.open(path)), 1 << 20)
+        return io.BufferedReader(InputStream(self._storage.open(path)), 1 << 20)
 
     def delete(self) -> None:
         """Delete it, manifest first. Nothing asks whether it is pinned.
@@ -315,9 +329,56 @@ class Checkpoint:
         self._set_pin(on=False)
 
     def _set_pin(self, *, on: bool) -> None:
-        if self.manifest is None:
-            raise CheckpointNotFoundError(f"{self.uri} has no manifest of Holdfast: no retention rule ever touches it")
-        write_sidecar(self._storage, self._name, read_sidecar(self._storage, self._name).with_pin(on))
+        self._change(lambda sidecar: sidecar.with_pin(on), "no retention rule ever touches it")
+
+    def report(self, metrics: Mapping[str, Any] | None = None, /, **more: Any) -> None:
+        """Add metrics to this checkpoint, from any process; they win over those it has. Durable on return.
+
+        The index of its run and its retention (`Keep(best=..., metric=...)`) count them, as they count late metrics of
+        the training process itself.
+
+        Raises:
+            CheckpointNotFoundError: it is gone, or its deletion has begun.
+            ConfigError: a value is no JSON.
+        """
+        given = plain_metrics({**(metrics or {}), **more})
+        self._change(lambda sidecar: sidecar.with_metrics(given), "use set_metadata() to note things beside it")
+
+    def _change(self, how: Callable[[Sidecar], Sidecar], otherwise: str) -> None:
+        manifest = self.manifest
+        if manifest is None:
+            raise CheckpointNotFoundError(f"{self.uri} has no manifest of Holdfast: {otherwise}")
+        if manifest.run_id:
+            change(self._storage, self._name, how)
+        else:
+            change_sidecar(self._storage, self._name, how)
+
+    @contextlib.contextmanager
+    def hold(self, *, at_most_s: float = 3600.0) -> Iterator[Checkpoint]:
+        """Keep the retention of its run away from it while the body runs: for a process that evaluates or serves it.
+
+        The trainer is not held up: it deletes the checkpoint later. A holder that dies holds no more: known at once on
+        the same machine, after ``at_most_s`` elsewhere. `delete` asks nobody.
+
+        Args:
+            at_most_s: how long retention waits for the body to end, from when it first wants to delete.
+
+        Raises:
+            CheckpointNotFoundError: it is gone, or its deletion has begun: take a newer one.
+
+        Example:
+            >>> import tempfile, holdfast
+            >>> saved = holdfast.save(f"{tempfile.mkdtemp()}/one", {"step": 5})
+            >>> with saved.hold():
+            ...     saved.load()
+            {'step': 5}
+        """
+        manifest = self.manifest
+        if manifest is None or not manifest.run_id:
+            yield self  # no retention rule ever touches it
+            return
+        with held(self._storage, self._name, at_most_s=at_most_s):
+            yield self
 
     # -- metadata of the user ------------------------------------------------------------------------------------
 
@@ -365,6 +426,16 @@ class Checkpoint:
 
 def _rebuild(description: dict[str, Any] | None, uri: str, name: str) -> Checkpoint:
     return Checkpoint.at(from_description(description) if description is not None else resolve(uri), name)
+
+
+def _copy_folders(path: str, directory: str) -> bool:
+    """Make the folders of a local directory that hold nothing; tell whether there is no file to copy at all."""
+    is_empty = True
+    for place, folders, files in os.walk(path):
+        is_empty = is_empty and not files
+        if not folders and not files:
+            os.makedirs(os.path.join(directory, os.path.relpath(place, path)), exist_ok=True)
+    return is_empty
 
 
 def without_prefix(value: Any) -> Any:

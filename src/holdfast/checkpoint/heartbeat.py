@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from holdfast._log import get_logger
 from holdfast.errors import HoldfastError, StorageError
 
 from .lease import HEARTBEAT_S, Lease
 
 __all__ = ["Heartbeat"]
 
-_LOG = logging.getLogger("holdfast.writer")
+_LOG = get_logger("writer")
 _MOMENT_S = 1.0  # a beat that does not hang takes far less
 
 
@@ -62,6 +62,35 @@ class Heartbeat:
         self.check()
         self._beat()
 
+    def verify(self) -> None:
+        """Make sure, by reading, that nobody has taken the lease over up to now: what was committed before counts.
+
+        Raises:
+            RunBusyError: somebody has.
+            StorageError: nobody can say just now.
+        """
+        self.check()
+        self._do(self.lease.verify)
+
+    def announce(self, doomed: Iterable[str]) -> None:
+        """Say what is about to be deleted, and make sure that it still may be; see `Lease.announce`.
+
+        Raises:
+            RunBusyError, StorageError: nothing may be deleted.
+        """
+        self.check()
+        self._do(lambda: self.lease.announce(doomed, trainer_alive=self._trainer_alive))
+
+    def fenced(self) -> None:
+        """Say that the fence is drawn, and make sure that it was drawn in time; see `Lease.fenced`.
+
+        Raises:
+            RunBusyError: somebody else has taken the lease over meanwhile.
+            StorageError: nobody can say just now.
+        """
+        self.check()
+        self._do(lambda: self.lease.fenced(trainer_alive=self._trainer_alive))
+
     def close(self, *, wait: bool = True) -> None:
         """End the thread and give the lease back; without ``wait`` a beat that hangs does that when it ends."""
         self._left = not wait
@@ -73,9 +102,12 @@ class Heartbeat:
             self.lease.release()
 
     def _beat(self) -> None:
+        self._do(lambda: self.lease.heartbeat(trainer_alive=self._trainer_alive))
+
+    def _do(self, act: Callable[[], object]) -> None:
         with self._beating:
             try:
-                self.lease.heartbeat(trainer_alive=self._trainer_alive)
+                act()
             except StorageError:
                 raise
             except HoldfastError as error:

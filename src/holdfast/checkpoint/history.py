@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast.errors import ConfigError, StorageNotFoundError
 from holdfast.storage.base import Storage
+from holdfast.storage.together import together
 
 from .record import from_plain, to_plain
 
-__all__ = ["LOGS", "REPORTS", "Attempt", "ReportLog", "live_rows", "read_notes", "read_reports", "unused_start_id"]
+__all__ = ["LOGS", "REPORTS", "Attempt", "ReportLog", "live_rows", "read_lives", "read_reports", "unused_start_id"]
 
 REPORTS = "reports"
 LOGS = "logs"
@@ -29,8 +31,9 @@ LOGS = "logs"
 SEGMENT_BYTES = 64 << 10
 FAN_IN = 16
 MAX_MERGED_BYTES = 16 << 20
-_NAME = re.compile(r"(\d{5,})-([^-/]+)-(\d{6,})(?:-(\d{6,}))?\.jsonl")
-_log = logging.getLogger("holdfast.catalog")
+MAX_ATTEMPT = 999_999_998  # no run gets there; a number that somebody made up must not make ours unreadable
+_NAME = re.compile(r"(\d{5,9})-([^-/]+)-(\d{6,})(?:-(\d{6,}))?\.jsonl")
+_log = get_logger("catalog")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +67,16 @@ class Attempt:
         known = {one.name for one in fields(cls)}
         attempt = cls(**{name: value for name, value in data.items() if name in known})
         resumed, details = attempt.resumed_from, attempt.details
-        sound = type(attempt.attempt) is int and (details is None or isinstance(details, dict))
-        if not sound or not (resumed is None or type(resumed["step"]) is int):
+        texts = (attempt.start_id, attempt.host, attempt.started, attempt.ended or "", attempt.reason or "")
+        sound = (
+            type(attempt.attempt) is type(attempt.pid) is int
+            and 0 <= attempt.attempt <= MAX_ATTEMPT
+            and all(type(text) is str for text in texts)
+            and (details is None or isinstance(details, dict))
+            and (resumed is None or (type(resumed["step"]) is int and type(resumed["name"]) is str))
+            and (resumed is None or type(resumed.get("attempt")) in (int, type(None)))
+        )
+        if not sound:
             raise ValueError(f"not an attempt: {data!r:.80}")
         return attempt
 
@@ -176,9 +187,9 @@ def read_reports(storage: Storage) -> tuple[list[dict[str, Any]], dict[int, Atte
     return rows, attempts, run_id
 
 
-def read_notes(storage: Storage) -> dict[str, Any]:
-    """Read what the run has noted, from the segments."""
-    return _read(storage)[3]
+def read_lives(storage: Storage) -> tuple[dict[int, Attempt], str, dict[str, Any]]:
+    """Read attempts by number, run id and notes from the segments."""
+    return _read(storage)[1:]
 
 
 def _read(storage: Storage) -> tuple[list[dict[str, Any]], dict[int, Attempt], str, dict[str, Any]]:
@@ -187,14 +198,16 @@ def _read(storage: Storage) -> tuple[list[dict[str, Any]], dict[int, Attempt], s
     notes: dict[str, Any] = {}
     run_id = ""
     covered: tuple[int, str, int] | None = None
+    wanted: list[_Segment] = []
     for segment in _segments(storage):
         if covered is not None and covered[:2] == (segment.attempt, segment.start_id) and segment.first <= covered[2]:
             continue
         covered = (segment.attempt, segment.start_id, segment.last)
-        try:
-            lines = storage.read(segment.path).splitlines()
-        except StorageNotFoundError:
-            continue  # merged away by the live writer while we read; the next look sees the merged one
+        wanted.append(segment)
+    for segment, data in zip(
+        wanted, together(storage, [partial(_read_one, storage, one) for one in wanted]), strict=True
+    ):
+        lines = data.splitlines()
         damaged = 0
         for line in lines:
             try:
@@ -204,15 +217,32 @@ def _read(storage: Storage) -> tuple[list[dict[str, Any]], dict[int, Attempt], s
                     attempts[attempt.attempt] = attempt
                     run_id = str(row.get("run_id") or run_id)
                 elif "notes" in row:
-                    notes |= row["notes"]
+                    notes |= dict(row["notes"])
                 else:
                     row["metrics"] = from_plain(row.get("metrics") or {})
-                    rows.append({**row, "attempt": int(row["attempt"])})
-            except (ValueError, TypeError, AttributeError, KeyError):
+                    rows.append(_sound({**row, "attempt": int(row["attempt"])}))
+            except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
                 damaged += 1
         if damaged:
             _log.warning("%s/%s: %d damaged lines left out", storage.uri, segment.path, damaged)
     return rows, attempts, run_id, notes
+
+
+def _read_one(storage: Storage, segment: _Segment) -> bytes:
+    try:
+        return storage.read(segment.path)
+    except StorageNotFoundError:
+        return b""  # merged away by the live writer while we read; the next look sees the merged one
+
+
+def _sound(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a report whose fields are of the kinds that were written; raises TypeError for another."""
+    numbers = (row.get("step"), row.get("epoch"), row.get("time"))
+    texts = (row.get("checkpoint"),)
+    good = all(one is None or type(one) in (int, float) for one in numbers) and isinstance(row["metrics"], dict)
+    if not good or not all(one is None or type(one) is str for one in texts):
+        raise TypeError("no report")
+    return row
 
 
 def unused_start_id(storage: Storage, attempt: Attempt) -> str:

@@ -13,6 +13,11 @@ owner's trainer alive                   `RunBusyError` at once
 trainer gone, its writer still writes   waited for, up to ``wait_s``
 owner on another host                   counter moves: busy; stands still for 30 s: taken over
 ======================================  ==========================================================
+
+An owner that stands still may wake up after it was taken over, at any instruction. Three things keep it from harm, and
+docs/reliability.md says why they suffice: lease.json changes by compare-and-swap only; an owner that is about to delete
+says so in it first (`Lease.announce`), so a successor knows all that its predecessor may still delete; and who takes
+over from one not known to be dead draws a fence (`holdfast.checkpoint.fence`).
 """
 
 from __future__ import annotations
@@ -21,29 +26,46 @@ import contextlib
 import errno
 import fcntl
 import json
-import logging
 import os
 import re
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast._units import format_duration
 from holdfast.errors import (
     RunBusyError,
     StorageConflictError,
+    StorageError,
     StorageExistsError,
     StorageNotFoundError,
 )
+from holdfast.storage import _local_tree as tree
+from holdfast.storage._beneath import Beneath, Folder
 from holdfast.storage.base import ObjectInfo, Storage
-from holdfast.storage.ops import translate
+from holdfast.storage.local import LocalStorage, door_of
+from holdfast.storage.ops import POSIX, errors_of, translate
+from holdfast.storage.together import together
 
-from ._process import birth, is_dead, machine, same_machine
+from ._process import birth, is_dead, is_pid, machine, same_machine
+from .fence import is_fence
 
-__all__ = ["HEARTBEAT_S", "STALE_S", "Lease", "files_of", "is_claim", "is_of_lease", "make_owner"]
+__all__ = [
+    "HEARTBEAT_S",
+    "STALE_S",
+    "Lease",
+    "Predecessor",
+    "announced",
+    "files_of",
+    "is_claim",
+    "is_of_lease",
+    "make_owner",
+    "owner_of",
+]
 
 LEASE_FILE = "lease.json"
 LOCK_FILE = ".lease.lock"
@@ -51,8 +73,9 @@ _CLAIM = re.compile(r"lease-[0-9a-f]{8}\.json|\.lease-[0-9a-f]{8}\.lock")
 HEARTBEAT_S = 5.0
 STALE_S = 30.0
 _POLL_S = 0.05
+_MAX_BYTES = 4 << 20
 _PROCESS = ("host", "boot", "pid_namespace", "trainer_pid", "trainer_pid_birth")
-_log = logging.getLogger("holdfast.lease")
+_log = get_logger("lease")
 
 
 def is_claim(name: str) -> bool:
@@ -70,7 +93,41 @@ def files_of(storage: Storage, directory: str) -> Iterator[tuple[str, ObjectInfo
 
 def is_of_lease(name: str) -> bool:
     """Tell whether a file directly in a run says who writes there."""
-    return name in (LEASE_FILE, LOCK_FILE) or is_claim(name)
+    return name in (LEASE_FILE, LOCK_FILE) or is_claim(name) or is_fence(name)
+
+
+def announced(storage: Storage) -> frozenset[str]:
+    """Return the names that the owner of a run may be deleting now (`Lease.announce`); for everybody else.
+
+    Raises:
+        StorageError: nobody can say just now.
+    """
+    try:
+        told = _parse(storage.read(LEASE_FILE))
+    except StorageNotFoundError:
+        return frozenset()
+    if told is None or (told.get("released") is True and told.get("fence_due") is not True):
+        return frozenset()
+    names = told.get("doomed")
+    return frozenset(one for one in names if isinstance(one, str)) if isinstance(names, list) else frozenset()
+
+
+def owner_of(storage: Storage) -> tuple[dict[str, Any] | None, float | None]:
+    """Return who says in lease.json that it writes to a run, and when it last did (a wall clock); for showing it.
+
+    The owner has ``alive`` added: True or False where this machine can tell, else None.
+
+    Raises:
+        StorageError: nobody can say just now.
+    """
+    try:
+        told, at = _parse(storage.read(LEASE_FILE)), storage.stat(LEASE_FILE).modified
+    except StorageNotFoundError:
+        return None, None
+    if told is None or told.get("released") is True:
+        return None, None
+    alive = None if not same_machine(told) else not is_dead(told)
+    return {**told, "alive": alive}, at
 
 
 def make_owner(start_id: str, *, trainer_pid: int | None = None) -> dict[str, Any]:
@@ -97,23 +154,42 @@ def _complete(owner: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predecessor:
+    """Who held a lease before, as far as it matters to the one who holds it now.
+
+    Attributes:
+        may_act: it may still change the run: it neither gave the lease back nor is it known to be gone.
+        is_known: there was something about it in lease.json.
+        doomed: what it may be deleting (`Lease.announce`), in addition to what its own predecessors may be.
+    """
+
+    may_act: bool = False
+    is_known: bool = False
+    doomed: tuple[str, ...] = ()
+
+
 class Lease:
     """A held lease. `heartbeat` every `HEARTBEAT_S` keeps it; `release` gives it up.
 
     Attributes:
         owner: what lease.json says about the holder.
-        waited_s: how long it took to get it.
+        waited_s: how long somebody else had it.
+        predecessor: whose place was taken.
     """
 
     def __init__(self, storage: Storage, owner: dict[str, Any], *, of: str = "") -> None:
         self.owner = owner
         self.waited_s = 0.0
-        self._storage, self._path = storage, _named(LEASE_FILE, of)
-        root = storage.local_root
-        self._lock = None if root is None else _Lock(root / _named(LOCK_FILE, of))
+        self.predecessor = Predecessor()
+        self._storage, self._path, self._of = storage, _named(LEASE_FILE, of), of
+        self._door = door_of(storage)
+        self._lock = None if self._door is None else _Lock(*self._door, _named(LOCK_FILE, of))
         self._beat = 0
         self._etag: str | None = None
         self._released = False
+        self._doomed: tuple[str, ...] = ()
+        self._is_fenced = True
 
     @classmethod
     def acquire(
@@ -140,10 +216,12 @@ class Lease:
             RunBusyError: somebody else holds it; the message names host, pid, since when, and what to do.
         """
         begun = time.monotonic()
+        first_look: float | None = None  # when it was found held: requests alone may take seconds
         lease = cls(storage, _complete(owner), of=of)
         watch = _Watch(stale_s)
         try:
             while not lease._try(watch):
+                first_look = first_look or time.monotonic()
                 waited = time.monotonic() - begun
                 if watch.is_alive() or waited >= wait_s:
                     raise RunBusyError(_busy(storage, lease._path, watch, lease.owner, waited))
@@ -152,7 +230,7 @@ class Lease:
             if lease._lock is not None:
                 lease._lock.release()
             raise
-        lease.waited_s = time.monotonic() - begun
+        lease.waited_s = 0.0 if first_look is None else time.monotonic() - first_look
         return lease
 
     def heartbeat(self, *, trainer_alive: bool = True) -> None:
@@ -165,58 +243,147 @@ class Lease:
             RunBusyError: another process took the lease over; stop writing to the run.
             StorageError: the beat could not be written; try again at the next one.
         """
+        self._renew(trainer_alive, durable=True)
+
+    def _renew(self, trainer_alive: bool, *, durable: bool) -> None:
         if self._released:
             return
         self._beat += 1
         try:
-            self._etag = self._storage.put(self._path, self._body(trainer_alive), if_match=self._etag)
+            body, storage = self._body(trainer_alive), self._storage
+            if durable or self._etag is None or not isinstance(storage, LocalStorage):
+                self._etag = storage.put(self._path, body, if_match=self._etag)
+            else:
+                self._etag = storage.swap(self._path, body, if_match=self._etag)
         except (StorageConflictError, StorageNotFoundError) as error:
-            _, found, etag = _read(self._storage, self._path)
-            if self._is_mine(found):
+            exists, found, etag = _read(self._storage, self._path)
+            if found is not None and self._is_mine(found):
                 self._etag = etag  # our own earlier beat, whose answer was lost on the way
+                if found.get("beat") != self._beat:  # it may say less than this one has to
+                    self._etag = self._storage.put(self._path, self._body(trainer_alive), if_match=etag)
                 return
             if found is None and self._lock is not None and self._lock.is_in_place():
-                # Somebody tidied up by hand; as long as the lock is ours nobody else can have come in.
-                self._etag = self._storage.put(self._path, self._body(trainer_alive))
+                # Somebody tidied up by hand; who takes over removes our lock first, so nobody else has come in.
+                told: dict[str, Any] = {"if_match": etag} if exists else {"if_absent": True}
+                self._etag = self._storage.put(self._path, self._body(trainer_alive), **told)
                 return
-            if found is None:
-                raise RunBusyError(
-                    f"{self._storage.uri}: {self._path}, which says that this process writes here, was deleted: "
-                    "another one may come at any moment, so this one stops. Start it again, and leave lease files alone"
-                ) from error
-            name = _name(found)
-            raise RunBusyError(
-                f"the lease of the run {self._storage.uri} was lost to {name}: this process must not write to it any "
-                "more. It happens when this process stood still for longer than "
-                f"{format_duration(STALE_S)}; stop one of the two"
-            ) from error
+            raise self._lost(found) from error
+
+    def announce(self, doomed: Iterable[str], *, trainer_alive: bool = True) -> None:
+        """Say which names are about to be deleted, in place of those said before; nothing else may be deleted.
+
+        Whoever takes the lease over later knows them and counts on none of them. If somebody has taken it over by now,
+        nothing must be deleted any more.
+
+        Raises:
+            RunBusyError, StorageError: as `heartbeat`; do not delete.
+        """
+        before = self._doomed
+        self._doomed = tuple(sorted(doomed))
+        try:
+            # On a disk others have to see it, no more: a power cut ends us, too, and then nothing is being deleted.
+            self._renew(trainer_alive, durable=False)
+        except BaseException:
+            # It may have been written all the same: what was said is not taken back before the next one.
+            self._doomed = tuple(sorted({*before, *self._doomed}))
+            raise
+
+    def fenced(self, *, trainer_alive: bool = True) -> None:
+        """Say that the fence that `predecessor` called for is drawn: who comes next need not draw it for us.
+
+        Raises:
+            RunBusyError, StorageError: as `heartbeat`.
+        """
+        self._is_fenced, self._doomed = True, ()
+        self.heartbeat(trainer_alive=trainer_alive)
+
+    def verify(self) -> None:
+        """Make sure, by reading, that nobody has taken the lease over up to now.
+
+        Raises:
+            RunBusyError: somebody has.
+            StorageError: nobody can say just now.
+        """
+        try:
+            found = _parse(self._storage.read(self._path))  # one request: what it says is all that matters
+        except StorageNotFoundError:
+            found = None
+        if found is None or not self._is_mine(found):
+            if found is None and self._lock is not None and self._lock.is_in_place():
+                return  # see `heartbeat`, which puts it back
+            raise self._lost(found)
 
     def release(self) -> None:
-        """Give the lease up. Idempotent; leaves a successor's lease alone."""
+        """Give the lease up. Idempotent; leaves a successor's lease alone, whenever that one comes."""
         if self._released:
             return
         self._released = True
         try:
-            if self._is_mine(_read(self._storage, self._path)[1]):
-                self._storage.delete(self._path)
+            if self._door is None or not self._is_fenced:
+                self._say_released(delete=bool(self._of))
+            else:
+                self._delete(*self._door)
         finally:
             if self._lock is not None:
                 self._lock.release()
 
+    def _delete(self, door: Beneath, inside: str) -> None:
+        with (
+            errors_of("delete", f"{self._storage.uri}/{self._path}"),
+            contextlib.suppress(FileNotFoundError),
+            door.folder(inside) as folder,
+            tree.locked(folder),  # as the swap itself
+        ):
+            if self._is_mine(_read(self._storage, self._path)[1]):
+                self._storage.delete(self._path)
+
+    def _say_released(self, *, delete: bool) -> None:
+        # No store deletes on a condition: a delete that comes late would take the lease of whoever came next, and who
+        # comes after that one would find nobody. So the file of a run stays, and says that nobody is there; a fence
+        # that was not drawn is left to the next. The name of a single checkpoint is tidied up: its swap is conditional.
+        exists, found, etag = _read(self._storage, self._path)
+        if not exists or not self._is_mine(found):
+            return
+        with contextlib.suppress(StorageConflictError, StorageNotFoundError):
+            body = {**json.loads(self._body(trainer_alive=False)), "released": True}
+            self._storage.put(self._path, json.dumps(body).encode(), if_match=etag)
+            if delete:
+                self._storage.delete(self._path)
+
+    def _lost(self, found: Mapping[str, Any] | None) -> RunBusyError:
+        if found is None:
+            return RunBusyError(
+                f"{self._storage.uri}: {self._path}, which says that this process writes here, was deleted: "
+                "another one may come at any moment, so this one stops. Start it again, and leave lease files alone"
+            )
+        return RunBusyError(
+            f"the lease of the run {self._storage.uri} was lost to {_name(found)}: this process must not write to it "
+            "any more, and what it was saving does not count. It happens when this process stood still for longer than "
+            f"{format_duration(STALE_S)}; stop one of the two"
+        )
+
     def _body(self, trainer_alive: bool) -> bytes:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return json.dumps({**self.owner, "beat": self._beat, "time": now, "trainer_alive": trainer_alive}).encode()
+        told: dict[str, Any] = {**self.owner, "beat": self._beat, "time": now, "trainer_alive": trainer_alive}
+        if self._doomed:
+            told["doomed"] = self._doomed
+        if not self._is_fenced:
+            told["fence_due"] = True
+        return json.dumps(told).encode()
 
     def _try(self, watch: _Watch) -> bool:
         """Take the lease if it can be taken now; otherwise tell ``watch`` what stands in the way."""
         locked = self._lock.take() if self._lock is not None else None
-        exists, found, etag = _read(self._storage, self._path)
+        # Whether the storage compares before it writes may have to be tried out: that takes requests, too.
+        looks: list[Callable[[], Any]] = [lambda: _read(self._storage, self._path), lambda: self._storage.conditional]
+        (exists, found, etag), compares = together(self._storage, looks)
         watch.see(found, etag, locked)
         if not watch.is_free():
             return False
         self.owner["locked"] = bool(locked)
+        self._inherit(exists, found, gone=watch.is_gone())
         try:
-            body = self._body(trainer_alive=True)
+            body = self._body(trainer_alive=self.owner.get("trainer_alive") is not False)
             if not exists:
                 self._etag = self._storage.put(self._path, body, if_absent=True)
             else:
@@ -229,8 +396,29 @@ class Lease:
             if not exists:
                 raise  # it was to be created: the bucket itself is not there
             return False
+        except StorageError as error:
+            if error.errno != errno.EWOULDBLOCK:
+                raise
+            return False  # an owner stands still between comparing and swapping: nobody can take it over there
         # A store without conditional writes lets two pass; the last one written wins, so look once more.
-        return self._is_mine(_read(self._storage, self._path)[1])
+        if not compares and not self._is_mine(_read(self._storage, self._path)[1]):
+            return False
+        if locked is False and self._lock is not None:
+            self.owner["locked"] = bool(self._lock.seize())
+        return True
+
+    def _inherit(self, exists: bool, found: Mapping[str, Any] | None, *, gone: bool) -> None:
+        """Take over, with the very write that takes the lease, what the predecessor may still do."""
+        told = found or {}
+        # What a dead process had asked a store for may still be on its way there; on a disk nothing is.
+        # A damaged record, and the lock is free: it was on its way to the disk when the power failed.
+        gone = gone or (found is None and self._lock is not None and self._lock.is_in_place())
+        is_over = not exists or told.get("released") is True or (gone and self._storage.local_root is not None)
+        may_act = told.get("fence_due") is True or not is_over
+        names = told.get("doomed") if may_act else None  # what nobody deletes any more is as good as ever
+        doomed = tuple(one for one in names if isinstance(one, str)) if isinstance(names, list) else ()
+        self.predecessor = Predecessor(may_act=may_act, is_known=exists, doomed=doomed)
+        self._is_fenced, self._doomed = not may_act or bool(self._of), doomed  # runs alone have fences
 
     def _is_mine(self, found: Mapping[str, Any] | None) -> bool:
         return found is not None and all(found.get(key) == self.owner[key] for key in ("start_id", "pid", "host"))
@@ -264,21 +452,30 @@ class _Watch:
     def is_free(self) -> bool:
         """Whether the lease may be taken now."""
         here = self.owner is not None and same_machine(self.owner)
-        if self._locked is False:
+        if self.owner is not None and self.owner.get("released") is True:
+            return True
+        if self._locked is False and not self._is_stray:
             # A lock that another process of this machine holds is proof of life. One held from elsewhere may be the
             # remains of a host that died, which the file server has not noticed.
             return self.owner is not None and not here and self._is_stale
-        if self.owner is None:
-            return True
-        if here and ((self._locked and self.owner.get("locked")) or is_dead(self.owner)):
-            return True
-        return self._is_stale
+        return self.owner is None or self.is_gone() or self._is_stale
+
+    @property
+    def _is_stray(self) -> bool:
+        """Whether the lock is held by somebody else than the owner, who has none: one that stands still elsewhere."""
+        return self._locked is False and self.owner is not None and self.owner.get("locked") is False
+
+    def is_gone(self) -> bool:
+        """Whether the owner is known to be dead."""
+        if self.owner is None or not same_machine(self.owner):
+            return False
+        return bool(self._locked and self.owner.get("locked")) or is_dead(self.owner)
 
     def is_alive(self) -> bool:
         """Whether waiting is pointless: the owner works for a living trainer."""
         if self.owner is None or self.owner.get("trainer_alive") is False or is_dead(self.owner, "trainer_pid"):
             return False
-        if same_machine(self.owner) and self._locked is not None:
+        if same_machine(self.owner) and self._locked is not None and not self._is_stray:
             return self._locked is False
         return self._moved
 
@@ -286,8 +483,8 @@ class _Watch:
 class _Lock:
     """An flock that dies with this process and is not inherited by forked children."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, door: Beneath, inside: str, name: str) -> None:
+        self._door, self._inside, self._name = door, inside, name
         self._file: int | None = None
         _locks.add(self)
 
@@ -296,10 +493,11 @@ class _Lock:
         if self._file is not None:
             return True
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            with self._folder(make=True) as folder:
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                file = os.open(self._name, flags, 0o666, dir_fd=folder.fd)
         except OSError as error:
-            raise translate(error, "lock", str(self._path)) from error
+            raise translate(error, "lock", self._path) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The owner before removes the file when it lets go: a lock on a removed file protects nothing.
@@ -312,15 +510,22 @@ class _Lock:
                 return False
             if error.errno in (errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.ENOSYS):
                 return None
-            raise translate(error, "lock", str(self._path)) from error
+            raise translate(error, "lock", self._path) from error
         self._file = file
         return True
+
+    def seize(self) -> bool | None:
+        """Take the name away from a holder that was taken over, which stands still, and lock a file of our own."""
+        with contextlib.suppress(OSError):
+            self._unlink()
+        return self.take()
 
     def release(self) -> None:
         """Remove and unlock. Idempotent."""
         if self._file is not None:
             with contextlib.suppress(OSError):
-                self._path.unlink()
+                if self._is_named(self._file):  # else it is the lock of whoever took over
+                    self._unlink()
             self.drop()
 
     def is_in_place(self) -> bool:
@@ -330,8 +535,26 @@ class _Lock:
         except OSError:
             return False
 
+    @property
+    def _path(self) -> str:
+        return f"{self._door.full(self._inside)}/{self._name}"
+
+    def _folder(self, *, make: bool = False) -> Folder:
+        try:
+            return self._door.folder(self._inside)
+        except FileNotFoundError:
+            if not make:
+                raise
+            tree.make_durable(POSIX, self._door, self._inside)
+            return self._door.folder(self._inside)
+
+    def _unlink(self) -> None:
+        with self._folder() as folder:
+            os.unlink(self._name, dir_fd=folder.fd)
+
     def _is_named(self, file: int) -> bool:
-        return os.fstat(file).st_ino == self._path.stat().st_ino
+        with self._folder() as folder:
+            return os.fstat(file).st_ino == os.stat(self._name, dir_fd=folder.fd, follow_symlinks=False).st_ino
 
     def drop(self) -> None:
         """Close this process's descriptor only."""
@@ -360,16 +583,25 @@ def _named(file: str, of: str) -> str:
 def _read(storage: Storage, path: str) -> tuple[bool, dict[str, Any] | None, str | None]:
     """Read lease.json: whether it exists, its owner (None when damaged too), its etag if the storage has etags."""
     try:
-        etag = storage.stat(path).etag
-        data = storage.read(path)
+        if storage.local_root is None:
+            data, etag = storage.read_tagged(path)  # one request
+        else:
+            about = storage.stat(path)
+            data, etag = storage.read(path) if about.size <= _MAX_BYTES else b"", about.etag
     except StorageNotFoundError:
         return False, None, None
+    return True, _parse(data), etag
+
+
+def _parse(data: bytes) -> dict[str, Any] | None:
+    """Understand what a lease says; None if it is damaged, or none of ours."""
     try:
-        body = dict(json.loads(data))
-        body["pid"] = int(body["pid"])
-        return True, body, etag
-    except (ValueError, TypeError, KeyError):
-        return True, None, etag
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    sound = isinstance(body, dict) and all(isinstance(body.get(key), str) for key in ("host", "start_id"))
+    # What is no process id must not come into a call of the system, nor into advice such as `kill`.
+    return body if sound and is_pid(body.get("pid")) and is_pid(body.get("trainer_pid", body["pid"])) else None
 
 
 def _name(owner: Mapping[str, Any]) -> str:

@@ -9,6 +9,9 @@ Each checkpoint has a directory under the temporary one::
 
 The kernel drops flocks when a process dies, so no pids are noted and nothing has to be judged by age: a killed
 user is no user any more, and what it left is swept by the next one who comes.
+
+Who wants files of his own copies them from there, or takes them away if nobody else has come. Those who name one
+directory for them take turns at it, and find what the first has brought.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,15 +29,17 @@ from holdfast._progress import progress_bar
 from holdfast.errors import CheckpointNotFoundError
 from holdfast.storage.base import Storage
 from holdfast.storage.local import LocalStorage
+from holdfast.storage.ops import POSIX
 
 from ._process import birth
 from .lease import files_of
 from .private import private_directory
 from .transfer import copy_checkpoint
 
-__all__ = ["shared_download"]
+__all__ = ["own_download", "shared_download", "take_turns"]
 
 _BAR_AFTER_S = 2.0
+_JOIN_S = 0.02  # for others, who waited for the download, to become users of it
 
 
 @contextlib.contextmanager
@@ -48,6 +54,60 @@ def shared_download(storage: Storage, name: str) -> Iterator[Path]:
         yield place / "data"
     finally:
         _leave(place, use)
+
+
+def own_download(storage: Storage, name: str, directory: Path) -> None:
+    """Bring the files of ``name`` into a new, empty directory; who does so at the same time shares one download."""
+    base = _base()
+    key, total = _key(storage, name)
+    place = base / key
+    _sweep(base, place)
+    use = _enter(storage, name, place, total)
+    try:
+        if not _take_away(place, use, directory):
+            copy_checkpoint(LocalStorage(place), "data", LocalStorage(directory), "")
+    finally:
+        _leave(place, use)
+
+
+@contextlib.contextmanager
+def take_turns(storage: Storage, name: str, directory: Path) -> Iterator[bool]:
+    """Wait for the others on this machine who bring files into ``directory``.
+
+    Yields:
+        Whether one of them has just brought these very files, so that nothing is left to do.
+    """
+    key, _ = _key(storage, name)
+    place = _base() / f"to-{hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()[:32]}"
+    begun = time.time()
+    lock = _lock(place)
+    brought = place / "brought"
+    try:
+        just_now = brought.exists() and brought.stat().st_mtime >= begun
+        yield just_now and brought.read_text() == key
+        brought.write_text(key)
+    finally:
+        _unlock(lock)
+
+
+def _take_away(place: Path, use: int, directory: Path) -> bool:
+    """Make the download the caller's own if he is its only user."""
+    time.sleep(_JOIN_S)
+    with contextlib.suppress(FileNotFoundError):
+        lock = _lock(place, create=False)
+        try:
+            fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (place / "done").unlink()
+            os.rename(place / "data", directory)
+            POSIX.fsync_dir(str(directory.parent))
+            return True
+        except BlockingIOError:
+            fcntl.flock(use, fcntl.LOCK_SH)  # a change that fails gives up what there was
+        except OSError:  # another file system
+            (place / "done").touch()
+        finally:
+            _unlock(lock)
+    return False
 
 
 def _enter(storage: Storage, name: str, place: Path, total: int) -> int:

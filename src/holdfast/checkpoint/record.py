@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from holdfast.errors import CorruptCheckpointError
+from holdfast.errors import ConfigError, CorruptCheckpointError
 
 if TYPE_CHECKING:
     from holdfast.format.manifest import Manifest
@@ -21,6 +21,7 @@ __all__ = [
     "from_plain",
     "metric_value",
     "pack",
+    "plain_metrics",
     "record_from_manifest",
     "record_from_row",
     "timestamp",
@@ -83,11 +84,19 @@ def record_from_row(row: Sequence[Any]) -> Record:
             values["metrics"] = from_plain(values["metrics"])
         record = Record(**values)
         numbers = (record.attempt, record.step, record.size, record.reused)
-        if not isinstance(record.name, str) or not all(type(number) is int for number in numbers):
+        others = (record.created, *(() if record.epoch is None else (record.epoch,)))
+        if not (
+            all(type(number) is int for number in numbers)
+            and all(type(number) in (int, float) for number in others)
+            and isinstance(record.name, str)
+            and isinstance(record.checkpoint_id, str)
+            and isinstance(record.metrics, Mapping)
+            and type(record.pinned) is bool
+        ):
             raise TypeError
         return record
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise CorruptCheckpointError(f"not a checkpoint row: {str(row)[:80]}", file="run.json") from error
+    except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
+        raise CorruptCheckpointError(f"not a checkpoint row: {str(row)[:80]!a}", file="run.json") from error
 
 
 def pack(record: Record) -> list[Any]:
@@ -107,8 +116,10 @@ def unpack(row: Sequence[Any]) -> Record:
     """
     try:
         rest = json.loads(row[3])
-    except (ValueError, TypeError, IndexError) as error:
-        raise CorruptCheckpointError(f"not a checkpoint row: {str(row)[:80]}", file="run.json") from error
+        if type(rest) is not list:
+            raise TypeError
+    except (ValueError, TypeError, IndexError, RecursionError) as error:
+        raise CorruptCheckpointError(f"not a checkpoint row: {str(row)[:80]!a}", file="run.json") from error
     return record_from_row([*row[:3], *rest])
 
 
@@ -173,6 +184,21 @@ def flat_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics as JSON values; tensors and arrays of one element become numbers.
+
+    Raises:
+        ConfigError: a value is none of these.
+    """
+    read = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+    for name, value in read.items():
+        try:
+            json.dumps(to_plain({name: value}), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"metric {name!r} is {value!r}: give a number or text") from error
+    return read
 
 
 def to_plain(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 from holdfast.format.commit import sweep
+from holdfast.format.many import names_under
 from holdfast.format.names import REMOVING_NAME, start_id_of
 from holdfast.format.parts import is_plan, sweep_passing, sweep_planned
 from holdfast.storage.base import Storage
+from holdfast.storage.together import together
 
 from .sidecar import METRICS_FILE
 
@@ -57,16 +60,29 @@ def sweep_names(
     swept = []
     for name in [*committed, *incomplete, *filter(_NUMBERED.match, foreign)]:
         storage.tidy(name)  # unfinished puts
-    for name in committed if past else ():
-        swept += [f"{name}/{path}" for path in sweep_passing(storage, name, past)]
-    for name in incomplete:
-        swept += _sweep_incomplete(storage, name, past)
-    return swept
+    passing = together(storage, [partial(sweep_passing, storage, name, past) for name in (committed if past else ())])
+    swept += [f"{name}/{path}" for name, paths in zip(committed, passing, strict=False) for path in paths]
+    if storage.num_parallel == 1:
+        for name in incomplete:
+            swept += _sweep_incomplete(storage, name, past, [info.path for info in storage.list(name, recursive=False)])
+        return swept
+    found = names_under(storage, incomplete, of=len(incomplete))
+    there = {name: [f"{name}/{path}" for path in sorted(paths)] for name, paths in found.items()}
+    # Those that were being deleted, or saved, when their life ended: nothing but files that it named.
+    plain = [name for name, paths in there.items() if paths and all(_is_plain(path, past) for path in found[name])]
+    gone = [path for name in plain for path in there[name]]
+    storage.delete_many(gone)
+    others = [name for name in incomplete if name not in plain]
+    rest = together(storage, [partial(_sweep_incomplete, storage, name, past, there[name]) for name in others])
+    return swept + gone + [path for paths in rest for path in paths]
 
 
-def _sweep_incomplete(storage: Storage, name: str, past: Collection[str]) -> list[str]:
+def _is_plain(path: str, past: Collection[str]) -> bool:
+    return start_id_of(path) in past and not is_plan(path)
+
+
+def _sweep_incomplete(storage: Storage, name: str, past: Collection[str], paths: list[str]) -> list[str]:
     skip = len(name) + 1
-    paths = [info.path for info in storage.list(name, recursive=False)]
     if f"{name}/{REMOVING_NAME}" in paths:
         return [f"{name}/{path}" for path in sweep(storage, name)]
     swept = []
@@ -77,21 +93,27 @@ def _sweep_incomplete(storage: Storage, name: str, past: Collection[str]) -> lis
     # A late metric may have been put beside a checkpoint that was just deleted.
     if stale and len(stale) == len(paths) - 1 and f"{name}/{METRICS_FILE}" in paths:
         stale = paths
-    for path in stale:
-        storage.delete(path)
+    storage.delete_many(stale)
     return swept + stale
 
 
-def sweep_hidden(storage: Storage, keep: Collection[str]) -> list[str]:
+def sweep_hidden(storage: Storage, keep: Collection[str], found: Collection[str] | None = None) -> list[str]:
     """Remove probes and intakes of dead lives; needs the lease. Those of the start ids in ``keep`` stay.
+
+    Args:
+        storage: the run.
+        keep: start ids.
+        found: the directories at the root, if somebody has listed them under this lease.
 
     Returns:
         Names of the removed directories.
     """
+    if found is None:
+        found = [info.path for info in storage.list("", recursive=False)]
     swept = []
-    for info in storage.list("", recursive=False):
-        match = _HIDDEN.fullmatch(info.path)
+    for path in found:
+        match = _HIDDEN.fullmatch(path)
         if match is not None and match["start"] not in keep:
-            storage.delete_tree(info.path)
-            swept.append(info.path.rstrip("/"))
+            storage.delete_tree(path)
+            swept.append(path.rstrip("/"))
     return swept

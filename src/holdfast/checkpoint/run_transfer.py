@@ -27,7 +27,7 @@ from .catalog import Catalog
 from .heartbeat import Heartbeat
 from .history import LOGS, REPORTS
 from .lease import Lease, is_of_lease, make_owner
-from .runindex import RUN_FILE, RunIndex
+from .runindex import CHANGES_FILE, RUN_FILE, RunIndex
 from .transfer import Copied, copy_checkpoint
 
 __all__ = ["Outcome", "RunPlan", "check_apart", "copy_run", "plan_run"]
@@ -125,8 +125,10 @@ def copy_run(
             return stop is not None and stop()
 
         # The catalog knows which run lives in a directory even if its run.json is gone, or not yet there.
-        theirs = Catalog(target).index
+        there = Catalog(target)
+        theirs = there.index
         _check_target(Catalog(source).index, theirs, target, overwrite=overwrite)
+        there.admit(dict.fromkeys(plan.names, "*"), "".join(filter(str.isalnum, heartbeat.lease.owner["start_id"])))
         quarantined = dict(theirs.quarantined)
         previous: str | None = None
         for name in plan.names:
@@ -212,15 +214,15 @@ def _copy_rest(source: Storage, target: Storage, quarantined: Mapping[str, tuple
             paths = [info.path for tree in (REPORTS, LOGS) for info in source.list(tree)]
             paths += [info.path for info in source.list("", recursive=False) if not info.path.endswith("/")]
             for path in paths:
-                if path != RUN_FILE and not is_of_lease(path):
+                if path not in (RUN_FILE, CHANGES_FILE) and not is_of_lease(path):
                     target.put(path, source.read(path))
             break
     with contextlib.suppress(StorageNotFoundError):
         data = source.read(RUN_FILE)
-        if quarantined:
-            index = RunIndex.load(source)
+        index = RunIndex.load(source)
+        if quarantined or index.has_changes:
             index.quarantined = {**{name: why for name, (why, _) in quarantined.items()}, **index.quarantined}
-            index.rows = {**{name: row for name, (_, row) in quarantined.items() if row is not None}, **index.rows}
+            index.rows.update({name: row for name, (_, row) in quarantined.items() if row and name not in index.rows})
             data = index.to_bytes()
             if index.damage is not None:
                 return  # that of the target stays: without it nobody would know what was set aside

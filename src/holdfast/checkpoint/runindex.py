@@ -2,36 +2,53 @@
 
 Truth are the manifests, their ``.metrics.json`` and the report segments; a lost or damaged run.json is rebuilt from
 them (`holdfast.checkpoint.catalog.Catalog` does it) and never stops a resume.
+
+While its rows are few, run.json is replaced by each save. With many, a save replaces ``run-changes.json`` instead,
+which has the rows that were changed since, and says of which run.json; when these have become many as well, run.json
+is replaced with all of them. So what a save writes is bounded, and no storage has to append.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
-from holdfast.errors import StorageError, StorageNotFoundError, StoragePermissionError
+from holdfast.errors import CorruptCheckpointError, StorageError, StorageNotFoundError, StoragePermissionError
+from holdfast.format.digest import bytes_digest
+from holdfast.format.strict_json import check_depth
 from holdfast.storage.base import Storage
+from holdfast.storage.together import together
 
 from .history import (
+    MAX_ATTEMPT,
     Attempt,
     ReportLog,
     highest_attempt,
     live_rows,
-    read_notes,
+    read_lives,
     read_reports,
     unused_start_id,
 )
 from .record import COLUMNS
+from .rows import Rows
 
-__all__ = ["RUN_FILE", "Attempt", "RunIndex"]
+__all__ = ["CHANGES_FILE", "RUN_FILE", "Attempt", "RunIndex"]
 
-RUN_FILE = "run.json"
+RUN_FILE, CHANGES_FILE = "run.json", "run-changes.json"
 _FORMAT = "holdfast-run"
 _VERSION = 1
+_MAX_DEPTH = 200
+_MAX_BYTES = 1 << 30
+_HEAD_END, _ROWS_END = b',\n "head_digest": "', b',\n "rows_digest": "'
+_CHANGES_END = b',\n "changes_digest": "'
+# Bytes of rows up to which run.json is replaced by each save, and of changes up to which it is not.
+_FEW_BYTES, _MANY_BYTES = 64 << 10, 64 << 10
+_DAMAGE = (CorruptCheckpointError, ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError)
 # More than one, because a start may be killed between run.json and its first segment.
 _RETOLD = 8
 
@@ -54,17 +71,24 @@ class RunIndex:
         self.storage = storage
         self.run_id = ""
         self.attempts: list[Attempt] = []
-        self.rows: dict[str, list[Any]] = {}
+        self.rows = Rows()  # the object stays, its content changes
         self.quarantined: dict[str, str] = {}
         self.finished: dict[str, Any] | None = None
         self.keep: dict[str, Any] | None = None
         self.notes: dict[str, Any] = {}
         self.damage: str | None = None
         self._log: ReportLog | None = None
+        # Of the run.json that is stored: the id that changes refer to ("" if it has none), its head, what was touched
+        # since, and whether there is a file of changes.
+        self._base, self._head, self._touched, self._has_changes = "", "", self.rows.watch(), False
 
     @classmethod
-    def load(cls, storage: Storage) -> RunIndex:
-        """Read run.json. Damage is noted in `damage`, never raised.
+    def load(cls, storage: Storage, *, head_only: bool = False) -> RunIndex:
+        """Read run.json and what was changed since. Damage is noted in `damage`, never raised.
+
+        Args:
+            storage: the run.
+            head_only: leave the rows out: for whoever asks about the run itself, and must not save this.
 
         Raises:
             StoragePermissionError: the file is there and may not be read; that is not damage.
@@ -72,38 +96,97 @@ class RunIndex:
         """
         index = cls(storage)
         try:
-            index._parse(json.loads(storage.read(RUN_FILE)))
+            data = _read(storage, RUN_FILE)
         except StorageNotFoundError:
             index.damage = "missing"
+            return index
         except StoragePermissionError:
             raise
-        except (StorageError, ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
-            if isinstance(error, StorageError) and storage.local_root is None:
+        except StorageError as error:
+            if storage.local_root is None:
                 raise  # a disk that cannot read a file has lost it; a network may have it again in a moment
-            index = cls(storage)
             index.damage = f"{type(error).__name__}: {error}"
+            return index
+        head, rows, why = _divide(data)
+        index._take(head, index._take_head, why)
+        if not head_only:
+            index._take(rows, index._take_rows, why)
+        if index._base and not index._take_changes():
+            with suppress(StorageNotFoundError):
+                if storage.read(RUN_FILE) != data:
+                    return cls.load(storage)  # it was replaced, and the changes with it, between the two reads
+        index._head = index._head_text()
         return index
 
-    def _parse(self, body: dict[str, Any]) -> None:
+    def _take(self, part: bytes | None, take: Callable[[dict[str, Any]], None], why: str) -> None:
+        """Read one part of a file; damage is noted."""
+        try:
+            if part is None:
+                raise ValueError(why)
+            check_depth(part, max_depth=_MAX_DEPTH, where=RUN_FILE)
+            take(json.loads(part))
+        except _DAMAGE as error:
+            self.damage = f"{type(error).__name__}: {error}"
+
+    def _take_head(self, body: dict[str, Any]) -> None:
         if body["format"] != _FORMAT or body["version"] != _VERSION:
             raise ValueError(f"format {body.get('format')!r} version {body.get('version')!r} is not known here")
+        attempts = [Attempt.from_json(one) for one in body["attempts"]]
+        quarantined, finished = body["quarantined"], body["finished"]
+        keep, notes = body.get("keep"), body.get("notes") or {}  # early versions wrote neither
+        sound = type(body["run_id"]) is str and type(quarantined) is type(notes) is dict
+        sound = sound and all(type(one) is dict or one is None for one in (finished, keep))
+        sound = sound and all(type(why) is str for why in quarantined.values())
+        if not sound or type((finished or {}).get("attempt", 0)) is not int:
+            raise ValueError("the head is not what was written")
+        self.run_id, self.attempts, self.quarantined = body["run_id"], attempts, quarantined
+        self.finished, self.keep, self.notes = finished, keep, notes
+
+    def _take_rows(self, body: dict[str, Any]) -> None:
         if tuple(body["columns"]) != COLUMNS:
             raise ValueError("other columns than this version caches")
         rows = body["rows"]
-        if not all([type(at) is type(step) is int and type(name) is str for name, at, step, _ in rows]):  # noqa: C419 - a list is twice as fast here
+        if type(body.get("changes", "")) is not str or not _are_rows(rows):
             raise ValueError("a row is not what was written")
-        self.rows = {row[0]: row for row in rows}
-        self.run_id = str(body["run_id"])
-        self.attempts = [Attempt.from_json(one) for one in body["attempts"]]
-        self.quarantined = {str(name): str(why) for name, why in body["quarantined"].items()}
-        finished = body["finished"]
-        self.finished = dict(finished) if finished is not None else None
-        self.keep = body.get("keep")
-        self.notes = dict(body.get("notes") or {})
+        self.rows.update({row[0]: row for row in rows})
+        self._touched.clear()
+        self._base = body.get("changes", "")
 
-    def to_bytes(self) -> bytes:
-        """Serialise; people can read all but the rows."""
-        head = {
+    def _take_changes(self) -> bool:
+        """Read what was changed since run.json was written; False if there is nothing that belongs to it."""
+        try:
+            data = _read(self.storage, CHANGES_FILE)
+        except StorageNotFoundError:
+            return False
+        except StoragePermissionError:
+            raise
+        except StorageError as error:
+            if self.storage.local_root is None:
+                raise
+            self.damage = f"{type(error).__name__}: {error}"
+            return True
+        self._has_changes = True
+        told, _, end = data.rpartition(_CHANGES_END)
+        whole = end == bytes_digest(told).encode() + b'"}\n'
+        before = len(self._touched)
+        self._take(told + b"}" if whole else None, self._apply, f"{CHANGES_FILE} differs from its digest")
+        return self.damage is not None or len(self._touched) > before
+
+    def _apply(self, body: dict[str, Any]) -> None:
+        rows, gone = body["rows"], body["gone"]
+        if body["of"] != self._base:
+            return  # it is of an earlier run.json, and what it says is in this one
+        if not _are_rows(rows) or not all(type(name) is str for name in gone):
+            raise ValueError("a change is not what was written")
+        self.rows.update({row[0]: row for row in rows})
+        for name in gone:
+            self.rows.pop(name)
+
+    def _head_text(self) -> str:
+        return json.dumps(self._head_json(), default=str)
+
+    def _head_json(self) -> dict[str, Any]:
+        return {
             "format": _FORMAT,
             "version": _VERSION,
             "run_id": self.run_id,
@@ -112,15 +195,52 @@ class RunIndex:
             "finished": self.finished,
             "keep": self.keep,
             "notes": self.notes,
-            "columns": COLUMNS,
         }
-        rows = json.dumps(list(self.rows.values()), separators=(",", ":"))
-        return f'{json.dumps(head, indent=1, default=str)[:-2]},\n "rows": {rows}\n}}\n'.encode()
+
+    def to_bytes(self) -> bytes:
+        """Serialise all of it; people can read all but the rows. Each of the two parts is closed by a digest."""
+        return self._bytes(self._rows_text(), "")
+
+    def _rows_text(self) -> str:
+        return json.dumps(list(self.rows.values()), separators=(",", ":"))
+
+    def _bytes(self, rows: str, base: str) -> bytes:
+        first = json.dumps(self._head_json(), indent=1, default=str)[:-2].encode()
+        changes = f',\n "changes": "{base}"' if base else ""
+        second = f' "columns": {json.dumps(COLUMNS)}{changes},\n "rows": {rows}'.encode()
+        ends = bytes_digest(first).encode(), bytes_digest(second).encode()
+        return first + _HEAD_END + ends[0] + b'",\n' + second + _ROWS_END + ends[1] + b'"\n}\n'
+
+    def _changes(self) -> bytes:
+        gone = sorted(name for name in self._touched if name not in self.rows)
+        rows = [self.rows[name] for name in sorted(self._touched) if name in self.rows]
+        first = json.dumps({"of": self._base, "gone": gone, "rows": rows}, separators=(",", ":"))[:-1].encode()
+        return first + _CHANGES_END + bytes_digest(first).encode() + b'"}\n'
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether a part of what this says is not in the stored run.json, but in the file of changes beside it."""
+        return self._has_changes
 
     def save(self) -> None:
-        """Replace run.json atomically; durable on return."""
-        self.storage.put(RUN_FILE, self.to_bytes())
-        self.damage = None
+        """Write down what was changed: in run.json itself or, of many rows, beside it. Atomic, durable on return."""
+        head = self._head_text()
+        if self._base and self.damage is None and head == self._head:
+            changes = self._changes()
+            if len(changes) <= _MANY_BYTES:
+                self.storage.put(CHANGES_FILE, changes)
+                self._has_changes = True
+                return
+        rows, self._base = self._rows_text(), ""  # if this fails, nobody knows which one is stored
+        base = os.urandom(8).hex() if len(rows) > _FEW_BYTES else ""
+        self.storage.put(RUN_FILE, self._bytes(rows, base))
+        self.damage, self._head, self._base = None, head, base
+        self._touched.clear()
+        if self._has_changes:
+            # Nothing refers to it any more. One that stays is passed over, and replaced or removed by a later save.
+            with suppress(StorageError):
+                self.storage.delete(CHANGES_FILE)
+                self._has_changes = False
 
     # -- attempts ------------------------------------------------------------------------------------------------
 
@@ -129,7 +249,9 @@ class RunIndex:
         """The newest attempt."""
         return self.attempts[-1] if self.attempts else None
 
-    def register_attempt(self, start_id: str, *, host: str, pid: int, above: int = 0) -> Attempt:
+    def register_attempt(
+        self, start_id: str, *, host: str, pid: int, above: int = 0, reported: int | None = None
+    ) -> Attempt:
         """Begin a new attempt, numbered one above everything ever seen, and write it down. Needs the lease.
 
         Args:
@@ -137,16 +259,26 @@ class RunIndex:
             host: where the trainer runs.
             pid: the trainer.
             above: an attempt known from elsewhere.
+            reported: what `highest_attempt` has found under this lease.
         """
         seen = [one.attempt for one in self.attempts]
         seen += [row[1] for row in self.rows.values()]
-        number = max([*seen, highest_attempt(self.storage), above]) + 1
+        number = max([*seen, highest_attempt(self.storage) if reported is None else reported, above]) + 1
+        if number > MAX_ATTEMPT:
+            raise CorruptCheckpointError(
+                f"{self.storage.uri}: a manifest, a fence-*.json or a file of reports/ there says that it is of "
+                f"attempt {number - 1}, which no run reaches: somebody made that up; move it away"
+            )
         self.run_id = self.run_id or os.urandom(8).hex()
         attempt = Attempt(attempt=number, start_id=start_id, host=host, pid=pid, started=_now())
         before = self.attempts[-_RETOLD:]
         self.attempts.append(attempt)
-        self.save()
-        self._log = ReportLog(self.storage, attempt, self.run_id, before=before, notes=self.notes)
+
+        def begin_log() -> None:
+            self._log = ReportLog(self.storage, attempt, self.run_id, before=before, notes=self.notes)
+
+        # Each of the two is enough to number the next attempt above this one.
+        together(self.storage, [self.save, begin_log])
         return attempt
 
     def rejoin(self, attempt: Attempt, run_id: str) -> None:
@@ -169,9 +301,8 @@ class RunIndex:
             attempt = self.rows[name][1]
         source = {"name": name, "step": step, "attempt": attempt}
         self.attempts[-1] = replace(self.attempts[-1], resumed_from=source)
-        self.save()
-        if self._log is not None:
-            self._log.resumed(source)
+        log = self._log
+        together(self.storage, [self.save, *([] if log is None else [lambda: log.resumed(source)])])
 
     def end_attempt(self, reason: str, details: Mapping[str, Any] | None = None, *, save: bool = True) -> None:
         """Note how the current attempt ended; ``details`` join those it has."""
@@ -221,10 +352,44 @@ class RunIndex:
 
     def rebuild_attempts(self) -> None:
         """Recover run id, attempts and notes from the report segments."""
-        _, noted, run_id = read_reports(self.storage)
-        self.run_id = run_id
-        self.notes = {key: value for key, value in read_notes(self.storage).items() if value is not None}
+        noted, self.run_id, notes = read_lives(self.storage)
+        self.notes = {key: value for key, value in notes.items() if value is not None}
         self.attempts = [noted[number] for number in sorted(noted)]
+
+
+def _read(storage: Storage, name: str) -> bytes:
+    if storage.local_root is None:
+        return storage.read(name)  # one request
+    with storage.open(name) as reader:
+        if reader.size > _MAX_BYTES:  # a hole of any size costs nobody anything
+            return b""
+        data = bytearray(reader.size)
+        if data:
+            reader.read_into(0, memoryview(data))
+    return bytes(data)
+
+
+def _are_rows(rows: list[Any]) -> bool:
+    kinds = [type(at) is type(step) is int and type(name) is type(rest) is str for name, at, step, rest in rows]
+    return all(kinds) and all(0 <= row[1] <= MAX_ATTEMPT for row in rows)
+
+
+def _divide(data: bytes) -> tuple[bytes | None, bytes | None, str]:
+    """Divide the file in its two parts, each a JSON object; None for one whose digest is wrong, and what is.
+
+    A file of before there were digests is one part.
+    """
+    head, found, rest = data.partition(_HEAD_END)
+    rows, closed, end = rest.rpartition(_ROWS_END)
+    if not found and _ROWS_END not in data:
+        return data, data, ""
+    told, comma, rows = rows.partition(b'",\n')
+    parts: list[bytes | None] = [None, None]
+    if found and comma and told == bytes_digest(head).encode():
+        parts[0] = head + b"}"
+    if found and closed and end == bytes_digest(rows).encode() + b'"\n}\n':
+        parts[1] = b"{" + rows + b"}"
+    return parts[0], parts[1], "a part of it differs from its digest"
 
 
 def _now() -> str:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
+from holdfast._log import get_logger
+from holdfast.errors import CorruptCheckpointError, StorageConflictError, StorageExistsError, StorageNotFoundError
 from holdfast.format.names import check_links, join
 from holdfast.storage.base import Storage
 
 from .record import from_plain, to_plain
 
-__all__ = ["METRICS_FILE", "Sidecar", "read_sidecar", "write_sidecar"]
+__all__ = ["METRICS_FILE", "Sidecar", "change_sidecar", "read_sidecar", "write_sidecar"]
+
+_TRIES = 32
 
 METRICS_FILE = ".metrics.json"
 _MAX_BYTES = 16 << 20
-_log = logging.getLogger("holdfast.catalog")
+_log = get_logger("catalog")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,5 +65,34 @@ def read_sidecar(storage: Storage, name: str) -> Sidecar:
 
 def write_sidecar(storage: Storage, name: str, sidecar: Sidecar) -> None:
     """Replace the sidecar atomically; durable on return."""
+    storage.put(join(name, METRICS_FILE), _body(sidecar))
+
+
+def change_sidecar(storage: Storage, name: str, how: Callable[[Sidecar], Sidecar]) -> Sidecar:
+    """Replace the sidecar by what ``how`` makes of it, unless it has changed meanwhile: then once more.
+
+    So the owner of a run and a process that evaluates its checkpoints do not lose what the other one says.
+
+    Raises:
+        StorageConflictError: others change it faster than this process.
+    """
+    path = join(name, METRICS_FILE)
+    for last in range(_TRIES):
+        try:
+            etag = storage.stat(path).etag
+            is_there = True
+        except StorageNotFoundError:
+            etag, is_there = None, False
+        made = how(read_sidecar(storage, name))
+        try:
+            storage.put(path, _body(made), if_absent=not is_there, if_match=etag)
+            return made
+        except (StorageConflictError, StorageExistsError):
+            if last == _TRIES - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _body(sidecar: Sidecar) -> bytes:
     body = {"metrics": to_plain(sidecar.metrics), "pinned": sidecar.pinned}
-    storage.put(join(name, METRICS_FILE), json.dumps(body, allow_nan=False).encode())
+    return json.dumps(body, allow_nan=False).encode()

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.errors import CorruptCheckpointError
+from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
 from holdfast.format.index import Index
 from holdfast.format.manifest import Manifest
+from holdfast.format.merge import merged
 from holdfast.format.names import save_id_of
+from holdfast.format.schema import check_whole
 from holdfast.format.strict_json import loads
 from holdfast.storage.base import Storage
 
@@ -98,11 +100,17 @@ def items(rows: list[TensorRow]) -> list[Item]:
 
 
 def state_tree(storage: Storage, name: str, manifest: Manifest) -> Any:
-    """Read the structure file as typed JSON, undecoded; None if the checkpoint has none."""
-    for entry in manifest.files:
-        if entry.role == "state":
-            return loads(_read(storage, name, entry.path, entry.size), max_bytes=_MAX_JSON)
-    return None
+    """Read the structure file as typed JSON, undecoded; None if the checkpoint has none.
+
+    Raises:
+        CorruptCheckpointError: it is not one that was written.
+    """
+    trees = []
+    for entry in sorted(manifest.with_role("state"), key=lambda entry: entry.writer):
+        tree = loads(_read(storage, name, entry.path, entry.size), max_bytes=_MAX_JSON, where=entry.path)
+        check_whole(tree, where=entry.path)
+        trees.append(tree)
+    return merged(trees) if trees else None
 
 
 def top_names(tree: Any) -> list[str]:
@@ -166,4 +174,12 @@ def _short(node: Any) -> str:
 def _read(storage: Storage, name: str, path: str, size: int) -> bytes:
     if size > _MAX_JSON:
         raise CorruptCheckpointError(f"{path} claims {size} bytes: refused", file=path)
-    return storage.read(f"{name}/{path}", 0, size)
+    try:
+        with storage.open(f"{name}/{path}") as reader:
+            if reader.size < size:
+                raise CorruptCheckpointError(f"{path} has {reader.size} bytes, {size} were written", file=path)
+            data = bytearray(size)
+            reader.read_into(0, memoryview(data))
+    except StorageNotFoundError as error:
+        raise CorruptCheckpointError(f"{path} is gone: this checkpoint is damaged", file=path) from error
+    return bytes(data)

@@ -14,6 +14,7 @@ from holdfast.errors import (
     CorruptCheckpointError,
     FormatVersionError,
     IncompleteCheckpointError,
+    StorageConflictError,
     StorageError,
     StorageExistsError,
     StorageFullError,
@@ -43,6 +44,7 @@ __all__ = [
 _NOT_FILES = frozenset({MANIFEST_NAME, REMOVING_NAME, *SIDECARS})
 REPEATED_FROM = 1 << 20
 """To have a store repeat a file takes three requests, to send a small one takes one."""
+_BATCH_FROM = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +106,15 @@ def copy_checkpoint(
     Raises:
         CheckpointNotFoundError: there is nothing under ``name``, or it was deleted meanwhile.
         IncompleteCheckpointError: the source never committed.
-        CheckpointExistsError: another checkpoint is at the target, and ``overwrite`` is false.
+        CheckpointExistsError: another checkpoint is at the target, and ``overwrite`` is false; or it was put there by
+            somebody else meanwhile, and stays.
         CorruptCheckpointError: the source is damaged; the target gets no manifest.
         TransferStopped: ``stop()`` returned true.
     """
     sender = Sender(source, target, num_threads=num_threads, progress=progress, stop=stop)
     copy = _Copy(source, name, target, directory, sender)
     raw, files = copy.look()
+    etag = _etag_at(target, directory)  # first: what was changed since it was read must not be replaced
     before = _manifest_at(target, directory)
     is_new = before is None or before != raw
     if before is not None and is_new and not overwrite:
@@ -127,12 +131,14 @@ def copy_checkpoint(
     if raw is not None and before is not None and is_new:
         # What was said about one of the two must never be found beside the other, not even after a kill.
         copy.drop_sidecars()
-        copy.commit(raw, replace=True)
+        copy.commit(raw, in_place_of=etag)
     copy.bring_sidecars(is_new=is_new)
     if raw is not None and before is None:
-        copy.commit(raw, replace=False)
-    for path in (stale or {}).keys() - {file.path for file in files}:
-        target.delete(join(directory, path))
+        copy.commit(raw)
+    left = (stale or {}).keys() - {file.path for file in files}
+    if left and raw is not None and _manifest_at(target, directory) != raw:
+        return copy.copied  # somebody replaced ours, and cleans up
+    target.delete_many([join(directory, path) for path in left])
     return copy.copied
 
 
@@ -233,8 +239,7 @@ class _Copy:
             # What somebody put there by hand comes along; remains of other saves do not.
             if path not in listed and path not in _NOT_FILES and (raw is None or start_id_of(path) is None):
                 files.append(self._file(path, size, None))
-        if raw is not None:
-            check_links(self._source, self._name, (*self._inside, *(file.path for file in files)))
+        check_links(self._source, self._name, (*self._inside, *(file.path for file in files)))
         self.copied = Copied(files=len(files), is_foreign=raw is None)
         return raw, files
 
@@ -275,7 +280,25 @@ class _Copy:
                 raise self._gone(file, error) from error.__cause__
             self._count(None, bytes_sent=file.size)
 
+        both_local = is_local and self._source.local_root is not None
+        small = [one for one in files if both_local and one.size < REPEATED_FROM and one.path not in self._there]
+        if len(small) >= _BATCH_FROM:
+            self._bring_small(small)
+            files = [one for one in files if one.size >= REPEATED_FROM or one.path in self._there]
         self._sender.each(files, bring)
+
+    def _bring_small(self, files: Sequence[File]) -> None:
+        """Bring many small files from disk to disk, one after another, and wait for the disk once."""
+        buffer = memoryview(bytearray(REPEATED_FROM))
+        with self._target.batch(len(files)) as batch:
+            for file in sorted(files, key=lambda one: one.target):  # directory by directory
+                self._sender.check()
+                try:
+                    self._sender.send_small(file, batch, buffer)
+                except StorageNotFoundError as error:
+                    raise self._gone(file, error) from error.__cause__
+        total = sum(one.size for one in files)
+        self._count(None, bytes_sent=total)
 
     def drop_sidecars(self) -> None:
         """Forget what was said about the checkpoint that is replaced."""
@@ -302,14 +325,22 @@ class _Copy:
                 if merged != theirs:
                     write_sidecar(self._target, self._directory, merged)
 
-    def commit(self, raw: bytes, *, replace: bool) -> None:
-        """Write the manifest: from its return on, the target is a checkpoint."""
+    def commit(self, raw: bytes, *, in_place_of: str | None = "") -> None:
+        """Write the manifest: from its return on, the target is a checkpoint.
+
+        Args:
+            raw: its bytes.
+            in_place_of: etag of the manifest it replaces; "" for none, None if the storage has no etags.
+        """
         self._sender.check()
         path = join(self._directory, MANIFEST_NAME)
         try:
-            self._target.put(path, raw, if_absent=not replace)
-        except StorageExistsError as error:
-            if self._target.read(path) != raw:  # else another copy of the same was faster
+            if in_place_of == "":
+                self._target.put(path, raw, if_absent=True)
+            else:
+                self._target.put(path, raw, if_match=in_place_of)
+        except (StorageExistsError, StorageConflictError) as error:
+            if _manifest_at(self._target, self._directory) != raw:  # else another copy of the same was faster
                 raise CheckpointExistsError(
                     f"{join(self._target.uri, self._directory)}: another checkpoint was committed there meanwhile"
                 ) from error
@@ -356,6 +387,13 @@ def _read(storage: Storage, path: str) -> bytes | None:
         return storage.read(path)
     except StorageNotFoundError:
         return None
+
+
+def _etag_at(storage: Storage, directory: str) -> str | None:
+    try:
+        return storage.stat(join(directory, MANIFEST_NAME)).etag
+    except StorageNotFoundError:
+        return ""
 
 
 def _manifest_at(storage: Storage, directory: str) -> bytes | None:

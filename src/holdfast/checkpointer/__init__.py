@@ -1,15 +1,15 @@
 """L5: the deep module that puts storage, format, writer and state together.
 
-Public: `Checkpointer` (your own loop), `save`, `save_async`, `load`, `SaveHandle`, `PerRank`, `RNG`. Nothing below this
-layer imports it, except `Checkpoint.load`, which reaches up lazily.
+Public: `Checkpointer` (your own loop), `save`, `save_async`, `load`, `SaveHandle`, `PerRank`, `attrs`, `RNG`. Nothing
+below this layer imports it, except `Checkpoint.load`, which reaches up lazily.
 """
 
 from __future__ import annotations
 
 from ..state.rng import RNG
-from ..state.values import PerRank
+from ..state.values import PerRank, attrs
 from .functions import SaveHandle, load, save, save_async
 from .loop import Checkpointer
 from .stats import Stats
 
-__all__ = ["RNG", "Checkpointer", "PerRank", "SaveHandle", "Stats", "load", "save", "save_async"]
+__all__ = ["RNG", "Checkpointer", "PerRank", "SaveHandle", "Stats", "attrs", "load", "save", "save_async"]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+from .._log import get_logger
 from ..checkpoint.handle import Checkpoint
 from ..errors import CheckpointNotFoundError, ConfigError
 
 __all__ = ["Announcer", "Listener", "listeners"]
 
-_LOG = logging.getLogger("holdfast.announce")
+_LOG = get_logger("announce")
 
 Listener = Callable[[Checkpoint], object]
 

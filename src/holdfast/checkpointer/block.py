@@ -8,14 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..checkpoint.catalog import Catalog
-from ..checkpoint.record import record_from_row
 from ..storage.base import Storage
 from ..writer.messages import RunOpened
 from .options import RESERVED, Options
 from .progress import Progress
 from .resume import Resumed
 
-__all__ = ["ResumeBlock", "start_block"]
+__all__ = ["ResumeBlock", "show_stop", "start_block"]
 
 _SHOWN = 8
 _OWN = {f"{RESERVED}/progress": "step, epoch and data position", f"{RESERVED}/rng": "random generators"}
@@ -29,12 +28,14 @@ class ResumeBlock:
         headline: "resumed from ... at step ..." or "fresh start: ...".
         notes: one line each: fallbacks, leases waited for, numbers that changed.
         restored: paths that were restored.
+        put_back: paths of plain values that are in ``ck.state`` again.
         not_restored: (path, why).
     """
 
     headline: str = ""
     notes: list[str] = field(default_factory=list)
     restored: Sequence[str] = ()
+    put_back: Sequence[str] = ()
     not_restored: Sequence[tuple[str, str]] = ()
 
     def lines(self) -> list[str]:
@@ -42,6 +43,8 @@ class ResumeBlock:
         lines = [f"holdfast: {self.headline}"]
         if self.restored:
             lines.append(f"  restored      {_listed([_OWN.get(path, path) for path in self.restored])}")
+        if self.put_back:
+            lines.append(f"  restored into ck.state: {_listed(self.put_back)}")
         shown = self.not_restored[:_SHOWN]
         lines.extend(f"  NOT restored  {_OWN.get(path, path)}: {why}" for path, why in shown)
         if len(shown) < len(self.not_restored):
@@ -52,6 +55,22 @@ class ResumeBlock:
     def show(self) -> None:
         """Print the block."""
         print("\n".join(self.lines()), file=sys.stderr, flush=True)  # noqa: T201 - the one thing a run prints
+
+
+def show_stop(signal: str | None, step: int, storage: Storage, exit_code: int) -> None:
+    """Print, on stderr, how a run ended that was asked to stop, and how to go on.
+
+    Args:
+        signal: name of the signal; None for the deadline.
+        step: newest step that is safe, -1 if there is none.
+        storage: where the run is.
+        exit_code: exit status of the process.
+    """
+    safe = f"step {step} is saved in {storage.uri}" if step >= 0 else f"there was nothing to save in {storage.uri}"
+    ResumeBlock(
+        headline=f"stopped by {signal or 'the deadline'}: {safe}; the same command goes on from there "
+        f"(exit status {exit_code})"
+    ).show()
 
 
 def start_block(
@@ -80,8 +99,14 @@ def start_block(
             f"(attempt {opened.attempt})"
         )
         block.restored = outcome.loaded.restored
-        block.not_restored = outcome.loaded.not_restored
+        block.put_back = outcome.put_back.restored
+        block.not_restored = [*outcome.loaded.not_restored, *outcome.put_back.lost]
         notes.extend((*outcome.loaded.notes, *progress.notes()))
+        if progress.batch:
+            notes.append(
+                f"epoch {progress.epoch} goes on with batch {progress.batch}: ck.batch and ck.enumerate(loader) count "
+                "from there, enumerate() counts from 0"
+            )
     skipped = {**opened.quarantined, **dict(outcome.skipped)} if isinstance(options.resume, str) else {}
     for name, reason in skipped.items():
         notes.append(f"set aside {name}, its files are left alone: {reason.splitlines()[0]}")
@@ -92,7 +117,8 @@ def start_block(
         notes.append(f"waited {opened.waited_s:.1f} s for the writer of the life before to finish")
     if finished is not None:
         notes.append(
-            f"this run had finished ({finished} epochs, step {progress.step}): nothing to do unless more is asked for"
+            f"this run had finished ({f'{finished} epochs, ' if finished else ''}step {progress.step}): nothing to do "
+            "unless more is asked for"
         )
     if threading.current_thread() is not threading.main_thread():
         notes.append("not in the main thread: signals are left alone, only deadline= and ck.save() save early")
@@ -111,7 +137,7 @@ def start_block(
 
 def _fresh(storage: Storage, opened: RunOpened, notes: list[str], options: Options) -> str:
     if opened.records:
-        notes.append(f"the newest one not used is {record_from_row(opened.records[0]).name}")
+        notes.append(f"the newest one not used is {opened.records[0][0]}")
         keep = options.keep
         if keep is not None and (keep.last, keep.best, keep.every) != (None, None, None):
             notes.append(

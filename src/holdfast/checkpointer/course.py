@@ -1,4 +1,8 @@
-"""What a run does after a step and at its end: save, stop, try again when the storage was full."""
+"""What a run does at the boundary of a step and at its end: save, stop, try again when the storage was full.
+
+The boundary of a step is ``ck.step()`` itself, except in the body of a loop over ``ck.batches``: there it is where the
+loop asks for its next batch, ends its epoch, or leaves, so that what the body does after ``ck.step()`` belongs to it.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,20 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .._log import get_logger
 from ..writer.client import WriterClient
 from .metrics import MetricLog
 from .options import Options
 from .pace import Pace
 from .progress import Progress
 from .saver import Saver
+from .verification import Watcher
 
 __all__ = ["Course"]
 
+_LOG = get_logger("checkpointer")
 _FULL_RETRY_S = 5.0
+_MAX_OPEN = 256  # steps in one body before each further one is a boundary: the loop may ask for no more batches
 
 
 class Course:
@@ -33,6 +41,7 @@ class Course:
         held_s: time saves have held the loop since this was set to 0.
         pace: decides.
         log: metrics of the run.
+        watcher: is told of every boundary while a resume is verified.
     """
 
     def __init__(
@@ -48,6 +57,79 @@ class Course:
         self._state = state
         self._warm = False
         self.held_s = 0.0
+        self._open = False  # a step was made in a body, and its boundary is still to come
+        self._num_open = 0  # steps in this body
+        self._said_long = False  # that a body had too many of them
+        self._per_body = 1  # steps in the last body that had any
+        self._step_s = 0.0
+        self._wanted = False  # a save was asked for; it is made at the boundary
+        self._early = False  # it was asked for in a body whose step is still to come: that step is the one to save
+        self.watcher: Watcher | None = None
+
+    # -- boundaries
+
+    def stepped(self, step_s: float) -> None:
+        """Take in a step that was just made: act on it, or leave that to the end of its body.
+
+        Args:
+            step_s: how long the step took.
+        """
+        self._step_s = step_s
+        if self._progress.in_body and self._num_open < _MAX_OPEN:
+            self._open = True
+            self._num_open += 1
+            return
+        if self._num_open == _MAX_OPEN:
+            self._num_open += 1
+            if not self._said_long:
+                self._said_long = True
+                _LOG.warning(
+                    "%d steps were made since ck.batches() was last asked for a batch: until it is asked again each "
+                    "step counts as the end of its body, and code after ck.step() belongs to the next step", _MAX_OPEN,
+                )  # fmt: skip
+        self._bound()
+
+    def boundary(self) -> None:
+        """Act on the last step, if its body has just ended."""
+        if 0 < self._num_open <= _MAX_OPEN:
+            self._per_body = self._num_open
+        self._num_open = 0
+        if self._open or (self._wanted and not (self._early and self._progress.in_body)):
+            self._bound()
+
+    def _bound(self) -> None:
+        is_new, self._open, self._early = self._open or not self._wanted, False, False
+        now, saver = time.monotonic(), self._saver
+        if self.pace.stepped(now, step_s=self._step_s, save_s=saver.save_s) or self.wants_attention:
+            self.attend(now, self._step_s)
+        elif saver.unsettled:
+            saver.glance()
+        if self._wanted:
+            self._wanted = False
+            self.save(force=True)
+        if is_new:
+            self.watch()
+
+    def watch(self) -> None:
+        """Tell the watcher, if there is one, that a step is over."""
+        if self.watcher is not None:
+            self.watcher.boundary(self._progress.step, self._state, lambda: self.save(force=True))
+
+    def _want_save(self, metrics: Mapping[str, Any]) -> None:
+        """Save the current step: now, or at its boundary if there is still one to come."""
+        if self._open or self._progress.after_pass:
+            self._wanted = True
+        elif not metrics and self._before_step:
+            # The weights may be those of the step that ck.step() has yet to count: it is saved, when it is over.
+            self._wanted = self._early = True
+        else:
+            if self._before_step:
+                self._progress.remind_of_order()
+            self.save(force=True)
+
+    @property
+    def _before_step(self) -> bool:
+        return self._progress.in_body and not self._open and not self._num_open
 
     def attend(self, now: float, step_s: float) -> None:
         """Do what the current step calls for: stop, save, retry, or warm up."""
@@ -94,7 +176,7 @@ class Course:
         if metrics:
             self.log.add(step, self._progress.epoch, metrics)
         if saver.last_step != step:
-            self.save(force=True)
+            self._want_save(metrics)
         elif metrics:
             self.log.bind(saver, metrics)
 
@@ -104,13 +186,23 @@ class Course:
         self.log.add(progress.step, progress.epoch, metrics)
         ranked = keep is not None and keep.best is not None and keep.metric in metrics
         if saver.last_step != progress.step and ranked:
-            self.save(force=True)
+            self._want_save(metrics)
         elif saver.last_step == progress.step:
             self.log.bind(saver, metrics)
-        self.log.flush(progress, saver)
+        if not self._wanted:
+            self.log.flush(progress, saver)
 
     def wait(self, *, remote: bool = False) -> None:
-        """Wait until everything so far is durable; with ``remote`` also at the remote of a mirrored run."""
+        """Wait until everything so far is durable; with ``remote`` also at the remote of a mirrored run.
+
+        A save that is due is made first: whoever waits for it wants it now, and not at the end of the body. Unless
+        more steps are to come in this body, as in the one before: only whole batches are saved, and of several ranks
+        one may wait alone, where a save must be of the same step on all.
+        """
+        self._early = False
+        is_over = not self._progress.in_body or self._num_open >= self._per_body
+        if self._wanted or (self._open and is_over):
+            self._bound()
         saver = self._saver
         self.log.flush(self._progress, saver)
         saver.finish()
@@ -118,9 +210,14 @@ class Course:
             saver.remote.finish(self._options.timeout_s, saver.last_step)
 
     def epoch_done(self, epochs: int) -> None:
-        """Save at the end of an epoch that is due."""
-        if self.pace.epoch_due(epochs) and self._saver.last_step != self._progress.step:
+        """Act at the end of an epoch: save if it is due, stop if a signal came after the last step."""
+        due = self.pace.epoch_due(epochs)
+        self.boundary()
+        if due and self._saver.last_step != self._progress.step:
             self.save()
+        self.watch()
+        if self._progress.num_steps and self.pace.poll(step_s=self._step_s, save_s=self._saver.save_s):
+            self.stop()
 
     def stop(self) -> None:
         """Save the current step, wait until it is safe, and leave the body."""

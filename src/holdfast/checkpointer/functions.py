@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .._ranks import current_ranks
+from .._log import get_logger
+from .._ranks import RankInfo, current_ranks
 from ..checkpoint.handle import Checkpoint
-from ..errors import ConfigError, SessionError
+from ..checkpoint.newest import newest_of_run
+from ..errors import CheckpointNotFoundError, ConfigError, IncompleteCheckpointError, SessionError
+from ..state.groups import Alike, group_of, ranks_alike
 from ..state.restore import Loaded, load_state
 from ..state.snapshot import Snapshotter, Submitted
 from .place import open_place
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SaveHandle", "load", "save", "save_async"]
 
-_LOG = logging.getLogger("holdfast.state")
+_LOG = get_logger("state")
 _LOAD_S = 600.0  # that ranks which load together wait for each other
 _SYNC_STAGING = 64 << 20  # `save` streams through two windows of half this size
 
@@ -73,6 +75,7 @@ def save(
     overwrite: bool = False,
     ranks: str = "all",
     unsupported: str = "raise",
+    alike: Alike = None,
 ) -> Checkpoint:
     """Save ``state`` as one checkpoint; durable when this returns. Needs about 64 MiB of memory beside the state.
 
@@ -85,6 +88,9 @@ def save(
         ranks: "all" (every rank calls, as often and with the same paths; the first call sets up a channel between
             their writers) or "this" (only this one saves: the ``if rank == 0:`` habit).
         unsupported: "raise", or "drop" to leave out what cannot be saved; a warning in the log lists it.
+        alike: the ranks that hold the same as this one (a DeviceMesh, a process group, or a list of ranks), where
+            others hold something else: stages of a pipeline, experts. None: what meshes and process groups in the state
+            say, else all ranks. See docs/parallel.md.
 
     Raises:
         UnsupportedStateError: a value cannot be saved; nothing was written.
@@ -99,7 +105,9 @@ def save(
         ['weights']
     """
     place = open_place(path, ranks=ranks, unsupported=unsupported)
-    snapshotter = place.snapshotter(max_staging_bytes=_SYNC_STAGING)
+    with place.told():
+        group = place.group(alike)
+    snapshotter = place.snapshotter(max_staging_bytes=_SYNC_STAGING, alike=group)
     try:
         with place.told():
             submitted = place.submit(snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported)
@@ -118,6 +126,7 @@ def save_async(
     overwrite: bool = False,
     ranks: str = "all",
     unsupported: str = "raise",
+    alike: Alike = None,
 ) -> SaveHandle:
     """Copy ``state`` aside and return; the writer makes it durable. The caller may change the state at once.
 
@@ -136,16 +145,18 @@ def save_async(
                 "save_async was interrupted by a signal handler that calls it again: let the handler set a flag that "
                 "the loop looks at, or call save"
             )
+        group = place.group(alike)
         _copying = True
         try:
             arena = place.layout  # the layout of an arena is that of the files
             snapshotter = _async.setdefault(arena, place.snapshotter())
+            snapshotter.alike = group
             before = _pending.get(arena)
             if before is not None:
                 place.wait_for_arena(before)
             try:
                 _pending[arena] = submitted = place.submit(
-                    snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported
+                    snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported, aside=True
                 )
             except BaseException:
                 # Interrupted after the hand-over, the job may be complete and still read the arena: never reuse it.
@@ -169,6 +180,7 @@ def load(
     map_location: torch.device | str | None = None,
     verify: bool = True,
     ranks: str = "this",
+    alike: Alike = None,
 ) -> Any:
     """Load a checkpoint.
 
@@ -176,7 +188,7 @@ def load(
     returned with the stored plain data in it. Without it, nested dicts with new tensors come back.
 
     Args:
-        source: path, URI or `Checkpoint`.
+        source: path, URI or `Checkpoint`; of a run its newest checkpoint is taken.
         into: live state, of the kinds of values `save` takes.
         only: names or globs over "/"-joined paths to load ("model", "optimizer/state/*"); None loads everything.
         skip: names or globs to leave out.
@@ -188,6 +200,8 @@ def load(
         verify: check the digest of everything read.
         ranks: "this" (this rank reads for itself, whatever the others do) or "all" (every rank calls, as often: what
             several ranks of one machine need is read once and shared, and an error of one rank is raised by all).
+        alike: as in `save`: the checkpoint may have more than ``into``, which is for ranks that hold something else.
+            With ``ranks="all"`` every entry has to be for some rank.
 
     Raises:
         ConfigError: an argument is wrong, or the ranks have no process group to meet through.
@@ -204,15 +218,22 @@ def load(
     if together:
         meeting = meet(info, name="load", timeout_s=_LOAD_S, otherwise="load with ranks='this'")
     found: list[Checkpoint] = []
+    groups: list[tuple[int, ...] | None] = []
+
+    def begin() -> bool:
+        found.append(_source(source, together=together))
+        groups.append(_group(alike, into, info))
+        return groups[0] is not None
+
     # By itself: one rank whose source cannot even be named must not leave the others waiting for what it reads.
-    meeting.agree("source", lambda: found.append(_checkpoint(source)))
-    (checkpoint,) = found
-    storage = checkpoint.storage.child(checkpoint.directory)
+    is_apart = meeting.agree("source", begin, any)
+    (checkpoint,), (group,) = found, groups
+    apart = (group or tuple(range(info.world_size))) if is_apart else None
     outcome: list[Loaded] = []
 
-    def once() -> None:
+    def read(checkpoint: Checkpoint) -> None:
         loaded = load_state(
-            storage,
+            checkpoint.storage.child(checkpoint.directory),
             into,
             only=only,
             skip=skip,
@@ -225,14 +246,38 @@ def load(
             rank=info.rank,
             world_size=info.world_size,
             swap=meeting.swap if together else None,
+            apart=apart,
         )
         outcome.append(loaded)
+
+    def once() -> None:
+        try:
+            read(checkpoint)
+        except (CheckpointNotFoundError, IncompleteCheckpointError):
+            # Looked at only now: a checkpoint that is there costs no request more.
+            newest = checkpoint if together else newest_of_run(checkpoint)
+            if newest is checkpoint:
+                raise
+            read(newest)
 
     meeting.agree("load", once)
     (loaded,) = outcome
     for note in loaded.notes if info.rank == 0 else ():
         _LOG.warning("%s: %s", checkpoint.uri, note)
     return loaded.state
+
+
+def _source(path: str | os.PathLike[str] | Checkpoint, *, together: bool) -> Checkpoint:
+    """Return what is to be loaded; ranks that load together decide beforehand whether it is the newest of a run."""
+    return newest_of_run(_checkpoint(path)) if together else _checkpoint(path)
+
+
+def _group(alike: Alike, into: Mapping[Any, Any] | None, info: RankInfo) -> tuple[int, ...] | None:
+    """Return the ranks that hold the same as this one; None for all of them."""
+    rank, world_size = info.rank, info.world_size
+    if world_size == 1 or into is None:
+        return None
+    return ranks_alike(alike, rank=rank, world_size=world_size) or group_of(into, rank=rank, world_size=world_size)
 
 
 def _checkpoint(path: str | os.PathLike[str] | Checkpoint) -> Checkpoint:

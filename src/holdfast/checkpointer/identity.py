@@ -8,11 +8,12 @@ from collections.abc import Collection, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..errors import ConfigError
 
-__all__ = ["free_name", "manifest_fields", "new_start_id", "plain_metrics", "version"]
+__all__ = ["free_name", "manifest_fields", "new_start_id", "plain_metrics", "take_metrics", "version"]
 
 
 def new_start_id() -> str:
@@ -74,8 +75,36 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _plain(value, name) for name, value in metrics.items()}
 
 
+def take_metrics(metrics: Mapping[str, Any], *, step: int) -> dict[str, Any]:
+    """Copy metrics that the caller may go on changing; no tensor is read, so that nothing waits for a device.
+
+    Raises:
+        ConfigError: a value is no metric; it names the metric and its step.
+    """
+    try:
+        return {name: value if type(value) in _PLAIN else _take(value, name) for name, value in metrics.items()}
+    except ConfigError as error:
+        raise ConfigError(f"step {step}: {error}") from None
+
+
+def _take(value: Any, name: str) -> Any:
+    if isinstance(value, torch.Tensor) and not value.is_complex():
+        # The caller may go on adding to it in place, and a CUDA graph writes to the same one each step.
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {str(key): _take(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_take(item, name) for item in value]
+    if callable(getattr(value, "tolist", None)) and not isinstance(value, (np.ndarray, np.generic, torch.Tensor)):
+        return value  # of JAX: it cannot be changed, and reading it waits for its device
+    return _plain(value, name)
+
+
+_PLAIN = (float, int, str, bool, type(None))
+
+
 def _plain(value: Any, name: str) -> Any:
-    if type(value) in (float, int, str, bool, type(None)):
+    if type(value) in _PLAIN:
         return value
     for kind in (int, float, str):  # subclasses (an enum, numpy.float64) become what they are
         if isinstance(value, kind):
@@ -89,5 +118,8 @@ def _plain(value: Any, name: str) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item, name) for item in value]
     if hasattr(value, "__float__"):
-        return float(value)
+        try:
+            return float(value)
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise ConfigError(f"metric {name!r} is a {type(value).__name__} that is no number: {error}") from error
     raise ConfigError(f"metric {name!r} is a {type(value).__name__}: give a number, a tensor or a string")

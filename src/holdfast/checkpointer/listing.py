@@ -31,7 +31,7 @@ class Listing:
     def checkpoints(self) -> list[Checkpoint]:
         """Return the committed checkpoints of the run, newest first."""
         if self.remote is None:
-            return [Checkpoint.at(self.storage, record.name) for record in Catalog(self.storage).records()]
+            return [Checkpoint.at(self.storage, name) for name in Catalog(self.storage).names()]
         sides = Sides.join(Catalog(self.storage).records(), Catalog(self.remote).records())
         far = {name for name, place in sides.places.items() if place == "remote"}
         return [

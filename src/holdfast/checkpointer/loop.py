@@ -14,12 +14,17 @@ from .._ranks import current_ranks
 from .._units import IntervalLike
 from ..checkpoint.handle import Checkpoint
 from ..config import Keep, Mirror
-from ..errors import HoldfastError, SessionError
+from ..errors import ConfigError, HoldfastError, SessionError
+from ..state import rng
+from ..state.groups import Alike, ranks_alike
 from ..state.rng import RNG
 from ..state.snapshot import Snapshotter
+from ..state.worker_seeds import PersistentWorkerSeeds
 from ..storage.resolve import resolve
 from ..writer.client import WriterClient
 from .announce import Announcer, Listener
+from .batches import Batches, NumberedBatches
+from .block import show_stop
 from .course import Course
 from .identity import new_start_id
 from .joint import JointPace, NoLog
@@ -36,6 +41,7 @@ from .signals import StopSignals
 from .start import Started, start_run
 from .stats import Stats
 from .team import Team
+from .verification import watcher
 
 __all__ = ["Checkpointer"]
 
@@ -66,6 +72,18 @@ class Checkpointer(Listing):
         on_commit: functions that rank 0 calls with each committed `Checkpoint`, on a thread of their own: they hold
             nothing up, and what they raise is logged. See `holdfast.trackers`. Where the ranks share no disk, once it
             is at the remote.
+        strict: refuse any difference between the checkpoint and ``state``; False takes what fits.
+        allow_missing: names or globs of ``state`` that the checkpoint need not have.
+        skip: names or globs that are not restored; the live value stays.
+        rename: glob of stored names -> their names in ``state``.
+        unsupported: what becomes of values that cannot be saved: "raise", or "drop" (left out, and said).
+        alike: the ranks that hold the same as this one (a DeviceMesh, a process group, or a list of ranks), where
+            others hold something else: stages of a pipeline, experts. None: what meshes and process groups in the state
+            say, else all ranks. See docs/parallel.md.
+
+    Attributes:
+        state: the mapping given, where the state lives: a resume puts plain values back into it.
+        resumed_from: the `Checkpoint` that the run went on from, None after a fresh start.
 
     Raises:
         ConfigError: an argument is wrong.
@@ -97,19 +115,34 @@ class Checkpointer(Listing):
         timeout_s: float = 600.0,
         seed_samples: bool = True,
         on_commit: Listener | Sequence[Listener] | None = None,
+        strict: bool = True,
+        allow_missing: str | Sequence[str] = (),
+        skip: str | Sequence[str] = (),
+        rename: Mapping[str, str] | None = None,
+        unsupported: str = "raise",
+        alike: Alike = None,
     ) -> None:
+        self._watcher = watcher(path)  # None, unless `holdfast verify-resume` runs this script
+        if self._watcher is not None:
+            path, every, local_dir, on_commit = self._watcher.arguments(
+                path, every=every, local_dir=local_dir, on_commit=on_commit
+            )
         self.options = Options.check(
             every=every, keep=keep, resume=resume, when_busy=when_busy, on_full=on_full, local_dir=local_dir,
             max_staging_bytes=max_staging_bytes, deadline=deadline, exit_code_for_requeue=exit_code_for_requeue,
-            timeout_s=timeout_s, seed_samples=seed_samples, on_commit=on_commit,
+            timeout_s=timeout_s, seed_samples=seed_samples, on_commit=on_commit, strict=strict,
+            allow_missing=allow_missing, skip=skip, rename=rename, unsupported=unsupported,
+            alike=alike,
         )  # fmt: skip
         self.state = check_state(state)
         self.storage, self.remote = sides(resolve(path), self.options.mirror)
         self.resumed_from: Checkpoint | None = None
         self._progress = Progress(seed_samples=seed_samples)
         self._signals = StopSignals()
+        self._worker_seeds = PersistentWorkerSeeds()
         self._left = self._step_s = 0.0  # when `step` was left, and how long the step before it took
         self._open = self._ended = False
+        self._generators: dict[str, Any] | None = None  # as restored, until the first batch is asked for
         self._client: WriterClient | None = None
         self._team: Team | None = None
         self._saver: Saver | None = None
@@ -124,10 +157,14 @@ class Checkpointer(Listing):
         options, info = self.options, current_ranks()
         meeting = meet(info, name="run", timeout_s=options.timeout_s, otherwise="call holdfast.save on one rank alone")
         rank, world_size = info.rank, info.world_size
+        alike = None if world_size == 1 else ranks_alike(options.alike, rank=rank, world_size=world_size)
         self._progress = Progress(seed_samples=options.seed_samples, rank=rank, world_size=world_size)
+        given = frozenset(self.state)
+        self._progress.added = lambda: [name for name in self.state if name not in given and isinstance(name, str)]
         snapshotter = Snapshotter(
             rank=rank, world_size=world_size, max_staging_bytes=options.max_staging_bytes, timeout_s=options.timeout_s,
-            max_file_bytes=min(one.max_file_bytes for one in self._sides),
+            max_file_bytes=min(one.max_file_bytes for one in self._sides), unsupported=options.unsupported,
+            alike=alike,
         )  # fmt: skip
         client = self._client = WriterClient.start(self.storage, remote=self.remote)
         try:
@@ -137,6 +174,7 @@ class Checkpointer(Listing):
             started = start_run(
                 self.storage, client, snapshotter, self._full_state, self._progress, options=options,
                 start_id=new_start_id() if team is None else team.start_id, remote=self.remote, meeting=meeting,
+                home=self.state,
             )  # fmt: skip
             self._begin(client, snapshotter, started)
         except BaseException as error:
@@ -149,12 +187,33 @@ class Checkpointer(Listing):
             raise
         return self
 
+    def start(self) -> Checkpointer:
+        """Enter the run without ``with``; end it with `close`. A script that ends without it counts as killed.
+
+        Example:
+            >>> import tempfile
+            >>> ck = Checkpointer(tempfile.mkdtemp(), {"lr": 0.1}).start()
+            >>> ck.step()
+            >>> ck.close()
+        """
+        return self.__enter__()
+
+    def close(self) -> None:
+        """Leave a run that `start` entered, as the end of a ``with`` block does: the final step is saved; idempotent.
+
+        Raises:
+            HoldfastError: the final step could not be saved.
+            SystemExit: a signal came or the deadline is near.
+        """
+        self.__exit__(None, None, None)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._open:
             return
         self._open, self._ended, self.attempt = False, True, 0
+        self._worker_seeds.end()
         saver, client, course = self._saver, self._client, self._course
         assert saver is not None
         assert client is not None
@@ -163,6 +222,12 @@ class Checkpointer(Listing):
             return  # a forked child leaves the body: the run is the trainer's
         try:
             if kind is None:
+                with contextlib.suppress(SystemExit):  # a stop at the last boundary: raised below, in the end
+                    course.boundary()
+                if not course.pace.stop_asked:
+                    self._progress.remind_at_end()
+                self._progress.finish()
+                course.watch()
                 course.end(client)
             elif not self._signals.impatient:
                 course.end_after(f"{kind.__name__}: {error}", client)
@@ -173,6 +238,8 @@ class Checkpointer(Listing):
             limit_s = 0.0 if self._signals.impatient else self.options.timeout_s
             self._close(client, limit_s, "it has left the run" + (f" ({kind.__name__}: {error})" if kind else ""))
             saver.announcer.close(limit_s)
+            if course.pace.stop_asked and saver.leads and not self._signals.impatient:
+                show_stop(self._signals.received, saver.stats.last_durable_step, self.storage, self.options.exit_code)
         if kind is None and course.pace.stop_asked:
             raise SystemExit(self.options.exit_code)
 
@@ -191,6 +258,9 @@ class Checkpointer(Listing):
         entered = time.perf_counter()
         if not self._open:
             raise SessionError("ck.step() outside of `with Checkpointer(...) as ck`")
+        if os.getpid() != self._owner:
+            raise self._in_a_child()
+        self._generators = None
         saver, progress, course = self._saver, self._progress, self._course
         assert saver is not None
         assert course is not None
@@ -199,12 +269,10 @@ class Checkpointer(Listing):
         progress.stepped()
         if metrics:
             course.log.add(progress.step, progress.epoch, metrics)
+        if self._watcher is not None:
+            self._watcher.stepped(progress.step, metrics)
         saver.fence()
-        now = time.monotonic()
-        if course.pace.stepped(now, step_s=step_s, save_s=saver.save_s) or course.wants_attention:
-            course.attend(now, step_s)
-        elif saver.unsettled:
-            saver.glance()
+        course.stepped(step_s)
         course.held_s = 0.0
         self._left = time.perf_counter()
 
@@ -216,8 +284,14 @@ class Checkpointer(Listing):
             self._progress.skip_to(self._finished_epochs)
         return self._progress.epochs(count, at_end=self._live_course().epoch_done)
 
-    def batches(self, loader: Any, *, name: str = "train", split: bool | tuple[int, int] = True) -> Iterator[Any]:
-        """Yield the batches of the current epoch from the position of the last trained step.
+    def batches(
+        self, loader: Any, *, name: str = "train", split: bool | tuple[int, int] = True, ahead: int = 0
+    ) -> Iterator[Any]:
+        """Iterate over the batches of the current epoch from the position of the last trained step.
+
+        Where the loop comes back for its next batch is the boundary of the step before: what the body did after
+        ``ck.step()`` (an evaluation, ``scheduler.step()``, random draws, ``ck.report``) belongs to that step. ``len()``
+        is the number of batches of the whole epoch; `batch` is the index of the one being worked on.
 
         Args:
             loader: a map-style ``DataLoader``, a loader with ``state_dict``, or any iterable (replayed by count).
@@ -225,22 +299,39 @@ class Checkpointer(Listing):
             split: with several ranks each gets its part of a map-style loader, whose ``batch_size`` is that of one
                 rank. A sampler that knows its rank (`DistributedSampler`) is left to do it. ``(rank, num_ranks)``
                 says it for ranks of a mesh, where tensor-parallel ranks need the same samples; False: all get all.
+            ahead: how many batches the loop has drawn beyond the one it trains (a prefetcher, ``next_x = next(it)``):
+                they come again after a resume. ``ck.step()`` is the boundary then, and the last line of the body.
+
+        Raises:
+            ConfigError: ``ahead`` is no whole number >= 0.
         """
-        return self._progress.batches(loader, name, at_end=self._live_course().epoch_done, split=split)
+        if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+            raise ConfigError(f"ahead={ahead!r}: give the number of batches that are drawn before they are trained")
+        done = self._live_course().epoch_done
+        found = Batches(self._progress, loader, name, split=split, ahead=ahead, ask=self._ask, epoch_done=done)
+        return found if self._watcher is None else self._watcher.batches(found)
+
+    def enumerate(self, loader: Any, *, name: str = "train", split: bool | tuple[int, int] = True) -> NumberedBatches:
+        """Iterate over (index in the epoch, batch); after a resume the index goes on where it was. See `batches`."""
+        return NumberedBatches(self.batches(loader, name=name, split=split), lambda: self._progress.batch)
 
     def report(self, **metrics: Any) -> None:
         """Record metrics of the current step and bind them to its checkpoint.
 
-        If ``keep`` ranks by one of them and the step has no checkpoint, it is saved.
+        If ``keep`` ranks by one of them and the step has no checkpoint, it is saved at its boundary (see `batches`).
         """
         self._live_course().report(metrics)
+        if self._watcher is not None:
+            self._watcher.reported(self._progress.step, metrics, self._full_state)
 
     def save(self, **metrics: Any) -> None:
-        """Save now (once for one step), with these metrics."""
+        """Save the current step (once), with these metrics: in a body over `batches` at its boundary, else now."""
         self._live_course().save_now(metrics)
 
     def wait(self, *, remote: bool = False) -> None:
         """Wait until everything saved and reported so far is durable; raises what failed.
+
+        A save that waits for the boundary of its step (`save`, `report`) is made first.
 
         Args:
             remote: of a mirrored run (``local_dir``), wait for the remote side too (rank 0 does); else the local disk
@@ -253,12 +344,22 @@ class Checkpointer(Listing):
     @property
     def global_step(self) -> int:
         """Optimizer steps done, over all lives of the run."""
+        self._progress.counted_by_user = True
         return self._progress.step
 
     @property
     def epoch(self) -> int:
         """Number of the current epoch, counted from 0."""
+        self._progress.counted_by_user = True
         return self._progress.epoch
+
+    @property
+    def batch(self) -> int:
+        """Index in the epoch of the batch being worked on; before the first one, of that which comes first.
+
+        ``tqdm(ck.batches(loader), initial=ck.batch)`` shows the whole epoch and begins where the run is.
+        """
+        return self._progress.batch
 
     @property
     def should_stop(self) -> bool:
@@ -286,6 +387,14 @@ class Checkpointer(Listing):
         return saver.stats
 
     # -- inside
+
+    def _ask(self) -> None:
+        """Do what is due where the loop asks for its next batch."""
+        self._live_course().boundary()
+        if self._generators is not None:
+            # What the script drew since it entered (a batch to look at, a warm-up) changes nothing.
+            generators, self._generators = self._generators, None
+            rng.restore(generators)
 
     def _full_state(self) -> dict[str, Any]:
         return {**self.state, RESERVED: {"progress": self._progress, "rng": RNG}}
@@ -321,9 +430,16 @@ class Checkpointer(Listing):
             self._team.board.calls(progress.step)
             pace = JointPace(schedule, self._signals, options.deadline, progress, self._team)
         self._course = Course(saver, log, pace, progress, options, self._full_state)
+        self._course.watcher = self._watcher
+        if started.has_generators:
+            self._generators = rng.capture()
         self._owner = os.getpid()
         self._signals.install()
+        self._worker_seeds.begin()
         self._open = True
+        if self._watcher is not None:
+            source = self.resumed_from
+            self._watcher.entered(progress.step, None if source is None else source.step, self._full_state)
         self._left = time.perf_counter()
 
     def _close(self, client: WriterClient, timeout_s: float, why: str) -> None:
@@ -334,4 +450,12 @@ class Checkpointer(Listing):
     def _live_course(self) -> Course:
         if self._course is None or not self._open:
             raise SessionError("use it inside of `with Checkpointer(...) as ck`")
+        if os.getpid() != self._owner:
+            raise self._in_a_child()
         return self._course
+
+    def _in_a_child(self) -> SessionError:
+        return SessionError(
+            f"this process ({os.getpid()}) was forked from the trainer ({self._owner}) of the run {self.storage.uri}, "
+            "which alone saves it: call ck there, or holdfast.save(path, state) here"
+        )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from .._log import get_logger
+from ..errors import ConfigError
 from ..writer.client import WriterClient
-from .identity import plain_metrics
+from .identity import plain_metrics, take_metrics
 from .progress import Progress
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MetricLog"]
 
-_LOG = logging.getLogger("holdfast.checkpointer")
+_LOG = get_logger("checkpointer")
 _MAX_ROWS = 1000
 _EMPTY: dict[str, Any] = {}
 
@@ -43,11 +42,12 @@ class MetricLog:
         self._current_step, self._current = -1, _EMPTY
 
     def add(self, step: int, epoch: int, metrics: dict[str, Any]) -> None:
-        """Keep the metrics of a step; the dict is ours from now on."""
-        for name, value in metrics.items():
-            if isinstance(value, torch.Tensor):
-                # The caller may go on adding to it in place, and a CUDA graph writes to the same one each step.
-                metrics[name] = value.detach().clone()
+        """Keep the metrics of a step.
+
+        Raises:
+            ConfigError: one of them is no metric.
+        """
+        metrics = take_metrics(metrics, step=step)
         rows = self._rows
         rows.append((step, epoch, time.time(), metrics))
         if self._current_step == step:
@@ -59,11 +59,12 @@ class MetricLog:
 
     def of_step(self, step: int) -> dict[str, Any]:
         """Return everything reported for ``step`` so far, as numbers."""
-        return plain_metrics(self._current) if self._current_step == step else {}
+        return _readable(self._current, step) if self._current_step == step else {}
 
     def bind(self, saver: Saver, metrics: Mapping[str, Any]) -> None:
         """Attach metrics to the checkpoint of this step, which is saved or being saved."""
-        self._follow(self._client.run_op("metrics", name=saver.last_name, metrics=plain_metrics(metrics)))
+        found = _readable(metrics, saver.last_step)
+        self._follow(self._client.run_op("metrics", name=saver.last_name, metrics=found))
 
     def flush(self, progress: Progress, saver: Saver, *, name: str | None = None) -> None:
         """Read and send all rows; failures surface through the saver.
@@ -91,9 +92,23 @@ class MetricLog:
                 "step": at,
                 "epoch": epoch,
                 "time": when,
-                "metrics": plain_metrics(metrics),
+                "metrics": _readable(metrics, at),
                 "checkpoint": checkpoint if at == step else None,
             }
             for at, epoch, when, metrics in rows
         ]
         self._follow(self._client.run_op("report", rows=found))
+
+
+def _readable(metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Read metrics; one that turns out to be none is left out and named: it must not cost the others, nor a save."""
+    try:
+        return plain_metrics(metrics)
+    except ConfigError:
+        found: dict[str, Any] = {}
+        for name, value in metrics.items():
+            try:
+                found |= plain_metrics({name: value})
+            except ConfigError as error:
+                _LOG.error("a metric of step %d is NOT recorded: %s", step, error)
+        return found

@@ -13,16 +13,37 @@ from .._units import Interval, IntervalLike, parse_intervals
 from ..checkpoint.handle import Checkpoint
 from ..config import Keep, Mirror
 from ..errors import ConfigError
+from ..state.groups import Alike
+from ..state.selection import Selection, covers
 from ..state.snapshot import Snapshotter
 from ..storage.base import Storage
 from ..storage.local import LocalStorage
 from .announce import Listener, listeners
 from .schedule import Deadline, Schedule
 
-__all__ = ["RESERVED", "Options", "check_root", "check_state", "sides"]
+__all__ = ["RESERVED", "Fit", "Options", "check_root", "check_state", "sides"]
 
 RESERVED = "holdfast"  # top-level key of the run's own entries
-_CHOICES = {"when_busy": ("wait", "skip"), "on_full": ("skip", "wait", "raise")}
+_CHOICES = {"when_busy": ("wait", "skip"), "on_full": ("skip", "wait", "raise"), "unsupported": ("raise", "drop")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How a checkpoint has to fit the state of a run; the arguments of `holdfast.load` of these names.
+
+    Attributes:
+        strict: refuse any difference.
+        allow_missing: what the checkpoint need not have.
+        skip: what is not loaded.
+        rename: stored names -> names in the state.
+        apart: the ranks that hold the same as this one, where others hold something else; found at the start.
+    """
+
+    strict: bool = True
+    allow_missing: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    rename: Mapping[str, str] | None = None
+    apart: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +63,9 @@ class Options:
         seed_samples: whether ``__getitem__`` gets seeds.
         mirror: the local side of a mirrored run.
         on_commit: told of each committed checkpoint.
+        fit: how a checkpoint has to fit the state.
+        unsupported: what becomes of values that cannot be saved: "raise" or "drop".
+        alike: the ranks that hold the same as this one, as the user named them.
     """
 
     intervals: tuple[Interval, ...]
@@ -56,6 +80,9 @@ class Options:
     seed_samples: bool
     mirror: Mirror | None = None
     on_commit: tuple[Listener, ...] = ()
+    fit: Fit = Fit()
+    unsupported: str = "raise"
+    alike: Alike = None
 
     @classmethod
     def check(
@@ -73,13 +100,19 @@ class Options:
         timeout_s: float,
         seed_samples: bool,
         on_commit: Listener | Sequence[Listener] | None = None,
+        strict: bool = True,
+        allow_missing: str | Sequence[str] = (),
+        skip: str | Sequence[str] = (),
+        rename: Mapping[str, str] | None = None,
+        unsupported: str = "raise",
+        alike: Alike = None,
     ) -> Options:
         """Check every argument.
 
         Raises:
             ConfigError: one is wrong.
         """
-        for name, value in (("when_busy", when_busy), ("on_full", on_full)):
+        for name, value in (("when_busy", when_busy), ("on_full", on_full), ("unsupported", unsupported)):
             if value not in _CHOICES[name]:
                 raise ConfigError(f"{name}={value!r}: use one of {', '.join(map(repr, _CHOICES[name]))}")
         if keep is not None and not isinstance(keep, Keep):
@@ -92,6 +125,11 @@ class Options:
         now = time.monotonic()
         Schedule(intervals, now=now)
         Snapshotter(max_staging_bytes=max_staging_bytes).close()
+        if isinstance(resume, bool):
+            raise ConfigError(
+                f"resume={resume!r}: use resume='auto' (the newest good checkpoint, else a fresh start; the default), "
+                "'must' (no checkpoint is an error), 'never' (a fresh start), or name a checkpoint"
+            )
         if not isinstance(resume, Checkpoint) and resume not in ("auto", "must", "never"):
             resume = Checkpoint(resume)  # made absolute now, so that a later chdir does not move it
         return cls(
@@ -107,7 +145,25 @@ class Options:
             seed_samples=seed_samples,
             mirror=local_dir if local_dir is None or isinstance(local_dir, Mirror) else Mirror(local_dir),
             on_commit=listeners(on_commit),
+            fit=_fit(strict, allow_missing, skip, rename),
+            unsupported=unsupported,
+            alike=alike,
         )
+
+
+def _fit(
+    strict: bool, allow_missing: str | Sequence[str], skip: str | Sequence[str], rename: Mapping[str, str] | None
+) -> Fit:
+    if not isinstance(strict, bool):
+        raise ConfigError(f"strict={strict!r}: use True or False")
+    if rename is not None and not isinstance(rename, Mapping):
+        raise ConfigError(f"rename={rename!r}: give a dict {{stored name or glob: new name}}")
+    missing, left_out = ((one,) if isinstance(one, str) else tuple(one) for one in (allow_missing, skip))
+    Selection(missing or None, left_out or None, rename)  # refuses what is no name
+    own = [one for one in left_out if covers((one,), f"{RESERVED}/progress")]
+    if own:
+        raise ConfigError(f"skip={own[0]!r} covers the run's own step and data position: name entries of the state")
+    return Fit(strict=strict, allow_missing=missing, skip=left_out, rename=rename)
 
 
 def check_state(state: Any) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from .._ranks import RankInfo, current_ranks
 from ..checkpoint.handle import Checkpoint
 from ..errors import CheckpointExistsError, ConfigError, HoldfastError
 from ..format.names import MANIFEST_NAME
+from ..state.groups import Alike, ranks_alike
 from ..state.snapshot import Snapshotter, Submitted
 from ..storage.base import Storage
 from ..writer.client import WriterClient
@@ -57,7 +58,17 @@ class Place:
         ranks = "" if self.team is None else f" {self.team.rank} of {self.team.world_size}"
         return f"{_kind(self.target.storage)} {self.target.storage.max_file_bytes}{ranks}"
 
-    def snapshotter(self, *, max_staging_bytes: int | None = None) -> Snapshotter:
+    def group(self, alike: Alike) -> tuple[int, ...] | None:
+        """Return the ranks that ``alike`` names; None for one that saves alone.
+
+        Raises:
+            ConfigError: it names no ranks, or not this one.
+        """
+        if self.team is None:
+            return None
+        return ranks_alike(alike, rank=self.team.rank, world_size=self.team.world_size)
+
+    def snapshotter(self, *, max_staging_bytes: int | None = None, alike: tuple[int, ...] | None = None) -> Snapshotter:
         """Make one that lays files out as this place needs."""
         rank, world_size = (0, 1) if self.team is None else (self.team.rank, self.team.world_size)
         return Snapshotter(
@@ -65,6 +76,7 @@ class Place:
             world_size=world_size,
             max_file_bytes=self.target.storage.max_file_bytes,
             max_staging_bytes=max_staging_bytes,
+            alike=alike,
         )
 
     def told(self) -> contextlib.AbstractContextManager[None]:
@@ -80,8 +92,9 @@ class Place:
         *,
         overwrite: bool,
         unsupported: str,
+        aside: bool = False,
     ) -> Submitted:
-        """Copy the state and hand it to the writer; within `told`.
+        """Copy the state and hand it to the writer; within `told`. ``aside`` is that of `Snapshotter.submit`.
 
         Raises:
             CheckpointExistsError: there is a committed checkpoint and ``overwrite`` is False.
@@ -109,6 +122,7 @@ class Place:
             part=joint,
             joint=joint,
             unsupported=unsupported,
+            aside=aside,
         )
 
     def wait(self, submitted: Submitted) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from .._log import get_logger
 from ..errors import ConfigError
 from ..state.data import ResumableBatches
 from ..state.position import elsewhere, of_this_rank, said, with_ranks_apart
+from .options import RESERVED
 
 __all__ = ["Progress"]
+
+_LOG = get_logger("checkpointer")
+_NOBODY = 0  # no thread has this identity
 
 
 class Progress:
@@ -24,6 +31,13 @@ class Progress:
     Attributes:
         step: optimizer steps done.
         epoch: number of the current epoch, counted from 0.
+        used_epochs: the loop over epochs of this life is `epochs`.
+        num_drawn: batches drawn in this life.
+        num_steps: steps made in this life.
+        num_passes: passes over loaders begun in this life.
+        epoch_steps: steps of this life in the current epoch.
+        added: tells the names that came into the run's state since it was entered.
+        counted_by_user: the script has asked for the step or the epoch, so its own loops can begin where the run is.
         first_seed: what decides the order of the data in a run that begins; all ranks need the same. None: one process
             follows `torch.manual_seed`, several ranks (which may well be seeded differently) take 0.
     """
@@ -38,14 +52,46 @@ class Progress:
         self._positions: dict[str, Mapping[str, Any]] = {}  # where earlier lives stopped, by loader name
         self._live: dict[str, ResumableBatches] = {}
         self._drawn: dict[str, int] = {}  # batches each live loader has yielded
+        self._marks: dict[str, deque[tuple[int, int]]] = {}  # its last positions: one, and one for each drawn ahead
         self._trained: dict[str, tuple[int, int]] = {}  # its samples and batches at the last step
-        self._by_epochs = False
+        self._by_epochs = self.used_epochs = False
+        self._body, self._body_thread = "", _NOBODY
+        self._index = 0
+        self._draws: dict[str, list[int]] = {}  # of each pass: batches at its begin, before its first step, its second
+        self.num_drawn = self.num_steps = self.num_passes = 0
+        self.epoch_steps = 0
+        self._late_steps = 0  # of this pass, after its last batch
+        self.added: Callable[[], list[str]] = list
+        self._added_before: list[str] = []
+        self.counted_by_user = False
+        self._reminded: set[str] = set()
 
     def stepped(self) -> None:
         """Count one optimizer step: what has been yielded so far is trained."""
         self.step += 1
-        for name, batches in self._live.items():
-            self._trained[name] = batches.samples, self._drawn[name]
+        self.num_steps += 1
+        self.epoch_steps += 1
+        for name, marks in self._marks.items():
+            at = marks[0]
+            draws = self._draws[name]
+            if len(draws) < 3:
+                draws.append(self._drawn[name] - sum(draws))
+                if len(draws) == 3 and draws[1] > max(1, draws[2]) and marks.maxlen == 1:
+                    self._say_ahead(name, *draws[1:])
+            self._trained[name] = at
+        if self._live and all(batches.done for batches in self._live.values()) and not self.in_body:
+            self._late_steps += 1
+            if self._late_steps == 1 + max(marks.maxlen or 1 for marks in self._marks.values()):
+                self._remind(
+                    "steps were made after ck.batches() had given its last batch, without asking it for another one: "
+                    "batches that the script keeps itself (itertools.cycle, a list) are gone after a resume. Take each "
+                    "batch from a loop over ck.batches(loader); for more passes, begin such a loop again"
+                )
+        if self.epoch_steps == 2 and self._by_epochs and not self._live:
+            self._remind(
+                "steps in ck.epochs() without ck.batches(): a resume in the middle of an epoch begins the epoch anew. "
+                "Wrap the training loader, as in `for batch in ck.batches(loader)`"
+            )
 
     @property
     def samples(self) -> int:
@@ -70,6 +116,7 @@ class Progress:
             "samples_before": self._samples_before,
             "seed": self._seed,
             "positions": positions,
+            "added": sorted({*self._added_before, *self.added()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -78,8 +125,20 @@ class Progress:
         self.epoch = int(state["epoch"])
         self._samples_before = int(state["samples_before"])
         self._seed = state["seed"]
+        self._added_before = list(state.get("added", ()))
         self._positions = {name: of_this_rank(position) for name, position in state["positions"].items()}
-        self._live, self._drawn, self._trained = {}, {}, {}
+        self._forget_passes()
+        stored = [one for one in self._positions.values() if one["epoch"] == self.epoch]
+        self._index = int(stored[0]["batches"]) if len(stored) == 1 else 0
+
+    @staticmethod
+    def added_in(tree: Any) -> list[str]:
+        """Return the names that came into the state of an earlier life, from its stored tree; none if it has none."""
+        own = tree.get(RESERVED) if isinstance(tree, Mapping) else None
+        node = own.get("progress") if isinstance(own, Mapping) else None
+        state = getattr(node, "state", None)
+        found = state.get("added", ()) if isinstance(state, Mapping) else ()
+        return [name for name in found if isinstance(name, str)] if isinstance(found, (list, tuple)) else []
 
     def notes(self) -> list[str]:
         """Say what becomes of the positions if another number of ranks goes on from them than have saved them."""
@@ -102,7 +161,7 @@ class Progress:
         """Yield the numbers of the epochs still to do; ``at_end`` hears how many are done after each."""
         if self._by_epochs:
             raise ConfigError("ck.epochs() is iterated already: use one loop over epochs at a time")
-        self._by_epochs = True
+        self._by_epochs = self.used_epochs = True
         try:
             while self.epoch < count:
                 yield self.epoch
@@ -111,22 +170,37 @@ class Progress:
         finally:
             self._by_epochs = False
 
-    def batches(
-        self, loader: Any, name: str, *, at_end: Callable[[int], None], split: bool | tuple[int, int] = True
-    ) -> Iterator[Any]:
-        """Yield the rest of the current epoch of ``loader``."""
+    # -- passes over loaders; `Batches` calls these in this order
+
+    def turn_over(self, name: str, *, at_end: Callable[[int], None]) -> None:
+        """Begin the next epoch if another pass over a loader begins after its end, outside of `epochs`."""
         before = self._live.get(name)
-        if before is not None and before.done:
-            if self._by_epochs:
-                raise ConfigError(
-                    f"ck.batches() has given all batches of {name!r} in epoch {self.epoch} already: in one epoch of "
-                    "ck.epochs() each loader is gone through once, under a name of its own (ck.batches(other, "
-                    "name='other')); a validation loader needs no ck.batches()"
-                )
-            # A plain `for epoch in range(n)` loop: another pass over the loader is another epoch.
-            self._next_epoch()
-            at_end(self.epoch)
-            before = None
+        if before is None or not before.done:
+            return
+        if self._by_epochs:
+            raise ConfigError(
+                f"ck.batches() has given all batches of {name!r} in epoch {self.epoch} already: in one epoch of "
+                "ck.epochs() each loader is gone through once, under a name of its own (ck.batches(other, "
+                "name='other')); a validation loader needs no ck.batches()"
+            )
+        # A plain `for epoch in range(n)` loop: another pass over the loader is another epoch.
+        self._next_epoch()
+        self._remind_of_epochs()
+        at_end(self.epoch)
+
+    def open(self, loader: Any, name: str, *, split: bool | tuple[int, int] = True, ahead: int = 0) -> ResumableBatches:
+        """Return the rest of the current epoch of ``loader``, to be iterated.
+
+        Args:
+            loader: what is iterated.
+            name: of the loader within the run.
+            split: how samples are dealt out to ranks.
+            ahead: batches that are drawn before they are trained: the position stays that many batches behind.
+
+        Raises:
+            ConfigError: ``ahead`` with a loader whose position is its own state, which cannot go back.
+        """
+        before = self._live.get(name)
         position = before.state_dict() if before is not None else self._positions.get(name)
         if self._seed is None:
             # Kept with the run from now on.
@@ -141,13 +215,78 @@ class Progress:
             world_size=self._world_size,
             split=split,
         )
+        if ahead and batches.kind == "stateful":
+            raise ConfigError(
+                f"ahead={ahead}: a {type(loader).__name__} keeps its own position, which cannot go back to a batch "
+                "drawn before: draw each batch where it is trained, and leave ahead= out"
+            )
+        if self.num_passes == 0 and self.epoch and not self._by_epochs:
+            self._remind_of_epochs()
         self._live[name] = batches
+        self.num_passes += 1
         if before is None:
             self._drawn[name] = int(batches.state_dict()["batches"])
             self._trained[name] = batches.samples, self._drawn[name]
-        for batch in batches:
-            self._drawn[name] += 1
-            yield batch
+        self._marks[name] = deque([self._trained[name]], maxlen=ahead + 1)
+        if before is not None:
+            self._marks[name].append((batches.samples, self._drawn[name]))
+        self._draws[name] = [self._drawn[name]]
+        self._index = self._drawn[name]
+        return batches
+
+    def drew(self, name: str) -> None:
+        """Count a batch that is handed to the loop now."""
+        marks = self._marks[name]
+        self._index = self._drawn[name]
+        self._drawn[name] += 1
+        self.num_drawn += 1
+        marks.append((self._live[name].samples, self._drawn[name]))
+        if marks.maxlen == 1:
+            self._body, self._body_thread = name, threading.get_ident()
+
+    def exhausted(self, name: str) -> None:
+        """Note that ``name`` has no more batches: what was drawn ahead moves up."""
+        self._marks[name].append((self._live[name].samples, self._drawn[name]))
+        self._index = self._drawn[name] if self._by_epochs else 0
+        self.left_body(name)
+
+    def left_body(self, name: str) -> None:
+        """Note that the loop over ``name`` was left."""
+        if self._body == name:
+            self._body, self._body_thread = "", _NOBODY
+
+    @property
+    def in_body(self) -> bool:
+        """True within the body of a loop over batches that this thread has drawn."""
+        return self._body_thread == threading.get_ident()
+
+    @property
+    def after_pass(self) -> bool:
+        """True between the last batch of an epoch and the beginning of the next one."""
+        return any(batches.done for batches in self._live.values())
+
+    @property
+    def batch(self) -> int:
+        """Index, in the epoch, of the batch drawn last; before the first one, of that which comes first."""
+        return self._index
+
+    def length(self, loader: Any, *, split: bool | tuple[int, int]) -> int:
+        """Return how many batches this rank gets in a whole epoch.
+
+        Raises:
+            TypeError: the loader does not tell.
+        """
+        return len(
+            ResumableBatches(
+                loader, None, seed=self._seed or 0, epoch=self.epoch, seed_samples=self._seed_samples,
+                rank=self._rank, world_size=self._world_size, split=split, remarks=False,
+            )
+        )  # fmt: skip
+
+    def finish(self) -> None:
+        """Count the last epoch of a loop that does not use `epochs` as done, if all of its batches were drawn."""
+        if not self.used_epochs and self._live and all(batches.done for batches in self._live.values()):
+            self._next_epoch()
 
     def left(self, name: str) -> int | None:
         """Number of batches that the loader ``name`` has left in this epoch, None if it cannot know."""
@@ -170,11 +309,63 @@ class Progress:
             position["done"] = False
         return position
 
+    def remind_at_end(self) -> None:
+        """Say, where the body ends without a step, what was not counted."""
+        if self.num_steps == 0 and (self.num_drawn or self.step == 0):
+            drawn = f" after {self.num_drawn} batches" if self.num_drawn else ""
+            self._remind(
+                f"the run ended{drawn} without a single ck.step(): nothing was counted, and nothing saved. Call "
+                "ck.step() after each optimizer step"
+            )
+
+    def remind_of_order(self) -> None:
+        """Say that a step is saved while the body of the next one is under way."""
+        self._remind(
+            "ck.report() or ck.save() with metrics before ck.step(): the step before is saved in the middle of this "
+            "body, so a resume from there runs the first part of the body twice (random numbers that it drew, weights "
+            "that it changed). Call ck.step() first: an evaluation, report or save belongs after it"
+        )
+
+    def _say_ahead(self, name: str, first: int, second: int) -> None:
+        self._remind(
+            f"{first} batches of {name!r} were drawn before the first step and {second} before the next one: the loop "
+            "draws ahead, and a resume would leave out what was drawn and not trained. Pass "
+            f"ck.batches(loader, ahead={first - max(1, second)}) with ck.step() as the last line of the body, or draw "
+            "each batch where it is trained"
+        )
+
+    def _remind_of_epochs(self) -> None:
+        if not self.counted_by_user:
+            self._remind(
+                "epochs are counted by passes over the loader: a loop such as `for epoch in range(n)` begins at 0 "
+                "again after a resume. Use `for epoch in ck.epochs(n)`, or begin at ck.epoch"
+            )
+
+    def _remind(self, sentence: str) -> None:
+        """Say once what a script seems to have forgotten."""
+        if self._rank == 0 and sentence not in self._reminded:
+            self._reminded.add(sentence)
+            _LOG.warning("%s", sentence)
+
+    def _forget_passes(self) -> None:
+        self._live, self._drawn, self._trained, self._marks, self._draws = {}, {}, {}, {}, {}
+        self._body, self._body_thread = "", _NOBODY
+        self._late_steps = 0
+
     def _next_epoch(self) -> None:
         # What was yielded and never trained at the end of an epoch (gradients not stepped) is over with it.
+        for name, batches in self._live.items():
+            left = self._drawn[name] - self._trained[name][1]
+            if batches.done and left and self.epoch_steps:
+                self._remind(
+                    f"an epoch ended with batches of {name!r} drawn after its last ck.step(): gradients that were not "
+                    "stepped are in no checkpoint, so a resume from the end of an epoch goes on without them. Step "
+                    "once more at the end of the epoch, or zero the gradients at its begin"
+                )
         current = sum(batches.samples for batches in self._live.values())
         self._samples_before = self.samples + current - sum(self._trained[name][0] for name in self._live)
         for name, batches in self._live.items():
             self._positions[name] = batches.state_dict()
-        self._live, self._drawn, self._trained = {}, {}, {}
+        self._forget_passes()
         self.epoch += 1
+        self.epoch_steps = self._index = 0

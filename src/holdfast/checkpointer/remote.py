@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
+from .._log import get_logger
 from ..config import Mirror
 from ..errors import HoldfastError, RunBusyError, StorageError
 from ..writer.client import WriterClient
@@ -16,7 +16,7 @@ from .stats import Stats
 
 __all__ = ["RemoteWatch"]
 
-_LOG = logging.getLogger("holdfast.checkpointer")
+_LOG = get_logger("checkpointer")
 
 
 class RemoteWatch:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +16,9 @@ from .._ranks import RankInfo
 from ..errors import ConfigError, HoldfastError
 from ..writer.control_saves import rank_list
 from ..writer.messages import error_from_json, error_to_ranks
+from .life import Life
 
-__all__ = ["Alone", "Meeting", "Rendezvous", "meet", "same_for_all"]
+__all__ = ["Alone", "Meeting", "Rendezvous", "meet", "same_for_all", "store_of_this_life"]
 
 _PAUSE_S = (0.002, 0.2)
 _ANSWER_S = 5.0  # that rank 0 says who has not come
@@ -53,14 +55,24 @@ class Rendezvous:
         info: who we are.
         name: of what the ranks meet for; a name met under again is another meeting.
         timeout_s: bound of every wait.
+        look: called with the ranks that are waited for, again and again.
 
     Attributes:
         watch: asked during every wait whether it is in vain: returns why, or None.
     """
 
-    def __init__(self, store: Any, info: RankInfo, *, name: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        info: RankInfo,
+        *,
+        name: str,
+        timeout_s: float,
+        look: Callable[[Iterable[int]], None] | None = None,
+    ) -> None:
         self.watch: Callable[[], HoldfastError | None] | None = None
         self._store, self.rank, self.world_size, self._timeout_s = store, info.rank, info.world_size, timeout_s
+        self._look = look
         number = _met[name] = _met.get(name, 0) + 1
         self._prefix = f"{name}/{number}"
         self._swaps = 0
@@ -161,6 +173,8 @@ class Rendezvous:
             vain = None if self.watch is None else self.watch()
             try:
                 missing = {rank: key for rank, key in missing.items() if not self._store.check([self._key(key)])}
+                if missing and self._look is not None:
+                    self._look(missing)
             except RuntimeError as error:
                 raise HoldfastError(
                     f"the ranks cannot meet ({topic}): the store of the process group is gone, and with it the "
@@ -205,7 +219,23 @@ def meet(info: RankInfo, *, name: str, timeout_s: float, otherwise: str) -> Meet
     """
     if info.world_size == 1:
         return Alone()
-    return Rendezvous(_find_store(info, otherwise), info, name=name, timeout_s=timeout_s)
+    return _meet_in(_find_store(info, otherwise), info, name=name, timeout_s=timeout_s)
+
+
+def store_of_this_life(store: Any, info: RankInfo, *, timeout_s: float) -> Any:
+    """Return a part of a store in which all ranks are, and no earlier life of theirs ever was.
+
+    Raises:
+        HoldfastError: a rank did not come.
+    """
+    meeting = _meet_in(store, info, name="life", timeout_s=timeout_s)
+    number = meeting.agree("number", lambda: secrets.token_hex(8))
+    return dist.PrefixStore(f"holdfast/of_{number}", store)  # type: ignore[attr-defined]
+
+
+def _meet_in(store: Any, info: RankInfo, *, name: str, timeout_s: float) -> Rendezvous:
+    life = Life(store, info)
+    return Rendezvous(life.join(timeout_s), info, name=name, timeout_s=timeout_s, look=life.look)
 
 
 def _joined(failed: dict[int, dict[str, Any]], world_size: int) -> dict[str, Any]:
@@ -218,14 +248,11 @@ def _joined(failed: dict[int, dict[str, Any]], world_size: int) -> dict[str, Any
 
 
 def _find_store(info: RankInfo, otherwise: str) -> Any:
-    # The store of torchrun may outlive a restart of the ranks: what an earlier life left there must not be read.
-    life = f"holdfast/life_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if dist.is_available() and dist.is_initialized():
-        return dist.PrefixStore(life, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+        return dist.distributed_c10d._get_default_store()
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if dist.is_available() and host and port and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = dist.TCPStore(host, int(port), is_master=False, timeout=_CONNECT)  # type: ignore[attr-defined]
-        return dist.PrefixStore(life, store)  # type: ignore[attr-defined]
+        return dist.TCPStore(host, int(port), is_master=False, timeout=_CONNECT)  # type: ignore[attr-defined]
     raise ConfigError(
         f"this is rank {info.rank} of {info.world_size}, and there is no process group through which the ranks could "
         f"meet: call torch.distributed.init_process_group first, start with torchrun, or {otherwise}"

@@ -9,16 +9,19 @@ from functools import partial
 from typing import Any
 
 from ..checkpoint.handle import Checkpoint
+from ..checkpoint.newest import newest_of_run
 from ..errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
 )
+from ..state.put_back import PutBack
 from ..state.restore import Loaded, load_state
 from ..storage.base import Storage
 from .load_bar import load_bar
-from .options import RESERVED
+from .options import RESERVED, Fit
+from .progress import Progress
 from .rendezvous import Alone, Meeting
 
 __all__ = ["Resumed", "first_good", "resume_run"]
@@ -35,12 +38,14 @@ class Resumed:
         loaded: what it brought back.
         skipped: (name, reason) of newer ones that were set aside now.
         lacks_progress: the checkpoint was not saved by a run: it holds no step, epoch and data position.
+        put_back: what became of its plain values.
     """
 
     checkpoint: Checkpoint | None = None
     loaded: Loaded | None = None
     skipped: list[tuple[str, str]] = field(default_factory=list)
     lacks_progress: bool = False
+    put_back: PutBack = field(default_factory=PutBack)
 
 
 def resume_run(
@@ -53,6 +58,7 @@ def resume_run(
     quarantine: Quarantine,
     meeting: Meeting | None = None,
     sides: Callable[[str], Sequence[Storage]] | None = None,
+    fit: Fit = Fit(),  # noqa: B008 - frozen
 ) -> Resumed:
     """Load what ``mode`` asks for into ``state``.
 
@@ -65,6 +71,7 @@ def resume_run(
         quarantine: records a bad checkpoint.
         meeting: of the ranks, which all load the same; a candidate that is bad for one is bad for all.
         sides: the storages in which a candidate is complete, in the order to try them; default: ``storage`` alone.
+        fit: how the checkpoint has to fit the state.
 
     Raises:
         CheckpointNotFoundError: "must" (or an explicit checkpoint) and there is none.
@@ -73,14 +80,14 @@ def resume_run(
     """
     meeting = meeting or Alone()
     if isinstance(mode, Checkpoint) or mode not in ("auto", "must", "never"):
-        return _explicit(mode, state, meeting)
+        return _explicit(mode, state, meeting, fit)
     if mode == "never":
         return Resumed()
     outcome = Resumed()
 
     def attempt(checkpoint: Checkpoint) -> str | None:
         home = checkpoint.storage.child(checkpoint.directory)
-        return _try(home, state, meeting, outcome)
+        return _try(home, state, meeting, outcome, fit)
 
     outcome.checkpoint = first_good(
         storage,
@@ -154,10 +161,10 @@ def first_good(
     return None
 
 
-def _try(home: Storage, state: Mapping[Any, Any], meeting: Meeting, outcome: Resumed) -> str | None:
+def _try(home: Storage, state: Mapping[Any, Any], meeting: Meeting, outcome: Resumed, fit: Fit) -> str | None:
     """Load a candidate; give the reason if it is bad."""
     try:
-        outcome.loaded = _load(home, state, meeting)
+        outcome.loaded = _load(home, state, meeting, fit)
     except (CorruptCheckpointError, IncompleteCheckpointError, CheckpointNotFoundError) as error:
         return str(error)
     return None
@@ -179,21 +186,29 @@ def first_bad(reasons: list[str | None]) -> str | None:
     return None
 
 
-def _load(home: Storage, state: Mapping[Any, Any], meeting: Meeting, *, allow_missing: Sequence[str] = ()) -> Loaded:
+def _load(home: Storage, state: Mapping[Any, Any], meeting: Meeting, fit: Fit, *, lacks: Sequence[str] = ()) -> Loaded:
     with load_bar(home, show=None if meeting.rank == 0 else False) as progress:
         return load_state(
             home,
             state,
-            allow_missing=allow_missing,
+            skip=fit.skip or None,
+            strict=fit.strict,
+            allow_missing=(*fit.allow_missing, *lacks),
+            rename=fit.rename,
+            idle_names=True,
+            added=Progress.added_in,
             rank=meeting.rank,
             world_size=meeting.world_size,
             progress=progress,
             swap=meeting.swap if meeting.world_size > 1 else None,
+            apart=fit.apart,
         )
 
 
-def _explicit(mode: str | os.PathLike[str] | Checkpoint, state: Mapping[Any, Any], meeting: Meeting) -> Resumed:
-    checkpoint = mode if isinstance(mode, Checkpoint) else Checkpoint(mode)
+def _explicit(
+    mode: str | os.PathLike[str] | Checkpoint, state: Mapping[Any, Any], meeting: Meeting, fit: Fit
+) -> Resumed:
+    checkpoint = newest_of_run(mode if isinstance(mode, Checkpoint) else Checkpoint(mode))
     root = checkpoint.storage.local_root
     if root is not None and (root / checkpoint.directory).is_file():
         raise ConfigError(f"resume={checkpoint.uri!r} is a file; give the directory of a checkpoint")
@@ -203,7 +218,7 @@ def _explicit(mode: str | os.PathLike[str] | Checkpoint, state: Mapping[Any, Any
     outcome = Resumed(checkpoint)
 
     def load() -> None:
-        outcome.loaded = _load(home, state, meeting, allow_missing=own)
+        outcome.loaded = _load(home, state, meeting, fit, lacks=own)
 
     meeting.agree(f"load {checkpoint.name}", load)
     assert outcome.loaded is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 import uuid
@@ -12,6 +11,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
+from .._log import get_logger
 from .._units import format_bytes
 from ..checkpoint.handle import Checkpoint
 from ..errors import (
@@ -33,7 +33,7 @@ from .team import ANSWER_MARGIN_S, Team
 
 __all__ = ["Saver"]
 
-_LOG = logging.getLogger("holdfast.checkpointer")
+_LOG = get_logger("checkpointer")
 _SLOW_DISK = 200e6  # bytes/s, for the time of a save before the first one was measured
 
 

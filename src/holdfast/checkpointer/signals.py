@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import ctypes
 import os
 import signal
+import sys
 import threading
 import weakref
 from types import FrameType
 from typing import Any
 
+from .._log import get_logger
+
 __all__ = ["StopSignals"]
 
-_LOG = logging.getLogger("holdfast.signals")
+_LOG = get_logger("signals")
 _SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
+# Of torchrun's agent; ignored wherever nobody listens to it, unlike those above.
+_AGENT_DIED = getattr(signal, "SIGURG", None)
+_SET_PDEATHSIG, _GET_PDEATHSIG = 1, 2  # of prctl(2)
 _INSTALLED: weakref.WeakSet[StopSignals] = weakref.WeakSet()
 
 
 class StopSignals:
     """Catches SIGTERM, SIGUSR1 and SIGINT between `install` and `remove`; earlier handlers are called too.
+
+    A rank of torchrun also hears of the death of its agent (Linux), which is a request to stop like a signal: else it
+    would train on for ever, and nobody would know of it.
 
     Only the main thread may set handlers; anywhere else this does nothing and says so.
 
@@ -34,6 +43,7 @@ class StopSignals:
         self._interrupts = 0
         self._before: dict[int, Any] = {}
         self._removed = False
+        self._agent: int | None = None
 
     def install(self) -> bool:
         """Take the signals over; False if this is not the main thread."""
@@ -43,6 +53,9 @@ class StopSignals:
         for name in _SIGNALS:
             number = getattr(signal, name)
             self._before[number] = signal.signal(number, self._on_signal)
+        if "TORCHELASTIC_RUN_ID" in os.environ and _AGENT_DIED is not None and _tell_of_parent(_AGENT_DIED):
+            self._agent = os.getppid()
+            self._before[_AGENT_DIED] = signal.signal(_AGENT_DIED, self._on_signal)
         _INSTALLED.add(self)
         return True
 
@@ -52,6 +65,9 @@ class StopSignals:
         self._removed = True
         if threading.current_thread() is not threading.main_thread():
             return
+        if self._agent is not None:
+            self._agent = None
+            _tell_of_parent(0)
         for number, handler in self._before.items():
             # A handler that somebody set after us stays: it may call us, and we then pass the signal on.
             if signal.getsignal(number) == self._on_signal:
@@ -63,6 +79,10 @@ class StopSignals:
             _pass_on(number, before, frame)
             return
         name = signal.Signals(number).name
+        if number == _AGENT_DIED:
+            if os.getppid() == self._agent:
+                return  # that is data on a socket, or the end of one of the agent's threads
+            name = f"torchrun's agent (process {self._agent}) has died"
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
@@ -104,6 +124,20 @@ class _FirstInTrainer:
         signal.signal(number, _settable(self._before))
         if os.getppid() != self._trainer or os.getpid() != self._pid:
             _pass_on(number, self._before, frame)
+
+
+def _tell_of_parent(number: int) -> bool:
+    """Have the kernel send this signal when our parent dies, 0 for none; False if it cannot, or another is set."""
+    if not sys.platform.startswith("linux"):
+        return False
+    with contextlib.suppress(OSError, AttributeError):
+        prctl = ctypes.CDLL(None).prctl
+        known = ctypes.c_int()
+        prctl(_GET_PDEATHSIG, ctypes.byref(known), 0, 0, 0)
+        if number and known.value:
+            return False
+        return bool(prctl(_SET_PDEATHSIG, number, 0, 0, 0) == 0)
+    return False
 
 
 def _below(handler: Any, number: int) -> Any:

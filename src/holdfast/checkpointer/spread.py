@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from ..checkpoint.catalog import Catalog
-from ..checkpoint.record import record_from_row
 from ..errors import CheckpointError, ConfigError
 from ..format.commit import sweep
 from ..format.parts import read_part
@@ -99,7 +98,7 @@ def _left(local: Storage, opened: RunOpened) -> list[dict[str, Any]]:
     """List, on rank 0, what its disk knows of that is newer than all the remote has, newest first."""
     from ..writer.staged_run import staged_saves  # not above: few trainers need it, and each start waits
 
-    newest = max((record_from_row(row).order for row in opened.records), default=(-1, -1, ""))
+    newest = max(((row[1], row[2], row[0]) for row in opened.records), default=(-1, -1, ""))
     staged = staged_saves(local)
     found = [
         ((manifest.attempt, manifest.step or 0, name), {"name": name, "save": save, "writers": len(manifest.writers)})

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from .._units import format_bytes
 from ..checkpoint.handle import Checkpoint
-from ..checkpoint.record import record_from_row
+from ..config import Keep
 from ..errors import ConfigError, StorageFullError
 from ..state.desk import node_name
+from ..state.groups import group_of, ranks_alike
+from ..state.put_back import put_back
+from ..state.selection import Selection
 from ..state.snapshot import Snapshotter
 from ..storage.base import Storage
 from ..writer.client import WriterClient
@@ -21,7 +25,7 @@ from ..writer.control_saves import rank_list
 from ..writer.messages import RunOpened
 from .awaiting import answer
 from .block import start_block
-from .options import Options
+from .options import RESERVED, Options
 from .progress import Progress
 from .rendezvous import Alone, Meeting, same_for_all
 from .resume import is_within, resume_run
@@ -49,6 +53,7 @@ class Started:
         parent: id of that checkpoint.
         names: directory names that are taken.
         staged: the ranks share no disk, and each stages its parts on its own.
+        has_generators: the random generators were restored.
         finished_epochs: epochs an earlier, finished life did in all; None if none finished at this step.
     """
 
@@ -59,6 +64,7 @@ class Started:
     names: set[str]
     finished_epochs: int | None
     staged: bool = False
+    has_generators: bool = False
 
 
 def start_run(
@@ -70,6 +76,7 @@ def start_run(
     *,
     options: Options,
     start_id: str,
+    home: Mapping[str, Any],
     remote: Storage | None = None,
     meeting: Meeting | None = None,
 ) -> Started:
@@ -78,6 +85,7 @@ def start_run(
     With ``remote`` the run is mirrored, and ``storage`` is its local side; if the ranks have none in common, the run is
     at the remote, and each rank stages its part of a save in ``storage``, on its own machine. With several ranks,
     rank 0 alone talks to the run; what it finds, and whether each rank could follow, is agreed in ``meeting``.
+    ``home`` is the mapping that the user gave: plain values are put back there.
 
     Raises:
         RunBusyError: another live process holds the run.
@@ -88,7 +96,8 @@ def start_run(
     meeting = meeting or Alone()
     leads = meeting.rank == 0
     local, root = storage, storage
-    spread = _is_spread(storage, options, start_id, remote, meeting)
+    apart = _agree_on_options(options, home, meeting)
+    spread = meeting.world_size > 1 and remote is not None and not share_a_disk(meeting, local, start_id)
     if spread and remote is not None and options.mirror is not None:
         # The run is at the remote then, and the disks are where saves wait for it.
         root, remote = remote, None
@@ -102,7 +111,10 @@ def start_run(
     else:
         opened = _open(root, client, options, start_id, remote, meeting)
     live = state()
-    committed = [record_from_row(row).name for row in opened.records]
+    # A probe of a store takes as long as a load from there, so the two go on side by side.
+    stores = {one for one in (root, remote, local) if leads and one is not None and one.num_parallel > 1}
+    probes = {one: client.probe(one, directory=f".probe-{start_id}") for one in stores}
+    committed = [row[0] for row in opened.records]
     outcome = resume_run(
         root,
         live,
@@ -114,11 +126,15 @@ def start_run(
         ),
         meeting=meeting,
         sides=lambda name: _sides(name, opened, root, remote),
+        fit=replace(options.fit, apart=apart),
     )
+    if outcome.loaded is not None:
+        own = {key: value for key, value in outcome.loaded.state.items() if key != RESERVED}
+        outcome.put_back = put_back(home, own, takes=Selection(None, options.fit.skip).takes)
     parent, mine = None, False
     resumed: dict[str, Any] | None = None
     if outcome.checkpoint is not None:
-        manifest = outcome.checkpoint.manifest
+        manifest = outcome.checkpoint.manifest if outcome.loaded is None else outcome.loaded.manifest
         parent = manifest.checkpoint_id if manifest is not None else None
         if progress.step == 0 and manifest is not None and manifest.step is not None and outcome.lacks_progress:
             progress.step = manifest.step
@@ -133,9 +149,12 @@ def start_run(
     def check(needs: Sequence[list[Any]]) -> dict[str, Any]:
         if resumed is not None:
             answer(client.run_op("resumed", **resumed), root, timeout_s)
-        room = _check_room(local, client, needs, live, start_id, timeout_s)
+        kept = 0 if spread else len(committed)
+        room = _check_room(
+            local, client, needs, live, start_id, timeout_s, keep=options.keep, num_there=kept, probe=probes.get(local)
+        )
         for far in {one for one in (root, remote) if one is not None and one is not local}:
-            answer(client.probe(far, directory=f".probe-{start_id}"), far, timeout_s)
+            answer(probes.get(far) or client.probe(far, directory=f".probe-{start_id}"), far, timeout_s)
         return {"room": room, "taken": sorted(_taken(root, committed, opened)), "seed": progress.own_seed()}
 
     ready = meeting.agree("ready", need, check, work_s=_CALLS * timeout_s)
@@ -149,17 +168,33 @@ def start_run(
             root, opened, outcome, progress, finished=finished, room=ready["room"], options=options, remote=remote,
             staged=local if spread else None,
         ).show()  # fmt: skip
-    return Started(opened, outcome.checkpoint, mine, parent, set(ready["taken"]), finished, spread)
+    return Started(
+        opened, outcome.checkpoint, mine, parent, set(ready["taken"]), finished, spread,
+        has_generators=outcome.loaded is not None and f"{RESERVED}/rng" in outcome.loaded.restored,
+    )  # fmt: skip
 
 
-def _is_spread(local: Storage, options: Options, start_id: str, remote: Storage | None, meeting: Meeting) -> bool:
-    """See that all ranks were told the same; tell whether they have no local disk in common for a mirrored run."""
+def _agree_on_options(options: Options, home: Mapping[str, Any], meeting: Meeting) -> tuple[int, ...] | None:
+    """See that all ranks were told the same; return who holds the same as this one if some hold something else."""
     if meeting.world_size == 1:
-        return False
+        return None
+    rank, world_size = meeting.rank, meeting.world_size
     told = {name: _told(getattr(options, name)) for name in _ALIKE}
     told["local_dir"] = "given" if options.mirror is not None else "None"
-    meeting.agree("options", lambda: told, lambda all_: same_for_all(all_, "the arguments of Checkpointer"))
-    return remote is not None and not share_a_disk(meeting, local, start_id)
+    told["alike"] = "given" if options.alike is not None else "None"
+    groups: list[tuple[int, ...] | None] = []
+
+    def give() -> list[Any]:
+        found = ranks_alike(options.alike, rank=rank, world_size=world_size)
+        groups.append(found or group_of(home, rank=rank, world_size=world_size))
+        return [told, groups[0] is not None]
+
+    def decide(given: list[Any]) -> bool:
+        same_for_all([one for one, _ in given], "the arguments of Checkpointer")
+        return any(is_apart for _, is_apart in given)
+
+    is_apart = meeting.agree("options", give, decide)
+    return (groups[0] or tuple(range(world_size))) if is_apart else None
 
 
 def _open(
@@ -242,7 +277,9 @@ def _check_shared(seen: Sequence[bool], storage: Storage, mark: str) -> None:
 
 def _taken(storage: Storage, committed: Sequence[str], opened: RunOpened) -> set[str]:
     """Return the names a save must not use: of checkpoints, good or bad, and of anything else that lies there."""
-    there = {info.path.rstrip("/") for info in storage.list("", recursive=False)}
+    there: set[str] = set()
+    if storage.local_root is not None:  # of others the writer has told all that it found
+        there = {info.path.rstrip("/") for info in storage.list("", recursive=False)}
     return {*committed, *opened.quarantined, *opened.taken, *there}
 
 
@@ -260,6 +297,10 @@ def _check_room(
     state: Mapping[Any, Any],
     start_id: str,
     timeout_s: float,
+    *,
+    keep: Keep | None = None,
+    num_there: int = 0,
+    probe: Future[Any] | None = None,
 ) -> str:
     """Send a small probe through the whole commit, compare free space with the size of a checkpoint.
 
@@ -271,11 +312,14 @@ def _check_room(
         state: of rank 0.
         start_id: of this life.
         timeout_s: bound of the probe.
+        keep: rules of retention.
+        num_there: checkpoints that the run has already.
+        probe: one that is under way.
 
     Returns:
         A line about size and space.
     """
-    found = answer(client.probe(storage, directory=f".probe-{start_id}"), storage, timeout_s)
+    found = answer(probe or client.probe(storage, directory=f".probe-{start_id}"), storage, timeout_s)
     future = _future_optimizer_bytes(state.values())
     least = found["free_bytes"]
     for machine in dict.fromkeys(name for name, _, _ in needs):
@@ -291,8 +335,27 @@ def _check_room(
                 f"{format_bytes(_MARGIN)} to spare): free some space or choose another place; nothing was trained"
             )
         least = free if least is None or free is None else min(least, free)
-    line = f"one checkpoint takes about {format_bytes(sum(own for _, own, _ in needs) + future)}"
-    return line if least is None else f"{line}; {format_bytes(least)} are free"
+    size = sum(own for _, own, _ in needs) + future
+    line = f"one checkpoint takes about {format_bytes(size)}"
+    if least is None:
+        return line
+    line += f"; {format_bytes(least)} are free"
+    at_most = _most_kept(keep)
+    # A new checkpoint is whole before an old one goes: there is one more than retention keeps, for a moment.
+    missing = 0 if at_most is None else max(0, at_most + 1 - num_there) * size - least
+    if missing > 0:
+        line += (
+            f"\n  NOT enough for keep={keep!r}: {at_most} are kept and one more is written before the oldest goes, "
+            f"which takes {format_bytes(missing)} more; a save that finds no space is lost, older ones are safe"
+        )
+    return line
+
+
+def _most_kept(keep: Keep | None) -> int | None:
+    """Return how many checkpoints retention keeps at most; None without a bound."""
+    if keep is None or keep.every is not None or (keep.last is None and keep.best is None):
+        return None
+    return (keep.last or 0) + (keep.best or 0)
 
 
 def _future_optimizer_bytes(values: Any) -> int:

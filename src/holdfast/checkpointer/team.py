@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ..writer.arena import Arena
 from ..writer.board import BOARD_BYTES, WHO_LEFT, Board
 from ..writer.client import WriterClient
 from ..writer.messages import error_from_json, error_to_ranks
+from ..writer.open_files import check_connections
 from .identity import version
 from .rendezvous import Meeting, same_for_all
 
@@ -26,6 +27,7 @@ __all__ = ["ANSWER_MARGIN_S", "Team"]
 ANSWER_MARGIN_S = 15.0
 """What a rank waits longer than rank 0's writer does, so that it hears the reason instead of giving up first."""
 BEAT_S, STALE_S = 5.0, 30.0
+_UNREACHABLE = ("127.", "::1", "0.")  # from other machines
 _LISTENING: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
@@ -115,14 +117,25 @@ class Team:
         """On rank 0: listen where all ranks can reach us."""
         for name in ("holdfast", "world_size"):
             same_for_all([one[name] for one in facts], f"the {name} of the processes")
+        check_connections(self.world_size)
         alone = all(one["machine"] == facts[0]["machine"] for one in facts)
-        self._listener, addresses = _listen(alone=alone, backlog=self.world_size)
+        elsewhere = [one["master"] for one in facts if one["machine"] != facts[0]["machine"]]
+        self._listener, addresses = _listen(elsewhere, alone=alone, backlog=self.world_size)
         _LISTENING.add(self._listener)
         return {"start_id": secrets.token_hex(4), "token": secrets.token_hex(16), "addresses": addresses}
 
 
 def _facts() -> dict[str, Any]:
-    return {"machine": _machine(), "holdfast": version(), "world_size": current_ranks().world_size}
+    world_size = current_ranks().world_size
+    return {"machine": _machine(), "holdfast": version(), "world_size": world_size, "master": _master()}
+
+
+def _master() -> list[str]:
+    """List the addresses by which this rank knows the process group's master, usually rank 0's machine."""
+    with contextlib.suppress(OSError):
+        if master := os.environ.get("MASTER_ADDR"):
+            return [str(row[4][0]) for row in socket.getaddrinfo(master, None, type=socket.SOCK_STREAM)]
+    return []
 
 
 def _machine() -> str:
@@ -134,11 +147,23 @@ def _machine() -> str:
     return " ".join(parts)
 
 
-def _listen(*, alone: bool, backlog: int) -> tuple[socket.socket, list[tuple[str, int]]]:
-    """Open a listening socket: on loopback if all ranks are on this machine, else on all interfaces."""
+def _listen(
+    elsewhere: Sequence[Sequence[str]], *, alone: bool, backlog: int
+) -> tuple[socket.socket, list[tuple[str, int]]]:
+    """Open a listening socket where the ranks can reach us, and nowhere else if that is known.
+
+    On loopback if all ranks are on this machine. Else on the address by which the ranks of other machines know the
+    process group's master, if that is one of ours: they have just reached it. Else on all interfaces.
+    """
     if alone:
         sock = socket.create_server(("127.0.0.1", 0), backlog=backlog)
         return sock, [("127.0.0.1", sock.getsockname()[1])]
+    for host in dict.fromkeys(one for known in elsewhere for one in known):
+        if all(host in known for known in elsewhere) and not host.startswith(_UNREACHABLE):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with contextlib.suppress(OSError):  # no address of this machine
+                sock = socket.create_server((host, 0), family=family, backlog=backlog)
+                return sock, [(host, sock.getsockname()[1])]
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     sock = socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=both)
@@ -157,8 +182,7 @@ def _own_addresses() -> list[str]:
     found.append(socket.gethostname())
     with contextlib.suppress(OSError):
         found += [str(row[4][0]) for row in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
-    unreachable = ("127.", "::1", "0.")
-    return [one for one in dict.fromkeys(found) if not one.startswith(unreachable)] or found
+    return [one for one in dict.fromkeys(found) if not one.startswith(_UNREACHABLE)] or found
 
 
 def _after_fork_in_child() -> None:

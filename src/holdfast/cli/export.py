@@ -6,6 +6,7 @@ import click
 
 from holdfast._units import format_bytes
 
+from .targets import Pick, choose, pick_options
 from .terminal import console, print_json, printable
 
 __all__ = ["export"]
@@ -23,6 +24,7 @@ __all__ = ["export"]
 @click.option("--max-shard-size", help="For safetensors and hf: larger files are split, for example 5GB.")
 @click.option("--overwrite", is_flag=True, help="Replace what is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@pick_options(whole=False)
 def export(
     path: str,
     destination: str,
@@ -33,16 +35,20 @@ def export(
     max_shard_size: str | None,
     overwrite: bool,
     as_json: bool,
+    pick: Pick,
 ) -> None:
     """Write the checkpoint at PATH to DESTINATION in another format, tensor by tensor.
+
+    PATH may be a run: then its newest checkpoint is taken, or the one that --best or --step names.
 
     safetensors, hf: the weights. torch: everything, in one file for torch.load. dcp: everything, as a directory of
     torch.distributed.checkpoint. Checkpoints of many ranks are put together.
     """
     from holdfast.interop.export import export as write
 
+    source = choose(path, pick)
     done = write(
-        path,
+        source,
         destination,
         to=kind,
         only=only or None,
@@ -56,7 +62,7 @@ def export(
         left_out = [{"path": where, "why": why} for where, why in done.left_out]
         print_json(
             {
-                "checkpoint": path,
+                "checkpoint": source.uri,
                 "destination": done.destination,
                 "format": done.format,
                 "tensors": done.num_tensors,

@@ -10,17 +10,19 @@ import click
 from holdfast._units import format_bytes
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.record import Record, flat_metrics, metric_value
-from holdfast.checkpoint.retention import is_number, rank
+from holdfast.checkpoint.retention import best_of
 from holdfast.checkpoint.runindex import RUN_FILE
 from holdfast.storage.base import Storage
 
+from .runs import runs_of, say_unknown, show_runs
 from .show import show_checkpoint
-from .targets import find
+from .targets import find, ranking
 from .terminal import age, console, fits, number, print_json, printable, table
 
-__all__ = ["ls", "run_document"]
+__all__ = ["ls"]
 
 _METRICS_SHOWN = 3
+_TITLES = {"checkpoint", "step", "epoch", "attempt", "age", "size", "new", "state"}
 _COLOURS = {"ok": "green", "quarantined": "red", "corrupt": "red", "incomplete": "yellow"}
 
 
@@ -30,7 +32,7 @@ _COLOURS = {"ok": "green", "quarantined": "red", "corrupt": "red", "incomplete":
 @click.option("--mode", type=click.Choice(["min", "max"]), help="Whether smaller or larger is better.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def ls(path: str, metric: str | None, mode: str | None, as_json: bool) -> None:
-    """List the checkpoints of the run at PATH, newest first.
+    """List the checkpoints of the run at PATH, newest first; of a folder of runs, one line for each run.
 
     "new" is what a checkpoint added to the disk: files that did not change are shared with the one before.
     """
@@ -38,23 +40,27 @@ def ls(path: str, metric: str | None, mode: str | None, as_json: bool) -> None:
     if checkpoint is not None:
         show_checkpoint(checkpoint, tensors=False, as_json=as_json)
         return
-    document = run_document(storage, metric, mode)
+    catalog = Catalog(storage)
+    runs = runs_of(catalog)
+    if runs and not catalog.records():
+        show_runs(storage, runs, metric, mode, as_json=as_json)
+        return
+    document = _document(catalog, metric, mode)
+    if metric is not None:
+        say_unknown(metric, storage.uri, [flat_metrics(row.get("metrics", {})) for row in document["checkpoints"]])
     if as_json:
         print_json(document)
     else:
         _print(printable(document))
 
 
-def run_document(storage: Storage, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
+def _document(catalog: Catalog, metric: str | None, mode: str | None) -> dict[str, Any]:
     """Describe a run and everything under its root as JSON."""
-    catalog = Catalog(storage)
-    index = catalog.index
-    keep = index.keep or {}
-    metric, mode = metric or keep.get("metric"), mode or (keep.get("mode") if not metric else None) or "min"
+    storage, index = catalog.storage, catalog.index
+    metric, mode = ranking(index.keep, metric, mode)
     good = catalog.records()
-    ranked = rank(good, metric, mode) if metric else []
-    best = ranked[0].name if metric and ranked and is_number(metric_value(ranked[0].metrics, metric)) else None
-    rows = [_row(storage, record, "ok", newest=record is good[0], best=record.name == best) for record in good]
+    best = best_of(good, metric, mode)
+    rows = [_row(storage, record, "ok", newest=record is good[0], best=record is best) for record in good]
     for name, why in sorted(catalog.bad().items()):
         state = "corrupt" if name in catalog.corrupt else "quarantined"
         known = catalog.record(name) if name in index.rows else None
@@ -74,6 +80,8 @@ def run_document(storage: Storage, metric: str | None = None, mode: str | None =
         "attempts": [attempt.to_json() for attempt in index.attempts],
         "finished": index.finished,
         "keep": index.keep,
+        "metric": metric,
+        "mode": mode,
         "index_rebuilt": catalog.rebuilt,
         "size_bytes": sum(row["size_bytes"] for row in counted),
         "new_bytes": sum(row["new_bytes"] for row in counted),
@@ -124,7 +132,7 @@ def _print(document: dict[str, Any]) -> None:
         parts.append("run.json unusable, rebuilt by scan")
     out.print(Text(" · ".join(parts), style="dim"))
     out.print()
-    metrics = _metrics(rows, document["keep"])
+    metrics = _metrics(rows, document["metric"])
     made = _table(rows, metrics)
     while metrics and not fits(out, made):
         made = _table(rows, metrics := metrics[:-1])
@@ -166,9 +174,8 @@ def _table(rows: list[dict[str, Any]], metrics: list[str]) -> Any:
     return made
 
 
-def _metrics(rows: list[dict[str, Any]], keep: dict[str, Any] | None) -> list[str]:
-    """Choose the columns that fit: the ranking metric, then those most checkpoints have."""
-    first = (keep or {}).get("metric")
+def _metrics(rows: list[dict[str, Any]], first: str | None) -> list[str]:
+    """Choose the columns that fit: the ranking metric, then those most checkpoints have; none that is there already."""
     names = (name for row in rows for name in flat_metrics(row.get("metrics", {})))
     count = Counter(name for name in names if name == first or not name.startswith("_"))  # notes of ours, times
-    return sorted(count, key=lambda name: (name != first, -count[name], name))[:_METRICS_SHOWN]
+    return sorted(count.keys() - _TITLES, key=lambda name: (name != first, -count[name], name))[:_METRICS_SHOWN]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -10,20 +11,41 @@ import click
 import holdfast
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError
 
+from .edit import pin, prune, rm, unpin
 from .export import export
 from .import_ import import_
+from .latest import best, latest
+from .log import log
 from .ls import ls
+from .page import page
 from .show import show
 from .sweep import sweep
 from .terminal import print_json, printable
 from .transfer import cp, pull, push
 from .verify import verify
+from .verify_resume import verify_resume
+from .watch import watch
 
 __all__ = ["cli", "main"]
 
+_GROUPS = {
+    "Look": ("ls", "show", "log", "page", "latest", "best"),
+    "Check": ("verify", "verify-resume"),
+    "Follow": ("watch",),
+    "Keep": ("pin", "unpin", "prune", "rm"),
+    "Move": ("push", "pull", "cp", "sweep"),
+    "Convert": ("export", "import"),
+}
+
 
 class _Group(click.Group):
-    """A group whose commands never end in a traceback of ours."""
+    """A group whose commands never end in a traceback of ours, and whose help says in a sentence what each is for."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, names in _GROUPS.items():
+            rows = [(name, _sentence(self.commands[name])) for name in names]
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -37,24 +59,46 @@ class _Group(click.Group):
             raise click.exceptions.Exit(code) from error
 
 
+def _sentence(command: click.Command) -> str:
+    """Return the first sentence of what a command says about itself."""
+    first = " ".join(inspect.cleandoc(command.help or "").partition("\n\n")[0].split())
+    return first.partition(". ")[0].rstrip(".") + "."
+
+
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(holdfast.__version__, prog_name="holdfast")
 def cli() -> None:
-    """Look at, check and copy training checkpoints.
+    """Look at, check, keep, copy, convert and follow training checkpoints and runs.
 
-    Exit status: 0 fine, 1 found a problem, 2 wrong usage.
-    """
+    PATH is a directory or a URI such as s3://bucket/run. Where one checkpoint is wanted, a run means its newest one.
+
+    \b
+    Exit status:
+      0  fine
+      1  found a problem, or what was asked for is not there (yet), or may not be done now
+      2  wrong usage: an option, a path or a name that means nothing
+    """  # noqa: D301  click wants the character
 
 
+cli.add_command(best)
 cli.add_command(cp)
 cli.add_command(export)
 cli.add_command(import_)
+cli.add_command(latest)
+cli.add_command(log)
 cli.add_command(ls)
+cli.add_command(page)
+cli.add_command(pin)
+cli.add_command(prune)
 cli.add_command(pull)
 cli.add_command(push)
+cli.add_command(rm)
 cli.add_command(show)
 cli.add_command(sweep)
+cli.add_command(unpin)
 cli.add_command(verify)
+cli.add_command(verify_resume)
+cli.add_command(watch)
 
 
 def main() -> None:

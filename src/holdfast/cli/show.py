@@ -16,7 +16,7 @@ from holdfast.checkpoint.sidecar import read_sidecar
 from holdfast.errors import CheckpointError, CheckpointNotFoundError
 from holdfast.format.manifest import Manifest
 
-from .targets import find
+from .targets import Pick, choose, pick_options
 from .terminal import age, console, number, print_json, printable, table
 
 __all__ = ["show", "show_checkpoint"]
@@ -26,17 +26,16 @@ _DATA_SHOWN = 24
 
 
 @click.command()
-@click.argument("checkpoint")
+@click.argument("path")
 @click.option("--tensors", is_flag=True, help="List every tensor with shape and dtype.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def show(checkpoint: str, tensors: bool, as_json: bool) -> None:
-    """Show what one CHECKPOINT is and holds, from its small files alone."""
-    storage, found = find(checkpoint)
-    if found is None:
-        raise CheckpointNotFoundError(
-            f"{storage.uri} is no checkpoint but a directory of them: `holdfast ls {checkpoint}` lists it"
-        )
-    show_checkpoint(found, tensors=tensors, as_json=as_json)
+@pick_options(whole=False)
+def show(path: str, tensors: bool, as_json: bool, pick: Pick) -> None:
+    """Show what a checkpoint is and holds, from its small files alone.
+
+    PATH is a checkpoint, or a run: then its newest one is shown, or the one that --best or --step names.
+    """
+    show_checkpoint(choose(path, pick), tensors=tensors, as_json=as_json)
 
 
 def show_checkpoint(checkpoint: Checkpoint, *, tensors: bool, as_json: bool) -> None:
@@ -63,13 +62,16 @@ def _document(checkpoint: Checkpoint, *, tensors: bool) -> dict[str, Any]:
     except CheckpointError as error:
         state = "incomplete" if type(error).__name__ == "IncompleteCheckpointError" else "corrupt"
         return {**head, "state": state, "reason": str(error)}
+    index = RunIndex.load(checkpoint.storage) if manifest.run_id or manifest.parent else None
+    bad = None if index is None else index.quarantined.get(checkpoint.directory)
     late = read_sidecar(checkpoint.storage, checkpoint.directory)  # once: on a remote each look is a request
     document: dict[str, Any] = {
         **head,
-        "state": "ok",
+        "state": "ok" if bad is None else "quarantined",
+        **({} if bad is None else {"reason": f"{bad} (it is never resumed from; its files are as they were saved)"}),
         "run_id": manifest.run_id,
         "checkpoint_id": manifest.checkpoint_id,
-        "parent": _parent(checkpoint, manifest),
+        "parent": _parent(index, manifest),
         "attempt": manifest.attempt,
         "step": manifest.step,
         "epoch": manifest.epoch,
@@ -106,11 +108,11 @@ def _foreign(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     return [{"path": path, "bytes": info.size, "role": "user"} for path, info in files]
 
 
-def _parent(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Any] | None:
+def _parent(index: RunIndex | None, manifest: Manifest) -> dict[str, Any] | None:
     """The checkpoint it descends from: always its id, and its name while the run still has it."""
     if not manifest.parent:
         return None
-    records = map(unpack, RunIndex.load(checkpoint.storage).rows.values())
+    records = map(unpack, index.rows.values() if index is not None else ())
     name = next((r.name for r in records if manifest.parent in (r.checkpoint_id, r.name)), None)
     return {"checkpoint_id": manifest.parent, "name": name}
 
@@ -124,6 +126,7 @@ def _print(document: dict[str, Any]) -> None:
     out.print(title + Text(f"  {document['state']}", style="green" if good else "yellow"))
     if "reason" in document:
         out.print(Text(document["reason"], style="red"))
+    if "size_bytes" not in document:
         return
     facts = table([("", "left"), ("", "left")], header=False)
     facts.columns[1].no_wrap = False
@@ -156,7 +159,7 @@ def _print(document: dict[str, Any]) -> None:
 
 def _facts(document: dict[str, Any]) -> list[tuple[str, str]]:
     facts = []
-    if document["state"] == "ok":
+    if "run_id" in document:
         facts.append(("run", f"{document['run_id'] or '-'}, attempt {document['attempt']}"))
         epoch = "" if document["epoch"] is None else f", epoch {number(document['epoch'])}"
         facts.append(("step", f"{number(document['step'])}{epoch}"))

@@ -2,15 +2,81 @@
 
 from __future__ import annotations
 
-from holdfast.checkpoint.catalog import is_remains
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from holdfast.checkpoint.catalog import Catalog, is_remains
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.lease import is_claim
+from holdfast.checkpoint.record import Record, flat_metrics
 from holdfast.checkpoint.runindex import RUN_FILE
-from holdfast.errors import CheckpointNotFoundError
+from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError, UnknownMetricError
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
-__all__ = ["find"]
+__all__ = ["Pick", "choose", "find", "pick_options", "ranking", "run_at"]
+
+_Command = Callable[..., None]
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pick:
+    """Which checkpoint of a run is meant.
+
+    Attributes:
+        best: name of the metric by which it is the best.
+        mode: "min" or "max"; None: what the run's `Keep` says about this metric, else "min".
+        step: the step it was saved at.
+        newest: it is asked for the newest one; the same as nothing where one checkpoint is wanted anyway.
+    """
+
+    best: str | None = None
+    mode: str | None = None
+    step: int | None = None
+    newest: bool = False
+
+    @property
+    def is_given(self) -> bool:
+        """Whether anything was asked for."""
+        return self.newest or self.best is not None or self.step is not None
+
+
+def pick_options(*, whole: bool) -> Callable[[_Command], _Command]:
+    """Give a command the options ``--best``, ``--mode`` and ``--step``, which reach it as ``pick``.
+
+    Args:
+        whole: the command takes whole runs as well; then ``--newest`` asks for the newest checkpoint alone.
+    """
+    only = "Of a run: only" if whole else "Of a run:"
+
+    def decorate(command: _Command) -> _Command:
+        def taken(**options: Any) -> None:
+            names = ("best", "mode", "step", "newest")
+            pick = Pick(**{name: options.pop(name) for name in names if name in options})
+            if sum((pick.newest, pick.best is not None, pick.step is not None)) > 1:
+                raise ConfigError("--newest, --best and --step name different checkpoints: give one of them")
+            if pick.mode is not None and pick.best is None:
+                raise ConfigError("--mode says how --best METRIC ranks: give both, or neither")
+            command(pick=pick, **options)
+
+        taken.__name__, taken.__doc__ = command.__name__, command.__doc__
+        taken.__click_params__ = getattr(command, "__click_params__", [])  # type: ignore[attr-defined]
+        options = [
+            click.option("--step", type=int, metavar="N", help=f"{only} the checkpoint of step N."),
+            click.option("--mode", type=click.Choice(["min", "max"]), help="Is the best the smallest or the largest?"),
+            click.option("--best", metavar="METRIC", help=f"{only} the checkpoint that is best by METRIC."),
+        ]
+        if whole:
+            options.append(click.option("--newest", is_flag=True, help="Of a run: only the newest checkpoint."))
+        for option in options:
+            taken = option(taken)
+        return taken
+
+    return decorate
 
 
 def find(path: str) -> tuple[Storage, Checkpoint | None]:
@@ -34,3 +100,81 @@ def find(path: str) -> tuple[Storage, Checkpoint | None]:
     if children and RUN_FILE not in children and not any(child.endswith("/") for child in children):
         return storage, Checkpoint(path)
     return storage, None
+
+
+def choose(path: str, pick: Pick) -> Checkpoint:
+    """Return the checkpoint that is meant: the one at ``path``, or of the run there the one asked for.
+
+    Which one of a run is taken without having been asked for is said on stderr.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing at ``path``.
+        CheckpointError: the run there has no such checkpoint.
+        ConfigError: no run is at ``path``, or one of its checkpoints is asked for where there is one.
+    """
+    storage, checkpoint = find(path)
+    if checkpoint is not None:
+        if pick.is_given:
+            raise ConfigError(f"{path} is one checkpoint: --newest, --best and --step choose among those of a run")
+        return checkpoint
+    record = _pick(run_at(storage, path), pick)
+    if not pick.is_given:
+        click.echo(f"holdfast: {storage.uri} is a run: its newest checkpoint, {record.name}, is taken", err=True)
+    return Checkpoint.at(storage, record.name)
+
+
+def run_at(storage: Storage, path: str) -> Catalog:
+    """Open the run in ``storage``.
+
+    Raises:
+        ConfigError: there is no run of Holdfast.
+    """
+    catalog = Catalog(storage)
+    if catalog.index.damage == "missing" and not catalog.records():
+        inside = [name for name in catalog.foreign if storage.exists(f"{name}/{RUN_FILE}")]
+        inside += [record.name for record in catalog.strangers()]
+        hint = f"it has {', '.join(inside[:_SHOWN])}: give one of them" if inside else "there is no run.json in it"
+        raise ConfigError(f"{storage.uri} is no run: {hint} (`holdfast ls {path}` lists what is there)")
+    return catalog
+
+
+def ranking(keep: Mapping[str, Any] | None, metric: str | None, mode: str | None) -> tuple[str | None, str]:
+    """Return the metric and the mode that rank: those given, else those of the run's `Keep`."""
+    rules = keep or {}
+    name = metric or rules.get("metric")
+    return name, mode or (rules.get("mode") if name == rules.get("metric") else None) or "min"
+
+
+def _pick(catalog: Catalog, pick: Pick) -> Record:
+    where = catalog.storage.uri
+    if pick.step is not None:
+        return _at_step(catalog, pick.step)
+    if pick.best is not None:
+        metric, mode = ranking(catalog.index.keep, pick.best, pick.mode)
+        record = catalog.best(metric or "", mode)
+        if record is None:
+            known = sorted({name for one in catalog.records() for name in flat_metrics(one.metrics)})
+            raise UnknownMetricError(
+                f"no checkpoint of {where} has a number for {metric!r}; they have: {', '.join(known) or 'no metrics'}"
+            )
+        return record
+    newest = catalog.latest()
+    if newest is None:
+        bad = catalog.bad()
+        why = f"all {len(bad)} are damaged or quarantined" if bad else "none has been committed yet"
+        raise CheckpointError(f"the run {where} has no checkpoint to take: {why} (`holdfast ls` lists what is there)")
+    return newest
+
+
+def _at_step(catalog: Catalog, step: int) -> Record:
+    records = catalog.records()
+    found = [record for record in records if record.step == step]
+    if found:
+        return found[0]  # that of the newest attempt: the others are of lives that were gone back behind
+    bad = {catalog.record(name).step: (name, why) for name, why in catalog.bad().items() if name in catalog.index.rows}
+    if step in bad:
+        name, why = bad[step]
+        raise CheckpointError(f"step {step} of {catalog.storage.uri} is quarantined ({name}): {why}")
+    near = sorted({record.step for record in records}, key=lambda one: (abs(one - step), one))[:_SHOWN]
+    has = f"the nearest are {', '.join(map(str, sorted(near)))}" if near else "it has none at all"
+    raise CheckpointError(f"the run {catalog.storage.uri} has no checkpoint of step {step}: {has}")

@@ -19,7 +19,7 @@ from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, Conf
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
-from .targets import find
+from .targets import Pick, choose, find, pick_options
 from .terminal import console, print_json, printable
 
 __all__ = ["cp", "pull", "push"]
@@ -36,14 +36,14 @@ def _options(command: _Command) -> _Command:
         click.option("--overwrite", is_flag=True, help="Replace another checkpoint that is in the way."),
     ):
         command = option(command)
-    return command
+    return pick_options(whole=True)(command)
 
 
 @click.command()
 @click.argument("source")
 @click.argument("target")
 @_options
-def push(source: str, target: str, **options: bool) -> None:
+def push(source: str, target: str, **options: Any) -> None:
     """Copy a local run or checkpoint to a remote: SOURCE becomes TARGET/<name of SOURCE>.
 
     Run the same command again to go on after an interruption, or to bring what is new. `holdfast cp` copies between
@@ -59,7 +59,7 @@ def push(source: str, target: str, **options: bool) -> None:
 @click.argument("source")
 @click.argument("target", default=".")
 @_options
-def pull(source: str, target: str, **options: bool) -> None:
+def pull(source: str, target: str, **options: Any) -> None:
     """Copy a run or checkpoint from a remote: SOURCE becomes TARGET/<name of SOURCE>, by default in this directory.
 
     Run the same command again to go on after an interruption, or to bring what is new.
@@ -73,7 +73,7 @@ def pull(source: str, target: str, **options: bool) -> None:
 @click.argument("source")
 @click.argument("target")
 @_options
-def cp(source: str, target: str, **options: bool) -> None:
+def cp(source: str, target: str, **options: Any) -> None:
     """Copy a run or checkpoint between any two places: SOURCE becomes TARGET, or TARGET/<name of SOURCE> after a "/".
 
     What TARGET becomes does not depend on whether it exists: the same command again goes on where it was.
@@ -105,9 +105,9 @@ class _Job:
     interrupted: bool = False
 
 
-def _copy(source: str, target: str, *, overwrite: bool, verify: bool, as_json: bool) -> None:
+def _copy(source: str, target: str, *, overwrite: bool, verify: bool, as_json: bool, pick: Pick) -> None:
     begun = time.monotonic()
-    job = _job(source, target, overwrite=overwrite)
+    job = _job(source, target, pick, overwrite=overwrite)
     try:
         with progress_bar(f"copy {job.source.rstrip('/').rpartition('/')[2]}", job.plan.total_bytes) as progress:
             for outcome in job.steps(progress):
@@ -126,7 +126,9 @@ def _copy(source: str, target: str, *, overwrite: bool, verify: bool, as_json: b
         raise click.exceptions.Exit(1)
 
 
-def _job(source: str, target: str, *, overwrite: bool) -> _Job:
+def _job(source: str, target: str, pick: Pick, *, overwrite: bool) -> _Job:
+    if pick.is_given:
+        return _one_job(choose(source, pick), target, overwrite=overwrite)
     storage, checkpoint = find(source)
     if checkpoint is None:
         plan = plan_run(storage)
@@ -192,6 +194,10 @@ def _verify(job: _Job) -> dict[str, list[str]]:
     return problems
 
 
+def _said(command: str) -> str:
+    return {"push": "pushed", "pull": "pulled", "cp": "copied"}.get(command, "copied")
+
+
 def _document(job: _Job, problems: dict[str, list[str]], *, verified: bool, seconds: float) -> dict[str, Any]:
     rows = []
     for outcome in job.done:
@@ -238,7 +244,8 @@ def _print(document: dict[str, Any]) -> None:
     foreign = sum(row["state"] == "foreign" for row in rows)
     if foreign:
         checked += f"; {foreign} without a manifest of Holdfast: nothing to check against"
-    head = f"{document['target']}: {_bytes(document)} in {format_duration(document['seconds'])}"
+    done = _said(click.get_current_context().info_name or "")
+    head = f"{done} to {document['target']}: {_bytes(document)} in {format_duration(document['seconds'])}"
     out.print(Text(f"{head} ({checked})" if document["error"] is None else head, style="bold"), soft_wrap=True)
     if document["error"] is not None:
         text = f"{document['error']}; {len(document['not_reached'])} not complete: the same command again goes on"

@@ -14,14 +14,14 @@ from holdfast.checkpoint.catalog import Catalog, is_remains
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.history import LOGS, REPORTS
 from holdfast.checkpoint.lease import is_claim
-from holdfast.checkpoint.runindex import RUN_FILE
+from holdfast.checkpoint.runindex import RUN_FILE, RunIndex
 from holdfast.checkpoint.verify import Verification
 from holdfast.checkpoint.verify import verify as verify_checkpoint
 from holdfast.errors import StoragePermissionError
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.storage.base import Storage
 
-from .targets import find
+from .targets import Pick, choose, find, pick_options
 from .terminal import console, print_json, printable
 
 __all__ = ["verify"]
@@ -37,15 +37,19 @@ _Progress = Callable[[int], None]
     "--deep/--no-deep", default=None, help="Read every byte [default: deep for one checkpoint, not for a run]."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def verify(path: str, deep: bool | None, as_json: bool) -> None:
+@pick_options(whole=True)
+def verify(path: str, deep: bool | None, as_json: bool, pick: Pick) -> None:
     """Check one checkpoint, or all checkpoints of a run (or of several runs in a folder), at PATH.
 
     Without --deep: manifests and the sizes of all files. With --deep: every byte against its digest.
     """
     storage, checkpoint = find(path)
+    if pick.is_given:
+        checkpoint = choose(path, pick)
     if checkpoint is not None:
         deep = True if deep is None else deep
-        rows = [_one(checkpoint, deep)]
+        bad = RunIndex.load(checkpoint.storage).quarantined.get(checkpoint.directory)
+        rows = [{**_one(checkpoint, deep), "quarantined": bad}]
     else:
         deep = bool(deep)
         rows = list(_run(storage, deep))

@@ -27,6 +27,8 @@ Leaf = Callable[[Any, str], Any]
 NodeLeaf = Callable[[str, dict[str, Any]], Any]
 
 _BIG = 1 << BIG_INT_BITS
+_SHOWN_DEPTH = 12
+_MANY = 1000
 # What constructors raise when a node does not hold what its tag says; a time zone is a file, hence OSError.
 _MALFORMED = (
     ValueError,
@@ -74,14 +76,38 @@ def decode(tree: Any, leaf: NodeLeaf | None = None, *, where: str = "state") -> 
     """
     try:
         return _Decoder(leaf).value(tree)
-    except HoldfastError:
-        raise
     except _MALFORMED as error:
-        raise CorruptCheckpointError(
-            f"{where}: a stored value cannot be rebuilt ({type(error).__name__}: {error}): this checkpoint is damaged; "
-            "use another one",
-            file=where,
-        ) from error
+        if isinstance(error, HoldfastError):
+            raise
+        what = f"{type(error).__name__}: {error}"
+    except CorruptCheckpointError as error:
+        if error.file is not None:
+            raise
+        what = str(error)
+    raise CorruptCheckpointError(
+        f"{where}, at {_place(tree, leaf)!a}: a stored value cannot be rebuilt ({what:.400}): this checkpoint is "
+        "damaged; use another one",
+        file=where,
+    )
+
+
+def _place(tree: Any, leaf: NodeLeaf | None) -> str:
+    """Find the innermost node that cannot be rebuilt: only for a message, so in a second pass."""
+    found: list[str] = []
+    while len(found) < _SHOWN_DEPTH:
+        inner: Any = tree.get("v", tree.get("state", {})) if type(tree) is dict and "$" in tree else tree
+        rows = inner.items() if type(inner) is dict else enumerate(inner) if type(inner) is list else ()
+        for part, child in rows:
+            if type(child) in _TREES and part != "$":
+                try:
+                    _Decoder(leaf).value(child)
+                except (*_MALFORMED, HoldfastError):
+                    found.append(str(part)[:40])
+                    tree = child
+                    break
+        else:
+            break
+    return "/".join(found)
 
 
 class _Encoder:
@@ -265,8 +291,10 @@ class _Decoder:
     def value(self, tree: Any) -> Any:
         kind = type(tree)
         if kind is list:
-            return [self.value(item) if type(item) in _TREES else item for item in tree]
+            return [self.value(item) if type(item) in _TREES else item for item in tree] if tree else tree
         if kind is not dict:
+            return tree
+        if not tree:
             return tree
         if "$" not in tree:
             return {key: self.value(item) if type(item) in _TREES else item for key, item in tree.items()}
@@ -288,7 +316,7 @@ class _Decoder:
         rows = []
         for key, item in node["v"]:
             rows.append((self.value(key), self.value(item)))
-        if len({key for key, _ in rows}) != len(rows):
+        if len(_distinct([key for key, _ in rows])) != len(rows):
             raise ValueError("a key occurs twice")
         return rows
 
@@ -303,6 +331,14 @@ class _Decoder:
         return named_tuple(node["n"], tuple(node["f"]))._make(self.items(node))
 
 
+def _distinct(members: list[Any]) -> set[Any]:
+    """Make a set, but not of thousands of values that were chosen to have one hash: that takes minutes."""
+    if len(members) > _MANY and len({hash(one) for one in members}) < len(members) // 2:
+        values = len({repr(one) for one in members})
+        raise ValueError(f"{values} different values with the same hashes")
+    return set(members)
+
+
 _NODES: dict[str, Callable[[_Decoder, dict[str, Any]], Any]] = {
     "dict": lambda decoder, node: dict(decoder.pairs(node)),
     "odict": lambda decoder, node: OrderedDict(decoder.pairs(node)),
@@ -310,7 +346,7 @@ _NODES: dict[str, Callable[[_Decoder, dict[str, Any]], Any]] = {
     "counter": _Decoder.counter,
     "tuple": lambda decoder, node: tuple(decoder.items(node)),
     "namedtuple": _Decoder.named,
-    "set": lambda decoder, node: set(decoder.items(node)),
-    "frozenset": lambda decoder, node: frozenset(decoder.items(node)),
+    "set": lambda decoder, node: _distinct(decoder.items(node)),
+    "frozenset": lambda decoder, node: frozenset(_distinct(decoder.items(node))),
     "deque": lambda decoder, node: deque(decoder.items(node), node["m"]),
 }

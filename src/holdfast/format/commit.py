@@ -1,12 +1,13 @@
 """What makes a directory a checkpoint: all files first, the manifest last. Works alike on a disk and an object store.
 
-Overwriting = new file names, manifest replaced, old files removed. Removing = manifest first. A crash at any point
-leaves the old checkpoint, the new one, or files without a manifest, which `sweep` removes.
+Overwriting = new file names, manifest replaced by compare-and-swap, old files removed. Removing = manifest first. A
+crash at any point leaves the old checkpoint, the new one, or files without a manifest, which `sweep` removes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from typing import Any
@@ -18,19 +19,23 @@ from ..errors import (
     CorruptCheckpointError,
     FormatVersionError,
     IncompleteCheckpointError,
+    StorageConflictError,
     StorageExistsError,
     StorageNotFoundError,
 )
 from ..storage.base import Storage
+from ..storage.together import together
 from .division import Division, disagreement
 from .manifest import MAX_MANIFEST_BYTES, FileEntry, Manifest
 from .names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, check_links, join, start_id_of
 
 __all__ = [
     "PartSummary",
+    "Replaced",
     "assemble",
     "commit",
     "commit_manifest",
+    "look_before",
     "read_manifest",
     "read_manifest_bytes",
     "remove",
@@ -48,11 +53,13 @@ class PartSummary:
         writer: its rank.
         files: its files.
         division: how it and others divided one state; None for a part that has nothing to do with the others.
+        base: of an overwrite: etag of the manifest that was there before the first of these files ("" for none).
     """
 
     writer: int
     files: tuple[FileEntry, ...] = ()
     division: Division | None = None
+    base: str | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -69,6 +76,8 @@ class PartSummary:
         told: dict[str, Any] = {"writer": self.writer, "files": [entry.to_json() for entry in self.files]}
         if self.division is not None:
             told["division"] = self.division.to_json()
+        if self.base is not None:
+            told["base"] = self.base
         return told
 
     @classmethod
@@ -79,7 +88,44 @@ class PartSummary:
             writer=data["writer"],
             files=tuple(FileEntry.from_json(row) for row in data["files"]),
             division=None if told is None else Division.from_json(told),
+            base=data.get("base"),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replaced:
+    """What was in a directory before an overwrite wrote its first file there; `look_before` finds it.
+
+    The manifest of the overwrite goes in only in place of this very one. So of several at once one wins, and it may
+    remove ``stale``: whoever wrote those files had looked before it as well, and cannot commit any more.
+
+    Attributes:
+        etag: of the manifest; "" if there was none, None if the storage has no etags.
+        stale: files of that manifest, or of a removal that was cut off, and of saves that had not committed.
+        is_clear: there was no checkpoint, and nothing that is said about one.
+    """
+
+    etag: str | None = ""
+    stale: frozenset[str] = frozenset()
+    is_clear: bool = False
+
+
+def look_before(storage: Storage, directory: str) -> Replaced:
+    """Look at what an overwrite is going to replace. To be called before its first file is written."""
+
+    def manifest() -> tuple[str | None, frozenset[str]]:
+        try:
+            etag = storage.stat(join(directory, MANIFEST_NAME)).etag
+        except StorageNotFoundError:
+            return "", frozenset()
+        return etag, _listed(storage, directory)
+
+    looks: list[Callable[[], Any]] = [manifest, lambda: _names(storage, directory)]
+    (etag, listed), names = together(storage, looks)
+    if etag == "" and REMOVING_NAME in names:  # what a removal that was cut off in its middle had still to remove
+        listed = _listed(storage, directory, REMOVING_NAME)
+    beside = names & {REMOVING_NAME, *SIDECARS}
+    return Replaced(etag=etag, stale=listed | _only_ours(names), is_clear=etag == "" and not beside)
 
 
 def commit(
@@ -88,8 +134,9 @@ def commit(
     manifest_fields: Mapping[str, Any],
     parts: Sequence[PartSummary],
     *,
-    overwrite: bool = False,
+    overwrite: Replaced | None = None,
     keep_sidecars: bool = False,
+    void: Callable[[Manifest], bool] | None = None,
 ) -> Manifest:
     """Write the manifest: from its return on, ``directory`` is a checkpoint, durably.
 
@@ -99,15 +146,17 @@ def commit(
         manifest_fields: fields of `Manifest`; ``writers`` names the ranks that must have a part (default: those that
             have one); keys that are no fields go to ``extra``.
         parts: what each writer contributed.
-        overwrite: replace a checkpoint that is there, then remove its files that ``parts`` do not have.
+        overwrite: what was there before the first of these files: replace it, then remove what ``parts`` do not have.
         keep_sidecars: what was said about a replaced checkpoint (metadata, late metrics) is true of the new one.
+        void: tells whether a manifest that is in the way counts for nothing and may be replaced.
 
     Raises:
-        CheckpointExistsError: there is a manifest, and ``overwrite`` is false.
-        CheckpointError: parts are missing, or they are no parts of one state.
+        CheckpointExistsError: there is a manifest, and it is not to be replaced.
+        CheckpointError: parts are missing, or they are no parts of one state; or another process has overwritten the
+            checkpoint since ``overwrite`` was looked at: that one stays.
     """
     manifest = assemble(directory, manifest_fields, parts)
-    commit_manifest(storage, directory, manifest, overwrite=overwrite, keep_sidecars=keep_sidecars)
+    commit_manifest(storage, directory, manifest, overwrite=overwrite, keep_sidecars=keep_sidecars, void=void)
     return manifest
 
 
@@ -134,7 +183,13 @@ def assemble(directory: str, manifest_fields: Mapping[str, Any], parts: Sequence
 
 
 def commit_manifest(
-    storage: Storage, directory: str, manifest: Manifest, *, overwrite: bool = False, keep_sidecars: bool = False
+    storage: Storage,
+    directory: str,
+    manifest: Manifest,
+    *,
+    overwrite: Replaced | None = None,
+    keep_sidecars: bool = False,
+    void: Callable[[Manifest], bool] | None = None,
 ) -> bytes:
     """Write a manifest whose files are all there, and return its bytes. See `commit`.
 
@@ -148,22 +203,52 @@ def commit_manifest(
             "read: put small files together (an archive)"
         )
     target = join(directory, MANIFEST_NAME)
-    replaced = _listed(storage, directory) if overwrite else frozenset()
-    if overwrite:
-        _check_own(storage, directory, entries)
     try:
-        storage.put(target, data, if_absent=not overwrite)
-    except StorageExistsError as error:
-        # A store that retries a request by itself may refuse its own first success.
-        if _read_bytes(storage, target) != data:
-            raise CheckpointExistsError(
-                f"{join(storage.uri, directory)} is a committed checkpoint: "
-                "pass overwrite=True to replace it, or save under another name"
-            ) from error
-    if overwrite and _read_bytes(storage, target) == data:  # else somebody replaces ours just now, and cleans up
-        stale = replaced | _ours(storage, directory) | {REMOVING_NAME, *(() if keep_sidecars else SIDECARS)}
-        _delete(storage, directory, stale - {entry.path for entry in entries})
+        if overwrite is None or overwrite.etag == "":
+            storage.put(target, data, if_absent=True)
+        else:
+            storage.put(target, data, if_match=overwrite.etag)
+    except (StorageExistsError, StorageConflictError) as error:
+        _settle(storage, directory, data, error, overwrite=overwrite is not None, void=void)
+    if overwrite is None:
+        return data
+    beside = set() if overwrite.is_clear else {REMOVING_NAME, *(() if keep_sidecars else SIDECARS)}
+    stale = (overwrite.stale | beside) - {entry.path for entry in entries}
+    if stale and _read_bytes(storage, target) == data:  # else somebody replaced ours, and cleans up
+        _delete(storage, directory, stale)
     return data
+
+
+def _settle(
+    storage: Storage,
+    directory: str,
+    data: bytes,
+    error: Exception,
+    *,
+    overwrite: bool,
+    void: Callable[[Manifest], bool] | None,
+) -> None:
+    """Decide what it means that another manifest is there than was expected: raises unless ours is there at the end."""
+    target, where = join(directory, MANIFEST_NAME), join(storage.uri, directory)
+    etag, found = None, b""
+    with suppress(StorageNotFoundError):
+        etag = storage.stat(target).etag
+        found = _read_bytes(storage, target)
+    # A store that retries a request by itself may refuse its own first success.
+    if found == data:
+        return
+    if void is not None and found and void(Manifest.from_bytes(found, where=target)):
+        with suppress(StorageConflictError, StorageNotFoundError):
+            storage.put(target, data, if_match=etag)
+            return
+    if overwrite:
+        raise CheckpointError(
+            f"{where}: not committed: another process has overwritten this checkpoint at the same time, and its one "
+            "stays. Save from one process (one rank) under one name"
+        ) from error
+    raise CheckpointExistsError(
+        f"{where} is a committed checkpoint: pass overwrite=True to replace it, or save under another name"
+    ) from error
 
 
 def read_manifest(storage: Storage, directory: str, *, check_sizes: bool = False) -> Manifest:
@@ -217,7 +302,9 @@ def remove(storage: Storage, directory: str) -> None:
     after a crash, and fine if there is nothing.
     """
     listed = _listed(storage, directory)
-    if any(start_id_of(path) is None for path in listed):
+    if not listed:
+        listed = _listed(storage, directory, REMOVING_NAME)  # an earlier try has failed after its first step
+    elif any(start_id_of(path) is None for path in listed):
         # User files have names that tell nothing: after a crash only this list says that they are ours to remove.
         storage.put(join(directory, REMOVING_NAME), _read_bytes(storage, join(directory, MANIFEST_NAME)))
     storage.delete(join(directory, MANIFEST_NAME))
@@ -259,10 +346,11 @@ def _merge(directory: str, expected: Iterable[int] | None, parts: Sequence[PartS
             "or doubled: a checkpoint commits only when each writer has handed in one part"
         )
     if problem := disagreement({part.writer: part.division for part in parts}):
-        raise CheckpointError(
-            f"{directory}: not committed: {problem}. All ranks have to save, and the same state: a model in DDP is the "
-            "same everywhere (holdfast.torch.prepare_model); hf.PerRank(value) is for what differs"
+        advice = (
+            "All ranks have to save, and the same state: a model in DDP is the same everywhere "
+            "(holdfast.torch.prepare_model); holdfast.PerRank(value) is for what differs"
         )
+        raise CheckpointError(f"{directory}: not committed: {problem}" + ("" if "alike=" in problem else f". {advice}"))
     entries = tuple(entry for part in parts for entry in part.files)
     paths = [entry.path for entry in entries]
     if len(set(paths)) != len(paths):
@@ -290,23 +378,19 @@ def _listed(storage: Storage, directory: str, name: str = MANIFEST_NAME) -> froz
         return frozenset()
 
 
-def _ours(storage: Storage, directory: str) -> frozenset[str]:
-    """Return the files, directly in the directory, whose names only a save of Holdfast gives."""
+def _names(storage: Storage, directory: str) -> frozenset[str]:
+    """Return the names of the files directly in the directory."""
     skip = len(directory) + 1 if directory else 0
-    names = (info.path[skip:] for info in storage.list(directory, recursive=False))
+    return frozenset(info.path[skip:] for info in storage.list(directory, recursive=False))
+
+
+def _only_ours(names: Iterable[str]) -> frozenset[str]:
+    """Return those that only a save of Holdfast gives."""
     return frozenset(name for name in names if start_id_of(name) is not None)
 
 
-def _check_own(storage: Storage, directory: str, entries: Iterable[FileEntry]) -> None:
-    """Refuse to commit what another overwrite of the same name has taken for remains and removed meanwhile."""
-    skip = len(directory) + 1 if directory else 0
-    there = {info.path[skip:] for info in storage.list(directory)}
-    gone = [entry.path for entry in entries if entry.path not in there]
-    if gone:
-        raise CheckpointError(
-            f"{join(storage.uri, directory)}: {gone[0]} was removed before the commit: another process has overwritten "
-            "this checkpoint at the same time, and its one stays. Save from one process (one rank) under one name"
-        )
+def _ours(storage: Storage, directory: str) -> frozenset[str]:
+    return _only_ours(_names(storage, directory))
 
 
 def _finish_removal(storage: Storage, directory: str, listed: frozenset[str]) -> None:
@@ -315,8 +399,7 @@ def _finish_removal(storage: Storage, directory: str, listed: frozenset[str]) ->
 
 
 def _delete(storage: Storage, directory: str, paths: Iterable[str]) -> None:
-    for path in sorted(paths):
-        storage.delete(join(directory, path))
+    storage.delete_many([join(directory, path) for path in sorted(paths)])
 
 
 def _check_sizes(storage: Storage, directory: str, manifest: Manifest) -> None:

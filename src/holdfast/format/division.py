@@ -6,14 +6,18 @@ of them derived travels with its part, and all parts of a checkpoint must say th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from itertools import islice
 from typing import Any
 
-__all__ = ["Division", "disagreement"]
+from .digest import bytes_digest
+
+__all__ = ["Division", "disagreement", "sketch"]
 
 _LIMIT = 1 << 31
+_SKETCH = 64  # names of tensors in plain containers that are compared
 _NAMED = 5  # ranks or tensors spelled out in a message
 
 
@@ -24,19 +28,35 @@ class Division:
     Attributes:
         num_ranks: over how many ranks; each of them writes an index, of however few tensors.
         structure: digest of the names, sizes and ties of what was divided.
+        alike: the ranks among which it was divided, where others hold something else; None: all of them. What several
+            such groups hold under one name each of them stores.
         samples: name -> digest of a few elements, for some tensors that all ranks are taken to hold alike. Part of
             the summaries of a save, not of the index.
+        names: digest of the names of what was divided, to say how structures differ; of the summaries as well.
+        loose: names of tensors in plain containers, of which one rank alone stores its own: those that come first in
+            `sketch`; of the summaries as well.
+        num_loose: how many such tensors there are.
     """
 
     num_ranks: int
     structure: str
+    alike: tuple[int, ...] | None = None
     samples: Mapping[str, str] = field(default_factory=dict)
+    names: str = ""
+    loose: tuple[str, ...] = ()
+    num_loose: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Describe this division; what is empty is left out."""
         told: dict[str, Any] = {"num_ranks": self.num_ranks, "structure": self.structure}
+        if self.alike is not None:
+            told["alike"] = self.alike
         if self.samples:
             told["samples"] = dict(self.samples)
+        if self.names:
+            told["names"] = self.names
+        if self.loose:
+            told["loose"] = [self.num_loose, *self.loose]
         return told
 
     @classmethod
@@ -46,11 +66,29 @@ class Division:
         Raises:
             TypeError: it did not.
         """
-        ranks, structure, samples = data["num_ranks"], data["structure"], data.get("samples", {})
-        fine = type(ranks) is int and 0 < ranks < _LIMIT and isinstance(structure, str) and isinstance(samples, dict)
-        if not fine or not all(isinstance(text, str) for pair in samples.items() for text in pair):
+        ranks, structure, alike = data["num_ranks"], data["structure"], data.get("alike")
+        samples, names = data.get("samples", {}), data.get("names", "")
+        num_loose, *loose = data.get("loose", [0])
+        fine = type(ranks) is int and 0 < ranks < _LIMIT and isinstance(structure, str) and isinstance(names, str)
+        fine = fine and isinstance(samples, dict) and type(num_loose) is int
+        fine = fine and (alike is None or (isinstance(alike, (list, tuple)) and all(type(one) is int for one in alike)))
+        texts = [*loose, *(text for pair in samples.items() for text in pair)] if fine else [None]
+        if not all(isinstance(text, str) for text in texts):
             raise TypeError("division")
-        return cls(num_ranks=ranks, structure=structure, samples=samples)
+        group = None if alike is None else tuple(alike)
+        return cls(
+            num_ranks=ranks, structure=structure, alike=group, samples=samples, names=names, loose=tuple(loose),
+            num_loose=num_loose,
+        )  # fmt: skip
+
+
+def sketch(names: Iterable[str]) -> tuple[str, ...]:
+    """Choose a few names by what they are, so that of two sets the common ones are chosen from both."""
+    return tuple(nsmallest(_SKETCH, names, key=_order))
+
+
+def _order(name: str) -> str:
+    return bytes_digest(name.encode(errors="surrogatepass"))
 
 
 def disagreement(divisions: Mapping[int, Division | None]) -> str | None:
@@ -76,26 +114,97 @@ def disagreement(divisions: Mapping[int, Division | None]) -> str | None:
             f"the state was divided over {first.num_ranks} ranks, and the part of {_ranks(missing, num_missing)} is "
             "missing"
         )
-    model = by_writer[0]
-    others = sorted(writer for writer, one in by_writer.items() if _shape(one) != _shape(model))
-    if others:
+    if problem := _wrong_groups(by_writer):
+        return problem
+    groups: dict[tuple[int, ...] | None, list[int]] = {}
+    for writer in sorted(by_writer):
+        groups.setdefault(by_writer[writer].alike, []).append(writer)
+    for members in groups.values():
+        if problem := _unlike(by_writer, members):
+            return problem
+    return _other_values(by_writer)
+
+
+def _wrong_groups(by_writer: Mapping[int, Division]) -> str | None:
+    """Find ranks that do not agree on who holds the same."""
+    for writer, one in sorted(by_writer.items()):
+        for member in () if one.alike is None else one.alike:
+            other = by_writer.get(member)
+            if other is None or other.alike != one.alike:
+                return (
+                    f"rank {writer} says that it holds the same as {_ranks(list(one.alike or ()))}, rank {member} says "
+                    f"{_said(other)}: give alike= on all ranks, the same to those that hold the same"
+                )
+    alone = [writer for writer, one in by_writer.items() if one.alike is None]
+    if alone and len(alone) < len(by_writer):
         return (
-            f"the state of {_ranks(others)} has another structure than that of rank 0 (names, sizes or ties of "
-            "parameters, which of them are frozen, or what optimizers keep for them)"
-        )
-    differing = {
-        name: sorted(writer for writer, one in by_writer.items() if one.samples.get(name, digest) != digest)
-        for name, digest in model.samples.items()
-    }
-    names = [name for name, writers in differing.items() if writers]
-    if names:
-        writers = sorted({writer for name in names for writer in differing[name]})
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        return (
-            f"{_ranks(writers)} and rank 0 hold different values of {', '.join(map(repr, names[:_NAMED]))}{more}, but "
-            "parameters and their optimizer state are stored once for all ranks"
+            f"by their own account {_ranks(sorted(alone))} hold the same as all ranks, and others hold something else: "
+            "give alike= on all ranks"
         )
     return None
+
+
+def _said(one: Division | None) -> str:
+    if one is None:
+        return "nothing, for it is no rank of this save"
+    return "the same as all ranks" if one.alike is None else f"the same as {_ranks(list(one.alike))}"
+
+
+def _unlike(by_writer: Mapping[int, Division], members: list[int]) -> str | None:
+    """Find differences of structure among ranks that were meant to be alike."""
+    first, rest = members[0], members[1:]
+    model = by_writer[first]
+    others = [writer for writer in rest if _shape(by_writer[writer]) != _shape(model)]
+    if others:
+        same_names = all(by_writer[writer].names == model.names for writer in others) and bool(model.names)
+        why = (
+            "the names are the same, so that the ranks were meant to be alike: sizes, dtypes, ties or layouts of "
+            "parameters, or which of them are frozen, have to be the same on all of them"
+            if same_names
+            else "names, sizes or ties of parameters, which of them are frozen, or what optimizers keep for them; if "
+            "these ranks are meant to hold different things, such as stages of a pipeline or experts, say which ones "
+            "hold the same: alike=mesh['dp'], or alike=[rank] where each holds its own"
+        )
+        return f"the state of {_ranks(others)} has another structure than that of rank {first} ({why})"
+    lost = {writer: _not_in(by_writer[writer], model) for writer in rest}
+    if names := sorted({name for missing in lost.values() for name in missing}):
+        writers = [writer for writer, missing in lost.items() if missing]
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return (
+            f"{_ranks(writers)} hold{'s' if len(writers) == 1 else ''} tensors that rank {first} does not have, "
+            f"{', '.join(map(repr, names[:_NAMED]))}{more}, and of tensors in plain containers those of rank {first} "
+            "alone are stored; if these ranks are meant to hold different things, such as stages of a pipeline, say "
+            "which ones hold the same: alike=mesh['dp'], or alike=[rank] where each holds its own"
+        )
+    return None
+
+
+def _not_in(one: Division, model: Division) -> list[str]:
+    """Return names that ``one`` has and ``model`` has not, of those that would have been chosen for its sketch."""
+    bound = max(map(_order, model.loose)) if model.num_loose > len(model.loose) else None
+    return [name for name in one.loose if name not in model.loose and (bound is None or _order(name) < bound)]
+
+
+def _other_values(by_writer: Mapping[int, Division]) -> str | None:
+    """Find a tensor that ranks hold alike by its name, and not by its values."""
+    first: dict[str, tuple[int, str]] = {}
+    differing: dict[str, list[int]] = {}
+    for writer in sorted(by_writer):
+        for name, digest in by_writer[writer].samples.items():
+            if first.setdefault(name, (writer, digest))[1] != digest:
+                differing.setdefault(name, []).append(writer)
+    if not differing:
+        return None
+    names = list(differing)
+    model = first[names[0]][0]
+    writers = sorted({writer for name in names for writer in differing[name]})
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    other = by_writer[writers[0]].alike
+    advice = "" if other is None or model in other else "; what different ranks hold needs different names"
+    return (
+        f"{_ranks(writers)} and rank {model} hold different values of {', '.join(map(repr, names[:_NAMED]))}{more}, "
+        f"but parameters and their optimizer state are stored once for all ranks{advice}"
+    )
 
 
 def _shape(one: Division) -> tuple[int, str]:

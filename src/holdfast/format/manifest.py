@@ -108,7 +108,8 @@ class Manifest:
     Attributes:
         run_id: run it belongs to; None for a checkpoint saved on its own.
         checkpoint_id: unique id of this very checkpoint.
-        parent: checkpoint id of the one that this run continued from, if any.
+        parent: checkpoint id of the newest one that this training had when this one was begun: saved before it, or
+            resumed from.
         attempt: number of the attempt within the run; (attempt, step) orders the checkpoints of a run.
         step: optimizer steps trained.
         epoch: epoch, possibly with a fraction.

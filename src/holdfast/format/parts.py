@@ -6,13 +6,14 @@ files whose names tell nothing (those of users): if the commit never comes, it s
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .._log import get_logger
 from ..errors import CheckpointError, CorruptCheckpointError, StorageNotFoundError
 from ..storage.base import Storage
+from ..storage.local import door_of
 from ..storage.ops import errors_of
 from .commit import PartSummary, read_manifest
 from .manifest import MAX_MANIFEST_BYTES
@@ -38,7 +39,7 @@ __all__ = [
     "sweep_planned",
 ]
 
-_LOG = logging.getLogger("holdfast.format")
+_LOG = get_logger("format")
 _PART, _PLAN, _STAGED = "part-", "plan-", "staged-"
 
 
@@ -111,8 +112,8 @@ def remove_part(storage: Storage, directory: str, save_id: str, writer: int) -> 
     """Remove the part of one writer, its part file first: a part that is named is whole."""
     part = read_part(storage, directory, save_id, writer)
     if part is not None:
-        for path in (part_name(writer, save_id), *(entry.path for entry in part.files)):
-            storage.delete(join(directory, path))
+        storage.delete(join(directory, part_name(writer, save_id)))
+        storage.delete_many([join(directory, entry.path) for entry in part.files])
         storage.tidy(directory)
 
 
@@ -159,8 +160,9 @@ def read_plan(storage: Storage, directory: str, name: str) -> tuple[tuple[str, .
 def clear_planned(storage: Storage, directory: str, name: str, paths: Iterable[str]) -> None:
     """Remove planned files, the directories made for them, and last the plan itself. Safe to repeat."""
     parents = set()
-    for path in sorted(paths):
-        storage.delete(join(directory, path))
+    paths = sorted(paths)
+    storage.delete_many([join(directory, path) for path in paths])
+    for path in paths:
         while path := path.rpartition("/")[0]:
             parents.add(path)
     for parent in sorted(parents, key=len, reverse=True):
@@ -208,17 +210,19 @@ def sweep_passing(storage: Storage, directory: str, start_ids: Iterable[str]) ->
     except CheckpointError as error:
         _LOG.warning("%s/%s: remains in it are left alone: %s", storage.uri, directory, error)
         return []
-    for name in sorted(stale, key=lambda name: (is_passing(name), name)):
-        storage.delete(join(directory, name))
+    for passing in (False, True):
+        storage.delete_many([join(directory, name) for name in sorted(stale) if is_passing(name) is passing])
     return sorted(stale)
 
 
 def _names(storage: Storage, directory: str) -> set[str]:
     """List a directory; on a disk without looking at each file, for there may be thousands and a start waits."""
-    if storage.local_root is not None:
+    if (there := door_of(storage)) is not None:
+        door, prefix = there
         with errors_of("list", directory):
             try:
-                return set(os.listdir(os.path.join(storage.local_root, directory)))
+                with door.listed(f"{prefix}/{directory}" if prefix else directory) as folder:
+                    return set(os.listdir(folder.fd))
             except FileNotFoundError:
                 return set()
     skip = len(directory) + 1

@@ -290,6 +290,8 @@ def describe(value: Any) -> str:
     elif isinstance(value, type) or hasattr(value, "__code__"):
         name = f"{name} {getattr(value, '__qualname__', '')}".rstrip()
         advice = "code is not stored: save a name and look it up after loading"
+    elif advice_of_kind := _GENERATORS.get((kind.__module__, name)):
+        advice = advice_of_kind
     else:
         plain = next((base.__name__ for base in kind.__mro__[1:] if base in _PLAIN_BASES), None)
         convert = f"convert it with {plain}(...)" if plain else "convert it to plain data (dict, list, numbers, text)"
@@ -297,4 +299,9 @@ def describe(value: Any) -> str:
     return f"{name} cannot be saved: {advice}; or pass unsupported='drop' to leave it out"
 
 
+_GENERATORS = {
+    ("numpy.random._generator", "Generator"): "save its bit_generator.state, and assign that after a resume",
+    ("numpy.random.mtrand", "RandomState"): "save its get_state(), and give that to set_state() after a resume",
+    ("random", "Random"): "save its getstate(), and give that to setstate() after a resume",
+}
 _PLAIN_BASES = frozenset({dict, list, tuple, set, frozenset, int, float, str, bytes})

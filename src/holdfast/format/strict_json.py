@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from ..errors import CorruptCheckpointError
 
-__all__ = ["BIG_INT_BITS", "MAX_BYTES", "MAX_DEPTH", "dumps", "encode_big_int", "loads", "paused_gc"]
+__all__ = ["BIG_INT_BITS", "MAX_BYTES", "MAX_DEPTH", "check_depth", "dumps", "encode_big_int", "loads", "paused_gc"]
 
 MAX_BYTES = 2 << 30
 MAX_DEPTH = 640
@@ -23,6 +23,8 @@ MAX_DEPTH = 640
 BIG_INT_BITS = 2048
 """Integers beyond this are written as hex: Python limits decimal digits (at the least to 640), never hex ones."""
 
+_MANY = 1_000_000
+_DENSE = 5  # bytes for each list or object in a file that has many: a pair of small numbers takes six
 # Brackets become +1 and -1 (as signed bytes); everything else is deleted before.
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -121,14 +123,27 @@ def loads(
     if len(data) > max_bytes:
         raise _corrupt(where, f"{len(data)} bytes are more than the {max_bytes} that such a file may have")
     data = bytes(data)
-    # No more brackets than levels: nothing to measure (small files, the usual case).
-    if data.count(b"[") + data.count(b"{") > max_depth and (depth := _depth(data)) > max_depth:
-        raise _corrupt(where, f"nested {depth} levels deep, at most {max_depth} are read")
+    check_depth(data, max_depth=max_depth, where=where)
+    if len(data) > _MANY and (num := data.count(b"[") + data.count(b"{")) > max(_MANY, len(data) // _DENSE):
+        num = sum(map(_outside_strings(data).count, (b"[", b"{")))
+        if num > max(_MANY, len(data) // _DENSE):
+            raise _corrupt(where, f"{num} lists and objects in {len(data)} bytes, of which each takes fifty in memory")
     try:
         with paused_gc():
             return _DECODER.decode(data.decode())
     except (ValueError, RecursionError) as error:
         raise _corrupt(where, f"not the JSON that was written ({error})") from error
+
+
+def check_depth(data: bytes, *, max_depth: int, where: str) -> None:
+    """Refuse JSON that nests deeper, before any parser recurses.
+
+    Raises:
+        CorruptCheckpointError: it does.
+    """
+    # No more brackets than levels: nothing to measure (small files, the usual case).
+    if data.count(b"[") + data.count(b"{") > max_depth and (depth := _depth(data)) > max_depth:
+        raise _corrupt(where, f"nested {depth} levels deep, at most {max_depth} are read")
 
 
 def _corrupt(where: str, what: str) -> CorruptCheckpointError:
@@ -137,10 +152,13 @@ def _corrupt(where: str, what: str) -> CorruptCheckpointError:
 
 def _depth(data: bytes) -> int:
     """Return how deep brackets nest outside of strings, in linear time and without recursion."""
+    return max(accumulate(array("b", _outside_strings(data).translate(_STEPS, _NOT_BRACKETS))), default=0)
+
+
+def _outside_strings(data: bytes) -> bytes:
     if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    outside = b"".join(data.split(b'"')[::2])
-    return max(accumulate(array("b", outside.translate(_STEPS, _NOT_BRACKETS))), default=0)
+    return b"".join(data.split(b'"')[::2])
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 from pathlib import Path
 
+from .._log import get_logger
+
 __all__ = ["move_aside", "unused"]
 
-_LOG = logging.getLogger("holdfast.integrations")
+_LOG = get_logger("integrations")
 _ASIDE = ".before-holdfast"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from .._ranks import current_ranks
 from ..checkpoint.handle import Checkpoint
 from ..checkpointer.rendezvous import meet
+from ..config import ValidationTaskConfig
 from ..errors import CheckpointNotFoundError, ConfigError
 from ..runtime.types import CheckpointUploadMode
 from ..runtime.worker.reflink import clone_tree
@@ -79,7 +80,7 @@ def report_finished(
     *,
     inside: str,
     delete: bool = False,
-    validation: bool | Mapping[str, Any] = False,
+    validation: bool | Mapping[str, Any] | ValidationTaskConfig = False,
     timeout_s: float = _TIMEOUT_S,
 ) -> None:
     """Report what a framework has written, from inside the function trainer; every rank calls this, equally often.
@@ -111,7 +112,7 @@ def report_finished(
         session.report(metrics, validation=validation)
         return
     place = session.new_place(f"finished-{next(_numbers)}-{session.rank}")
-    root = session.context.get_storage().storage_filesystem
+    root = session.context.get_storage().storage
     if root is None or root.local_root is None:
         claim(os.path.dirname(place))
     os.makedirs(place)

@@ -25,10 +25,12 @@ class Grafted:
         BASES: "module:class" for each name the framework has, the preferred first. Those whose top module is imported
             are used; the first that is installed, if none is.
         EXTRA: extra of Holdfast that brings the framework.
+        ALONE: take the first of them only: classes that call each other's methods with ``super()`` do not mix.
     """
 
     BASES: ClassVar[Sequence[str]] = ()
     EXTRA: ClassVar[str] = ""
+    ALONE: ClassVar[bool] = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an object of a class that has the framework's among its bases."""
@@ -55,7 +57,7 @@ def _bases(cls: type[Grafted]) -> list[type]:
     if not here:
         here = [base for base in cls.BASES if importlib.util.find_spec(_package(base))][:1] or list(cls.BASES[:1])
     found = []
-    for base in here:
+    for base in here[:1] if cls.ALONE else here:
         module, _, name = base.partition(":")
         found.append(getattr(require(module, extra=cls.EXTRA, purpose=f"{cls.__module__}.{cls.__qualname__}"), name))
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import uuid
@@ -12,6 +11,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from .._log import get_logger
 from .._ranks import current_ranks
 from ..checkpoint.catalog import Catalog
 from ..checkpoint.handle import Checkpoint
@@ -32,7 +32,7 @@ from .verified import newest_sound
 
 __all__ = ["DirectoryKeeper"]
 
-_LOG = logging.getLogger("holdfast.integrations")
+_LOG = get_logger("integrations")
 _Keeper = TypeVar("_Keeper", bound="DirectoryKeeper")
 _LEASE_S = 60.0
 _MAX_PENDING = 2  # directories on their way; their files may be the only copies left, on the framework's disk
@@ -140,7 +140,7 @@ class DirectoryKeeper:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the committed checkpoints of the run, newest first."""
-        return [Checkpoint.at(self.storage, record.name) for record in Catalog(self.storage).records()]
+        return [Checkpoint.at(self.storage, name) for name in Catalog(self.storage).names()]
 
     def best(self, metric: str | None = None, *, mode: str | None = None) -> Checkpoint | None:
         """Return the best checkpoint by ``metric`` (default: the one ``keep`` ranks by), None if none has a value."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from .._log import get_logger
 from ..checkpointer.loop import Checkpointer
 from ..errors import ConfigError
 from .keras_random import capture, restore
@@ -16,7 +16,7 @@ from .scalars import scalars
 
 __all__ = ["FitRun"]
 
-_LOG = logging.getLogger("holdfast.keras")
+_LOG = get_logger("keras")
 _open: weakref.WeakValueDictionary[str, FitRun] = weakref.WeakValueDictionary()
 
 

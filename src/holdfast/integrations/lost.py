@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from dataclasses import dataclass, replace
 
+from .._log import get_logger
 from ..checkpoint.remains import INCOMING
 from ..checkpointer.passing import PASSING, passing_error, state_of
 from .aside import unused
@@ -14,7 +14,7 @@ from .places import STAGED
 
 __all__ = ["Lost"]
 
-_LOG = logging.getLogger("holdfast.integrations")
+_LOG = get_logger("integrations")
 _ASIDE = "_holdfast-lost-"
 
 

@@ -7,13 +7,13 @@ A framework that asks the file system whether a name is free, as Lightning's ``M
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from .._log import get_logger
 from ..checkpoint.handle import Checkpoint
 from ..checkpointer.passing import PASSING, state_of
 from ..errors import StorageError
@@ -21,7 +21,7 @@ from .aside import move_aside
 
 __all__ = ["drop_link", "followed", "is_marker", "mark", "unmark"]
 
-_LOG = logging.getLogger("holdfast.integrations")
+_LOG = get_logger("integrations")
 _FIRST = b"Holdfast marker: "
 _REMOTE_NAME = "_holdfast-marker"
 

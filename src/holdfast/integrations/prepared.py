@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from .._log import get_logger
 from ..errors import ConfigError, UnsupportedStateError
 
 __all__ = ["OneByOne", "objects_of", "own_loader", "say_late", "told_when_last"]
 
-_LOG = logging.getLogger("holdfast.accelerate")
+_LOG = get_logger("accelerate")
 _LOADER = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
            "prefetch_factor", "persistent_workers")  # fmt: skip
 

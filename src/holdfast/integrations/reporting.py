@@ -11,6 +11,7 @@ from typing import Any
 from .._ranks import current_ranks
 from ..checkpoint.handle import Checkpoint
 from ..checkpointer.rendezvous import Alone, Meeting, meet
+from ..config import ValidationTaskConfig
 from ..errors import ConfigError
 from ..runtime.types import CheckpointUploadMode
 from ..runtime.worker.session import Session, current_session
@@ -30,7 +31,7 @@ def reporting(
     *,
     sharded: bool = False,
     upload_mode: CheckpointUploadMode = CheckpointUploadMode.ASYNC,
-    validation: bool | Mapping[str, Any] = False,
+    validation: bool | Mapping[str, Any] | ValidationTaskConfig = False,
     timeout_s: float = _TIMEOUT_S,
 ) -> Iterator[str]:
     """Give an empty directory to write a checkpoint into, and report it with ``metrics`` when the block ends.
@@ -84,7 +85,7 @@ def _check_here(directory: str) -> None:
 
 
 def _is_remote(session: Session) -> bool:
-    root = session.context.get_storage().storage_filesystem
+    root = session.context.get_storage().storage
     return root is None or root.local_root is None
 
 

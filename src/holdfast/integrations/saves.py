@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from .._log import get_logger
 from .._ranks import current_ranks
 from ..checkpoint.handle import Checkpoint
 from ..checkpointer import SaveHandle, load, save_async
@@ -35,7 +35,7 @@ from .verified import newest_sound
 
 __all__ = ["Saves"]
 
-_LOG = logging.getLogger("holdfast.integrations")
+_LOG = get_logger("integrations")
 _downloads = contextlib.ExitStack()  # the path is all that the user keeps
 atexit.register(_downloads.close)
 

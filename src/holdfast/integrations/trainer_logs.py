@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import glob
-import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .._log import get_logger
 from .places import last_change
 from .scalars import scalars
 
@@ -17,7 +17,7 @@ __all__ = [
     "written",
 ]  # fmt: skip
 
-_LOG = logging.getLogger("holdfast.transformers")
+_LOG = get_logger("transformers")
 _NOT_METRICS = ("total_flos",)
 
 

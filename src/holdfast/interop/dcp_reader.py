@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ..checkpoint.handle import Checkpoint
+from ..checkpoint.newest import newest_of_run
 from ..errors import ConfigError
 from ..format.boxes import Box
 from ..format.index import Piece
@@ -67,7 +68,7 @@ class HoldfastReader(Placed, StorageReader):
         if self.path is None:
             raise ConfigError("HoldfastReader needs a path: HoldfastReader(path), or dcp.load(..., checkpoint_id=path)")
         self._close()
-        of = Checkpoint(self.path)
+        of = newest_of_run(Checkpoint(self.path))
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         source = self._source = Source(of.storage.child(of.directory), rank=rank, verify=self.verify)
         entries: dict[str, Any] = {}

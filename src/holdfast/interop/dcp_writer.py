@@ -23,7 +23,7 @@ from ..checkpointer.identity import manifest_fields, new_start_id
 from ..errors import CheckpointExistsError, ConfigError, UnsupportedStateError
 from ..format.boxes import Box
 from ..format.codec import dumps
-from ..format.commit import PartSummary, commit, sweep
+from ..format.commit import PartSummary, Replaced, commit, look_before
 from ..format.names import MANIFEST_NAME
 from ..state.arrays import check_tensor, dtype_name
 from ..state.sharded import is_spread, local_tensor
@@ -71,6 +71,7 @@ class HoldfastWriter(Placed, StorageWriter):
         self.path = None if path is None else os.fspath(path)
         self.overwrite, self.step, self.metrics = overwrite, step, dict(metrics or {})
         self._rank = 0
+        self._replaced = Replaced()
 
     def storage_meta(self) -> StorageMeta | None:
         """Describe this save to the planner."""
@@ -96,9 +97,9 @@ class HoldfastWriter(Placed, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Remove what a save that died has left; no rank writes before this returns."""
+        """Look at what saves that died have left, which goes after the commit; no rank writes before this returns."""
         target = self._target()
-        sweep(target.storage, target.directory)
+        self._replaced = look_before(target.storage, target.directory)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -162,7 +163,7 @@ class HoldfastWriter(Placed, StorageWriter):
             target.directory,
             {**fields, "world_size": world_size},
             sorted(parts, key=lambda part: part.writer),
-            overwrite=self.overwrite,
+            overwrite=self._replaced if self.overwrite or self._replaced.etag == "" else None,
         )
 
     def _target(self) -> Checkpoint:

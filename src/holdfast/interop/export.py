@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.handle import Checkpoint
+from ..checkpoint.newest import newest_of_run
 from ..errors import ConfigError
 from .sink import Folder
 from .source import Source
@@ -65,7 +66,7 @@ def export(
     file has its name only when it is whole.
 
     Args:
-        checkpoint: path, URI or `Checkpoint`.
+        checkpoint: path, URI or `Checkpoint`; of a run its newest checkpoint is taken.
         destination: path or URI: a file for "torch" and (if it ends with ".safetensors") "safetensors", else a
             directory.
         to: "safetensors" (weights of one item under their names), "hf" (the same as Hugging Face Transformers lays it
@@ -96,7 +97,7 @@ def export(
         raise ConfigError(f"cannot export to {to!r}: use one of {', '.join(FORMATS)}")
     if to in ("torch", "dcp") and (item is not None or max_shard_size is not None):
         raise ConfigError(f"item and max_shard_size are for safetensors and hf, not for {to}: use only=... (--only)")
-    of = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+    of = newest_of_run(checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint))
     target = Checkpoint(destination)
     text = os.fspath(destination)
     is_file = to == "torch" or (to == "safetensors" and text.endswith(".safetensors"))

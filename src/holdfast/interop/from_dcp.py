@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ..checkpoint._location import Stream
 from ..errors import CorruptCheckpointError, StorageNotFoundError
 from ..format.boxes import Box
 from ..format.names import MANIFEST_NAME, check_links, check_path
@@ -20,6 +19,7 @@ from ..state.torch_file import tensor_bytes
 from ..state.torch_plain import from_plain
 from ..storage.base import FileReader
 from ..storage.local import LocalStorage
+from ..storage.stream import InputStream
 from .blobs import Blob
 from .boxes import Part, assemble
 from .gathered import Gathered
@@ -128,7 +128,7 @@ class _Slice(FileReader):
         self._reader, self._offset, self.size = reader, offset, length
 
     def stream(self) -> io.BufferedReader:
-        return io.BufferedReader(Stream(self), 1 << 16)
+        return io.BufferedReader(InputStream(self), 1 << 16)
 
     def read_into(self, offset: int, view: memoryview) -> None:
         self._reader.read_into(self._offset + offset, view)

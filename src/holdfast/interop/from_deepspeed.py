@@ -21,6 +21,7 @@ from ..format.names import MANIFEST_NAME, SIDECARS
 from ..state.arrays import dtype_name
 from .blobs import Blob
 from .gathered import Gathered, mapped_ranges, streamed
+from .links import own_file
 from .unpickle import read_torch
 
 __all__ = ["from_deepspeed", "is_deepspeed"]
@@ -59,7 +60,7 @@ def from_deepspeed(folder: str, *, trusted: bool = False) -> Gathered:
     if not models:
         raise UnsupportedStateError(f"{folder} has no *_model_states.pt: it is no checkpoint of DeepSpeed")
     optimizers = _by_rank(folder, names, _OPTIMIZER)
-    heads = [read_torch(os.path.join(folder, name), trusted=trusted) for name in models]
+    heads = [read_torch(own_file(folder, name), trusted=trusted) for name in models]
     gathered = Gathered()
     head = heads[0]
     if not isinstance(head, Mapping):
@@ -75,7 +76,7 @@ def from_deepspeed(folder: str, *, trusted: bool = False) -> Gathered:
     rest = {key: value for key, value in head.items() if key not in _OWN and value is not None}
     if "lr_scheduler" in rest:
         rest["scheduler"] = rest.pop("lr_scheduler")
-    gathered.values(rest, mapped=mapped_ranges(os.path.join(folder, models[0])))
+    gathered.values(rest, mapped=mapped_ranges(own_file(folder, models[0])))
     step = head.get("global_steps")
     gathered.step = step if type(step) is int and step >= 0 else None
     if optimizers or head.get("optimizer") is not None:
@@ -88,12 +89,12 @@ def _tag_folder(folder: str) -> str:
     path = os.path.join(folder, _LATEST)
     if not os.path.exists(path):
         return folder
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with open(own_file(folder, _LATEST), encoding="utf-8", errors="replace") as file:
         tag = file.read(4096).strip()
     found = os.path.join(folder, tag)
     if os.path.isabs(tag) or ".." in tag.split("/") or not os.path.isdir(found):
         raise CorruptCheckpointError(f"{path} names {tag!r}, and there is no such folder beside it", file=_LATEST)
-    return found
+    return own_file(folder, tag)
 
 
 def _refuse_parts(folder: str, names: list[str]) -> None:
@@ -131,7 +132,7 @@ def _weights(
     folder: str, heads: list[Any], models: list[str], optimizers: list[str], *, trusted: bool
 ) -> dict[str, Blob]:
     head, found = heads[0], dict[str, Blob]()
-    of_model = [mapped_ranges(os.path.join(folder, name)) for name in models]
+    of_model = [mapped_ranges(own_file(folder, name)) for name in models]
     module, buffers = head.get("module") or {}, frozenset(head.get("buffer_names") or ())
     shapes = head.get("param_shapes")
     if not optimizers or not shapes:  # without ZeRO the module's own weights are all there is
@@ -163,7 +164,7 @@ def _flat_groups(folder: str, names: list[str], *, trusted: bool) -> tuple[list[
     """Return the flat float32 groups of each rank, and the stage."""
     found, stage = [], 0
     for name in names:
-        path = os.path.join(folder, name)
+        path = own_file(folder, name)
         state = read_torch(path, trusted=trusted).get("optimizer_state_dict")
         if not isinstance(state, Mapping):
             raise CorruptCheckpointError(f"{path} holds no state of ZeRO", file=name)

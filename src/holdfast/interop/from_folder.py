@@ -21,6 +21,7 @@ from .boxes import WINDOW
 from .from_dcp import from_dcp
 from .from_torch import take_optimizers
 from .gathered import Gathered, mapped_ranges
+from .links import own_file
 from .to_dcp import METADATA_NAME
 from .to_safetensors import INDEX_NAME, WEIGHTS_NAME
 from .unpickle import read_torch
@@ -90,7 +91,7 @@ def from_hf(folder: str, stack: ExitStack, *, trusted: bool = False) -> Gathered
         weights = _indexed(folder, f"{_BIN}.index.json") or [name for name in (_BIN,) if name in names]
         used |= {*weights, f"{_BIN}.index.json"}
         for name in weights:
-            state.setdefault("model", {}).update(_torch_file(os.path.join(folder, name), mapped, trusted=trusted))
+            state.setdefault("model", {}).update(_torch_file(own_file(folder, name), mapped, trusted=trusted))
             source["model"] = _first_of((f"{_BIN}.index.json", _BIN), names)
     for name in names:
         label = _part_of(name)
@@ -100,19 +101,19 @@ def from_hf(folder: str, stack: ExitStack, *, trusted: bool = False) -> Gathered
         if name.endswith(".safetensors"):
             models[label] = _blobs(folder, [name], stack, gathered)
         else:
-            _take(state, label, os.path.join(folder, name), mapped, gathered, trusted=trusted)
+            _take(state, label, own_file(folder, name), mapped, gathered, trusted=trusted)
         if label in models or label in state:
             source[label] = name
     if "trainer_state.json" in names:
         used.add("trainer_state.json")
-        state["trainer_state"] = told = _json(os.path.join(folder, "trainer_state.json"))
+        state["trainer_state"] = told = _json(own_file(folder, "trainer_state.json"))
         step = told.get("global_step") if isinstance(told, dict) else None
         gathered.step = step if type(step) is int else None
     _finish(gathered, state, models, mapped)
     for name, key in _SHARDED.items():
         if key not in gathered.tree and os.path.isfile(os.path.join(folder, name, METADATA_NAME)):
             used.add(name)
-            gathered.join(from_dcp(os.path.join(folder, name), stack), inside=name)
+            gathered.join(from_dcp(own_file(folder, name), stack), inside=name)
             source[key] = name
     source = {part: name for part, name in source.items() if part in gathered.tree}
     gathered.not_taken += [(name, _why_not(os.path.join(folder, name), source)) for name in names if name not in used]
@@ -189,7 +190,7 @@ def _indexed(folder: str, name: str) -> list[str] | None:
     path = os.path.join(folder, name)
     if not os.path.exists(path):
         return None
-    with open(path, "rb") as file:
+    with open(own_file(folder, name), "rb") as file:
         body = loads(file.read(_MAX_INDEX), max_bytes=_MAX_INDEX, where=path)
     home = body.get("weight_map") if isinstance(body, dict) else None
     if not isinstance(home, dict):
@@ -198,10 +199,10 @@ def _indexed(folder: str, name: str) -> list[str] | None:
 
 
 def _blobs(folder: str, files: list[str], stack: ExitStack, gathered: Gathered) -> dict[str, Blob]:
-    storage = LocalStorage(folder)
     found: dict[str, Blob] = {}
     for file in files:
-        reader = stack.enter_context(storage.open(file))
+        head, tail = os.path.split(own_file(folder, file))
+        reader = stack.enter_context(LocalStorage(head).open(tail))
         for name, entry in read_header(reader, os.path.join(folder, file))[1].items():
             dtype = _TORCH.get(entry.dtype)
             if dtype is None:

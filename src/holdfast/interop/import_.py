@@ -11,7 +11,7 @@ from ..checkpoint.handle import Checkpoint
 from ..checkpointer.identity import manifest_fields, new_start_id
 from ..errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
 from ..format.codec import dumps
-from ..format.commit import PartSummary, commit, sweep
+from ..format.commit import PartSummary, commit, look_before
 from ..format.names import MANIFEST_NAME
 from .from_dcp import from_dcp
 from .from_deepspeed import from_deepspeed, is_deepspeed
@@ -106,12 +106,7 @@ def import_checkpoint(
         except RecursionError as error:
             raise CorruptCheckpointError(f"{of.uri}: values in it are nested too deeply, or hold themselves") from error
         gathered.tie_equal()
-        sweep(target.storage, target.directory)
-        try:
-            _write(gathered, target, overwrite=overwrite)
-        except BaseException:
-            sweep(target.storage, target.directory)  # files without a manifest are nothing
-            raise
+        _write(gathered, target, overwrite=overwrite)
     return Imported(
         checkpoint=target, source=of.uri, format=kind, taken=tuple(gathered.taken), not_taken=tuple(gathered.not_taken)
     )
@@ -157,20 +152,27 @@ def _gather(path: str, kind: str, stack: ExitStack, *, trusted: bool) -> Gathere
 
 
 def _write(gathered: Gathered, target: Checkpoint, *, overwrite: bool) -> None:
+    # Nobody holds a lease here: what others have left, or are about to commit, goes after a commit that shuts them out.
+    replaced = look_before(target.storage, target.directory)
     writer = PartWriter(target.storage, target.directory, f"{new_start_id()}-1")
-    part = writer.write(gathered.rows, gathered.aliases)
-    state = writer.state(dumps(gathered.tree if "$" not in gathered.tree else _escaped(gathered.tree)))
-    fields = manifest_fields(
-        run_id=None,
-        checkpoint_id=uuid.uuid4().hex,
-        parent=None,
-        attempt=1,
-        step=gathered.step,
-        epoch=gathered.epoch,
-        metrics={},
-    )
-    summary = PartSummary(writer=0, files=(*part.files, state))
-    commit(target.storage, target.directory, fields, [summary], overwrite=overwrite)
+    try:
+        part = writer.write(gathered.rows, gathered.aliases)
+        state = writer.state(dumps(gathered.tree if "$" not in gathered.tree else _escaped(gathered.tree)))
+        fields = manifest_fields(
+            run_id=None,
+            checkpoint_id=uuid.uuid4().hex,
+            parent=None,
+            attempt=1,
+            step=gathered.step,
+            epoch=gathered.epoch,
+            metrics={},
+        )
+        summary = PartSummary(writer=0, files=(*part.files, state))
+        allowed = replaced if overwrite or replaced.etag == "" else None
+        commit(target.storage, target.directory, fields, [summary], overwrite=allowed)
+    except BaseException:
+        writer.discard()
+        raise
 
 
 def _escaped(tree: dict[str, object]) -> dict[str, object]:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
+from ..errors import CheckpointError, HoldfastError
 from ..format.boxes import Box
-from ..format.commit import PartSummary
+from ..format.commit import PartSummary, read_manifest
 from ..format.digest import ChunkHasher, bytes_digest, file_digest
 from ..format.index import Index, Piece, TensorEntry
 from ..format.layout import header_bytes, order_key
 from ..format.manifest import FileEntry
-from ..format.names import join
+from ..format.names import join, save_id_of
 from ..storage.base import Storage
 from .blobs import Blob
 from .sink import Blocks
@@ -87,6 +89,20 @@ class PartWriter:
         entry = FileEntry(path=name, size=len(data), digest=bytes_digest(data), role=role, writer=self._rank)
         self._entries.append(entry)
         return entry
+
+    def discard(self) -> None:
+        """Remove what was written, after a failure, unless a manifest has it by now. What fails here stays."""
+        with suppress(HoldfastError):
+            try:
+                listed = {entry.path for entry in read_manifest(self._storage, self._directory).files}
+            except CheckpointError:
+                listed = set()
+            skip = len(self._directory) + 1 if self._directory else 0
+            names = [info.path[skip:] for info in self._storage.list(self._directory, recursive=False)]
+            own = {name for name in names if save_id_of(name) == self._save_id}
+            if not own & listed:
+                for name in sorted(own):
+                    self._storage.delete(join(self._directory, name))
 
     def _groups(self, rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
         """Assign tensors to files: one for each item of the state, and more where they would grow too large."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import datetime
 import io
+import os
 import pathlib
 import pickle
+import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict, defaultdict, deque
 from functools import cache
@@ -22,7 +24,7 @@ import numpy as np
 import torch
 from torch._weights_only_unpickler import _get_allowed_globals
 
-from ..errors import CorruptCheckpointError, UnsupportedStateError
+from ..errors import CorruptCheckpointError, HoldfastError, UnsupportedStateError
 
 __all__ = ["MAX_METADATA", "Opaque", "is_zip", "read_metadata", "read_torch", "read_torch_stream"]
 
@@ -52,6 +54,8 @@ _ALLOWED_IN_METADATA = {
 MAX_METADATA = 2 << 30
 _HAS_OBJECTS = 1  # of the flags of a dtype: NPY_ITEM_REFCOUNT
 _ZIP = b"PK\x03\x04"
+_UNPACKED = 4  # times its size, that an archive may unpack to
+_SMALL = 64 << 20
 
 
 # The reader in Python, because in that one it can be said whose state a pickle may set.
@@ -178,11 +182,23 @@ class _ForeignDtype(Opaque):
     hasobject = False
 
 
+class _Version(str):
+    """A version of torch, which becomes the text it is."""
+
+    __slots__ = ()
+
+    def __new__(cls, text: Any = "") -> Any:
+        if not isinstance(text, str):  # the text of anything else may be endless
+            raise _Crafted(f"it makes a version of a {type(text).__name__}: refused")
+        return str(text)
+
+
 @cache
 def _plain_globals() -> dict[str, Any]:
     """Return what builds plain data: what torch's own reader knows, and a little more."""
     known: dict[str, Any] = {
         **_get_allowed_globals(),
+        "builtins.bytearray": _bytearray,
         "collections.deque": deque,
         "collections.defaultdict": defaultdict,
         "builtins.frozenset": frozenset,
@@ -194,6 +210,7 @@ def _plain_globals() -> dict[str, Any]:
         "datetime.datetime": datetime.datetime,
         "datetime.timedelta": datetime.timedelta,
         "pathlib.PosixPath": pathlib.PosixPath,
+        "torch.torch_version.TorchVersion": _Version,
         "numpy.ndarray": _ARRAY,
         "numpy.dtype": _dtype,
     }
@@ -305,6 +322,7 @@ def read_torch(path: str, *, trusted: bool = False) -> Any:
 
     Raises:
         UnsupportedStateError: it is no file of torch, or one that can only be read by running it.
+        CorruptCheckpointError: it claims more than a file of its size can hold.
     """
     mmap = is_zip(path)
     try:
@@ -312,11 +330,17 @@ def read_torch(path: str, *, trusted: bool = False) -> Any:
             return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
         with open(path, "rb") as file:
             _refuse_code(file, path)
+        if mmap and _refuse_bomb(path):
+            raise pickle.UnpicklingError("it makes a bytearray")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         refused = error
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, ImportError, OSError) as error:
-        raise UnsupportedStateError(f"{path}: torch cannot read it ({type(error).__name__}: {error})") from error
+    except HoldfastError:
+        raise
+    except Exception as error:  # a damaged pickle fails in any way
+        raise UnsupportedStateError(
+            f"{path}: torch cannot read it ({type(error).__name__}: {_first_line(error)})"
+        ) from error
     if not mmap:
         # Files of before torch 1.6, and plain pickles: the format has no tensors apart from the pickle.
         raise UnsupportedStateError(
@@ -368,6 +392,34 @@ def _refuse_code(stream: Any, name: str) -> None:
             "...)), or, if you trust who wrote it, import it with trusted=True (--trusted)"
         )
     stream.seek(start)
+
+
+def _refuse_bomb(path: str) -> bool:
+    """Refuse an archive that unpacks to far more than it is.
+
+    Returns:
+        Whether its pickle makes a bytearray, which torch's own reader makes of any size that a pickle asks for: then
+        ours has to read it.
+
+    Raises:
+        CorruptCheckpointError: it unpacks to more than a file of this size can justify.
+    """
+    size = os.path.getsize(path)
+    with zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+        # `torch.save` compresses nothing, so honest files unpack to less than they have.
+        if (total := sum(one.file_size for one in records)) > max(_UNPACKED * size, _SMALL):
+            raise CorruptCheckpointError(
+                f"{path} has {size} bytes and would unpack to {total}: no program that saves tensors writes this"
+            )
+        pickled = [one for one in records if one.filename.endswith("data.pkl")]
+        return any(b"bytearray" in archive.read(one) for one in pickled)
+
+
+def _bytearray(data: Any = b"", *how: Any) -> bytearray:
+    if not isinstance(data, (bytes, bytearray, str, list)):
+        raise _Crafted(f"it makes a bytearray of {str(data)[:40]} bytes out of nothing: refused")
+    return bytearray(data, *how)
 
 
 def is_zip(path: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 import traceback
 from typing import Any
@@ -10,11 +9,12 @@ from typing import Any
 import cloudpickle
 
 from .. import errors
+from .._log import get_logger
 from ..writer.messages import error_from_json
 
 __all__ = ["RemoteTraceback", "error_from_wire", "error_to_wire"]
 
-_LOG = logging.getLogger("holdfast.runtime")
+_LOG = get_logger("runtime")
 _MAX_PICKLE = 8 << 20  # an exception that holds a model is told in words only
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from ..checkpoint.handle import Checkpoint
 from ..errors import ConfigError
 from ..storage.base import Storage
+from ..storage.local import as_given
 from ..storage.resolve import from_description
 
 __all__ = ["TravellingSecrets", "checkpoint_at", "describe_location", "learn_secrets", "open_root", "pack_secrets"]
@@ -34,7 +35,7 @@ def open_root(told: Mapping[str, Any]) -> Storage:
     Raises:
         ConfigError: it lives in the memory of another process.
     """
-    return _storage(told).child(told["name"])
+    return as_given(_storage(told).child(told["name"]))
 
 
 def pack_secrets(*storages: Storage) -> bytes:

@@ -87,12 +87,26 @@ def unpack_call(data: bytes) -> tuple[Callable[..., Any], Any]:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle sends along what a function may mean by ``torch`` and ``.ops``: ``torch.ops``, no plain module."""
+    """cloudpickle sends along what a function may mean by ``torch`` and ``.ops``: ``torch.ops``, no plain module.
+
+    A checkpoint in the memory of this process travels with its files.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
+        handle = sys.modules.get("holdfast.checkpoint.handle")  # what is not loaded has made no checkpoint
+        if handle is not None and type(obj) is handle.Checkpoint and obj.storage.describe() is None:
+            return _reduce_checkpoint(obj)
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
             return importlib.import_module, (obj.__name__,)
         return super().reducer_override(obj)
+
+
+def _reduce_checkpoint(checkpoint: Any) -> tuple[Any, ...]:
+    from .values import pack_checkpoint, unpack_checkpoint
+
+    if not checkpoint.uri.startswith("memory://"):
+        raise ConfigError(f"{checkpoint.uri} is in a file system that only this process knows; copy it to a directory")
+    return unpack_checkpoint, (pack_checkpoint(checkpoint),)
 
 
 def _dumps(value: Any) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..checkpoint.handle import Checkpoint
 
-__all__ = ["CheckpointUploadMode", "ReportedCheckpoint", "ReportedCheckpointStatus"]
+__all__ = ["CheckpointConsistencyMode", "CheckpointUploadMode", "ReportedCheckpoint", "ReportedCheckpointStatus"]
 
 
 class CheckpointUploadMode(Enum):
@@ -23,6 +23,16 @@ class CheckpointUploadMode(Enum):
 
     NO_UPLOAD = "NO_UPLOAD"
     """The directory lies in the run's storage already and is committed where it is."""
+
+
+class CheckpointConsistencyMode(Enum):
+    """What `get_all_reported_checkpoints` waits for."""
+
+    COMMITTED = "COMMITTED"
+    """Commits of what was reported before."""
+
+    VALIDATED = "VALIDATED"
+    """Their validations as well."""
 
 
 class ReportedCheckpointStatus(Enum):

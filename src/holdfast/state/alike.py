@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .meta import home_of
-from .sharded import is_spread, spread_types
+from .sharded import is_spread
 from .values import ObjectNode, TensorRef
 
 if TYPE_CHECKING:
@@ -18,9 +18,8 @@ __all__ = ["place_alike"]
 
 
 def place_alike(matcher: Matcher, saved: Any, live: Any) -> None:
-    """Plan reading each stored tensor that ``live.state_dict()`` has spread over ranks; the others are left alone."""
-    if spread_types():
-        _walk(matcher, saved, live.state_dict())
+    """Plan reading each stored tensor that the state of an object has spread over ranks; others are left alone."""
+    _walk(matcher, saved, live)
 
 
 def _walk(matcher: Matcher, saved: Any, live: Any) -> None:

@@ -150,5 +150,5 @@ def array_from_tensor(tensor: torch.Tensor, node: Mapping[str, Any]) -> Any:
         if dtype.hasobject:
             raise CorruptCheckpointError("a stored array claims to hold Python objects: refused")
         return tensor.reshape(-1).numpy().view(dtype).reshape([int(size) for size in node["sh"]])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise CorruptCheckpointError(f"a stored array cannot be rebuilt: {error}") from error

@@ -12,7 +12,6 @@ an accelerator by a stand-in.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .._log import get_logger
 from ..writer.arena import Arena
 from ..writer.side import Side
 from .flatten import Flat
@@ -29,7 +29,7 @@ from .staging import arena_tensor, stage
 
 __all__ = ["DeviceCopies", "needed"]
 
-_LOG = logging.getLogger("holdfast.state")
+_LOG = get_logger("state")
 _PINNED_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device context
 
 

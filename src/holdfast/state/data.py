@@ -14,7 +14,6 @@ still may, as it would without Holdfast).
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from .._log import get_logger
 from ..errors import ConfigError, StateMismatchError
 from .clone import clone_of
 from .order import MapOrder
@@ -32,7 +32,7 @@ from .split import split_of
 
 __all__ = ["ResumableBatches"]
 
-_logger = logging.getLogger("holdfast.data")
+_logger = get_logger("data")
 _END = object()
 
 
@@ -60,6 +60,7 @@ class ResumableBatches:
         world_size: number of ranks, to count samples over all of them.
         split: deal the samples of a map-style loader out to all ranks, or as (rank, num_ranks) says, if its sampler
             knows nothing of ranks; False: each rank gets all of them.
+        remarks: say what is worth knowing about this loader; False for one that is only counted.
 
     Raises:
         ConfigError: what is to be split cannot be, or the loader hides its position.
@@ -84,6 +85,7 @@ class ResumableBatches:
         rank: int = 0,
         world_size: int = 1,
         split: bool | tuple[int, int] = False,
+        remarks: bool = True,
     ) -> None:
         self.kind = _kind(loader)
         self._loader = loader
@@ -117,7 +119,8 @@ class ResumableBatches:
             self._seek(here)
         if self._seed != seed:
             self._say(f"epoch {epoch} was begun with data seed {self._seed}: it is finished with that one, not {seed}")
-        self._remarks()
+        if remarks:
+            self._remarks(split)
 
     @property
     def samples(self) -> int:
@@ -280,7 +283,7 @@ class ResumableBatches:
             raise StateMismatchError(
                 f"the data position was saved from a loader of kind {position['kind']!r}, this "
                 f"{type(self._loader).__name__} is of kind {self.kind!r}: use the same kind of loader until the epoch "
-                f"is over, or load without the data position"
+                f"is over, or take the state alone into a new run (holdfast.load(checkpoint, state) before it begins)"
             )
 
     def _seek(self, position: Mapping[str, Any]) -> None:
@@ -308,18 +311,28 @@ class ResumableBatches:
                     f"{name} is {now[name]!r}, was {begun[name]!r} when epoch {self._epoch} was begun: "
                     f"the rest of the epoch cannot hold each sample exactly once"
                 )
-        if int(begun.get("replicas", position.get("world_size", order.replicas))) == order.replicas:
+        before = int(begun.get("replicas", position.get("world_size", order.replicas)))
+        if before == order.replicas:
             return
         if not self._done:
-            self._say(elsewhere({**position, "inner": {**begun, **now}}, self._world_size), once=True)
+            # Ranks that get the same samples (of one tensor-parallel group, or one pipeline) count once.
+            told = {**position, "world_size": before, "inner": {**begun, **now}}
+            self._say(elsewhere(told, order.replicas), once=True)
         if not order.divides:
             self._samples -= self._samples % order.replicas
 
-    def _remarks(self) -> None:
-        if self._order is not None and self._world_size > 1 and self._order.replicas == 1:
+    def _remarks(self, split: bool | tuple[int, int]) -> None:
+        meant = isinstance(split, tuple)
+        if self._order is not None and self._world_size > 1 and self._order.replicas == 1 and not meant:
             self._say("every rank gets the same samples: give the loader a DistributedSampler to split them", once=True)
         if self._order is not None and not getattr(self._loader, "in_order", True):
             self._say("in_order=False is not used: a position is a prefix of the order", once=True)
+        if self.kind == "count" and getattr(self._loader, "persistent_workers", False):
+            self._say(
+                "persistent_workers=True over a data set without indices: what its workers remember of earlier epochs "
+                "is lost by a resume, later epochs may differ. Use persistent_workers=False, or a map-style data set",
+                once=True,
+            )
         if not self._seed_samples and getattr(self._loader, "num_workers", None) != 0:
             self._say(
                 "seed_samples=False: sample ids are exact after a resume, random augmentation in workers is not",

@@ -7,7 +7,9 @@ works with. A desk is a memfd: no file system, no limit of /dev/shm, nothing lef
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import functools
 import mmap
 import os
 import secrets
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..storage._local_io import address_of
+from ..writer.arena import can_share_memory
 
 __all__ = ["Desk", "PeerDesk", "can_share", "node_name", "pauses"]
 
@@ -31,7 +34,18 @@ _PAUSE_S = (50e-6, 2e-3)
 
 def can_share() -> bool:
     """Tell whether this platform has what desks need."""
-    return hasattr(os, "memfd_create") and hasattr(os, "pidfd_open") and os.path.isdir("/proc/self/fd")
+    return can_share_memory() and _can_watch() and os.path.isdir("/proc/self/fd")
+
+
+@functools.cache
+def _can_watch() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except AttributeError:
+        return False
+    except OSError as error:
+        return error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES)
+    return True
 
 
 def node_name() -> str:

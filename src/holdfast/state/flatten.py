@@ -20,9 +20,11 @@ from ..errors import UnsupportedStateError
 from ..format.codec import MAX_NESTING, encode
 from ..format.scalars import is_text
 from . import arrays, metrics, optim, rng, sharded
+from .groups import parallel_group
+from .in_order import ask_in_order, state_of
 from .names import Modules, canonical_keys, parameter_names, stored_parameters, unwrap
 from .rows import take_rows
-from .values import PerRank
+from .values import Attrs, PerRank
 
 __all__ = ["Flat", "flatten"]
 
@@ -49,6 +51,8 @@ class Flat:
         regions: position -> what part of a tensor lies there, for tensors that are spread over ranks. One that a rank
             holds several boxes of has several positions, with one name.
         replicated: positions of tensors that all ranks hold alike; found only when asked for.
+        loose: positions of tensors in plain containers, of which one rank stores its own; found only when asked for.
+        groups: ranks of the meshes and process groups of the state; found only when asked for.
         dropped: paths left out because of ``unsupported="drop"``.
     """
 
@@ -62,6 +66,8 @@ class Flat:
     own: list[int] = field(default_factory=list)
     regions: dict[int, sharded.Region] = field(default_factory=dict)
     replicated: list[int] = field(default_factory=list)
+    loose: list[int] = field(default_factory=list)
+    groups: set[tuple[int, ...]] = field(default_factory=set)
     dropped: list[str] = field(default_factory=list)
 
 
@@ -83,6 +89,8 @@ def flatten(state: Mapping[Any, Any], *, unsupported: str = "raise", rank: int =
         )
     modules: Modules = {}  # kept, because it takes long to go through them
     walker = _Walker(parameter_names(state, modules), modules, drop=unsupported == "drop", rank=rank, shared=shared)
+    if shared:
+        walker.asked = ask_in_order(state)
     walker.flat.tree = walker.mapping(state if isinstance(state, dict) else dict(state), "", "")
     if shared:
         if walker.flat.per_rank:
@@ -104,6 +112,8 @@ class _Walker:
         self.listed = frozenset({torch.Tensor, *self.spread})
         self.regions = sharded.Regions()
         self.owned = False  # within a value that each rank stores for itself
+        self.asked: dict[str, tuple[Any, Any]] = {}  # objects by name, with what their `state_dict` gave
+        self.inner: list[range] = []  # positions of what objects hold
 
     # -- containers and objects
 
@@ -173,6 +183,8 @@ class _Walker:
             return value
         if kind is dict or kind is OrderedDict:
             return self.mapping(value, name, path)
+        if kind is Attrs:
+            return self.mapping(dict(value), name, path)
         leaf = self._leaf(value, name, path)
         if leaf is not NotImplemented:
             return leaf
@@ -213,11 +225,14 @@ class _Walker:
         if isinstance(value, torch.optim.Optimizer) and optim.is_plain(value):
             return self._optimizer(value, name, path)
         if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-            return self._object(value, "object", value.state_dict(), name, path)
+            return self._object(value, "object", state_of(value, self.asked, name), name, path)
         return NotImplemented
 
     def _object(self, value: Any, kind: str, state: Any, name: str, path: str) -> dict[str, Any]:
+        start = len(self.flat.names)
         tree = self.value(state, name, f"{path}.state_dict()")
+        if self.shared:
+            self.inner.append(range(start, len(self.flat.names)))
         return {"$": "object", "type": type(value).__name__, "kind": kind, "state": tree}
 
     def _own(self, value: Any, name: str, path: str) -> Any:
@@ -233,6 +248,9 @@ class _Walker:
         named = optim.to_named(optimizer, self.parameter_names)
         start = len(self.flat.names)
         node = self._object(optimizer, "optimizer", named, name, path)
+        if self.spread and (layouts := optim.odd_layouts(optimizer, self.parameter_names, self.spread)):
+            prefix = f"{name}/state/" if name else "state/"
+            node["spread"] = {prefix + key: layout for key, layout in layouts.items()}
         added = self.flat.names[start:]
         self.flat.optimized.update(added, (key for group in named["param_groups"] for key in group["params"]))
         if self.shared:
@@ -257,6 +275,8 @@ class _Walker:
     def _module(self, module: nn.Module, name: str, path: str) -> dict[str, Any]:
         if metrics.is_metric(module):
             return self._object(module, "metric", metrics.metric_state(module), name, path)
+        if self.shared and (group := parallel_group(module)) is not None:
+            self.flat.groups.add(group)
         module = unwrap(module)
         sharded.check_module(module, f"state{path}")
         raw = module.state_dict()
@@ -357,7 +377,14 @@ class _Walker:
     def settle_replicated(self) -> None:
         """Correct what was taken for replicated by its place by what tensors say of themselves."""
         regions = self.flat.regions
+        held = bytearray(len(self.flat.names))
+        for rows in self.inner:
+            held[rows.start : rows.stop] = b"\1" * len(rows)
+        for number in (*self.flat.own, *regions):
+            held[number] = 1
+        self.flat.loose = [number for number, is_held in enumerate(held) if not is_held] if 0 in held else []
         if regions:
+            self.flat.groups.update({region.spread.ranks for region in regions.values()})
             everywhere = {number for number, region in regions.items() if region.everywhere}
             self.flat.replicated = sorted(everywhere.union(self.flat.replicated).difference(regions) | everywhere)
             for number in everywhere:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,15 +17,17 @@ from torch import nn
 
 from . import arrays, metrics, rng
 from .alike import place_alike
+from .in_order import ask_in_order, state_of
 from .match_rank import match_per_rank, match_rng
 from .names import parameter_names
 from .optim import is_plain
 from .selection import Selection, covers
+from .sharded import spread_types
 from .stored import Stored
 from .targets import Targets
 from .values import ObjectNode, PerRank, PerRankNode, TensorRef
 
-__all__ = ["Matcher", "Problems"]
+__all__ = ["Matcher", "Problems", "holds_live"]
 
 
 @dataclass(slots=True)
@@ -51,7 +54,7 @@ class Matcher:
 
     Attributes:
         targets: what is read where.
-        actions: what to run after the reading, in order.
+        actions: what to run after the reading, in order; `handovers` come behind them.
         last: what to run at the very end (generators).
         problems: what does not fit.
         restored: paths of what will be restored.
@@ -68,12 +71,16 @@ class Matcher:
         cast: torch.dtype | None = None,
         rank: int = 0,
         device: torch.device | None = None,
+        added: frozenset[str] = frozenset(),
     ) -> None:
+        self._added = added  # paths that the live side need not have: their values are made anew
         self.stored, self.selection, self.allow_missing, self.rank = stored, selection, allow_missing, rank
         self.device = device  # where to put what has no memory yet
         self.notes: list[str] = []
         self.targets = Targets(stored, cast)
         self.actions: list[Callable[[], object]] = []
+        self._asked: dict[str, tuple[Any, Any]] = {}  # objects by path, with what their `state_dict` gave
+        self._handovers: list[tuple[str, list[Callable[[], object]]]] = []
         self.last: list[Callable[[], None]] = []
         self.problems = Problems()
         self.restored: list[str] = []
@@ -90,6 +97,8 @@ class Matcher:
     def run(self, into: Mapping[Any, Any]) -> Any:
         """Match the whole state; returns the value `load` gives back, to be filled by reading and actions."""
         self.parameter_names = parameter_names(into)
+        if spread_types():
+            self._asked = ask_in_order(into, self.takes)
         return self._mapping(into, self.stored.tree, "")
 
     def takes(self, path: str) -> bool:
@@ -116,6 +125,30 @@ class Matcher:
             return match_per_rank(self, live, saved, path)
         if isinstance(live, torch.Generator):
             return self._generator(live, saved, path)
+        if has_state(live):
+            begun = len(self.actions)
+            found = self._with_state(live, saved, path)
+            self._handovers.append((path, self.actions[begun:]))
+            del self.actions[begun:]
+            return found
+        if isinstance(live, Mapping):
+            if isinstance(saved, ObjectNode) and saved.kind != "optimizer":
+                saved = saved.state  # the live side is the state_dict() of what was saved as an object
+            if isinstance(saved, Mapping) or holds_live(live.values()) or "param_groups" in live:
+                return self._mapping(live, saved, path)
+        if isinstance(live, (list, tuple, deque)) and holds_live(live):
+            return self._sequence(live, saved, path)
+        return self.fresh(saved, path) if self.takes(path) else live
+
+    def handovers(self, *, sort: bool) -> Iterator[Callable[[], object]]:
+        """Yield what hands objects their state, in the order of the live state or, with ``sort``, of their paths.
+
+        Objects may use collectives in ``load_state_dict``: ranks whose dicts have another order would wait for ever.
+        """
+        for _, actions in sorted(self._handovers, key=itemgetter(0)) if sort else self._handovers:
+            yield from actions
+
+    def _with_state(self, live: Any, saved: Any, path: str) -> Any:
         if isinstance(live, nn.Module) and not metrics.is_metric(live):
             from .match_module import match_module
 
@@ -124,16 +157,7 @@ class Matcher:
             from .match_optim import match_optimizer
 
             return match_optimizer(self, live, saved, path)
-        if has_state(live):
-            return self._object(live, saved, path)
-        if isinstance(live, Mapping):
-            if isinstance(saved, ObjectNode) and saved.kind != "optimizer":
-                saved = saved.state  # the live side is the state_dict() of what was saved as an object
-            if isinstance(saved, Mapping) or _holds_live(live.values()) or "param_groups" in live:
-                return self._mapping(live, saved, path)
-        if isinstance(live, (list, tuple, deque)) and _holds_live(live):
-            return self._sequence(live, saved, path)
-        return self.fresh(saved, path) if self.takes(path) else live
+        return self._object(live, saved, path)
 
     def _mapping(self, live: Mapping[Any, Any], saved: Any, path: str) -> Any:
         if not isinstance(saved, Mapping):
@@ -148,7 +172,7 @@ class Matcher:
                 self.read(saved[key], value, f"{path}/{key}")
             self.restored.append(path)
             return OrderedDict(live) if type(saved) is OrderedDict else dict(live)
-        simple = not _holds_live(live.values()) and not any(map(has_node, saved.values()))
+        simple = not holds_live(live.values()) and not any(map(has_node, saved.values()))
         if path and simple and not self.selection.partly(path):
             return self.fresh(saved, path) if self.takes(path) else live
         result: Any = defaultdict(saved.default_factory) if isinstance(saved, defaultdict) else type(saved)()
@@ -169,7 +193,7 @@ class Matcher:
                 self.lacks(value, where)
         for (where, _), (key, value) in available.items():
             if self.takes(where) and not self._taken_elsewhere(where):
-                if _is_live_kind(value):
+                if _is_live_kind(value) and not (where in self._added and _is_value(value)):
                     self.problems.unexpected.append(where)
                 else:
                     result[key] = self.fresh(value, where)
@@ -282,8 +306,8 @@ class Matcher:
             return live
         # A dict is what the object's own state_dict() gave, saved in its place.
         content = saved.state if isinstance(saved, ObjectNode) else saved
-        if not metric:
-            place_alike(self, content, live)
+        if not metric and spread_types():
+            place_alike(self, content, state_of(live, self._asked, path))
         state = self.fresh(content, path)
         if metric:
             self.actions.append(lambda: self._note(path, metrics.restore_metric(live, self.filled(state))))
@@ -318,7 +342,7 @@ class Matcher:
         elif isinstance(value, Mapping):
             for item in value.values():
                 yield from self._refs(item)
-        elif not isinstance(value, (str, bytes)) and hasattr(value, "__iter__"):
+        elif isinstance(value, (list, tuple, set, frozenset, deque)) and not isinstance(value, torch.Size):
             for item in value:
                 if not isinstance(item, (int, float, str)):
                     yield from self._refs(item)
@@ -354,21 +378,30 @@ def _is_live_kind(value: Any) -> bool:
     )
 
 
+def _is_value(value: Any) -> bool:
+    """Tell whether a stored value can be made anew: tensors and plain data, but no object's state."""
+    if isinstance(value, Mapping):
+        return all(map(_is_value, value.values()))
+    if isinstance(value, (list, tuple, deque)):
+        return all(map(_is_value, value))
+    return not has_node(value)
+
+
 def has_node(value: Any) -> bool:
     """Tell whether a stored value is an object's state."""
     return isinstance(value, (ObjectNode, PerRankNode))
 
 
-def _holds_live(values: Any) -> bool:
+def holds_live(values: Any) -> bool:
     """Tell whether a container holds anything that is restored in place."""
     for value in values:
         if isinstance(value, (torch.Tensor, PerRank)) or value is rng.RNG or has_state(value) or arrays.is_array(value):
             return True
-        if isinstance(value, Mapping) and _holds_live(value.values()):
+        if isinstance(value, Mapping) and holds_live(value.values()):
             return True
         if isinstance(value, torch.Generator):
             return True
-        if isinstance(value, (list, tuple, deque)) and not isinstance(value, torch.Size) and _holds_live(value):
+        if isinstance(value, (list, tuple, deque)) and not isinstance(value, torch.Size) and holds_live(value):
             return True
     return False
 

@@ -57,10 +57,10 @@ def match_module(matcher: Matcher, live: nn.Module, saved: Any, path: str) -> nn
         # Extra state may have another size each time: no shape to compare.
         if not isinstance(value, torch.Tensor) or not isinstance(ref, TensorRef) or _is_extra(key):
             copies[key] = matcher.fresh(ref, where)
-        elif in_place and not value.is_meta and ((local := local_tensor(value)).data_ptr() in own or not local.numel()):
+        elif in_place and not (local := local_tensor(value)).is_meta and (local.data_ptr() in own or not local.numel()):
             if matcher.read(ref, value, where):
                 direct[key] = value
-        elif in_place and memory is not None and value.is_meta and (made := memory.make(key)) is not None:
+        elif in_place and memory is not None and local.is_meta and (made := memory.make(key)) is not None:
             if matcher.read(ref, made, where):
                 direct[key] = made
         else:
@@ -78,7 +78,8 @@ def match_module(matcher: Matcher, live: nn.Module, saved: Any, path: str) -> nn
     if memory is not None:
         matcher.actions.append(memory.install)
     if copies:
-        assign = not in_place and any(isinstance(value, torch.Tensor) and value.is_meta for value in raw.values())
+        tensors = [local_tensor(value) for value in raw.values() if isinstance(value, torch.Tensor)]
+        assign = not in_place and any(one.is_meta for one in tensors)
         matcher.actions.append(lambda: _load_rest(module, direct, matcher.filled(copies), assign=assign))
     elif direct:
         matcher.actions.append(lambda: _run_hooks(module))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 
 from . import arrays
 from .meta import home_of
-from .optim import apply_groups, live_names, state_device
+from .optim import apply_groups, empty_beside, live_names, state_device
 from .selection import covers
 from .sharded import is_spread
 from .values import ObjectNode, TensorRef
@@ -46,7 +47,8 @@ def match_optimizer(matcher: Matcher, live: Optimizer, saved: Any, path: str) ->
     for group, row in zip(live.param_groups, rows, strict=True):
         for param, name in zip(group["params"], row, strict=True):
             if name in known:
-                fresh[param] = _one(matcher, live, group, param, states.get(name, {}), f"{path}/state/{name}")
+                where = f"{path}/state/{name}"
+                fresh[param] = _one(matcher, live, group, param, states.get(name, {}), where, saved.spread)
             elif not matcher.takes(f"{path}/state/{name}"):
                 continue
             elif covers(matcher.allow_missing, name) or covers(matcher.allow_missing, f"{path}/state/{name}"):
@@ -54,6 +56,8 @@ def match_optimizer(matcher: Matcher, live: Optimizer, saved: Any, path: str) ->
             else:
                 matcher.problems.missing.append(f"{path}/state/{name}")
     _unused(matcher, known - {name for row in rows for name in row}, path)
+    if matcher.takes(f"{path}/param_groups"):
+        _check_hyper(matcher, live, groups, path)
 
     def put_back() -> None:
         for param, values in fresh.items():
@@ -71,6 +75,28 @@ def match_optimizer(matcher: Matcher, live: Optimizer, saved: Any, path: str) ->
         matcher.fresh(group, path)
     matcher.restored.append(path)
     return live
+
+
+def _check_hyper(matcher: Matcher, live: Optimizer, groups: Sequence[Mapping[str, Any]], path: str) -> None:
+    """Find hyper-parameters that cannot take the place of the live ones: tensors for numbers, or of other shapes."""
+    for key in {key for group in groups for key in group}:
+        mine = [group[key] for group in live.param_groups if key in group]
+        for value in (group[key] for group in groups if key in group):
+            shape = tuple(matcher.stored.entry(value.name).shape) if isinstance(value, TensorRef) else ()
+            for one in mine:
+                if not isinstance(one, torch.Tensor):
+                    fits = math.prod(shape) == 1 or not isinstance(one, (int, float))
+                elif isinstance(value, TensorRef):
+                    fits = shape == tuple(one.shape) or math.prod(shape) == 1
+                else:
+                    fits = isinstance(value, (int, float))
+                if not fits:
+                    matcher.problems.wrong.append(
+                        f"{path}/param_groups/{key}: {one!r} in the state, "
+                        f"{f'a tensor of shape {list(shape)}' if isinstance(value, TensorRef) else repr(value)[:80]} "
+                        "in the checkpoint"
+                    )
+                    break
 
 
 def _wanted(matcher: Matcher, rows: list[list[str]], path: str) -> bool:
@@ -114,7 +140,13 @@ def _from_positions(saved: Mapping[Any, Any], rows: list[list[str]], kind: str) 
 
 
 def _one(
-    matcher: Matcher, live: Optimizer, group: dict[str, Any], param: torch.Tensor, saved: Mapping[str, Any], path: str
+    matcher: Matcher,
+    live: Optimizer,
+    group: dict[str, Any],
+    param: torch.Tensor,
+    saved: Mapping[str, Any],
+    path: str,
+    spread: Mapping[str, list[int | None]],
 ) -> dict[str, Any]:
     """Plan the state of one parameter; returns its values with placeholders."""
     have = live.state.get(param, {})
@@ -132,6 +164,8 @@ def _one(
         if not (isinstance(there, torch.Tensor) and there.dtype == dtype and there.shape == tuple(entry.shape)):
             if is_spread(param) and param.shape == tuple(entry.shape) and key != "step":
                 there = torch.empty_like(param, dtype=dtype, device=home_of(param, matcher.device))
+            elif hasattr(param, "device_mesh") and (item.name in spread or matcher.stored.in_boxes(entry)):
+                there = empty_beside(param, tuple(entry.shape), dtype, spread.get(item.name))
             else:
                 device = state_device(key, group, param)
                 there = torch.empty(

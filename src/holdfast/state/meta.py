@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from .._log import get_logger
+
 if TYPE_CHECKING:
     from .match import Matcher
 
 __all__ = ["Memory", "home_of", "without_memory"]
 
-_LOG = logging.getLogger("holdfast.state")
+_LOG = get_logger("state")
 
 
 def home_of(tensor: torch.Tensor, device: torch.device | None) -> torch.device:

@@ -33,9 +33,13 @@ def restore_metric(metric: Any, state: Mapping[str, Mapping[str, Any]]) -> list[
             problems.append(f"{path or 'metric'}: the checkpoint has no such metric; it starts empty")
             one.reset()
             continue
+        there = {name for name, has in {**vars(one), **one._buffers, **one._defaults}.items() if not callable(has)}
         for name, value in state[path].items():
             if name == "_update_count":
                 one._update_count = value
+            elif name not in there or name.startswith("_"):
+                # Set anyway it could hide a method: what a checkpoint names is not to be trusted.
+                problems.append(f"{path or 'metric'}: it has no state {name!r} now")
             elif isinstance(value, torch.Tensor):
                 # A copy: metrics of a compute group share one stored tensor, and some add to it in place.
                 setattr(one, name, value.to(one.device, copy=True))

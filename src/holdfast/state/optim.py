@@ -7,12 +7,22 @@ without casts (torch's own ``load_state_dict`` turns float32 state of bfloat16 p
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["IMPLEMENTATION_FLAGS", "apply_groups", "is_plain", "live_names", "state_device", "to_named"]
+__all__ = [
+    "IMPLEMENTATION_FLAGS",
+    "apply_groups",
+    "empty_beside",
+    "is_plain",
+    "live_names",
+    "odd_layouts",
+    "state_device",
+    "to_named",
+]
 
 # How a step is computed on this device, not what it computes: the live optimizer's own choice stays.
 IMPLEMENTATION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -57,6 +67,55 @@ def to_named(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
         for group, row in zip(optimizer.param_groups, groups, strict=True)
     ]
     return {"state": state, "param_groups": hyper}
+
+
+def odd_layouts(optimizer: Optimizer, names: dict[int, str], kinds: tuple[type, ...]) -> dict[str, list[int | None]]:
+    """Return how state is spread over ranks that is not of the shape of its parameter (factored second moments).
+
+    Returns:
+        "parameter/key" -> for each dimension of the mesh the dimension that is sharded along it, or None.
+    """
+    found = {}
+    for group, row in zip(optimizer.param_groups, live_names(optimizer, names), strict=True):
+        for param, name in zip(group["params"], row, strict=True):
+            if isinstance(param, kinds):
+                whole: Any = param
+                kept: Any = optimizer.state.get(whole) or {}
+                for key, value in kept.items():
+                    placements = getattr(value, "placements", None) if isinstance(value, kinds) else None
+                    if placements is not None and tuple(value.shape) != tuple(whole.shape):
+                        found[f"{name}/{key}"] = [getattr(one, "dim", None) for one in placements]
+    return found
+
+
+def _tensor_package() -> Any:
+    try:
+        return importlib.import_module("torch.distributed.tensor")
+    except ImportError:
+        return importlib.import_module("torch.distributed._tensor")  # torch 2.4
+
+
+def empty_beside(
+    param: Any, shape: tuple[int, ...], dtype: torch.dtype, layout: list[int | None] | None
+) -> torch.Tensor:
+    """Make a tensor on the mesh of a parameter whose shape it has not.
+
+    Args:
+        param: spread over ranks.
+        shape: of the whole.
+        dtype: of the tensor.
+        layout: as in `odd_layouts`; None, or of another number of dimensions: as the parameter, where sizes agree.
+    """
+    kinds = _tensor_package()
+    Replicate, Shard = kinds.Replicate, kinds.Shard  # noqa: N806 - classes
+    if layout is None or len(layout) != param.device_mesh.ndim:
+        dims = (getattr(one, "dim", None) for one in param.placements)
+        layout = [
+            dim if dim is not None and dim < len(shape) and shape[dim] == param.shape[dim] else None for dim in dims
+        ]
+    placements = [Replicate() if dim is None or dim >= len(shape) else Shard(dim) for dim in layout]
+    made: torch.Tensor = kinds.empty(*shape, dtype=dtype, device_mesh=param.device_mesh, placements=placements)
+    return made
 
 
 def state_device(key: str, group: dict[str, Any], param: torch.Tensor) -> torch.device:

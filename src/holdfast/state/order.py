@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from ..errors import ConfigError
-from .seeding import Stream, index_id, mix
+from .seeding import Stream, generators_of, index_id, mix
 from .split import DealtSampler, Split, knows_its_rank
 
 __all__ = ["MapOrder"]
@@ -83,6 +83,10 @@ class MapOrder:
             self.recipe = dict(begun)
         self.divides = self._split is not None or (self.replicas == 1 and self._batch_sampler is None)
         self._known = None if self._batch_sampler is not None else self._known_order()
+        # Torch's own draws that no recipe describes (with replacement, part of an epoch, several rounds of it).
+        self._torchs_draws = (
+            self._known is None and self._batch_sampler is None and type(self._sampler) is RandomSampler
+        )
         self._draws_twice = self._known is None or self.recipe is None
 
     @property
@@ -122,12 +126,43 @@ class MapOrder:
                 yield group, [mix(key, index_id(index)) for index in group] if seeded else []
         else:
             # Numbered before they are dealt out: a sample's random numbers do not depend on how many ranks there are.
-            drawn = _numbered(self._drawn(self._sampler, _SAMPLES_AHEAD) if self._known is None else self._known)
-            own = (
-                split.deal(drawn, start) if split is not None else itertools.islice(drawn, start // self.replicas, None)
-            )
+            own = self._numbered_from(start)
             for pairs in self._gather(own):
                 yield [index for index, _ in pairs], [mix(key, index_id(index), nth) for index, nth in pairs]
+
+    def _numbered_from(self, start: int) -> Iterator[tuple[Any, int]]:
+        """Yield (index, how often it came before) of each sample of this rank, after ``start`` samples of all ranks."""
+        split, seen = self._split, Counter[int]()
+        if self._torchs_draws and (split is None or split.num_ranks == 1):
+            return _numbered(self._random_draws(skip=start // self.replicas, seen=seen), seen)
+        if self._torchs_draws:
+            source: Iterable[Any] = self._random_draws()
+        else:
+            source = self._drawn(self._sampler, _SAMPLES_AHEAD) if self._known is None else self._known
+        drawn = _numbered(source, seen)
+        return split.deal(drawn, start) if split is not None else itertools.islice(drawn, start // self.replicas, None)
+
+    def _random_draws(self, *, skip: int = 0, seen: Counter[int] | None = None) -> Iterator[int]:
+        """Draw as torch's `RandomSampler` does, a stretch at a time: an epoch may be as long as 10**10 samples.
+
+        Args:
+            skip: how many draws to leave out at the beginning.
+            seen: counts the indices that are left out.
+        """
+        sampler = self._sampler
+        length, wanted = len(sampler.data_source), sampler.num_samples
+        generator = torch.Generator().manual_seed(self._epoch_key)
+        done = 0
+        while done < wanted:
+            if sampler.replacement:
+                stretch = torch.randint(length, (min(_SAMPLES_AHEAD, wanted - done),), generator=generator)
+            else:
+                stretch = torch.randperm(length, generator=generator)[: wanted - done]
+            left_out = min(len(stretch), max(0, skip - done))
+            if left_out and seen is not None:
+                seen.update(stretch[:left_out].tolist())
+            done += len(stretch)
+            yield from stretch[left_out:].tolist()
 
     def _find_split(self, given: Split | None) -> Split | None:
         """Return how the order is dealt out: by a sampler that deals as we do, else as the caller wants it."""
@@ -174,22 +209,14 @@ class MapOrder:
         return {"order": "shuffle", "seed": self._epoch_key} if whole else None
 
     def _known_order(self) -> Sequence[int] | torch.Tensor | None:
-        """Return the whole order at once where the sampler is torch's own; None for anybody else's."""
+        """Return the whole order at once where a recipe describes it, else None."""
         sampler = self._sampler
-        if self.recipe is None and type(sampler) is not RandomSampler:
+        if self.recipe is None:
             return None
         length = len(sampler.dataset if _is_torchs_split(sampler) else sampler.data_source)
-        generator = torch.Generator()
-        if self.recipe is not None:
-            if self.recipe["order"] == "sequence":
-                return range(length)
-            return torch.randperm(length, generator=generator.manual_seed(int(self.recipe["seed"])))
-        generator.manual_seed(self._epoch_key)
-        wanted = sampler.num_samples
-        if sampler.replacement:
-            return torch.randint(length, (wanted,), generator=generator)
-        rounds = [torch.randperm(length, generator=generator) for _ in range(-(-wanted // length))]
-        return torch.cat(rounds)[:wanted]
+        if self.recipe["order"] == "sequence":
+            return range(length)
+        return torch.randperm(length, generator=torch.Generator().manual_seed(int(self.recipe["seed"])))
 
     def _slices(self, mine: Any) -> Iterator[list[Any]]:
         size = self._batch_size or 1
@@ -223,10 +250,7 @@ class MapOrder:
         It is run a stretch ahead at a time, inside its own stream of generators, so that endless samplers work and the
         generators are switched rarely.
         """
-        owners = (self._sampler, self._batch_sampler)
-        found = [getattr(owner, "generator", None) for owner in owners]
-        own = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
-        stream = Stream(self._epoch_key, list(own.values()))
+        stream = Stream(self._epoch_key, generators_of(self._sampler, self._batch_sampler))
         with stream:
             iterator = iter(source)
         while True:

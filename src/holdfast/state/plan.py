@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter, eq, is_
 
 import torch
@@ -46,6 +46,7 @@ class Signature:
     own: list[int]
     replicated: list[int]
     regions: dict[int, Region]
+    loose: list[int] = field(default_factory=list)
 
 
 def signature(flat: Flat) -> Signature:
@@ -60,6 +61,7 @@ def signature(flat: Flat) -> Signature:
         flat.own,
         flat.replicated,
         flat.regions,
+        flat.loose,
     )
 
 
@@ -74,6 +76,7 @@ def fits(sig: Signature, flat: Flat) -> bool:
         and sig.frozen == flat.frozen
         and sig.replicated == flat.replicated
         and sig.own == flat.own
+        and sig.loose == flat.loose
         and sig.regions == flat.regions
         and sig.aliases == _aliases(flat)
     )
@@ -165,6 +168,7 @@ class Layout:
         tensor_bytes: bytes of all tensors that are written, ties counted once.
         division: how the state is divided over the ranks; None for a rank that saves alone.
         sampled: positions of tensors whose values the ranks compare.
+        leader: the rank that stores what is not divided, for all that hold the same.
     """
 
     signature: Signature
@@ -175,6 +179,7 @@ class Layout:
     tensor_bytes: int
     division: Division | None = None
     sampled: tuple[int, ...] = ()
+    leader: int = 0
 
     def file_plans(self, save_id: str) -> tuple[FilePlan, ...]:
         """Describe the files of one save to the writer."""
@@ -205,6 +210,7 @@ def plan(
     num_ranks: int = 1,
     max_file_bytes: int = 4 << 30,
     stable: frozenset[str] = frozenset(),
+    alike: tuple[int, ...] | None = None,
 ) -> Layout:
     """Lay out a structure.
 
@@ -214,11 +220,12 @@ def plan(
         num_ranks: how many ranks write it together; what the others write has no place in this layout.
         max_file_bytes: a file is split when it would grow beyond this (one tensor is never split).
         stable: names of tensors observed not to change between saves; they get files of their own, as frozen ones do.
+        alike: the ranks that hold the same as this one, where others hold something else; None: all of them.
     """
     sizes = [dtype.itemsize * shape.numel() for dtype, shape in zip(sig.dtypes, sig.shapes, strict=True)]
     files: list[FileLayout] = []
     place: list[tuple[int, int]] = [(-1, -1)] * len(sizes)  # tensor -> (file number, offset in file)
-    share = share_of(sig, sizes, rank=rank, num_ranks=num_ranks) if num_ranks > 1 else None
+    share = share_of(sig, sizes, rank=rank, num_ranks=num_ranks, alike=alike) if num_ranks > 1 else None
     if share is None:
         _check_whole(sig)
     aliases = sig.aliases if share is None else share.aliases
@@ -241,7 +248,8 @@ def plan(
     offsets = [files[number].arena_offset + at if number >= 0 else -1 for number, at in place]
     tensor_bytes = sum(size for size, (at, _) in zip(sizes, place, strict=True) if at >= 0)
     sampled = () if share is None else share.sampled
-    return Layout(sig, files, offsets, sizes, max(end, BLOCK), tensor_bytes, division, sampled)
+    leader = 0 if alike is None else alike[0]
+    return Layout(sig, files, offsets, sizes, max(end, BLOCK), tensor_bytes, division, sampled, leader)
 
 
 def _check_whole(sig: Signature) -> None:
@@ -343,4 +351,7 @@ def _index(
                 name=name, dtype=dtype_name(sig.dtypes[number]), shape=shape, pieces=(*before, piece)
             )
     tied = {sig.names[number]: sig.names[original] for number, original in aliases.items()}
-    return Index(writer=rank, files=tuple(paths), tensors=tensors, aliases=tied, division=division).to_bytes()
+    told = (
+        None if division is None else replace(division, names="", loose=(), num_loose=0)
+    )  # of the summary of each save
+    return Index(writer=rank, files=tuple(paths), tensors=tensors, aliases=tied, division=told).to_bytes()

@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ import torch
 from ..errors import CorruptCheckpointError, StateMismatchError, StorageNotFoundError
 from ..format.digest import CHUNK
 from ..storage.base import FileReader, Storage
+from ..storage.together import together
 from ..writer.side import Side
 from .digests import Digests
 from .feed import BLOCK, Feed, split
@@ -40,6 +42,7 @@ Place = int | list[Pick]
 """Where the bytes of a range go: an address, or what picks from them."""
 
 _DIRECT = 4 * CHUNK  # a tensor with fewer whole chunks than this is not worth blocks of its own
+_FEW_BYTES = 8 << 20  # of a file: several such files at a store are read side by side
 BATCH = 32 << 20  # tensors that need a detour (other device, dtype, order) are read in batches of this size
 
 
@@ -91,19 +94,24 @@ def read_tensors(
     for request in requests:
         if request.nbytes:
             by_file.setdefault(request.file, []).append(request)
-    total = 0
+
+    def read(file: str) -> int:
+        total, rows = 0, sorted(by_file[file], key=attrgetter("offset"))
+        with _open(storage, file, rows) as reader, torch.no_grad():  # which every thread has to say for itself
+            job = _FileJob(reader, file, digests, side, progress)
+            for number, batch in enumerate(_apart(rows)):
+                # Shared blocks come in the order of the file, so only one pass can take from them.
+                job.shared = shared.file(file) if shared is not None and number == 0 else None
+                total += job.read_all(batch)
+        if shared is not None:
+            shared.done_with(file)
+        return total
+
+    few = [file for file, rows in by_file.items() if shared is None and sum(row.nbytes for row in rows) <= _FEW_BYTES]
+    beside = sorted(few) if storage.num_parallel > 1 else []
     with contextlib.closing(Side("holdfast-read")) as side:
-        for file in sorted(by_file):
-            rows = sorted(by_file[file], key=attrgetter("offset"))
-            with _open(storage, file, rows) as reader:
-                job = _FileJob(reader, file, digests, side, progress)
-                for number, batch in enumerate(_apart(rows)):
-                    # Shared blocks come in the order of the file, so only one pass can take from them.
-                    job.shared = shared.file(file) if shared is not None and number == 0 else None
-                    total += job.read_all(batch)
-            if shared is not None:
-                shared.done_with(file)
-    return total
+        total = sum(together(storage, [partial(read, file) for file in beside]))
+        return total + sum(read(file) for file in sorted(by_file.keys() - {*beside}))
 
 
 def _open(storage: Storage, file: str, rows: list[ReadRequest]) -> FileReader:

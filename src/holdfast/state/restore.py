@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import contextlib
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
 
-from ..errors import ConfigError, StateMismatchError
+from ..errors import ConfigError, HoldfastError, StateMismatchError
+from ..format.digest import bytes_digest
+from ..format.manifest import Manifest
 from ..format.strict_json import paused_gc
 from ..storage.base import Storage
 from .digests import Digests
@@ -37,6 +42,7 @@ class Loaded:
         not_restored: (path, why) of what was not.
         bytes_read: bytes read from the storage.
         notes: what is not simply as it was saved, because another number of ranks loads; a sentence each.
+        manifest: of the checkpoint.
     """
 
     state: Any
@@ -44,6 +50,7 @@ class Loaded:
     not_restored: list[tuple[str, str]] = field(default_factory=list)
     bytes_read: int = 0
     notes: list[str] = field(default_factory=list)
+    manifest: Manifest | None = None
 
 
 @paused_gc()
@@ -64,13 +71,20 @@ def load_state(
     world_size: int | None = None,
     progress: Callable[[int], None] | None = None,
     swap: Swap | None = None,
+    idle_names: bool = False,
+    added: Callable[[Any], Collection[str]] | None = None,
+    apart: tuple[int, ...] | None = None,
 ) -> Loaded:
     """Load the checkpoint at the root of ``storage``, or an opened one. See `holdfast.load` for the arguments.
 
     ``lenient`` names (or globs) what need not fit: the rest is checked as ever, and what does not fit is listed as not
     restored. With ``world_size``, the number of ranks that load, generators and values of single ranks follow the rules
     for another number of ranks than have saved. With ``swap`` all ranks load together, and those of one machine
-    read what several of them need once.
+    read what several of them need once. ``idle_names`` allows ``only`` and ``rename`` to name what the checkpoint has
+    not: a run that is started again with the same arguments has renamed it already. ``added`` finds, in the stored
+    tree, the paths of values that came into the state while it was trained: where ``into`` has none of them yet, they
+    come back as values. ``apart`` are the ranks that hold the same as this one, where others hold something else (None:
+    all hold the same): the checkpoint may have more than ``into`` then. With ``swap`` some rank has to have it.
 
     Raises:
         StateMismatchError: ``into`` and the checkpoint do not fit; nothing was changed.
@@ -79,34 +93,85 @@ def load_state(
     selection = Selection(only, skip, rename)
     allowed = (allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing)
     device = None if map_location is None else torch.device(map_location)
+    others = _Others(apart, rank, swap)
     try:
         stored = _opened(storage, rank, world_size, own_first=into is not None)
-        selection.check(paths(stored))
+        if not idle_names:
+            selection.check(paths(stored))
         if into is None:
             tree, requests = _plan_fresh(stored, selection, dtype, device)
             matcher = None
         else:
-            matcher = Matcher(stored, selection, allow_missing=allowed, cast=dtype, rank=rank, device=device)
+            matcher = Matcher(
+                stored, selection, allow_missing=allowed, cast=dtype, rank=rank, device=device,
+                added=frozenset(added(stored.tree) if added is not None else ()),
+            )  # fmt: skip
             state, requests = matcher.run(into), matcher.targets.requests
+            others.take(matcher)
             if strict and (refused := matcher.problems.without(tuple(lenient))):
                 raise _mismatch(refused, stored.storage.uri)
         digests = stored.digests_of({one.file for one in requests}) if verify else None
     except Exception:
         if swap is not None:
+            others.take(None)
             no_part(swap)
         raise
     with torch.no_grad():
         read = _read(stored, requests, digests, swap, progress=progress)
         if matcher is None:
-            return Loaded(fill(tree, stored.per_rank), bytes_read=read)
-        for action in matcher.actions:
+            return Loaded(fill(tree, stored.per_rank), bytes_read=read, manifest=stored.manifest)
+        for action in (*matcher.actions, *matcher.handovers(sort=world_size is not None and world_size > 1)):
             action()
         state = matcher.filled(state)
         for action in matcher.last:
             action()
     for kind in ("missing", "unexpected", "wrong"):
         matcher.not_restored.extend((entry, kind) for entry in getattr(matcher.problems, kind))
-    return Loaded(state, matcher.restored, matcher.not_restored, read, matcher.notes)
+    return Loaded(state, matcher.restored, matcher.not_restored, read, matcher.notes, stored.manifest)
+
+
+@dataclass(slots=True)
+class _Others:
+    """What other ranks have that hold something else: stored entries that do not fit here may be theirs."""
+
+    apart: tuple[int, ...] | None
+    rank: int
+    swap: Swap | None
+    asked: bool = False
+
+    def take(self, matcher: Matcher | None) -> None:
+        """Take what others have from what was not expected; once on all ranks, without a matcher where it failed."""
+        if self.apart is None or self.asked:
+            return
+        self.asked = True
+        entries = [] if matcher is None else _leaves(matcher.problems.unexpected, matcher.stored)
+        left: list[str] = []
+        if self.swap is not None:
+            # One rank speaks for those that hold the same.
+            keys = None if matcher is None or self.rank != self.apart[0] else [_key(one) for one in entries]
+            # Where this rank has failed, that is what has to be said.
+            with contextlib.suppress(*(() if matcher is not None else (HoldfastError, RuntimeError))):
+                told = [set(one) for one in self.swap("apart", keys) if one is not None]
+                nobody = set.intersection(*told) if told else set()
+                left = [one for one in entries if _key(one) in nobody]
+        if matcher is not None and (taken := len(entries) - len(left)):
+            matcher.problems.unexpected = left
+            matcher.notes.append(f"{taken} entries of the checkpoint are for other ranks, which hold something else")
+
+
+def _leaves(entries: Sequence[str], stored: Stored) -> list[str]:
+    """Return the tensors below some stored entries, which other ranks may know by more or less of their path."""
+    names = sorted(stored.refs)
+    found: list[str] = []
+    for entry in entries:
+        start = bisect_left(names, f"{entry}/")
+        below = list(takewhile(lambda name, entry=entry: name.startswith(f"{entry}/"), islice(names, start, None)))  # type: ignore[misc]
+        found.extend(below or [entry])
+    return sorted(set(found))
+
+
+def _key(entry: str) -> str:
+    return bytes_digest(entry.encode(errors="surrogatepass")).removeprefix("xxh3:")
 
 
 def _opened(storage: Storage | Stored, rank: int, world_size: int | None, *, own_first: bool) -> Stored:
@@ -155,7 +220,7 @@ def select(value: Any, path: str, selection: Selection) -> Any:
     """Leave out what is not wanted and rename what is; containers stay where anything in them is wanted."""
     if isinstance(value, ObjectNode):
         state = select(value.state, path, selection)
-        return value if state is value.state else ObjectNode(value.type, value.kind, state)
+        return value if state is value.state else replace(value, state=state)
     if not isinstance(value, dict):
         return value
     kept = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
@@ -213,7 +278,7 @@ def _live_refs(tree: Any, stored: Stored) -> list[TensorRef]:
             for item in value.values():
                 if not isinstance(item, (int, float, str)):
                     walk(item)
-        elif not isinstance(value, (str, bytes)) and hasattr(value, "__iter__") and not isinstance(value, torch.Size):
+        elif isinstance(value, (list, tuple, set, frozenset, deque)) and not isinstance(value, torch.Size):
             for item in value:
                 if not isinstance(item, (int, float, str)):
                     walk(item)
@@ -259,7 +324,10 @@ def _prefix_hint(missing: list[str], unexpected: list[str]) -> str | None:
             if other_item == item and other.endswith(key) and len(other) > len(key):
                 prefix = other[: len(other) - len(key)]
                 prefixed = {f"{one.partition('/')[0]}/{prefix}{one.partition('/')[2]}" for one in fewer}
-                if prefixed <= set(more):
+                # It has to explain everything: a name that merely ends alike is no prefix of a wrapper.
+                items = {one.partition("/")[0] for one in fewer}
+                rest = [one.partition("/")[2] for one in more if one.partition("/")[0] in items]
+                if prefixed <= set(more) and all(one.startswith(prefix) for one in rest):
                     advice = want.format(item=item + "/", prefix=prefix)
                     return f"names in the {have} carry the prefix {prefix!r}: pass {advice}"
     return None

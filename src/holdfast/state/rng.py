@@ -22,7 +22,17 @@ __all__ = ["REFUSALS", "RNG", "RngSentinel", "capture", "plain", "python_entry",
 _MASK = (1 << 64) - 1
 _WORDS = struct.Struct("<625I")  # 624 words of the Mersenne Twister and the position in them
 # What a malformed or foreign entry makes the setters below raise: it is listed as not restored, never half trusted.
-REFUSALS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, struct.error, ImportError)
+REFUSALS = (
+    KeyError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    AttributeError,
+    IndexError,
+    ArithmeticError,
+    struct.error,
+    ImportError,
+)
 
 
 def capture(*, devices: bool = True) -> dict[str, Any]:

@@ -18,7 +18,17 @@ import xxhash
 
 from . import rng
 
-__all__ = ["SampleKey", "SampleKeys", "SeededDataset", "Stream", "generators_kept", "index_id", "mix", "seed_all"]
+__all__ = [
+    "SampleKey",
+    "SampleKeys",
+    "SeededDataset",
+    "Stream",
+    "generators_kept",
+    "generators_of",
+    "index_id",
+    "mix",
+    "seed_all",
+]
 
 _MASK = (1 << 64) - 1
 _pack3 = struct.Struct("<QQQ").pack
@@ -70,21 +80,59 @@ def generators_kept() -> Iterator[None]:
         _put(before)
 
 
+def generators_of(*owners: object) -> list[Any]:
+    """Return the generators that these objects hold as attributes: torch's, NumPy's, python's; each one once.
+
+    Those named ``generator`` come first, the others in the order in which they were set.
+    """
+    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    named = [getattr(owner, "generator", None) for owner in owners]
+    others = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
+    return list({id(one): one for one in [*named, *others] if isinstance(one, kinds)}.values())
+
+
+def _take_own(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _put_own(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def _seed_own(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        bits.state = type(bits)(seed).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(seed & 0xFFFFFFFF)
+    else:
+        generator.seed(seed)
+
+
 class Stream:
     """A private course of the global generators: inside ``with stream:`` code draws from it, outside nobody does.
 
     Seeded at the first entry; each later entry goes on where the last one stopped. ``generators`` are further
-    `torch.Generator` objects that belong to the data side (a sampler's own) and are treated alike.
+    generators that belong to the data side (a sampler's own, see `generators_of`) and are treated alike.
     """
 
-    def __init__(self, seed: int, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(self, seed: int, generators: Sequence[Any] = ()) -> None:
         self._seed = seed
         self._generators = list(generators)
-        self._inner: tuple[_State, list[torch.Tensor]] | None = None
-        self._outer: tuple[_State, list[torch.Tensor]] | None = None
+        self._inner: tuple[_State, list[Any]] | None = None
+        self._outer: tuple[_State, list[Any]] | None = None
 
     def __enter__(self) -> Stream:
-        self._outer = (_take(), [generator.get_state() for generator in self._generators])
+        self._outer = (_take(), [_take_own(generator) for generator in self._generators])
         if self._inner is None:
             self.reseed()
         else:
@@ -92,7 +140,7 @@ class Stream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._inner = (_take(), [generator.get_state() for generator in self._generators])
+        self._inner = (_take(), [_take_own(generator) for generator in self._generators])
         if self._outer is not None:
             self._switch(self._outer)
 
@@ -100,12 +148,12 @@ class Stream:
         """Go back to the start of the course; only inside ``with``."""
         seed_all(self._seed)
         for number, generator in enumerate(self._generators):
-            generator.manual_seed(mix(self._seed, 1, number))
+            _seed_own(generator, mix(self._seed, 1, number))
 
-    def _switch(self, state: tuple[_State, list[torch.Tensor]]) -> None:
+    def _switch(self, state: tuple[_State, list[Any]]) -> None:
         _put(state[0])
         for generator, own in zip(self._generators, state[1], strict=True):
-            generator.set_state(own)
+            _put_own(generator, own)
 
     def state_dict(self) -> dict[str, Any]:
         """Describe the three global generators as this stream would see them next."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from ..format.digest import bytes_digest
 from .boxes import Cut, Held, held
 
 __all__ = [
+    "APART",
     "Parts",
     "Region",
     "Regions",
@@ -29,12 +30,15 @@ __all__ = [
     "local_parts",
     "local_tensor",
     "reshard",
+    "spread_of",
     "spread_types",
 ]
 
 # torch < 2.5 has the first name only.
 _DTENSOR = ("torch.distributed._tensor", "torch.distributed.tensor")
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
+APART = frozenset({"pp", "pipe", "pipeline", "stage", "ep", "expert"})
+"""Names of dimensions of a mesh along which ranks hold different things."""
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor"
 
 
@@ -47,12 +51,14 @@ class Spread:
         num_ranks: how many ranks the mesh covers, with those that hold the same.
         rank: this rank, as the mesh counts.
         holders: ranks that hold what this rank holds, this one included.
+        ranks: those that the mesh covers.
     """
 
     text: str
     num_ranks: int
     rank: int
     holders: tuple[int, ...]
+    ranks: tuple[int, ...] = field(default=(), compare=False, repr=False)  # many; `text` tells them apart as well
 
 
 class Region(NamedTuple):
@@ -118,6 +124,11 @@ def local_parts(value: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
     if local.shape != expected:
         _refuse_shape(value, local, expected)
     return [(box, _part(local, box, at)) for box, at in parts]
+
+
+def spread_of(value: Any) -> Spread:
+    """Return how a tensor of `spread_types` is spread, without looking at what this rank holds."""
+    return _sharded_spread(value) if hasattr(value, "local_shards") else _spread(value.device_mesh, value.placements)
 
 
 class Regions:
@@ -209,12 +220,11 @@ def _cuts(placements: Any, sizes: tuple[int, ...], coordinate: Any) -> Iterator[
 
 def _spread(mesh: Any, placements: Any) -> Spread:
     """Find who holds the same: ranks along replicated dimensions, and along those that the mesh was sliced out of."""
-    root = _root(mesh)
-    grid, inner = root.mesh, mesh.mesh
+    grid, inner = _grid(mesh), mesh.mesh
     text = f"{tuple(grid.shape)} {bytes_digest(repr(grid.flatten().tolist()).encode())} {tuple(inner.shape)} "
     text += " ".join(map(str, placements))
     if mesh.get_coordinate() is None:
-        return Spread(text=text, num_ranks=grid.numel(), rank=-1, holders=())
+        return Spread(text=text, num_ranks=grid.numel(), rank=-1, holders=(), ranks=_sorted(grid))
     here = mesh.get_coordinate()
     rank = int(inner[tuple(here)])
     same = inner[tuple(slice(None) if one.is_replicate() else at for one, at in zip(placements, here, strict=True))]
@@ -228,7 +238,28 @@ def _spread(mesh: Any, placements: Any) -> Spread:
         for place in places.values():
             found = grid[tuple(at if on else slice(None) for on, at in zip(along, place, strict=True))]
             holders.update(int(one) for one in found.flatten())
-    return Spread(text=text, num_ranks=grid.numel(), rank=rank, holders=tuple(sorted(holders)))
+    return Spread(text=text, num_ranks=grid.numel(), rank=rank, holders=tuple(sorted(holders)), ranks=_sorted(grid))
+
+
+def _sorted(grid: torch.Tensor) -> tuple[int, ...]:
+    return tuple(sorted(grid.flatten().tolist()))
+
+
+def _grid(mesh: Any) -> torch.Tensor:
+    """Return the ranks that may hold what is spread over ``mesh``: those of the mesh that it was sliced out of.
+
+    Stages of a pipeline, and experts, are different things: along a dimension with such a name, nobody holds the same.
+    """
+    root = _root(mesh)
+    grid: torch.Tensor = root.mesh
+    names, own = root.mesh_dim_names or (), mesh.mesh_dim_names or ()
+    here = root.get_coordinate()
+    for dim, name in enumerate(names):
+        if name in APART and name not in own and here is not None:
+            rest = grid.narrow(dim, here[dim], 1)
+            if torch.isin(mesh.mesh, rest).all():
+                grid = rest
+    return grid
 
 
 def _root(mesh: Any) -> Any:
@@ -252,7 +283,8 @@ def _sharded_spread(value: Any) -> Spread:
     digest = bytes_digest(repr(shards).encode())
     rank = dist.get_rank()
     size = dist.get_world_size(value._process_group)
-    return Spread(text=f"shards {digest}", num_ranks=size, rank=rank, holders=(rank,))
+    ranks = tuple(sorted(dist.get_process_group_ranks(value._process_group)))
+    return Spread(text=f"shards {digest}", num_ranks=size, rank=rank, holders=(rank,), ranks=ranks)
 
 
 def check_module(module: nn.Module, path: str) -> None:

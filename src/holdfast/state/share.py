@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedStateError
 from ..format.digest import bytes_digest
-from ..format.division import Division
+from ..format.division import Division, sketch
 
 if TYPE_CHECKING:
     from .plan import Signature
@@ -24,7 +24,8 @@ __all__ = ["Share", "divide", "share_of"]
 # Rank 0 writes them all (the step counts of optimizers, say): with its own index and that of rank 0, a rank of what is
 # spread over ranks then has all it needs to load.
 _SMALL = 64  # bytes
-_SAMPLED = 64  # tensors whose values the ranks compare
+_SAMPLED = 64  # tensors whose values the ranks compare,
+_SAMPLED_ALIKE = 256  # and where different ranks hold different things: names they have in common
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,9 @@ def divide(
     return ranks
 
 
-def share_of(sig: Signature, sizes: Sequence[int], *, rank: int, num_ranks: int) -> Share:
+def share_of(
+    sig: Signature, sizes: Sequence[int], *, rank: int, num_ranks: int, alike: tuple[int, ...] | None = None
+) -> Share:
     """Derive what ``rank`` writes.
 
     Tied tensors stay together: if one of them is replicated they all are. Only what differs between ranks is never
@@ -86,7 +89,9 @@ def share_of(sig: Signature, sizes: Sequence[int], *, rank: int, num_ranks: int)
         sizes: bytes of each of its tensors.
         rank: the rank.
         num_ranks: how many ranks there are.
+        alike: the ranks among which it is divided, where others hold something else; None: all of them.
     """
+    group = tuple(range(num_ranks)) if alike is None else alike
     own, replicated = frozenset(sig.own), set(sig.replicated)
     aliases: dict[int, int] = {}
     heads: dict[tuple[int, bool], int] = {}  # (tie, whether it differs between ranks) -> its first tensor
@@ -99,13 +104,13 @@ def share_of(sig: Signature, sizes: Sequence[int], *, rank: int, num_ranks: int)
     divided = sorted(replicated.difference(aliases), key=sig.names.__getitem__)
     names, lengths = [sig.names[one] for one in divided], [sizes[one] for one in divided]
     frozen = frozenset(place for place, one in enumerate(divided) if one in sig.frozen)
-    owners = divide(names, lengths, num_ranks, last=frozen)
-    owners = [0 if size <= _SMALL else owner for owner, size in zip(owners, lengths, strict=True)]
+    owners = [group[place] for place in divide(names, lengths, len(group), last=frozen)]
+    owners = [group[0] if size <= _SMALL else owner for owner, size in zip(owners, lengths, strict=True)]
     writes = {one for one, owner in zip(divided, owners, strict=True) if owner == rank}
     writes.update(number for number in own if number not in aliases)
-    boxes, shared_boxes = _of_regions(sig, sizes, aliases, rank=rank, num_ranks=num_ranks)
+    boxes, shared_boxes = _of_regions(sig, sizes, aliases, rank=rank, num_ranks=num_ranks, alike=alike)
     writes.update(boxes)
-    if rank == 0:
+    if rank == group[0]:
         elsewhere = replicated.union(aliases, sig.regions)
         writes.update(number for number in range(len(sizes)) if number not in elsewhere)
     rows = [f"{name}\0{size}\0{place in frozen}" for place, (name, size) in enumerate(zip(names, lengths, strict=True))]
@@ -115,18 +120,39 @@ def share_of(sig: Signature, sizes: Sequence[int], *, rank: int, num_ranks: int)
         for one, region in sig.regions.items()
     }
     text = "\n".join([*rows, "", *ties, *(["", *sorted(spread)] if spread else [])])
+    known = {*names, *(sig.names[one] for one in sig.regions)}
+    if alike is None:
+        sampled = _sampled(divided, lengths) + _sampled(shared_boxes, [sizes[one] for one in shared_boxes])
+    else:
+        mine = [one for one in sig.loose if one in writes]
+        sampled = _sampled_alike([*divided, *boxes, *shared_boxes, *mine], sig)
     return Share(
         writes=frozenset(writes),
         aliases={number: head for number, head in aliases.items() if head in writes},
         division=Division(
-            num_ranks=num_ranks, structure=bytes_digest(text.encode(errors="surrogatepass")).removeprefix("xxh3:")
+            num_ranks=num_ranks,
+            structure=_digest(text),
+            alike=alike,
+            names=_digest("\n".join(sorted(known))),
+            loose=sketch(sig.names[one] for one in sig.loose if one not in replicated),
+            num_loose=len(sig.loose),
         ),
-        sampled=_sampled(divided, lengths) + _sampled(shared_boxes, [sizes[one] for one in shared_boxes]),
+        sampled=sampled,
     )
 
 
+def _digest(text: str) -> str:
+    return bytes_digest(text.encode(errors="surrogatepass")).removeprefix("xxh3:")
+
+
 def _of_regions(
-    sig: Signature, sizes: Sequence[int], aliases: dict[int, int], *, rank: int, num_ranks: int
+    sig: Signature,
+    sizes: Sequence[int],
+    aliases: dict[int, int],
+    *,
+    rank: int,
+    num_ranks: int,
+    alike: tuple[int, ...] | None,
 ) -> tuple[list[int], list[int]]:
     """Return the positions of the boxes that ``rank`` writes, and those of boxes that other ranks hold as well.
 
@@ -136,14 +162,21 @@ def _of_regions(
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, region in sig.regions.items():
         spread = region.spread
-        if spread.num_ranks != num_ranks or spread.rank != rank:
+        if alike is not None:
+            if spread.rank != rank or not set(alike).issubset(spread.ranks):
+                raise UnsupportedStateError(
+                    f"{sig.names[number]!r} is spread over a mesh of the ranks {list(spread.ranks)[:20]}, but the "
+                    f"ranks {list(alike)[:20]} are said to hold the same: alike= has to name ranks of that mesh"
+                )
+        elif spread.num_ranks != num_ranks or spread.rank != rank:
             raise UnsupportedStateError(
                 f"{sig.names[number]!r} is spread over a mesh of {spread.num_ranks} ranks, where this is rank "
                 f"{spread.rank}, but {num_ranks} ranks save together and this is rank {rank}: make one mesh of all "
                 "ranks (init_device_mesh) and give parts of it (mesh['tp']) to what is sharded over fewer"
             )
         if number not in aliases and all(region.box.shape):
-            groups.setdefault(spread.holders, []).append(number)
+            holders = spread.holders if alike is None else tuple(one for one in spread.holders if one in alike)
+            groups.setdefault(holders, []).append(number)
     writes, several = list(groups.pop((rank,), ())), []
     for holders, numbers in sorted(groups.items()):
         names = {one: f"{sig.names[one]}\0{sig.regions[one].box.start}" for one in numbers}
@@ -163,3 +196,11 @@ def _sampled(divided: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
     largest = divided[max(range(len(lengths)), key=lengths.__getitem__)]
     spread = {there[place * len(there) // _SAMPLED] for place in range(_SAMPLED - 1)}
     return tuple(one for one in there if one == largest or one in spread)
+
+
+def _sampled_alike(candidates: Sequence[int], sig: Signature) -> tuple[int, ...]:
+    """Choose tensors by their names alone: what two ranks have in common, both of them choose."""
+    if len(candidates) > _SAMPLED_ALIKE:
+        order = sorted(set(candidates), key=lambda one: _digest(sig.names[one]))
+        return tuple(sorted(order[:_SAMPLED_ALIKE]))
+    return tuple(sorted(set(candidates)))

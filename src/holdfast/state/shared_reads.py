@@ -10,7 +10,6 @@ damage, a rank reads for itself.
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .._log import get_logger
 from ..errors import CorruptCheckpointError, HoldfastError
 from ..format.digest import CHUNK
 from ..format.manifest import Manifest
@@ -34,7 +34,7 @@ __all__ = ["FileBlocks", "SharedReads", "Swap", "no_part", "reading_together"]
 Swap = Callable[[str, Any], Sequence[Any]]
 """Gives a value of ours to all ranks, and returns those of the ones that have named the same group."""
 
-_LOG = logging.getLogger("holdfast.state")
+_LOG = get_logger("state")
 _SLOTS = 8  # blocks that a rank has ready for others: 16 MiB
 _PATIENCE_S = 30.0  # without a sign of life of whom we wait for
 

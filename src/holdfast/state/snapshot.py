@@ -6,7 +6,7 @@ is new, copy) and `submit`; with `max_staging_bytes` the state streams through a
 
 from __future__ import annotations
 
-import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -14,6 +14,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .._log import get_logger
 from ..errors import ConfigError, HoldfastError
 from ..format.codec import dumps
 from ..format.digest import CHUNK
@@ -24,16 +25,19 @@ from ..writer.client import SaveFuture, WriterClient
 from ..writer.messages import BlobPlan, SaveJob
 from . import cuda
 from .flatten import Flat, flatten
-from .plan import Layout, fits, plan, signature
+from .groups import common_group
+from .memory import move
+from .plan import FileLayout, Layout, fits, plan, signature
 from .samples import fingerprints
 from .staging import copy_window, stage
 
 __all__ = ["Snapshotter", "Submitted"]
 
-_LOG = logging.getLogger("holdfast.state")
+_LOG = get_logger("state")
 MIN_WINDOW = 1 << 20
 _FOLLOW = 128 << 20  # from this size on the writer starts before the copying has ended,
 _FOLLOW_FROM = 0.6  # when this share of it is done
+_ASIDE = 64 << 20  # from this size on a first save is copied aside; it then streams through windows of this size
 
 
 @dataclass(slots=True)
@@ -64,6 +68,8 @@ class Snapshotter:
         max_staging_bytes: bound of the arena; a state that does not fit streams through it and the caller is held
             until the last window has been taken.
         timeout_s: bound of the wait for one window; None waits as long as it takes.
+        unsupported: what becomes of values that cannot be saved, where a call does not say: "raise" or "drop".
+        alike: the ranks that hold the same as this one, where others hold something else; None: what the state says.
     """
 
     def __init__(
@@ -74,6 +80,8 @@ class Snapshotter:
         max_file_bytes: int = 4 << 30,
         max_staging_bytes: int | None = None,
         timeout_s: float | None = None,
+        unsupported: str = "raise",
+        alike: tuple[int, ...] | None = None,
     ) -> None:
         if max_staging_bytes is not None and max_staging_bytes < 2 * MIN_WINDOW:
             raise ConfigError(f"max_staging_bytes={max_staging_bytes}: give at least {2 * MIN_WINDOW} bytes")
@@ -81,15 +89,17 @@ class Snapshotter:
             raise ConfigError(f"rank {rank} is outside of a world of {world_size}")
         self.rank, self.world_size = rank, world_size
         self.max_file_bytes, self.max_staging_bytes = max_file_bytes, max_staging_bytes
-        self.timeout_s = timeout_s
+        self.timeout_s, self.unsupported, self.alike = timeout_s, unsupported, alike
         self.layout: Layout | None = None
         self.arena: Arena | None = None
         self.stable: frozenset[str] = frozenset()
         self.copies: cuda.DeviceCopies | None = None
+        self._planned_for = alike
         self._observed = False
         self._said: tuple[str, ...] = ()  # what was reported as left out
+        self._streaming: threading.Thread | None = None  # sends a copy made aside, then gets the arena ready
 
-    def plan(self, state: Mapping[Any, Any], *, unsupported: str = "raise") -> Layout:
+    def plan(self, state: Mapping[Any, Any], *, unsupported: str | None = None) -> Layout:
         """Take the state apart and lay it out, without memory for it: shows whether it can be saved, and its size."""
         return self._layout(self._flatten(state, unsupported))
 
@@ -119,8 +129,9 @@ class Snapshotter:
         run: bool = False,
         part: bool = False,
         joint: bool = False,
-        unsupported: str = "raise",
+        unsupported: str | None = None,
         lazy: bool = False,
+        aside: bool = False,
     ) -> Submitted:
         """Snapshot ``state`` and hand it to the writer. The caller may change the state when this returns.
 
@@ -139,8 +150,11 @@ class Snapshotter:
             run: the save belongs to the writer's open run.
             part: write this rank's part only; whoever has the parts of all ranks commits them.
             joint: the writer has joined those of the other ranks: the future is that of the whole checkpoint.
-            unsupported: "raise" or "drop".
+            unsupported: "raise" or "drop"; None: as this object was told.
             lazy: CUDA tensors owned by an optimizer may still be copying when this returns (`cuda.fence` guards).
+            aside: where nobody has made the arena yet, copy a big state into private memory, whose fresh pages cost a
+                fraction of shared ones, and send it in the background. The writer has all of it a moment later, not
+                when this returns.
 
         Raises:
             ConfigError: one of several ranks would commit its part alone.
@@ -148,17 +162,22 @@ class Snapshotter:
         if self.world_size > 1 and not part:
             raise ConfigError(f"rank {self.rank} of {self.world_size} holds one part of a checkpoint: give part=True")
         started = time.perf_counter()
+        self._end_streaming()
         flat = self._flatten(state, unsupported)
         self._report_dropped(flat.dropped)
         before, layout = self.layout, self._layout(flat)
         trees, plans = [], []
-        if self.rank == 0:
-            plans.append(BlobPlan(path=f"state-{save_id}.json", role="state"))
+        if self.rank == layout.leader:
+            name = f"state-{save_id}.json" if self.rank == 0 else f"state-{self.rank:05d}-{save_id}.json"
+            plans.append(BlobPlan(path=name, role="state"))
             trees.append(flat.tree)
         if flat.per_rank:
             plans.append(BlobPlan(path=f"rank-{self.rank:05d}-{save_id}.json", role="rank"))
             trees.append(flat.per_rank)
-        windowed = self._windowed(layout)
+        bounded = self._windowed(layout)
+        aside = aside and not bounded and self.arena is None and layout.tensor_bytes >= _ASIDE
+        aside = aside and not cuda.needed(flat.tensors)
+        windowed = bounded or aside
         job = SaveJob(
             directory=directory,
             save_id=save_id,
@@ -175,11 +194,20 @@ class Snapshotter:
             division=self._division(flat, layout, wait=not lazy or layout is not before),
             want_unchanged=reuse and not windowed and not self._observed,
         )
-        arena = self._window_arena() if windowed else self._arena(layout)
         future: Future[Any]
-        if windowed:
+        if aside:
+            future = self._put_aside(
+                flat, layout, client, lambda window: client.submit(storage, job, list(map(dumps, trees)), window)
+            )
+            return Submitted(future, time.perf_counter() - started, layout.tensor_bytes, flat.dropped)
+        arena = self._window_arena() if bounded else self._arena(layout)
+        if bounded:
             future = save = client.submit(storage, job, list(map(dumps, trees)), arena)
-            self._stream(flat, layout, client, save, arena)
+
+            def fill(file: FileLayout, start: int, size: int, address: int) -> None:
+                copy_window(layout, file, flat.tensors, start=start, size=size, address=address)
+
+            self._stream(layout, client, save, arena, fill)
         elif cuda.needed(flat.tensors):
             self.copies = self.copies or cuda.DeviceCopies()
             blobs = list(map(dumps, trees))
@@ -231,6 +259,54 @@ class Snapshotter:
         client.fill(begun[0].job_no, arena.size)  # sealed
         return begun[0]
 
+    def _put_aside(
+        self, flat: Flat, layout: Layout, client: WriterClient, submit: Callable[[Arena], SaveFuture]
+    ) -> SaveFuture:
+        """Copy everything into private memory, and let a thread send it through a small arena."""
+        copy = Arena.private(layout.arena_bytes)
+        window: Arena | None = None
+        try:
+            layout.write_static(copy.view)
+            stage(layout, flat.tensors, copy.address, copy.view)
+            window = Arena.create(_ASIDE)
+            save = submit(window)
+        except BaseException:
+            copy.close()
+            if window is not None:
+                window.close()
+            raise
+        # Not a daemon: the interpreter waits for it before it ends, and so does the save.
+        self._streaming = threading.Thread(
+            target=self._send, args=(layout, client, save, copy, window), name="holdfast-first-save"
+        )
+        self._streaming.start()
+        return save
+
+    def _send(self, layout: Layout, client: WriterClient, save: SaveFuture, copy: Arena, window: Arena) -> None:
+        def fill(file: FileLayout, start: int, size: int, address: int) -> None:
+            move(address, copy.address + file.arena_offset + start, size)
+
+        try:
+            self._stream(layout, client, save, window, fill)
+        except Exception as error:  # noqa: BLE001 - a thread edge: the future of the save fails and says more
+            _LOG.debug("the first save was not sent: %s", error)
+            return
+        finally:
+            copy.close()
+            window.close()
+        try:  # for the next save
+            arena = self._arena(layout)
+            arena.prefault()
+            client.attach(arena)
+        except HoldfastError as error:
+            _LOG.debug("the arena could not be made ready: %s", error)
+
+    def _end_streaming(self) -> None:
+        """Wait until the thread of a first save is done; its save is awaited by whoever has its future."""
+        thread, self._streaming = self._streaming, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
     def observe(self, unchanged: tuple[tuple[int, int, int], ...]) -> None:
         """Learn from one save which tensors did not change since the one before, and give them files of their own.
 
@@ -259,6 +335,7 @@ class Snapshotter:
 
     def close(self) -> None:
         """Give the arena back; idempotent."""
+        self._end_streaming()
         if self.copies is not None:
             self.copies.close()
             self.copies = None
@@ -285,18 +362,23 @@ class Snapshotter:
 
     # -- layout and arena
 
-    def _flatten(self, state: Mapping[Any, Any], unsupported: str = "raise") -> Flat:
-        return flatten(state, unsupported=unsupported, rank=self.rank, shared=self.world_size > 1)
+    def _flatten(self, state: Mapping[Any, Any], unsupported: str | None = None) -> Flat:
+        return flatten(state, unsupported=unsupported or self.unsupported, rank=self.rank, shared=self.world_size > 1)
 
     def _layout(self, flat: Flat) -> Layout:
-        if self.layout is None or not fits(self.layout.signature, flat):
+        alike = self.alike
+        if alike is None and flat.groups:
+            alike = common_group(flat.groups, rank=self.rank, world_size=self.world_size)
+        if self.layout is None or alike != self._planned_for or not fits(self.layout.signature, flat):
             self._drop_layout()
+            self._planned_for = alike
             self.layout = plan(
                 signature(flat),
                 rank=self.rank,
                 num_ranks=self.world_size,
                 max_file_bytes=self.max_file_bytes,
                 stable=self.stable,
+                alike=alike,
             )
         return self.layout
 
@@ -323,8 +405,23 @@ class Snapshotter:
             self.arena = Arena.create(self.max_staging_bytes // MIN_WINDOW * MIN_WINDOW)
         return self.arena
 
-    def _stream(self, flat: Flat, layout: Layout, client: WriterClient, save: SaveFuture, arena: Arena) -> None:
-        """Send the state window by window; two windows take turns, so copying and writing overlap."""
+    def _stream(
+        self,
+        layout: Layout,
+        client: WriterClient,
+        save: SaveFuture,
+        arena: Arena,
+        fill: Callable[[FileLayout, int, int, int], None],
+    ) -> None:
+        """Send the state window by window; two windows take turns, so copying and writing overlap.
+
+        Args:
+            layout: what goes where.
+            client: the writer.
+            save: the windowed job.
+            arena: room for two windows.
+            fill: puts bytes of a file (from, how many) at an address.
+        """
         window = arena.size // 2 // MIN_WINDOW * MIN_WINDOW
         slots = deque([0, window])
         waiting: deque[tuple[Future[None], int]] = deque()
@@ -337,7 +434,7 @@ class Snapshotter:
                         slots.append(slot)
                     slot = slots.popleft()
                     size = min(window, file.padded - start)
-                    copy_window(layout, file, flat.tensors, start=start, size=size, address=arena.address + slot)
+                    fill(file, start, size, arena.address + slot)
                     sent = client.window(save.job_no, file_no=number, file_offset=start, arena_offset=slot, nbytes=size)
                     waiting.append((sent, slot))
             for done, _ in waiting:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any
 
+from .._log import get_logger
 from ..errors import CorruptCheckpointError, StorageNotFoundError
 from ..format.codec import decode, loads
 from ..format.commit import read_manifest
@@ -17,16 +18,20 @@ from ..format.digest import chunk_digests, file_digest
 from ..format.division import disagreement
 from ..format.index import Index, Piece, TensorEntry
 from ..format.manifest import FileEntry, Manifest
+from ..format.merge import merged
+from ..format.schema import check_node, check_object, check_parts
 from ..storage.base import Storage
+from ..storage.together import together
 from . import arrays
 from .digests import Digests
 from .values import ObjectNode, PerRankNode, TensorRef
 
 __all__ = ["Stored", "decode_tree", "open_stored", "unite"]
 
-_LOG = logging.getLogger("holdfast.state")
+_LOG = get_logger("state")
 _FEW = 2  # so many indexes are read at once
 _MAX_JSON = 2 << 30  # bound for index and state files before they are read
+_AHEAD_BYTES = 32 << 20  # of such files are read at once, at most
 
 
 @dataclass(slots=True)
@@ -65,6 +70,9 @@ class Stored:
     _indexes: list[Index] = field(default_factory=list)
     _unread: list[FileEntry] = field(default_factory=list)  # indexes of other ranks, which may not be needed
     _lazy_digests: bool = False
+    _keys: list[tuple[str, bool, str]] = field(default_factory=list)  # of values per rank, in the structure
+    _wanted: list[FileEntry] = field(default_factory=list)  # small files that somebody will ask for
+    _ahead: dict[str, bytes] = field(default_factory=dict)  # of these, what has been read
 
     def entry(self, name: str) -> TensorEntry:
         """Return where a tensor is stored, through its tie if it has one."""
@@ -76,6 +84,10 @@ class Stored:
                 f"the structure names a tensor {name!r} that no index lists: the checkpoint is damaged", tensor=name
             )
         return found
+
+    def in_boxes(self, entry: TensorEntry) -> bool:
+        """Tell whether a tensor was spread over ranks when it was saved."""
+        return bool(entry.pieces) and _in_boxes(entry)
 
     @property
     def is_complete(self) -> bool:
@@ -91,7 +103,8 @@ class Stored:
         if not self._unread:
             return False
         sizes = {entry.path: entry.size for entry in self.manifest.files}
-        found = [*self._indexes, *(_read_index(self.storage, entry, sizes) for entry in self._unread)]
+        self._read_ahead(self._unread)
+        found = [*self._indexes, *(self._read_index(entry, sizes) for entry in self._unread)]
         self._unread, self._indexes, self.entries, self.aliases = [], [], {}, {}
         unite(self, sorted(found, key=attrgetter("writer")))
         _check_lost(self)
@@ -107,13 +120,49 @@ class Stored:
             return self.digests
         wanted = [entry for entry in self.manifest.files if entry.path in files and entry.chunks is not None]
         paths = {entry.chunks[0] for entry in wanted if entry.chunks is not None}
-        tables = {entry.path: _checked(self.storage, entry) for entry in self.manifest.files if entry.path in paths}
+        tables = self._checked_all([entry for entry in self.manifest.files if entry.path in paths])
+        self._wanted, self._ahead = [], {}
         return Digests(dict(_tables(wanted, tables)))
 
     def part(self, rank: int) -> dict[str, Any] | None:
         """Read what a rank stored for itself; None if there is no such rank."""
         entry = self.parts.get(rank)
-        return None if entry is None else decode_tree(_checked(self.storage, entry), entry.path, {})
+        return None if entry is None else _decode_part(self._checked(entry), entry.path, {}, self._keys)
+
+    def _read_ahead(self, entries: Iterable[FileEntry]) -> None:
+        """Let small files be read side by side, where that saves waiting; `_checked` takes them about in this order."""
+        if self.storage.num_parallel > 1:
+            known = {*self._ahead, *(one.path for one in self._wanted)}
+            self._wanted += [one for one in entries if one.path not in known]
+
+    def _fetch(self) -> None:
+        size, batch = 0, list[FileEntry]()
+        while self._wanted and (not batch or size + self._wanted[0].size <= _AHEAD_BYTES):
+            batch.append(self._wanted.pop(0))
+            size += batch[-1].size
+        found = together(self.storage, [partial(_if_sound, self.storage, one) for one in batch])
+        self._ahead.update((one.path, data) for one, data in zip(batch, found, strict=True) if data is not None)
+
+    def _checked(self, entry: FileEntry) -> bytes:
+        """Return the content of a small file, which has its digest."""
+        while entry.path not in self._ahead and entry in self._wanted:
+            self._fetch()
+        data = self._ahead.pop(entry.path, None)
+        return _checked(self.storage, entry) if data is None else data
+
+    def _checked_all(self, entries: Sequence[FileEntry]) -> dict[str, bytes]:
+        self._read_ahead(entries)
+        return {entry.path: self._checked(entry) for entry in entries}
+
+    def _read_index(self, entry: FileEntry, sizes: Mapping[str, int]) -> Index:
+        data = self._checked(entry)
+        index = Index.from_bytes(data, where=entry.path, save_id=_save_id(entry.path), sizes=sizes)
+        missing = [path for path in index.files if path not in sizes]
+        if missing:
+            raise CorruptCheckpointError(
+                f"{entry.path} refers to {missing[0]}, which the manifest does not list", file=entry.path
+            )
+        return index
 
     def say_borrowed(self) -> None:
         """Log, once, that values kept per rank come from another rank than this one."""
@@ -142,9 +191,6 @@ def open_stored(storage: Storage, *, rank: int = 0, world_size: int | None = Non
     """
     manifest = read_manifest(storage, "")
     stored = Stored(storage, manifest, _lazy_digests=own_first)
-    if not own_first:
-        tables = {entry.path: _checked(storage, entry) for entry in manifest.files if entry.role == "digests"}
-        stored.digests = Digests(dict(_tables(manifest.files, tables)))
     sizes = {entry.path: entry.size for entry in manifest.files}
     now = world_size if world_size is not None else max(manifest.world_size, rank + 1)
     stored.resized = now if now != manifest.world_size else None
@@ -152,38 +198,37 @@ def open_stored(storage: Storage, *, rank: int = 0, world_size: int | None = Non
     if own_first and stored.resized is None and len(listed) > _FEW:
         stored._unread = [entry for entry in listed if entry.writer not in (0, rank)]
     unread = {entry.path for entry in stored._unread}
+    ranks = {entry.writer: entry for entry in manifest.files if entry.role == "rank"}
+    chosen = ranks.get(rank) or ranks.get(0)
+    tables_of = [entry for entry in manifest.files if entry.role == "digests"]
+    ahead = [entry for entry in manifest.files if entry.role in ("index", "state") and entry.path not in unread]
+    ahead += [] if chosen is None else [chosen]
+    # Of many ranks nobody knows yet whose files are wanted.
+    stored._read_ahead([*ahead, *(tables_of if not stored._unread else ())])
+    if not own_first:
+        stored.digests = Digests(dict(_tables(manifest.files, stored._checked_all(tables_of))))
     indexes: list[Index] = []
-    ranks: dict[int, FileEntry] = {}
+    trees: list[tuple[int, str, Any]] = []
     for entry in manifest.files:
         if entry.role == "index" and entry.path not in unread:
-            indexes.append(_read_index(storage, entry, sizes))
+            indexes.append(stored._read_index(entry, sizes))
         elif entry.role == "state":
-            stored.tree = decode_tree(_checked(storage, entry), entry.path, stored.refs)
-        elif entry.role == "rank":
-            ranks[entry.writer] = entry
-    if stored.tree is None:
+            tree = loads(stored._checked(entry), max_bytes=_MAX_JSON, where=entry.path)
+            trees.append((entry.writer, entry.path, tree))
+    if not trees:
         raise CorruptCheckpointError("the manifest lists no state file: this checkpoint holds no state to load")
+    trees.sort(key=itemgetter(0))
+    stored.tree = _decoded(merged(tree for _, _, tree in trees), trees[0][1], stored.refs, stored._keys)
     unite(stored, indexes)
     stored.parts = ranks
-    if chosen := ranks.get(rank) or ranks.get(0):
+    if chosen is not None:
         refs: dict[str, TensorRef] = {}
-        stored.per_rank = decode_tree(_checked(storage, chosen), chosen.path, refs)
+        stored.per_rank = _decode_part(stored._checked(chosen), chosen.path, refs, stored._keys)
         stored.refs.update(refs)
         stored.borrowed = chosen.writer != rank
         stored.own = frozenset(refs) if len(listed) > 1 else frozenset()
     _check_lost(stored)
     return stored
-
-
-def _read_index(storage: Storage, entry: FileEntry, sizes: Mapping[str, int]) -> Index:
-    data = _checked(storage, entry)
-    index = Index.from_bytes(data, where=entry.path, save_id=_save_id(entry.path), sizes=sizes)
-    missing = [path for path in index.files if path not in sizes]
-    if missing:
-        raise CorruptCheckpointError(
-            f"{entry.path} refers to {missing[0]}, which the manifest does not list", file=entry.path
-        )
-    return index
 
 
 def _check_lost(stored: Stored) -> None:
@@ -200,7 +245,7 @@ def unite(stored: Stored, indexes: Sequence[Index]) -> None:
     Raises:
         CorruptCheckpointError: one is missing, or two of them do not go together.
     """
-    if len(indexes) == 1 and indexes[0].division is None:
+    if len(indexes) == 1 and indexes[0].division is None and stored.is_complete:
         stored.entries, stored.aliases = indexes[0].tensors, indexes[0].aliases
         return
     where = stored.storage.uri
@@ -209,6 +254,8 @@ def unite(stored: Stored, indexes: Sequence[Index]) -> None:
     elif problem := disagreement({index.writer: index.division for index in indexes}):
         raise CorruptCheckpointError(f"{where}: {problem}: this checkpoint is damaged; use another one")
     entries, aliases = stored.entries, stored.aliases
+    if any(index.division is not None and index.division.alike is not None for index in indexes):
+        indexes = _apart(indexes, where)
     pieces: dict[str, list[Piece]] = {}  # of tensors that several ranks have boxes of
     for index in indexes:
         for name, entry in index.tensors.items():
@@ -230,6 +277,42 @@ def unite(stored: Stored, indexes: Sequence[Index]) -> None:
         entries[name] = entries[name]._replace(pieces=tuple(found))
 
 
+def _apart(indexes: Sequence[Index], where: str) -> list[Index]:
+    """Leave out what several ranks that hold different things have stored under one name: the first of them counts.
+
+    Each stored it because it could not know of the others; the save compared them.
+    """
+    whole: dict[str, tuple[int, TensorEntry]] = {}
+    boxes: dict[tuple[str, Any], int] = {}
+    ties: dict[str, int] = {}
+    left = []
+    for index in indexes:
+        for name, entry in index.tensors.items():
+            if not _in_boxes(entry):
+                whole.setdefault(name, (index.writer, entry))
+    stored = {name for index in indexes for name in index.tensors}
+    for index in indexes:
+        tensors = {}
+        for name, entry in index.tensors.items():
+            first = whole.get(name)
+            if first is not None and first[1][1:3] != entry[1:3]:
+                raise _twice(where, name, index, indexes)
+            if first is None:
+                writer = index.writer
+                mine = tuple(one for one in entry.pieces if boxes.setdefault((name, one[3:]), writer) == writer)
+                if mine or not entry.pieces:
+                    tensors[name] = entry._replace(pieces=mine)
+            elif first[0] == index.writer:
+                tensors[name] = entry
+        tied = {
+            name: original
+            for name, original in index.aliases.items()
+            if name not in stored and ties.setdefault(name, index.writer) == index.writer
+        }
+        left.append(replace(index, tensors=tensors, aliases=tied))
+    return left
+
+
 def _twice(where: str, name: str, second: Index, indexes: Sequence[Index]) -> CorruptCheckpointError:
     first = next(index.writer for index in indexes if name in index.tensors or name in index.aliases)
     return CorruptCheckpointError(
@@ -246,6 +329,14 @@ def _in_boxes(entry: TensorEntry) -> bool:
 def _save_id(index_path: str) -> str:
     # index-00000-<save id>.json
     return index_path.removesuffix(".json").split("-", 2)[2]
+
+
+def _if_sound(storage: Storage, entry: FileEntry) -> bytes | None:
+    """Return the content of a small file; None if it is damaged, which matters only to whoever wants it."""
+    try:
+        return _checked(storage, entry)
+    except CorruptCheckpointError:
+        return None
 
 
 def _checked(storage: Storage, entry: FileEntry) -> bytes:
@@ -285,32 +376,73 @@ def _tables(files: Iterable[FileEntry], tables: Mapping[str, bytes]) -> Iterator
         yield entry.path, table
 
 
-def decode_tree(data: bytes, where: str, refs: dict[str, TensorRef]) -> Any:
-    """Return the structure that a state file describes; its tensors go to ``refs`` by name."""
+def decode_tree(
+    data: bytes, where: str, refs: dict[str, TensorRef], keys: list[tuple[str, bool, str]] | None = None
+) -> Any:
+    """Return the structure that a state file describes; its tensors go to ``refs`` by name.
 
-    def tensor(name: str, kind: str = "tensor", **extra: Any) -> TensorRef:
-        ref = refs.setdefault(name, TensorRef(name, kind))
-        ref.extra = {**ref.extra, **extra}
-        return ref
+    Args:
+        data: of the file.
+        where: its name, for messages.
+        refs: gets the tensors.
+        keys: gets what it refers to in the parts of the ranks, for `check_parts`.
 
+    Raises:
+        CorruptCheckpointError: it is not laid out as one (`holdfast.format.schema`): what is returned may be trusted.
+    """
+    return _decoded(loads(data, max_bytes=_MAX_JSON, where=where), where, refs, keys)
+
+
+def _decoded(tree: Any, where: str, refs: dict[str, TensorRef], keys: list[tuple[str, bool, str]] | None = None) -> Any:
     def leaf(tag: str, node: dict[str, Any]) -> Any:
-        try:
-            if tag == "tensors":
-                at, keys = node["at"], node["k"]
-                items = {key: TensorRef(at + key) for key in keys}
-                refs.update((ref.name, ref) for ref in items.values())
-                return OrderedDict(items) if node["o"] else items
-            if tag == "tensor":
-                extra = {key: value for key, value in node.items() if key not in ("$", "n", "k")}
-                return tensor(node["n"], node.get("k", "tensor"), **extra)
-            if tag == "object":
-                return ObjectNode(node["type"], node["kind"], decode(node["state"], leaf))
-            if tag in ("per_rank", "rng"):
-                return PerRankNode(node["key"], rng=tag == "rng")
-        except (KeyError, TypeError) as error:
-            raise CorruptCheckpointError(f"{where}: a {tag!r} node is malformed ({error})", file=where) from error
-        if tag == "torch":
-            return arrays.decode_torch_value(node)
-        raise CorruptCheckpointError(f"{where}: unknown node {tag!r}: written by a newer Holdfast?", file=where)
+        check_node(tag, node)
+        if tag == "tensors":
+            at = node["at"]
+            items = {key: TensorRef(at + key) for key in node["k"]}
+            refs.update((ref.name, ref) for ref in items.values())
+            return OrderedDict(items) if node["o"] else items
+        if tag == "tensor":
+            extra = {key: value for key, value in node.items() if key not in ("$", "n", "k")}
+            ref = refs.setdefault(node["n"], TensorRef(node["n"], node.get("k", "tensor")))
+            ref.extra = {**ref.extra, **extra}
+            return ref
+        if tag == "object":
+            state = decode(node["state"], leaf, where=where)
+            check_object(node["kind"], state)
+            return ObjectNode(node["type"], node["kind"], state, node.get("spread", {}))
+        if tag in ("per_rank", "rng"):
+            if keys is not None:
+                keys.append((node["key"], tag == "rng", ""))
+            return PerRankNode(node["key"], rng=tag == "rng")
+        return arrays.decode_torch_value(node)
 
-    return decode(loads(data, max_bytes=_MAX_JSON, where=where), leaf)
+    if type(tree) is not dict:
+        raise CorruptCheckpointError(f"{where} holds a {type(tree).__name__}, no structure: it is damaged", file=where)
+    return decode(tree, leaf, where=where)
+
+
+def _decode_part(data: bytes, where: str, refs: dict[str, TensorRef], keys: Sequence[tuple[str, bool, str]]) -> Any:
+    """Return what a rank has for itself; ``keys`` refer to it from the structure."""
+    found = decode_tree(data, where, refs)
+    try:
+        check_parts(found, [*keys, *_inner_keys(found)])
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{where}: {error}: this checkpoint is damaged", file=where) from error
+    return found
+
+
+def _inner_keys(parts: Any) -> Iterator[tuple[str, bool, str]]:
+    for name, part in parts.items() if isinstance(parts, Mapping) else ():
+        for one in _references(part):
+            yield one.key, one.rng, str(name)
+
+
+def _references(value: Any) -> Iterator[PerRankNode]:
+    if isinstance(value, PerRankNode):
+        yield value
+    elif isinstance(value, ObjectNode):
+        yield from _references(value.state)
+    elif isinstance(value, (dict, list, tuple, set, frozenset, deque)):
+        for item in value.values() if isinstance(value, dict) else value:
+            if not isinstance(item, (int, float, str)):
+                yield from _references(item)

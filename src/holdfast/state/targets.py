@@ -54,10 +54,10 @@ class Targets:
             castable = self._cast is not None and dtype.is_floating_point and live.dtype.is_floating_point
             if not castable:
                 return f"{arrays.dtype_name(live.dtype)} in the state, {entry.dtype} in the checkpoint"
-        if live.is_meta:
-            return "it is on the meta device in the state: give it memory first"
         spread = is_spread(live)
         home = local_tensor(live) if spread else live
+        if home.is_meta:  # not of ``live``: a ShardedTensor with several shards here cannot be asked
+            return "it is on the meta device in the state: give it memory first"
         address = home.data_ptr()
         if address:
             there = self._at.get(address)

@@ -11,7 +11,6 @@ import builtins
 import contextlib
 import copy
 import hashlib
-import logging
 import os
 import threading
 import time
@@ -20,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from .._log import get_logger
 from ..errors import StorageConflictError, StorageError, StorageExistsError, StorageNotFoundError
 from ._client_errors import client_errors
 from .base import TEMPORARY, FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix
@@ -27,7 +27,7 @@ from .base import TEMPORARY, FileReader, FileWriter, ObjectInfo, Storage, check_
 __all__ = ["AdaptedStorage", "BytesReader", "Found", "short_read", "temporary_beside"]
 
 _T = TypeVar("_T", bound="AdaptedStorage")
-_log = logging.getLogger("holdfast.storage")
+_log = get_logger("storage")
 # Objects up to this size are read for their etag, and up to the other one read whole when they are opened.
 _ETAG_BYTES = 64 << 10
 _WHOLE_BYTES = 1 << 20

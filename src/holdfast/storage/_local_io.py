@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 
 from ..errors import StorageError
+from ._beneath import Folder
 from .base import BLOCK, FileReader, FileWriter, check_view
 from .ops import Ops, errors_of
 
@@ -63,8 +64,11 @@ class LocalWriter(FileWriter):
     only after `close`, direct or not, because its metadata is not written with the bytes.
     """
 
-    def __init__(self, ops: Ops, path: str, size: int, *, fd: int, on_abort: Callable[[], object]) -> None:
-        self._ops, self._path, self._size, self._fd = ops, path, size, fd
+    def __init__(
+        self, ops: Ops, folder: Folder, name: str, size: int, *, fd: int, on_abort: Callable[[], object]
+    ) -> None:
+        self._ops, self._size, self._fd = ops, size, fd
+        self._folder, self._path = folder, folder.at(name)  # the folder is ours
         self._offset = 0  # bytes on the file, padding included
         self._direct = self._refused = False
         self._ended = False  # closed or aborted: nothing left to drop
@@ -135,8 +139,9 @@ class LocalWriter(FileWriter):
                 self._ops.fsync(self._fd)
                 fd, self._fd = self._fd, -1
                 self._ops.close(fd)
-                self._ops.fsync_dir(os.path.dirname(self._path))
+                self._ops.fsync_dir(self._folder.here)
             self._ended = True
+            self._folder.close()
         except BaseException:
             self.abort()
             raise
@@ -152,7 +157,10 @@ class LocalWriter(FileWriter):
                 self._ops.close(fd)
         # What cannot be removed now is no part of any manifest, so the next sweep of the directory takes it.
         with contextlib.suppress(OSError):
-            self._ops.unlink(self._path)
+            try:
+                self._ops.unlink(self._path)
+            finally:
+                self._folder.close()
             self._on_abort()
 
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from ..errors import StorageError
-from ._object_errors import status_of, was_retried
+from ._object_errors import has_no_tls, status_of, was_retried
 
 __all__ = ["Errors", "ShortAnswerError", "again_if_broken", "is_broken"]
 
@@ -55,7 +55,7 @@ def is_broken(error: Exception) -> bool:
     """Tell whether a connection broke before the whole answer was there, and the client left it at that."""
     if isinstance(error, ShortAnswerError):
         return True
-    if type(error).__name__ != "GenericError" or status_of(error) is not None:
+    if type(error).__name__ != "GenericError" or status_of(error) is not None or has_no_tls(error):
         return False
     # The client never repeats for a body that breaks off; what it did repeat for, it has given up.
     return "response body error" in str(error) or not was_retried(error)

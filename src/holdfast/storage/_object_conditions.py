@@ -6,17 +6,20 @@ that they have won. That is found out by trying, once for each bucket and proces
 
 from __future__ import annotations
 
-import logging
 import threading
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .._log import get_logger
 from ..errors import StorageError, StorageNotFoundError
 from ._object_again import again_if_broken
 from ._object_errors import was_retried
 from .base import TEMPORARY
+from .together import together
 
 if TYPE_CHECKING:
     from .object import ObjectStorage
@@ -28,7 +31,7 @@ MARK = "holdfastput"
 
 _PROBES = f"{TEMPORARY}probe"
 _OLD = timedelta(minutes=15)
-_LOG = logging.getLogger("holdfast.storage")
+_LOG = get_logger("storage")
 _REFUSALS = ("AlreadyExistsError", "PreconditionError")
 _lock = threading.Lock()  # of the two below; never held while a store is asked
 _known: dict[tuple[str, str], bool] = {}
@@ -94,18 +97,25 @@ def _ask(storage: ObjectStorage, folder: str, key: str) -> bool:
             # A refusal means that it is there: left behind, or by our own first try, whose answer was lost.
             if type(error).__name__ not in _REFUSALS:
                 raise
+        gone = [key]
+        modes: list[Any] = ["create", {storage._tag_name: _wrong_tag(storage)}]
+        asks: list[Callable[[], Any]] = [partial(_refuses, storage, key, mode) for mode in modes]
         try:
-            return _refuses(storage, key, "create") and _refuses(storage, key, {storage._tag_name: _wrong_tag(storage)})
+            *refused, gone = together(storage, [*asks, lambda: _with_old_ones(storage, folder, key)])
+            return all(refused)
         finally:
             try:
-                again_if_broken(lambda: obs.delete(store, _with_old_ones(storage, folder, key)))
+                again_if_broken(lambda: obs.delete(store, gone))
             except Exception as error:  # noqa: BLE001 - it stays, and the next process uses it
                 _LOG.debug("the probe %s could not be removed: %s", key, type(error).__name__)
 
 
 def _with_old_ones(storage: ObjectStorage, folder: str, key: str) -> list[str]:
     """Return our probe and those of processes that were killed; all ages are by the clock of the store."""
-    found = {meta["path"]: meta["last_modified"] for page in storage._obs.list(storage._store, folder) for meta in page}
+    found = {}
+    with suppress(Exception):  # rights to write without those to list
+        pages = storage._obs.list(storage._store, folder)
+        found = {meta["path"]: meta["last_modified"] for page in pages for meta in page}
     now = found.get(key)
     return [key, *(path for path, time in found.items() if now is not None and now - time > _OLD)]
 

@@ -17,7 +17,7 @@ from ..errors import (
     StorageUnavailableError,
 )
 
-__all__ = ["NO_BUCKET", "errors_of", "said", "status_of", "was_retried"]
+__all__ = ["NO_BUCKET", "errors_of", "has_no_tls", "said", "status_of", "was_retried"]
 
 NO_BUCKET = "the bucket or container does not exist"
 
@@ -31,6 +31,8 @@ _NO_CREDENTIALS = (
     "169.254.169.254", "metadata.google.internal", "latest/api/token", "latest/meta-data", "computeMetadata/v1",
     "metadata/identity/oauth2", "performing token request", "no credentials",
 )  # fmt: skip
+_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")
+_NO_TLS = re.compile(r"InvalidMessage\(\s*InvalidContentType")
 _BROKEN = ("error sending request", "response body error", "connection closed", "HTTP error: connection")
 _TIMEOUT = ("timed out", "kind: Timeout", "TimedOut", "deadline has elapsed")
 
@@ -63,6 +65,12 @@ def was_retried(error: BaseException) -> bool:
     return re.search(r"after [1-9]\d* retries", str(error)) is not None
 
 
+def has_no_tls(error: BaseException) -> bool:
+    """Tell whether the two sides could not agree on a connection: trying once more at once is in vain."""
+    text = str(error)
+    return _CERTIFICATE.search(text) is not None or _NO_TLS.search(text) is not None
+
+
 def status_of(error: BaseException) -> int | None:
     """Return the HTTP status behind an error of obstore."""
     found = _STATUS.search(str(error))
@@ -92,6 +100,15 @@ def _translated(error: Exception, action: str, where: str, secrets: tuple[str, .
             f"{start}: the credentials have expired or are not valid any more ({told}); get new ones, and longer-lived "
             "ones for long trainings"
         )
+    # No plain `StorageError`: somebody may renew it, or set the clock, while training goes on.
+    if (found := _CERTIFICATE.search(text)) is not None:
+        return StorageUnavailableError(
+            f"{start}: the server's certificate is refused ({found[1]}): {_what_to_do(found[1])}"
+        )
+    if _NO_TLS.search(text) is not None:
+        return StorageUnavailableError(
+            f"{start}: the endpoint is https:// and the server does not speak TLS: use http://"
+        )
     if kind in ("PermissionDeniedError", "UnauthenticatedError", "PermissionError") or status in (401, 403):
         return StoragePermissionError(
             f"{start}: access was refused ({told}); check the credentials, their rights on this bucket and prefix "
@@ -111,6 +128,17 @@ def _translated(error: Exception, action: str, where: str, secrets: tuple[str, .
         # What S3 says to a HEAD, whose answers have no body, when a session has ended.
         return StorageError(f"{start}: {told}; no reason was given: credentials that have expired are the usual one")
     return StorageError(f"{start}: {told}")
+
+
+def _what_to_do(problem: str) -> str:
+    if problem.startswith("NotValidForName"):
+        return "it was made out for another name than that of the endpoint; use the name that it has"
+    if problem.startswith(("Expired", "NotValidYet")):
+        return "its time is over or has not come; renew it, or set the clock of this machine"
+    return (
+        "no authority that this machine trusts has signed it; if it is your own, name the authority's certificate "
+        "(PEM) in SSL_CERT_FILE, or add it to those of the system"
+    )
 
 
 def said(text: str, secrets: tuple[str, ...]) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 
-__all__ = ["SECRETS", "Place", "find_place"]
+__all__ = ["SECRETS", "Place", "find_place", "split_settings"]
 
 # Options that are credentials: kept out of descriptions. Options are named as obstore names its configuration.
 SECRETS = frozenset(
@@ -80,6 +80,7 @@ _OCI: _Table = {
     "access_key_id": ("OCI_ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID"),
     "secret_access_key": ("OCI_SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"),
 }
+_SETTINGS = frozenset({"allow_bucket_creation", "endpoint_override", "region", "scheme"})
 # A bucket, or a bucket and what it belongs to: container@account.dfs.core.windows.net, bucket@namespace.
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._$-]*(@[A-Za-z0-9._-]+)?")
 
@@ -110,6 +111,35 @@ class Place:
 
     def __repr__(self) -> str:
         return f"Place({self.scheme}://{self.netloc}/{self.prefix})"  # never the secrets
+
+
+def split_settings(uri: str) -> tuple[str, dict[str, str]]:
+    """Split a URI of S3 from the settings behind its "?", which are those of pyarrow.
+
+    A "?" that no known setting follows is part of the path, as it is of a key.
+
+    Raises:
+        ConfigError: beside a known setting there is one that is not known.
+
+    Example:
+        >>> split_settings("s3://bucket/runs?endpoint_override=localhost:9000&scheme=http")
+        ('s3://bucket/runs', {'endpoint': 'http://localhost:9000'})
+    """
+    from urllib.parse import parse_qsl  # not above: slow to import, rarely needed
+
+    place, mark, query = uri.rpartition("?")
+    settings = dict(parse_qsl(query, keep_blank_values=True))
+    known = settings.keys() & _SETTINGS
+    if not mark or not place.startswith(("s3://", "s3a://")) or not known:
+        return uri, {}
+    if others := sorted(settings.keys() - known):
+        raise ConfigError(f"{uri}: {', '.join(others)} is no setting; there are {', '.join(sorted(_SETTINGS))}")
+    options: dict[str, str] = {}
+    if endpoint := settings.get("endpoint_override"):
+        options["endpoint"] = endpoint if "://" in endpoint else f"{settings.get('scheme', 'https')}://{endpoint}"
+    if region := settings.get("region"):
+        options["region"] = region
+    return place, options
 
 
 def find_place(uri: str, options: Mapping[str, object], secrets: Mapping[str, str]) -> Place:

@@ -17,7 +17,7 @@ from .base import FileReader
 if TYPE_CHECKING:
     from .object import ObjectStorage
 
-__all__ = ["ObjectReader", "list_all", "open_reader", "read_whole"]
+__all__ = ["ObjectReader", "list_all", "open_reader", "read_version"]
 
 _RANGE_BYTES = 8 << 20
 _NUM_RANGES = 12  # asked for at once, in this process
@@ -59,18 +59,18 @@ def open_reader(storage: ObjectStorage, key: str, errors: Errors, path: str) -> 
     return ObjectReader(storage, key, errors, path, first=first, size=meta["size"], etag=meta.get("e_tag"))
 
 
-def read_whole(storage: ObjectStorage, key: str, path: str) -> bytes:
-    """Return all bytes of one version of an object; a big one that is being replaced takes a second request."""
+def read_version(storage: ObjectStorage, key: str, path: str) -> tuple[bytes, Any]:
+    """Return all bytes of one version of an object, and what the client says of it; a big one takes two requests."""
     first, meta = again_if_broken(lambda: _first(storage, key, path))
     if len(first) == meta["size"]:
-        return first
+        return first, meta
 
-    def get() -> bytes:
+    def get() -> tuple[bytes, Any]:
         found = storage._obs.get(storage._store, key)
         data = bytes(found.bytes())
         if len(data) != meta["size"] and found.meta.get("e_tag") == meta.get("e_tag"):
             raise ShortAnswerError(f"cannot read {path}: the storage sent {len(data)} of {meta['size']} bytes")
-        return data
+        return data, found.meta
 
     return again_if_broken(get)
 

@@ -7,10 +7,10 @@ storage, separated by "/", without "." or ".." or empty parts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ConfigError, StorageNotFoundError
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCK",
     "TEMPORARY",
+    "FileBatch",
     "FileReader",
     "FileWriter",
     "ObjectInfo",
@@ -28,6 +29,8 @@ __all__ = [
     "check_prefix",
     "check_view",
 ]
+
+_EndingT = TypeVar("_EndingT", bound="_Ending")
 
 BLOCK = 4096
 """Unit of views given to `FileWriter.write`, in bytes."""
@@ -53,7 +56,28 @@ class ObjectInfo:
     modified: float = 0.0
 
 
-class FileWriter(ABC):
+class _Ending(ABC):
+    """Closed when the body of a ``with`` ends well, aborted when it does not."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    @abstractmethod
+    def abort(self) -> None: ...
+
+    def __enter__(self: _EndingT) -> _EndingT:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+class FileWriter(_Ending):
     """Writes one object of known size from start to end; used by one thread at a time."""
 
     @abstractmethod
@@ -78,16 +102,43 @@ class FileWriter(ABC):
     def abort(self) -> None:
         """Drop the object and end the writer; idempotent, never raises for a storage that has gone away."""
 
-    def __enter__(self) -> FileWriter:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
+class FileBatch(_Ending):
+    """Writes many small objects, which are durable together; used by one thread at a time."""
+
+    @abstractmethod
+    def add(self, path: str, data: memoryview | bytes) -> None:
+        """Store one object; one that is there is replaced. The memory is the caller's again on return."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Make all objects durable and end the batch; idempotent.
+
+        Raises:
+            StorageError: they could not all be made durable.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End the batch; objects that were added may be there or not; idempotent."""
+
+
+class _OneByOne(FileBatch):
+    """A batch for storages that have nothing better: each object is durable when it is added."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def add(self, path: str, data: memoryview | bytes) -> None:
+        with self._storage.create(path, len(data)) as writer:
+            if len(data):
+                writer.write(memoryview(data))
+
+    def close(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
 
 
 class FileReader(ABC):
@@ -207,6 +258,13 @@ class Storage(ABC):
             StorageExistsError: there is a ``target``.
         """
 
+    def batch(self, num_files: int) -> FileBatch:
+        """Start to store about ``num_files`` small objects, of a few MiB at most, that need not be durable one by one.
+
+        Like `create` for each of them otherwise: they count only after `FileBatch.close`.
+        """
+        return _OneByOne(self)
+
     def adopt(self, source: str, path: str) -> bool:
         """Take over a file of this machine as an object, durably and without copying, where the storage can.
 
@@ -233,6 +291,11 @@ class Storage(ABC):
             StorageNotFoundError: there is none.
         """
         self.stat(path)
+
+    def sync_all(self, paths: Collection[str]) -> None:
+        """Do the same for many objects that are there."""
+        for path in paths:
+            self.sync(path)
 
     @property
     @abstractmethod
@@ -274,6 +337,19 @@ class Storage(ABC):
         """Whether `copy` repeats an object where it is; False if its bytes would come here and go back."""
         return True
 
+    @property
+    def num_parallel(self) -> int:
+        """How many requests at once are worth it; 1 where none takes long enough to do another one meanwhile.
+
+        Where it is more than 1, all methods may be called by several threads.
+        """
+        return 1
+
+    @property
+    def deletes_at_once(self) -> int:
+        """How many objects one request of `delete_many` deletes, as far as that is known by now."""
+        return 1
+
     def free_bytes(self) -> int | None:
         """Return the bytes that can still be written, None if unknown."""
         return None
@@ -301,10 +377,22 @@ class Storage(ABC):
                 reader.read_into(offset, memoryview(buffer))
         return bytes(buffer)
 
+    def read_tagged(self, path: str) -> tuple[bytes, str | None]:
+        """Return the whole content and an etag that is no newer than it: for a `put` with ``if_match``."""
+        etag = self.stat(path).etag
+        return self.read(path), etag
+
+    def delete_many(self, paths: Iterable[str]) -> None:
+        """Remove objects, durably and in no particular order; fine if some are not there.
+
+        After an error some of them are gone.
+        """
+        for path in paths:
+            self.delete(path)
+
     def delete_tree(self, prefix: str) -> None:
         """Remove every object below the directory ``prefix``; "" empties the storage."""
-        for info in list(self.list(prefix)):
-            self.delete(info.path)
+        self.delete_many([info.path for info in self.list(prefix)])
 
     def tidy(self, directory: str) -> None:  # noqa: B027 - nothing to do where a put leaves nothing behind
         """Remove what dead writers left directly in ``directory``: unfinished `put`s, and itself if it is empty."""

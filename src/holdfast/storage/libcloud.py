@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -26,6 +27,7 @@ from .base import FileReader, FileWriter, Storage
 __all__ = ["LibcloudObjectStore", "from_description", "from_uri"]
 
 _NAMED = "environ:"
+_BLOCK = 4 << 20
 _KEY, _SECRET = "HOLDFAST_LIBCLOUD_KEY", "HOLDFAST_LIBCLOUD_SECRET"
 
 
@@ -106,6 +108,80 @@ class LibcloudObjectStore(AdaptedStorage):
     def _described(self) -> Described:
         # The "key" of the local driver is a directory.
         return Described({"folder" if self._is_disk and n == "key" else n: v for n, v in self._arguments.items()})
+
+    # -- by the names that scripts of other trainers use
+
+    def get_uri(self, object_name: str) -> str:
+        """Return how an object is called in messages, and as a location."""
+        return f"{self.uri}/{object_name}"
+
+    def get_object_size(self, object_name: str) -> int:
+        """Return the bytes of an object.
+
+        Raises:
+            StorageNotFoundError: there is none.
+        """
+        return self.stat(object_name).size
+
+    def list_objects(self, prefix: str | None = None) -> list[str]:
+        """Return the names of all objects that begin with ``prefix``."""
+        folder = (prefix or "").rpartition("/")[0]
+        return sorted(info.path for info in self.list(folder) if info.path.startswith(prefix or ""))
+
+    def upload_object(
+        self, object_name: str, filename: str | os.PathLike[str], callback: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Store a file; what has this name is replaced.
+
+        Args:
+            object_name: its name here.
+            filename: the file.
+            callback: called with (bytes sent, bytes in all).
+        """
+        size, done = os.path.getsize(filename), 0
+        with open(filename, "rb") as file, self.create(object_name, size) as writer:
+            while block := file.read(_BLOCK):
+                writer.write(memoryview(block))
+                done += len(block)
+                if callback is not None:
+                    callback(done, size)
+
+    def download_object(
+        self, object_name: str, filename: str | os.PathLike[str], overwrite: bool = False,
+        callback: Callable[[int, int], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Copy an object into a file, which appears complete or not at all.
+
+        Args:
+            object_name: its name here.
+            filename: the file.
+            overwrite: replace a file that is there.
+            callback: called with (bytes received, bytes in all).
+
+        Raises:
+            FileExistsError: the file is there, and ``overwrite`` is False.
+            StorageNotFoundError: there is no such object.
+        """
+        target = os.fspath(filename)
+        if not overwrite and os.path.exists(target):
+            raise FileExistsError(f"{target} is there already: pass overwrite=True to replace it")
+        beside = f"{target}.{uuid.uuid4().hex}.tmp"
+        try:
+            with self.open(object_name) as reader, open(beside, "wb") as file:
+                for start in range(0, reader.size, _BLOCK):
+                    block = bytearray(min(_BLOCK, reader.size - start))
+                    reader.read_into(start, memoryview(block))
+                    file.write(block)
+                    if callback is not None:
+                        callback(start + len(block), reader.size)
+            os.replace(beside, target)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(beside)
+
+    def close(self) -> None:
+        """Give the connection of this thread back; the next call makes another one."""
+        self._local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_local"}

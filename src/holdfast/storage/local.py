@@ -1,5 +1,7 @@
 """A directory of a local or mounted file system as a storage.
 
+No symbolic link below the root is followed (`_beneath`).
+
 General layout: `put` is a temporary file, fsync, barrier (fsync of the directory), rename, fsync of the directory.
 `create` writes under the final name and makes bytes, size and name durable when it is closed. Directories are made
 when first needed; each is durable before anything is put below it.
@@ -12,22 +14,26 @@ import copy
 import errno
 import os
 import stat as stat_module
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ConfigError, StorageConflictError, StorageExistsError, StorageNotFoundError
 from . import _local_tree as tree
+from ._beneath import Beneath, Folder, Inside
+from ._local_batch import LocalBatch, flush_whole
 from ._local_io import LocalReader, LocalWriter, write_all
-from .base import TEMPORARY, FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix
-from .ops import POSIX, Ops, errors_of
+from .base import TEMPORARY, FileBatch, FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix
+from .ops import POSIX, Ops, errors_of, translate
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["LocalStorage"]
+__all__ = ["LocalStorage", "as_given", "door_of"]
 
 _T = TypeVar("_T")
 _COPY_BYTES = 8 << 20
+_DELETING_THREADS = 16
+_DELETED_BY_EACH = 64  # files, at least
 # How often a directory may be pruned under a writer before it gives up.
 _TRIES = 20
 # Errors of link(2) that mean "not here": another device, no hard links, too many of them, not our file.
@@ -55,43 +61,70 @@ class LocalStorage(Storage):
             raise ConfigError(f"LocalStorage({root!r}): give a directory")
         # Made absolute now: a later chdir of the training script must not move its checkpoints.
         self._root = os.path.abspath(os.fspath(root))
+        self._door, self._prefix = Beneath(self._root), ""
         self._ops = ops
-        # Directories known to exist durably; shared with children. A cache only: ENOENT drops the entry.
+        # Directories below the top that exist durably; shared with children. A cache only: ENOENT drops the entry.
         self._ready: set[str] = set()
 
     def put(
         self, path: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
     ) -> str | None:
         """Store a small file atomically; see `Storage.put`."""
-        target = self._full(path)
+        inside, name = self._split(path)
         view = memoryview(data).cast("B")
 
-        def once() -> str:
-            if if_absent and os.path.lexists(target):
-                raise self._exists(target)
+        def once(folder: Folder) -> str:
+            if if_absent and folder.lstat(name) is not None:
+                raise self._exists(folder.at(name))
             if if_match is not None:
-                self._check_match(target, if_match)
-            return self._put_once(target, view, if_absent=if_absent, if_match=if_match)
+                self._check_match(folder, name, if_match)
+            return self._put_once(folder, name, view, if_absent=if_absent, if_match=if_match)
 
-        with errors_of("write", target):
-            return self._in_directory(os.path.dirname(target), once)
+        with errors_of("write", self._full(path)):
+            return self._in_directory(inside, once)
 
-    def _put_once(self, target: str, view: memoryview, *, if_absent: bool, if_match: str | None) -> str:
-        ops, directory = self._ops, os.path.dirname(target)
-        temporary = os.path.join(directory, f"{TEMPORARY}{os.getpid()}-{os.urandom(6).hex()}")
+    def swap(self, path: str, data: bytes, *, if_match: str) -> str:
+        """Replace a small file as `put` does, without waiting for the disk: for what means nothing after a power cut.
+
+        Raises:
+            StorageConflictError: it is gone or its etag is not ``if_match``.
+        """
+        inside, name = self._split(path)
+
+        def once(folder: Folder) -> str:
+            self._check_match(folder, name, if_match)
+            return self._put_once(folder, name, memoryview(data), if_absent=False, if_match=if_match, durable=False)
+
+        with errors_of("write", self._full(path)):
+            return self._in_directory(inside, once)
+
+    def _put_once(
+        self,
+        folder: Folder,
+        name: str,
+        view: memoryview,
+        *,
+        if_absent: bool,
+        if_match: str | None,
+        durable: bool = True,
+    ) -> str:
+        ops, target, directory = self._ops, folder.at(name), folder.here
+        temporary = folder.at(f"{TEMPORARY}{os.getpid()}-{os.urandom(6).hex()}")
         fd = ops.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             # Held while the file is in use: sweepers take only files whose writer is dead.
             tree.lock_quietly(fd)
             write_all(ops, fd, view, 0)
-            ops.fsync(fd)
+            if durable:
+                ops.fsync(fd)
             etag = _etag(os.fstat(fd))
-            ops.fsync_dir(directory)  # the barrier: names of files written before are durable first
+            if durable:
+                ops.fsync_dir(directory)  # the barrier: names of files written before are durable first
             if if_absent:
-                self._publish_new(temporary, target)
+                self._publish_new(folder, temporary, name)
             elif if_match is not None:
-                with tree.locked(directory):
-                    self._check_match(target, if_match)
+                with tree.locked(folder):
+                    self._check_match(folder, name, if_match)
                     ops.rename(temporary, target)
             else:
                 ops.rename(temporary, target)
@@ -101,11 +134,13 @@ class LocalStorage(Storage):
             raise
         finally:
             ops.close(fd)
-        ops.fsync_dir(directory)
+        if durable:
+            ops.fsync_dir(directory)
         return etag
 
-    def _publish_new(self, temporary: str, target: str) -> None:
+    def _publish_new(self, folder: Folder, temporary: Inside, name: str) -> None:
         """Give the finished file its name unless the name is taken, atomically."""
+        target = folder.at(name)
         try:
             self._ops.link(temporary, target)
         except FileExistsError:
@@ -114,8 +149,8 @@ class LocalStorage(Storage):
             if error.errno not in _NO_LINK:
                 raise
             # No hard links here: cooperating processes are kept apart by the lock instead.
-            with tree.locked(os.path.dirname(target)):
-                if os.path.lexists(target):
+            with tree.locked(folder):
+                if folder.lstat(name) is not None:
                     raise self._exists(target) from None
                 self._ops.rename(temporary, target)
             return
@@ -124,11 +159,12 @@ class LocalStorage(Storage):
 
     def create(self, path: str, size: int) -> FileWriter:
         """Start a big file under its final name; see `Storage.create`."""
-        target = self._full(path)
+        inside, name = self._split(path)
         if size < 0:
             raise ConfigError(f"create({path!r}, size={size}): the size must not be negative")
 
-        def once() -> FileWriter:
+        def once(folder: Folder) -> FileWriter:
+            target = folder.at(name)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             try:
                 fd = self._ops.open(target, flags)
@@ -137,10 +173,15 @@ class LocalStorage(Storage):
                 with contextlib.suppress(FileNotFoundError):
                     self._ops.unlink(target)
                 fd = self._ops.open(target, flags)
-            return LocalWriter(self._ops, target, size, fd=fd, on_abort=lambda: self._prune(os.path.dirname(target)))
+            return LocalWriter(self._ops, folder.dup(), name, size, fd=fd, on_abort=lambda: self._prune(inside))
 
-        with errors_of("write", target):
-            return self._in_directory(os.path.dirname(target), once)
+        with errors_of("write", self._full(path)):
+            return self._in_directory(inside, once)
+
+    def batch(self, num_files: int) -> FileBatch:
+        """Start to write many small files; see `Storage.batch`."""
+        with errors_of("write", self._root):
+            return LocalBatch(self._ops, self._door, self._prefix, self._ready, num_files)
 
     def open(self, path: str) -> FileReader:
         """Open a file for reading; see `Storage.open`."""
@@ -148,7 +189,7 @@ class LocalStorage(Storage):
         with errors_of("read", full):
             try:
                 # O_NONBLOCK: a FIFO put here by somebody must not hang a resume.
-                fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                fd = self._door.open(self._below(path), os.O_RDONLY | os.O_NONBLOCK)
             except NotADirectoryError as error:
                 raise _not_found(full) from error
         found = os.fstat(fd)
@@ -162,7 +203,7 @@ class LocalStorage(Storage):
         full = self._full(path)
         with errors_of("read", full):
             try:
-                found = os.stat(full)
+                found = self._door.stat(self._below(path))
             except NotADirectoryError as error:
                 raise _not_found(full) from error
         if not stat_module.S_ISREG(found.st_mode):
@@ -170,86 +211,148 @@ class LocalStorage(Storage):
         return ObjectInfo(path=path, size=found.st_size, etag=_etag(found), modified=found.st_mtime)
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
-        """Iterate over files; symbolic links to directories are not followed. See `Storage.list`."""
+        """Iterate over files; symbolic links to directories are left out. See `Storage.list`.
+
+        A link to a file is named, so that nothing is left out silently by a copy; opening it is refused.
+        """
         prefix = check_prefix(prefix)
         pending = [prefix]
         while pending:
             inside = pending.pop()
             base = f"{inside}/" if inside else ""
-            full = os.path.join(self._root, inside) if inside else self._root
-            with errors_of("list", full):
-                entries = tree.entries(full)
-            for entry in entries:
-                if entry.name.startswith(TEMPORARY):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    if recursive:
-                        pending.append(base + entry.name)
-                    else:
-                        yield ObjectInfo(path=f"{base}{entry.name}/", size=0)
-                    continue
+            with errors_of("list", self._full(inside) if inside else self._root):
                 try:
-                    found = entry.stat()
-                except OSError as error:
-                    if error.errno not in (errno.ENOENT, errno.ELOOP):  # gone, or a link that leads to itself
-                        raise
+                    folder = self._door.listed(self._below(inside))
+                except (FileNotFoundError, NotADirectoryError):
                     continue
-                if stat_module.S_ISREG(found.st_mode):
-                    path = base + entry.name
-                    yield ObjectInfo(path=path, size=found.st_size, etag=_etag(found), modified=found.st_mtime)
+            with folder:
+                with errors_of("list", folder.path), os.scandir(folder.fd) as entries:
+                    found = list(entries)  # types come without a stat each
+                for entry in found:
+                    name = entry.name
+                    if name.startswith(TEMPORARY):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        if recursive:
+                            pending.append(base + name)
+                        else:
+                            yield ObjectInfo(path=f"{base}{name}/", size=0)
+                        continue
+                    try:
+                        about = entry.stat()
+                    except OSError as error:
+                        if error.errno not in (errno.ENOENT, errno.ELOOP):  # gone, or a link that leads to itself
+                            raise translate(error, "list", folder.path) from error
+                        continue
+                    if stat_module.S_ISREG(about.st_mode):
+                        yield ObjectInfo(
+                            path=base + name, size=about.st_size, etag=_etag(about), modified=about.st_mtime
+                        )
 
     def delete(self, path: str) -> None:
-        """Remove a file and the directories this leaves empty; see `Storage.delete`."""
-        full = self._full(path)
-        directory = os.path.dirname(full)
-        with errors_of("delete", full):
-            try:
-                self._ops.unlink(full)
-                self._ops.fsync_dir(directory)
-            except (FileNotFoundError, NotADirectoryError):
-                # Nothing pruned either: the directory may be one that a writer has just made for its first file.
-                return
-            except OSError:
-                # unlink(2) of a directory: EISDIR on Linux, EPERM elsewhere. It holds no object of that name.
-                if not os.path.isdir(full) or os.path.islink(full):
+        """Remove a file, or a link itself, and the directories this leaves empty; see `Storage.delete`."""
+        self.delete_many((path,))
+
+    def delete_many(self, paths: Iterable[str]) -> None:
+        """Remove files, or links themselves, with one fsync for each directory; see `Storage.delete_many`.
+
+        Where there are many, by several threads: each waits for the journal of the file system most of its time.
+        """
+        names: dict[str, list[str]] = {}
+        for path in paths:
+            inside, name = self._split(path)
+            names.setdefault(inside, []).append(name)
+        for inside, its in names.items():
+            with errors_of("delete", self._door.full(f"{inside}/{its[0]}" if inside else its[0])):
+                try:
+                    folder = self._door.folder(inside)
+                except OSError as error:
+                    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                        continue  # what lies behind a link is no object of this storage
                     raise
-                return
-            self._prune(directory)
+                with folder:
+                    if not self._unlink_all(folder, its):
+                        # Nor is it pruned: it may be one that a writer has just made for its first file.
+                        continue
+                    self._ops.fsync_dir(folder.here)
+                self._prune(inside)
+
+    def _unlink_all(self, folder: Folder, names: Sequence[str]) -> int:
+        """Remove files of one directory; return how many there were."""
+        num_threads = min(_DELETING_THREADS, len(names) // _DELETED_BY_EACH)
+        if num_threads < 2:
+            return sum([self._unlink(folder, name) for name in names])
+        from concurrent.futures import ThreadPoolExecutor  # not above: few writers delete so many, and each start waits
+
+        with ThreadPoolExecutor(num_threads, "holdfast-delete") as pool:
+            shares = [names[start::num_threads] for start in range(num_threads)]
+            return sum(pool.map(lambda share: sum([self._unlink(folder, name) for name in share]), shares))
+
+    def _unlink(self, folder: Folder, name: str) -> bool:
+        """Remove a file; tell whether there was one."""
+        at = folder.at(name)
+        try:
+            self._ops.unlink(at)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            # unlink(2) of a directory: EISDIR on Linux, EPERM elsewhere. It holds no object of that name.
+            found = folder.lstat(name)
+            if found is None or not stat_module.S_ISDIR(found.st_mode):
+                raise translate(error, "delete", at) from error
+            return False
+        return True
 
     def delete_tree(self, prefix: str) -> None:
         """Remove everything below the directory ``prefix``; links are removed, not followed."""
-        prefix = check_prefix(prefix)
-        full = os.path.join(self._root, prefix) if prefix else self._root
-        with errors_of("delete", full):
-            tree.remove_below(self._ops, full, forget=self._ready.discard)
+        inside = self._below(check_prefix(prefix))
+        with errors_of("delete", self._door.full(inside)):
+            try:
+                tree.remove_below(self._ops, self._door, inside, forget=self._ready.discard)
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                return  # as in `delete`
             if prefix:
-                self._prune(full)
+                self._prune(inside)
 
     def tidy(self, directory: str) -> None:
         """Remove temporary files of dead writers, and the directory if that leaves it empty; see `Storage.tidy`."""
-        full = os.path.join(self._root, check_path(directory))
-        with errors_of("delete", full):
-            tree.sweep(self._ops, full)
-            self._prune(full)
+        inside = self._below(check_path(directory))
+        with errors_of("delete", self._door.full(inside)):
+            try:
+                tree.sweep(self._ops, self._door, inside)
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                return  # as in `delete`
+            self._prune(inside)
 
     def copy(self, source: str, target: str) -> None:
         """Hard-link a file, or copy its bytes where that is impossible; see `Storage.copy`."""
-        old, new = self._full(source), self._full(target)
+        new = self._full(target)
         self.stat(source)
-        if os.path.lexists(new):
-            raise self._exists(new)
-        directory = os.path.dirname(new)
+        (old_inside, old_name), (inside, name) = self._split(source), self._split(target)
+
+        def once(folder: Folder) -> None:
+            if folder.lstat(name) is not None:
+                raise self._exists(new)
+            with self._door.folder(old_inside) as old:
+                try:
+                    self._ops.link(old.at(old_name), folder.at(name))
+                except FileExistsError:
+                    raise self._exists(new) from None
+            self._ops.fsync_dir(folder.here)
+
         with errors_of("write", new):
             try:
-                self._in_directory(directory, lambda: self._ops.link(old, new))
-            except FileExistsError:
-                raise self._exists(new) from None
+                self._in_directory(inside, once)
+            except StorageExistsError:
+                raise
             except OSError as error:
                 if error.errno not in _NO_LINK:
                     raise
                 self._copy_bytes(source, target)
-            else:
-                self._ops.fsync_dir(directory)
 
     def _copy_bytes(self, source: str, target: str) -> None:
         with self.open(source) as reader, self.create(target, reader.size) as writer:
@@ -260,34 +363,60 @@ class LocalStorage(Storage):
 
     def adopt(self, source: str, path: str) -> bool:
         """Make a file durable and rename it into this storage; see `Storage.adopt`."""
-        target = self._full(path)
-        directory = os.path.dirname(target)
+        inside, name = self._split(path)
+
+        def once(folder: Folder) -> None:
+            if folder.lstat(name) is not None:
+                raise self._exists(folder.at(name))
+            self._ops.rename(source, folder.at(name))
+            self._ops.fsync_dir(folder.here)
+
         with errors_of("take over", source):
             found = os.lstat(source)
-            here = os.stat(tree.nearest_existing(directory)).st_dev
+            here = os.stat(tree.nearest_existing(os.path.dirname(self._full(path)))).st_dev
             if not stat_module.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_dev != here:
                 return False
-            if os.path.lexists(target):
-                raise self._exists(target)
             try:
                 self._fsync(source)  # before it is an object: whoever wrote it need not have cared
-                self._in_directory(directory, lambda: self._ops.rename(source, target))
+                self._in_directory(inside, once)
+            except StorageExistsError:
+                raise
             except OSError as error:
                 if error.errno not in _NO_MOVE:
                     raise
                 return False
-            self._ops.fsync_dir(directory)
         return True
 
     def sync(self, path: str) -> None:
         """Make a file and its name durable; see `Storage.sync`."""
-        full = self._full(path)
-        with errors_of("make durable", full):
-            self._fsync(full)
-            directory = os.path.dirname(full)
-            while len(directory) >= len(self._root):
-                self._ops.fsync_dir(directory)
-                directory = os.path.dirname(directory)
+        inside, name = self._split(path)
+        with errors_of("make durable", self._full(path)):
+            with self._door.folder(inside) as folder:
+                self._fsync(folder.at(name))
+            while len(inside) >= len(self._prefix):
+                with self._door.folder(inside) as folder:
+                    self._ops.fsync_dir(folder.here)
+                if not inside:
+                    break
+                inside = inside.rpartition("/")[0]
+
+    def sync_all(self, paths: Collection[str]) -> None:
+        """Make files and their names durable, each directory once; see `Storage.sync_all`."""
+        with errors_of("make durable", self._root):
+            places = [self._split(path) for path in paths]
+            if flush_whole(self._ops, self._door, self._prefix, {inside for inside, _ in places}, len(places)):
+                return
+            folders = {""}
+            for home, name in places:
+                with self._door.folder(home) as folder:
+                    self._fsync(folder.at(name))
+                above = home
+                while above not in folders:
+                    folders.add(above)
+                    above = above.rpartition("/")[0]
+            for inside in sorted(one for one in folders if len(one) >= len(self._prefix)):
+                with self._door.folder(inside) as folder:
+                    self._ops.fsync_dir(folder.here)
 
     def _fsync(self, full: str) -> None:
         fd = self._ops.open(full, os.O_RDONLY)
@@ -319,47 +448,76 @@ class LocalStorage(Storage):
         return found.f_bavail * found.f_frsize
 
     def child(self, path: str) -> LocalStorage:
-        """Return the storage of a directory below this one, with the same `Ops`."""
+        """Return the storage of a directory below this one, with the same `Ops`; no link to it is followed either."""
         prefix = check_prefix(path)
         clone = copy.copy(self)
         clone._root = os.path.join(self._root, prefix) if prefix else self._root
+        clone._prefix = self._below(prefix)
         return clone
 
     def _full(self, path: str) -> str:
         return os.path.join(self._root, check_path(path))
 
-    def _in_directory(self, directory: str, action: Callable[[], _T]) -> _T:
+    def _below(self, path: str) -> str:
+        """Return a path in this storage as one below the top; "" for the root of this storage."""
+        return f"{self._prefix}/{path}" if self._prefix and path else path or self._prefix
+
+    def _split(self, path: str) -> tuple[str, str]:
+        """Return the directory of a file, below the top, and the file's name."""
+        head, _, name = self._below(check_path(path)).rpartition("/")
+        return head, name
+
+    def _in_directory(self, inside: str, action: Callable[[Folder], _T]) -> _T:
         """Do ``action`` in a directory that exists, again if another process pruned the directory meanwhile."""
         for _ in range(_TRIES):
-            if directory not in self._ready:
-                tree.make_durable(self._ops, directory)
-                self._ready.add(directory)
+            if inside not in self._ready:
+                tree.make_durable(self._ops, self._door, inside)
+                self._ready.add(inside)
             try:
-                return action()
+                with self._door.folder(inside) as folder:
+                    return action(folder)
             except FileNotFoundError as error:
                 if isinstance(error, StorageNotFoundError):
                     raise
-                self._ready.discard(directory)
+                self._ready.discard(inside)
                 missing = error
         raise missing
 
-    def _prune(self, directory: str) -> None:
-        while len(directory) > len(self._root) and tree.remove_if_empty(self._ops, directory):
-            self._ready.discard(directory)
-            directory = os.path.dirname(directory)
+    def _prune(self, inside: str) -> None:
+        while len(inside) > len(self._prefix) and tree.remove_if_empty(self._ops, self._door, inside):
+            self._ready.discard(inside)
+            inside = inside.rpartition("/")[0]
 
-    def _check_match(self, target: str, if_match: str) -> None:
-        try:
-            found: str | None = _etag(os.stat(target))
-        except FileNotFoundError:
-            found = None
+    def _check_match(self, folder: Folder, name: str, if_match: str) -> None:
+        about = folder.lstat(name)
+        found = None if about is None else _etag(about)
         if found != if_match:
             state = "it is gone" if found is None else "another process changed it"
-            raise StorageConflictError(f"cannot replace {target}: {state}; read it again and decide anew")
+            raise StorageConflictError(f"cannot replace {folder.at(name)}: {state}; read it again and decide anew")
 
     @staticmethod
     def _exists(target: str) -> StorageExistsError:
         return StorageExistsError(f"cannot create {target}: it exists; use another name or remove it")
+
+
+def as_given(storage: Storage) -> Storage:
+    """Return the same storage as one whose directory the user has named: links that lead to it are followed."""
+    if not isinstance(storage, LocalStorage):
+        return storage
+    clone = copy.copy(storage)
+    clone._door, clone._prefix, clone._ready = Beneath(storage._root), "", set()
+    return clone
+
+
+def door_of(storage: Storage) -> tuple[Beneath, str] | None:
+    """Return the door to a storage on a disk and the storage's place below it; None for one that is on no disk.
+
+    For what `Storage` has no operation for: a lock, names without a look at each file.
+    """
+    if isinstance(storage, LocalStorage):
+        return storage._door, storage._prefix
+    root = storage.local_root
+    return None if root is None else (Beneath(os.fspath(root)), "")
 
 
 def _etag(found: os.stat_result) -> str:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import copy
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -25,11 +24,13 @@ from ..errors import (
     StorageNotFoundError,
 )
 from ._object_again import again_if_broken
+from ._object_client import make_store
 from ._object_conditions import MARK, conditions_of, landed
+from ._object_delete import Deleter
 from ._object_errors import NO_BUCKET, errors_of, said
 from ._object_io import ObjectWriter
-from ._object_place import SECRETS, Place, find_place
-from ._object_read import list_all, open_reader, read_whole
+from ._object_place import SECRETS, find_place, split_settings
+from ._object_read import list_all, open_reader, read_version
 from .base import TEMPORARY, FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix
 
 __all__ = ["ObjectStorage", "from_options", "from_uri"]
@@ -73,6 +74,7 @@ class ObjectStorage(Storage):
             _given[_vault_key(uri, self._place.options)] = by_hand
         self._prefix = check_prefix(self._place.prefix)
         self._store_or_none: list[Any] = []  # shared with children
+        self._deleter = Deleter(self._place, self._limits)  # so is this
         require("obstore", extra=self._place.extra, purpose=f"{self._place.scheme}:// locations")
 
     # -- writing
@@ -147,13 +149,12 @@ class ObjectStorage(Storage):
         """Remove an object; see `Storage.delete`."""
         self._delete([self._key(path)])
 
-    def delete_tree(self, prefix: str) -> None:
-        """Remove everything below ``prefix``, many objects in one request where the store can."""
-        keys = [self._key(info.path) for info in self.list(prefix)]
-        self._delete(keys)
+    def delete_many(self, paths: Iterable[str]) -> None:
+        """Remove objects, a thousand in one request where the store can."""
+        self._delete([self._key(path) for path in paths])
 
     def _delete(self, keys: list[str]) -> None:
-        if not keys:
+        if not keys or self._deleter.has_deleted(self._obs, keys):
             return
         try:
             with self._errors("delete", keys[0]):
@@ -179,7 +180,14 @@ class ObjectStorage(Storage):
             return super().read(path, offset, size)
         key = self._key(path)
         with self._errors("read", key):
-            return read_whole(self, key, self._shown(key))
+            return read_version(self, key, self._shown(key))[0]
+
+    def read_tagged(self, path: str) -> tuple[bytes, str | None]:
+        """Return content and etag of one version of an object; see `Storage.read_tagged`."""
+        key = self._key(path)
+        with self._errors("read", key):
+            data, meta = read_version(self, key, self._shown(key))
+            return data, self._tag(meta)
 
     def stat(self, path: str) -> ObjectInfo:
         """Describe an object; see `Storage.stat`."""
@@ -221,6 +229,16 @@ class ObjectStorage(Storage):
         return conditions_of(self)
 
     @property
+    def num_parallel(self) -> int:
+        """Requests wait for the line, not for a core."""
+        return 16
+
+    @property
+    def deletes_at_once(self) -> int:
+        """How many objects one request deletes: a thousand, unless the store has shown that it cannot."""
+        return self._deleter.at_once
+
+    @property
     def max_file_bytes(self) -> int:
         """Files of a checkpoint are small enough to be sent again, and copied by the server in one request."""
         return 256 << 20
@@ -260,7 +278,7 @@ class ObjectStorage(Storage):
     def _store(self) -> Any:
         if not self._store_or_none:
             try:
-                self._store_or_none.append(_make_store(self._place, self._limits))
+                self._store_or_none.append(make_store(self._place, self._limits))
             except Exception as error:
                 if isinstance(error, HoldfastError):
                     raise
@@ -296,8 +314,12 @@ class ObjectStorage(Storage):
 
 
 def from_uri(uri: str) -> Storage:
-    """Return the storage of a URI with settings and credentials from the environment."""
-    return ObjectStorage(uri)
+    """Return the storage of a URI with settings and credentials from the environment.
+
+    Settings behind a "?" (of S3, as pyarrow has them: ``endpoint_override``, ``scheme``, ``region``) come first.
+    """
+    uri, options = split_settings(uri)
+    return ObjectStorage(uri, options)
 
 
 def from_options(
@@ -312,47 +334,3 @@ def from_options(
 def _vault_key(uri: str, options: Mapping[str, object]) -> tuple[str, str, str]:
     scheme, _, rest = uri.partition("://")
     return scheme, rest.partition("/")[0], str(options.get("endpoint") or "")
-
-
-def _make_store(place: Place, limits: Mapping[str, float]) -> Any:
-    stores = require("obstore.store", extra=place.extra, purpose=f"{place.scheme}:// locations")
-    config: dict[str, Any] = {**place.options, **place.secrets}
-    endpoint = str(config.get("endpoint") or config.get("base_url") or "")
-    arguments: dict[str, Any] = {}
-    if place.store == "S3Store":
-        if endpoint:
-            config.setdefault("aws_endpoint_url_s3", endpoint)  # wins over "endpoint", and may be in the environment
-            # Not every store that speaks S3 has the request that deletes many.
-            config.setdefault("disable_bulk_delete", "true")
-        if not endpoint.startswith("http://"):
-            config.setdefault("unsigned_payload", "true")  # TLS guards the bytes; hashing them again costs a core
-        provider = _static_keys(config)
-        if provider is not None:
-            arguments["credential_provider"] = provider
-    return getattr(stores, place.store)(
-        place.bucket,
-        config=config,
-        client_options={
-            "allow_http": endpoint.startswith("http://") or config.get("use_emulator") == "true",
-            "connect_timeout": timedelta(seconds=limits.get("connect_timeout_s", 10.0)),
-            "timeout": timedelta(seconds=limits.get("timeout_s", 120.0)),
-        },
-        retry_config={
-            "max_retries": int(limits.get("max_retries", 10)),
-            "retry_timeout": timedelta(seconds=limits.get("deadline_s", 180.0)),
-        },
-        **arguments,
-    )
-
-
-def _static_keys(config: dict[str, Any]) -> Any:
-    """Take the keys out of the settings into a provider: no token of the environment mixes in, no repr shows them."""
-    if "access_key_id" not in config or "secret_access_key" not in config:
-        return None
-    keys = {
-        "access_key_id": config.pop("access_key_id"),
-        "secret_access_key": config.pop("secret_access_key"),
-        "token": config.pop("session_token", None),
-        "expires_at": None,
-    }
-    return lambda: dict(keys)

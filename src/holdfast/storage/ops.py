@@ -7,6 +7,7 @@ too, so that each errno has its message in one place.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -19,18 +20,38 @@ from ..errors import (
     StorageNotFoundError,
     StoragePermissionError,
 )
+from ._beneath import Inside
 
 __all__ = ["POSIX", "Ops", "errors_of", "translate"]
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
+def _at(path: str) -> tuple[str, int | None]:
+    """Return a path as `os` wants it, with the directory it is relative to."""
+    return (path.name, path.dir_fd) if isinstance(path, Inside) else (path, None)
+
+
+def _sync(fd: int) -> None:
+    """Make the entries of an open directory durable."""
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some network and FUSE file systems have no fsync for directories: entries are theirs to keep.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+
+
 class Ops:
-    """Thin calls into the operating system; subclass to watch or to break them."""
+    """Thin calls into the operating system; subclass to watch or to break them.
+
+    A path is absolute. That of a storage's own file is an `Inside` too: the call goes by its open directory then.
+    """
 
     def open(self, path: str, flags: int) -> int:
         """Open a file for writing, permissions 0666 less the umask; reads do not come through here."""
-        return os.open(path, flags | os.O_CLOEXEC, 0o666)
+        name, dir_fd = _at(path)
+        return os.open(name, flags | os.O_CLOEXEC | (0 if dir_fd is None else os.O_NOFOLLOW), 0o666, dir_fd=dir_fd)
 
     def close(self, fd: int) -> None:
         """Close what `open` gave."""
@@ -53,15 +74,22 @@ class Ops:
 
     def fsync_dir(self, path: str) -> None:
         """Make the entries of a directory durable."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if isinstance(path, Inside) and path.is_open:
+            _sync(path.dir_fd)
+            return
+        name, dir_fd = _at(path)
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
         try:
-            os.fsync(fd)
-        except OSError as error:
-            # Some network and FUSE file systems have no fsync for directories: entries are theirs to keep.
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
-                raise
+            _sync(fd)
         finally:
             os.close(fd)
+
+    def syncfs(self, path: str, fd: int) -> None:
+        """Make everything durable on the file system of an open directory; ``path`` is its name, for messages."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.syncfs(fd) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), path)
 
     def ftruncate(self, fd: int, size: int) -> None:
         """Cut or extend a file."""
@@ -69,23 +97,28 @@ class Ops:
 
     def rename(self, source: str, target: str) -> None:
         """Replace ``target`` atomically."""
-        os.replace(source, target)
+        (old, old_fd), (new, new_fd) = _at(source), _at(target)
+        os.replace(old, new, src_dir_fd=old_fd, dst_dir_fd=new_fd)
 
     def link(self, source: str, target: str) -> None:
         """Give a file a second name; EEXIST if the name is taken."""
-        os.link(source, target)
+        (old, old_fd), (new, new_fd) = _at(source), _at(target)
+        os.link(old, new, src_dir_fd=old_fd, dst_dir_fd=new_fd, follow_symlinks=False)
 
     def unlink(self, path: str) -> None:
         """Remove a name."""
-        os.unlink(path)
+        name, dir_fd = _at(path)
+        os.unlink(name, dir_fd=dir_fd)
 
     def mkdir(self, path: str) -> None:
         """Make one directory, permissions 0777 less the umask."""
-        os.mkdir(path, 0o777)
+        name, dir_fd = _at(path)
+        os.mkdir(name, 0o777, dir_fd=dir_fd)
 
     def rmdir(self, path: str) -> None:
         """Remove an empty directory."""
-        os.rmdir(path)
+        name, dir_fd = _at(path)
+        os.rmdir(name, dir_fd=dir_fd)
 
 
 POSIX = Ops()
@@ -107,7 +140,11 @@ _KINDS: dict[int, tuple[type[StorageError], str]] = {
     errno.ENFILE: (StorageError, "too many open files on this machine"),
     errno.ENAMETOOLONG: (StorageError, "use a shorter name"),
     errno.ESTALE: (StorageError, "the network file system lost the file: check the mount"),
-    errno.ELOOP: (StorageError, "symbolic links run in a circle: check the path"),
+    errno.ELOOP: (
+        StorageError,
+        "a part of the path is a symbolic link: none is followed below the directory of a run or a checkpoint, for it "
+        "could lead anywhere; if you trust it, copy the directory with its links resolved (cp -rL)",
+    ),
 }
 
 

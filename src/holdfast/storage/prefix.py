@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,14 @@ class PrefixStorage(Storage):
     def delete(self, path: str) -> None:
         """Remove an object; see `Storage.delete`."""
         self._parent.delete(self._full(path))
+
+    def delete_many(self, paths: Iterable[str]) -> None:
+        """Remove objects; see `Storage.delete_many`."""
+        self._parent.delete_many([self._full(path) for path in paths])
+
+    def read_tagged(self, path: str) -> tuple[bytes, str | None]:
+        """Return content and etag; see `Storage.read_tagged`."""
+        return self._parent.read_tagged(self._full(path))
 
     def copy(self, source: str, target: str) -> None:
         """Repeat an object; see `Storage.copy`."""
@@ -99,6 +107,16 @@ class PrefixStorage(Storage):
     def conditional(self) -> bool:
         """Whether conditional puts of the parent have one winner."""
         return self._parent.conditional
+
+    @property
+    def num_parallel(self) -> int:
+        """How many requests at once are worth it at the parent."""
+        return self._parent.num_parallel
+
+    @property
+    def deletes_at_once(self) -> int:
+        """How many objects one request of the parent deletes."""
+        return self._parent.deletes_at_once
 
     @property
     def max_file_bytes(self) -> int:

@@ -8,6 +8,7 @@ a directory only if it is empty, so directories are left standing: listings leav
 from __future__ import annotations
 
 import contextlib
+import os
 import posixpath
 import re
 from collections.abc import Callable, Iterator
@@ -279,9 +280,13 @@ def from_description(client: dict[str, Any], root: str, uri: str, secrets: dict[
 def _adapt(filesystem: Any, path: str, uri: str | None) -> Storage:
     kind = filesystem.type_name
     if kind == "local":
-        return LocalStorage(path or ".")
+        return LocalStorage(os.path.expanduser(path.removeprefix("file://")) or ".")
     if kind == "subtree" and filesystem.base_fs.type_name in ("local", "subtree"):
         return _adapt(filesystem.base_fs, posixpath.join(filesystem.base_path, path.lstrip("/")), None)
+    if kind == "py::holdfast":  # one of ours, on its way back
+        handler = filesystem.handler
+        shown: Storage = handler.storage.child(handler.inside(path))
+        return shown
     below = getattr(getattr(filesystem, "handler", None), "fs", None)
     if below is not None and hasattr(below, "storage_options"):
         from .fsspec import from_filesystem as from_fsspec

@@ -113,6 +113,7 @@ def resolve(location: str | os.PathLike[str] | Storage, filesystem: Any = None) 
     if not isinstance(location, (str, os.PathLike)):
         raise ConfigError(f"location {location!r}: give a path, a URI such as 'memory://name', or a Storage")
     if filesystem is not None:
+        _check_scheme(os.fspath(location), filesystem)
         if isinstance(filesystem, Storage):
             return filesystem.child(os.fspath(location).strip("/"))
         package = next((base.__module__ for base in type(filesystem).__mro__ if _package(base) in _FILESYSTEMS), "")
@@ -147,6 +148,23 @@ def _from_uri(location: str) -> Storage:
     raise ConfigError(
         f"location {location!r}: no storage knows this scheme; use a local path, 'file://...', 'memory://name' or one "
         f"of {', '.join(f'{name}://' for name in sorted(_SCHEMES))}, or install fsspec for others"
+    )
+
+
+def _check_scheme(path: str, filesystem: Any) -> None:
+    """Refuse a URI as the path in a file system that would take it for the name of a directory.
+
+    Raises:
+        ConfigError: it is of another scheme than those of an fsspec file system.
+    """
+    scheme, rest = split_uri(path)
+    below = getattr(getattr(filesystem, "handler", None), "fs", filesystem)  # pyarrow's wrapper of an fsspec one
+    known = getattr(below, "protocol", ())
+    if scheme == "file" or scheme in ((known,) if isinstance(known, str) else known):
+        return
+    raise ConfigError(
+        f"location {path!r} with filesystem={filesystem!r}: with a file system give the path in it, without a scheme "
+        f"({rest!r}), or leave the file system out"
     )
 
 

@@ -2,9 +2,9 @@
 
 `StorageTests` proves a storage, `FaultyStorage` breaks a disk at any operation, `power_cut_states` builds the states a
 power cut may leave, `FaultProxy` lets requests to a server go wrong, `ForkServer` and `ArmedOps` kill a piece of work
-at each of its operations. `verify_resume` runs a training twice, once killed again and again, and names the first
-thing that differs; `assert_state_equal` compares two states bit by bit. Names load on first use: a writer process that
-is told to use a faulty disk imports no pytest.
+at each of its operations. `verify_resume` and `verify_resume_script` run a training twice, once killed again and again,
+and name the first thing that differs; `assert_state_equal` compares two states bit by bit. Names load on first use: a
+writer process that is told to use a faulty disk imports no pytest.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from .power_cut import Snapshot as Snapshot
     from .power_cut import power_cut_states as power_cut_states
     from .power_cut import snapshot as snapshot
+    from .resume import NothingToVerifyError as NothingToVerifyError
     from .resume import ResumeDivergedError as ResumeDivergedError
     from .resume import ResumeReport as ResumeReport
     from .resume import verify_resume as verify_resume
+    from .resume import verify_resume_script as verify_resume_script
     from .state import assert_state_equal as assert_state_equal
     from .storage_tests import StorageTests as StorageTests
 
@@ -43,6 +45,7 @@ _HOME = {
     "FaultyOps": "faults",
     "FaultyStorage": "faults",
     "ForkServer": "crash",
+    "NothingToVerifyError": "resume",
     "Operation": "faults",
     "Outcome": "crash",
     "PowerCutState": "power_cut",
@@ -55,6 +58,7 @@ _HOME = {
     "power_cut_states": "power_cut",
     "snapshot": "power_cut",
     "verify_resume": "resume",
+    "verify_resume_script": "resume",
 }
 __all__ = sorted(_HOME)  # noqa: PLE0605
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ..errors import ConfigError, StorageExistsError, StorageNotFoundError
+from ..errors import ConfigError, StorageConflictError, StorageExistsError, StorageNotFoundError
 from ..storage.base import Storage
 from ..storage.resolve import from_description
 
@@ -79,6 +79,28 @@ class TreeTests:
         storage.delete("d")
         storage.delete("not/there")
         assert storage.read("d/b") == b"2"
+
+    def test_delete_many(self, storage: Storage) -> None:
+        """delete_many removes what is there of a list, and nothing beside it."""
+        paths = [f"run/{number}/<a> & 'b' {number % 7}" for number in range(40)]
+        for path in [*paths, "run/0/stays"]:
+            storage.put(path, b"1")
+        storage.delete_many(["run/not there", *paths, "not/there"])
+        storage.delete_many(paths)
+        storage.delete_many([])
+        assert [info.path for info in storage.list()] == ["run/0/stays"]
+
+    def test_read_tagged(self, storage: Storage) -> None:
+        """What was read can be replaced by its etag; after another one's write it cannot."""
+        storage.put("a", b"1" * 300_000)
+        data, etag = storage.read_tagged("a")
+        assert data == b"1" * 300_000
+        if etag is None:
+            return
+        storage.put("a", b"2", if_match=etag)
+        with pytest.raises(StorageConflictError):
+            storage.put("a", b"3", if_match=etag)
+        assert storage.read_tagged("a")[0] == b"2"
 
     def test_delete_tree(self, storage: Storage) -> None:
         """delete_tree removes all below a directory, nothing beside it, and is fine if there is nothing."""

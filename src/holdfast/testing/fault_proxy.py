@@ -10,6 +10,7 @@ import asyncio
 import random
 import re
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -45,6 +46,7 @@ class Exchange:
         received_bytes: body of the answer, as far as the client got it.
         status: what the client was told; 0 while or if it was told nothing.
         fault: kind of what went wrong, "" for nothing.
+        arrived: when it came, by `time.monotonic`.
     """
 
     number: int
@@ -56,6 +58,7 @@ class Exchange:
     received_bytes: int = 0
     status: int = 0
     fault: str = ""
+    arrived: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +237,14 @@ class FaultProxy:
         method, target, _ = head.first.split(" ", 2)
         path, _, query = target.partition("?")
         with self._lock:
-            one = Exchange(number=len(self._log), method=method, path=path, query=query, range=head.get("range"))
+            one = Exchange(
+                number=len(self._log),
+                method=method,
+                path=path,
+                query=query,
+                range=head.get("range"),
+                arrived=time.monotonic(),
+            )
             self._log.append(one)
             hit = [armed.fault for armed in self._armed if armed.hits(one)]
         one.fault = hit[0].kind if hit else ""

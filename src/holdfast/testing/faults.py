@@ -240,6 +240,12 @@ class FaultyOps(Ops):
             super().fsync_dir(path)
             self._note(number, "fsync_dir", path)
 
+    def syncfs(self, path: str, fd: int) -> None:
+        """Make everything durable: one operation."""
+        with self._operation("syncfs", path) as number:
+            super().syncfs(path, fd)
+            self._note(number, "syncfs", path)
+
     def ftruncate(self, fd: int, size: int) -> None:
         """Set the length: one operation."""
         path, handle = self._files[fd]
@@ -284,7 +290,9 @@ class FaultyOps(Ops):
             self._note(number, "rmdir", path)
 
 
-_NAMES = frozenset(("open", "pwrite", "fsync", "fsync_dir", "ftruncate", "rename", "link", "unlink", "mkdir", "rmdir"))
+_NAMES = frozenset(
+    ("open", "pwrite", "fsync", "fsync_dir", "syncfs", "ftruncate", "rename", "link", "unlink", "mkdir", "rmdir")
+)
 
 
 def _last_name_bytes(path: str) -> int:

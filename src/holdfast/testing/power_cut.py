@@ -5,6 +5,7 @@ what POSIX promises:
 
 * bytes and length of a file survive from the fsync of that file on, direct writes included;
 * a change of a directory (create, link, rename, unlink, mkdir, rmdir) survives from the fsync of that directory on;
+* both survive from a syncfs of the file system on;
 * anything later may have happened or not, in any combination: a rename may be there without the bytes it was meant
   to publish, the second of two files without the first. One rename happens as a whole or not at all.
 
@@ -97,7 +98,7 @@ class _Event:
     """An operation with names resolved to identities.
 
     ``changes`` are (directory, name, new identity or None); ``written`` turns old bytes of file ``wrote`` into new
-    ones; ``synced`` is the file or directory made durable.
+    ones; ``synced`` is the file or directory made durable, ``synced_all`` says that all of them are.
     """
 
     changes: tuple[tuple[int, str, int | None], ...] = ()
@@ -105,6 +106,7 @@ class _Event:
     offset: int = 0
     data: bytes | None = None  # None: the length is set to `offset`
     synced: int | None = None
+    synced_all: bool = False
     mark: str | None = None
 
 
@@ -138,6 +140,8 @@ class _LiveTree:
                 return _Event(synced=identity)
             data = operation.data if name == "pwrite" else None
             return _Event(wrote=identity, offset=operation.offset if data is not None else operation.size, data=data)
+        if name == "syncfs":
+            return _Event(synced_all=True)
         if name == "fsync_dir":
             inside = operation.path == self._root or operation.path.startswith(self._root + os.sep)
             return _Event(synced=self._find(operation.path)) if inside else _Event()
@@ -277,16 +281,21 @@ def _states_after(
 ) -> Iterator[tuple[dict[str, bytes], tuple[str, ...]]]:
     """Iterate over the trees that may be found when exactly ``done`` had been done."""
     last_sync = {event.synced: position for position, event in enumerate(done) if event.synced is not None}
+    last_of_all = max((position for position, event in enumerate(done) if event.synced_all), default=-1)
+
+    def synced(identity: int) -> int:
+        return max(last_sync.get(identity, -1), last_of_all)
+
     pending = [
         position
         for position, event in enumerate(done)
-        if event.changes and all(last_sync.get(directory, -1) < position for directory, _, _ in event.changes)
+        if event.changes and all(synced(directory) < position for directory, _, _ in event.changes)
     ]
     durable: dict[int, bytes] = {identity: data for identity, data in contents.items() if data is not None}
     dirty: dict[int, list[_Event]] = {}
     for position, event in enumerate(done):
         if event.wrote is not None:
-            if last_sync.get(event.wrote, -1) > position:
+            if synced(event.wrote) > position:
                 durable[event.wrote] = _write(durable.get(event.wrote, b""), event)
             else:
                 dirty.setdefault(event.wrote, []).append(event)

@@ -1,40 +1,51 @@
 """The twin run: train once without a break, once killed and resumed again and again, and compare everything.
 
-Each life is a process of its own, killed by SIGKILL at chosen steps. After every step and after every resume the
-whole live state is written down as one digest for each item, the batches and the metrics too, so that the first
-difference has a name. If all that is saved was restored and the twins still part, something outside of the state
-takes part in the training, and the error says that.
+Each life is a process of its own, killed by SIGKILL at chosen moments. At every boundary of a step and after every
+resume the whole live state is written down as one digest for each item (`witness`), the batches and the metrics too, so
+that the first difference has a name. If there is one, a second uninterrupted life tells what cannot be repeated at all.
+
+Nothing here imports torch: the processes of the script do.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import random
 import runpy
-import select
 import shutil
-import signal
 import sys
 import tempfile
-import time
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ..checkpoint.runindex import RunIndex
-from ..checkpointer import loop
 from ..errors import ConfigError
 from ..storage.local import LocalStorage
-from .state import digests
+from .causes import likely_causes
+from .comparison import Difference, Unsteady, first_difference, unsteady
+from .lives import Command, Forked, Life, LifeFailedError, run_life
+from .moments import Kill, choose
+from .plan import Moment, Plan, Row
 
-__all__ = ["ResumeDivergedError", "ResumeReport", "verify_resume"]
+__all__ = [
+    "Examined",
+    "NothingToVerifyError",
+    "ResumeDivergedError",
+    "ResumeReport",
+    "examine",
+    "verify_resume",
+    "verify_resume_script",
+]
 
-_MAX_LIVES = 100
+_SHOWN = 10
+Say = Callable[[str], None]
+
+
+class NothingToVerifyError(LifeFailedError, ConfigError):
+    """The script did nothing that could be compared."""
 
 
 class ResumeDivergedError(AssertionError):
@@ -44,11 +55,14 @@ class ResumeDivergedError(AssertionError):
         step: first step at which it does.
         items: paths of what differs at that step.
         at_resume: the difference was there right after the resume, before any training.
+        causes: what is likely behind it, the likeliest first.
     """
 
-    def __init__(self, message: str, *, step: int, items: Sequence[str], at_resume: bool) -> None:
+    def __init__(
+        self, message: str, *, step: int, items: Sequence[str], at_resume: bool, causes: Sequence[str] = ()
+    ) -> None:
         super().__init__(message)
-        self.step, self.items, self.at_resume = step, tuple(items), at_resume
+        self.step, self.items, self.at_resume, self.causes = step, tuple(items), at_resume, tuple(causes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +74,77 @@ class ResumeReport:
         lives: for each life of the resumed run: step it began at, step it was killed after (None: it finished).
         items: number of state items compared at each step.
         compared: steps compared, repeated ones included.
+        notes: what was not compared, and why.
     """
 
     steps: int
     lives: tuple[tuple[int, int | None], ...]
     items: int
     compared: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Examined:
+    """All that an examination found.
+
+    Attributes:
+        difference: the first one, None if the resume is exact.
+        causes: what is likely behind it.
+        noise: what two uninterrupted lives differ in, if they had to be compared.
+        kills: the kills, in order.
+        report: what was compared.
+    """
+
+    difference: Difference | None
+    causes: list[str]
+    noise: Unsteady | None
+    kills: list[Kill]
+    report: ResumeReport
+
+    @property
+    def verdict(self) -> str:
+        """Return "exact", "differs", or "not repeatable": two uninterrupted runs differ already."""
+        if self.difference is None:
+            return "exact"
+        noisy = self.noise is not None and self.noise.first is not None
+        return "not repeatable" if noisy and self.difference.kind != "at resume" else "differs"
+
+    @property
+    def why(self) -> str:
+        """What was special about the moment that the life with the difference went on from."""
+        found = self.difference
+        return _why(self.kills, found.life) if found is not None else ""
+
+    def what(self) -> str:
+        """Say what differs first, and where."""
+        found = self.difference
+        if found is None:
+            return "exact"
+        rows = [
+            f"  {path}: {left[:60]} in the uninterrupted run, {right[:60]} in the resumed one"
+            for path, left, right in found.items[:_SHOWN]
+        ]
+        if found.batches:
+            rows.insert(0, "  batch: another batch (samples, their order or their augmentation)")
+        if len(found.items) > _SHOWN:
+            rows.append(f"  and {len(found.items) - _SHOWN} more")
+        return "\n".join([_headline(found, self.noise), *rows])
+
+    def check(self) -> ResumeReport:
+        """Return the report.
+
+        Raises:
+            ResumeDivergedError: the resume is not exact.
+        """
+        found = self.difference
+        if found is None:
+            return self.report
+        items = [path for path, _, _ in found.items] or ["holdfast/progress/step"] * (found.kind == "length")
+        raise ResumeDivergedError(
+            "\n".join([self.what(), *self.causes]), step=found.step, items=[*["batch"] * found.batches, *items],
+            at_resume=found.kind == "at resume", causes=self.causes,
+        )  # fmt: skip
 
 
 def verify_resume(
@@ -80,6 +159,9 @@ def verify_resume(
     keep_in: str | os.PathLike[str] | None = None,
 ) -> ResumeReport:
     """Check that a killed and resumed training equals an uninterrupted one, bit by bit.
+
+    For a training that takes the directory of its run as an argument, and saves as it wants to. For any script as it
+    is, see `verify_resume_script`.
 
     Args:
         target: a function of the run directory, or a script. It uses one `Checkpointer` on that directory and calls
@@ -102,108 +184,275 @@ def verify_resume(
     Example:
         >>> verify_resume("train.py", args=["--out", "{run}"], kills=5)               # doctest: +SKIP
     """
+
+    def forked(run: Path) -> Forked:
+        return _forked(lambda: _body(target, args, os.fspath(run)))
+
+    def chosen(rows: Sequence[Row]) -> list[Kill]:
+        total = rows[-1]["step"]
+        steps = kill_after
+        if steps is None:
+            steps = sorted(random.Random(seed).sample(range(1, total), min(kills, total - 1)))
+        return [Kill(save=None, stop=Moment(step=step)) for step in steps]
+
+    with _Home(keep_in) as home:
+        twins = _Twins(home, forked, timeout_s=timeout_s, every=every)
+        return twins.examine(chosen).check()
+
+
+def verify_resume_script(
+    command: Sequence[str] | Callable[[], object],
+    *,
+    kills: int = 3,
+    steps: int | None = None,
+    seed: int = 0,
+    every: int = 1,
+    timeout_s: float = 600.0,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    keep_in: str | os.PathLike[str] | None = None,
+) -> ResumeReport:
+    """Check that any script, as it is, goes on exactly after being killed: ``holdfast verify-resume`` in a test.
+
+    Args:
+        command: program and arguments, such as ``[sys.executable, "train.py", "--epochs", "2"]``; torchrun, too. Or a
+            function, which is called in forks of this process.
+        kills: how many times it is killed; see `examine`.
+        steps: compare the first so many steps only.
+        seed: of the choice of moments.
+        every: compare the state after every so many steps.
+        timeout_s: bound for each life.
+        env: added to the environment of a command.
+        cwd: working directory of a command.
+        keep_in: directory for runs, traces and output; a temporary one is removed.
+
+    Raises:
+        ResumeDivergedError: the resumed run differs; names step, items and likely causes.
+        AssertionError: a life failed by itself, or entered no `Checkpointer`.
+
+    Example:
+        >>> verify_resume_script(["python", "train.py", "--epochs", "2"])               # doctest: +SKIP
+    """
+    return examine(
+        command, kills=kills, steps=steps, seed=seed, every=every, timeout_s=timeout_s, env=env, cwd=cwd,
+        keep_in=keep_in,
+    ).check()  # fmt: skip
+
+
+def examine(
+    command: Sequence[str] | Callable[[], object],
+    *,
+    kills: int = 3,
+    steps: int | None = None,
+    seed: int = 0,
+    every: int = 1,
+    timeout_s: float = 600.0,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    keep_in: str | os.PathLike[str] | None = None,
+    say: Say = lambda line: None,
+) -> Examined:
+    """Run a script uninterrupted and killed, and compare; see `verify_resume_script`.
+
+    The run of each `Checkpointer` is redirected into a temporary directory, where it is saved at the chosen moments
+    alone: after a report, in the middle of an epoch, at the end of an epoch, then anywhere. One or two steps later all
+    processes of the script are killed, and it is started again. An uninterrupted run is compared with that, step by
+    step. If they differ, the script runs a second time without a break, which tells what it never repeats.
+
+    Args:
+        command: program and arguments, or a function.
+        kills: how many times it is killed.
+        steps: compare the first so many steps only.
+        seed: of the choice of moments.
+        every: compare the state after every so many steps.
+        timeout_s: bound for each life.
+        env: added to the environment of a command.
+        cwd: working directory of a command.
+        keep_in: directory for runs, traces and output; a temporary one is removed.
+        say: is told in one line what happens.
+
+    Raises:
+        ConfigError: an argument is wrong.
+        NothingToVerifyError: the script entered no `Checkpointer`, or made too few steps.
+        LifeFailedError: a life ended with an error.
+    """
+    if not command:
+        raise ConfigError("no command: holdfast verify-resume -- python train.py")
+    if kills < 1 or every < 1 or (steps is not None and steps < 2) or not timeout_s > 0:
+        raise ConfigError(
+            f"kills={kills}, every={every}, steps={steps}, timeout_s={timeout_s:g}: kills and every are 1 or more, "
+            "steps is 2 or more, timeout_s is positive"
+        )
+
+    def chosen(rows: Sequence[Row]) -> list[Kill]:
+        return choose([row for row in rows if row["rank"] == 0], kills, seed=seed)
+
+    runner: Command | Forked
+    if callable(command):
+        body = command
+        runner = _forked(lambda: _alone(body))
+    else:
+        runner = Command(command, env=env, cwd=cwd)
+    end = None if steps is None else Moment(step=steps)
+    with _Home(keep_in) as home:
+        twins = _Twins(home, lambda run: runner, timeout_s=timeout_s, every=every, redirect=True, end=end, say=say)
+        return twins.examine(chosen)
+
+
+class _Home:
+    """The directory of an examination; a temporary one goes with it."""
+
+    def __init__(self, keep_in: str | os.PathLike[str] | None) -> None:
+        self._keep = keep_in is not None
+        self.path = Path(tempfile.mkdtemp(prefix="holdfast-twin-") if keep_in is None else keep_in).absolute()
+
+    def __enter__(self) -> Path:
+        self.path.mkdir(parents=True, exist_ok=True)
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        if not self._keep:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+@dataclass(slots=True)
+class _Twins:
+    """The lives of one examination.
+
+    Attributes:
+        home: directory of everything.
+        target: starts a life on the directory of a run.
+        timeout_s: bound of a life.
+        every: compare every so many steps.
+        redirect: take the runs of the script into ``home``, and decide what is saved; else it gets the directory.
+        end: where every life ends, None: where the script ends.
+        say: is told what happens.
+    """
+
+    home: Path
+    target: Callable[[Path], Command | Forked]
+    timeout_s: float
+    every: int
+    redirect: bool = False
+    end: Moment | None = None
+    say: Say = field(default=lambda line: None)
+
+    def examine(self, choose_kills: Callable[[Sequence[Row]], list[Kill]]) -> Examined:
+        """Run all lives and compare them."""
+        twin = self._life("a", 0, self.end, None)
+        self._check_useful(twin)
+        reference = twin.rows
+        total = reference[-1]["step"]
+        self.say(f"uninterrupted: {total} steps in {twin.seconds:.1f} s")
+        kills = choose_kills(reference)
+        lives = []
+        for number, kill in enumerate([*kills, None]):
+            life = self._life("b", number, self.end if kill is None else kill.stop, kill)
+            lives.append(life)
+            self.say(_told(life, kill))
+            if kill is not None and not life.killed:
+                kills = kills[:number]
+                if _runs(life.rows) <= _runs(reference):
+                    raise LifeFailedError(
+                        f"the script ended before step {kill.stop.step}, at which it should be killed"
+                    )
+                break
+        saved = [None, *(None if kill.save is None else kill.save.step for kill in kills)]
+        rows = [life.rows for life in lives]
+        found, compared = self._compare(reference, rows, saved, Unsteady())
+        noise = None
+        if found is not None and found.kind not in ("path", "not resumed"):
+            self.say("they differ: the script runs once more without a break, to see what it never repeats")
+            noise = unsteady(reference, self._life("c", 0, self.end, None).rows)
+            found, compared = self._compare(reference, rows, saved, noise)
+        report = ResumeReport(
+            steps=total, items=len(reference[-1]["items"]), compared=compared, notes=tuple(_notes(noise, rows)),
+            lives=tuple(
+                (life.rows[0]["step"], None if kill is None else kill.stop.step)
+                for life, kill in zip(lives, [*kills, None], strict=True)
+            ),
+        )  # fmt: skip
+        causes = [] if found is None else likely_causes(found, _why(kills, found.life), noise=noise)
+        return Examined(difference=found, causes=causes, noise=noise, kills=kills, report=report)
+
+    def _life(self, name: str, number: int, stop: Moment | None, kill: Kill | None) -> Life:
+        run, trace = self.home / name, self.home / f"{name}.trace"
+        trace.mkdir(exist_ok=True)
+        save = () if kill is None or kill.save is None else (kill.save,)
+        plan = Plan(
+            trace=os.fspath(trace), life=number, signal=os.fspath(trace / "signal"), save=save, stop=stop,
+            every=self.every,
+            home=os.fspath(run) if self.redirect else None,
+            root=None if self.redirect else os.fspath(run),
+            initial=os.fspath(self.home / "initial") if self.redirect else None,
+        )  # fmt: skip
+        return run_life(self.target(run), plan, timeout_s=self.timeout_s)
+
+    def _check_useful(self, twin: Life) -> None:
+        """See that there is something to compare."""
+        if not twin.rows:
+            raise NothingToVerifyError(
+                "the script entered no Checkpointer: what is verified are runs of holdfast.Checkpointer, in a loop of "
+                "your own. With holdfast.Trainer, TorchTrainer or a framework's own trainer, compare as their pages say"
+            )
+        total = twin.rows[-1]["step"]
+        if total < 2:
+            raise NothingToVerifyError(
+                f"the run made {total} step(s) with ck.step: at least 2 are needed to resume in between"
+            )
+
+    def _compare(
+        self, reference: Sequence[Row], lives: Sequence[Sequence[Row]], saved: Sequence[int | None], noise: Unsteady
+    ) -> tuple[Difference | None, int]:
+        found, compared = first_difference(reference, lives, saved=saved, ignore=noise, every=self.every)
+        return found or self._histories(noise), compared
+
+    def _histories(self, noise: Unsteady) -> Difference | None:
+        """Compare the metrics that both runs have kept; of a run that was cut short nothing is said."""
+        if self.end is not None:
+            return None
+        for one in sorted(self._runs("a")):
+            left, right = _history(self.home / "a" / one, noise), _history(self.home / "b" / one, noise)
+            for step in sorted(left.keys() | right.keys()):
+                if left.get(step) != right.get(step):
+                    item = ("history", str(left.get(step)), str(right.get(step)))
+                    return Difference(kind="metrics", step=step, items=[item])
+        return None
+
+    def _runs(self, name: str) -> list[str]:
+        if not self.redirect:
+            return ["."]
+        return [entry.name for entry in (self.home / name).iterdir() if entry.is_dir()]
+
+
+def _forked(body: Callable[[], object]) -> Forked:
     # The first step of an optimizer imports this, some seconds: here once instead of in each life.
     importlib.import_module("torch._dynamo")
-    home = Path(tempfile.mkdtemp(prefix="holdfast-twin-") if keep_in is None else keep_in)
-    home.mkdir(parents=True, exist_ok=True)
-    try:
-        twin = _Life(target, args, home / "a", every, timeout_s)
-        twin.run(None)
-        reference = _by_step(twin.trace())
-        total = max(reference, default=0)
-        if total < 2:
-            raise ConfigError(f"verify_resume: the run made {total} step(s) with ck.step; at least 2 are needed")
-        if kill_after is None:
-            chance = random.Random(seed)
-            kill_after = sorted(chance.sample(range(1, total), min(kills, total - 1)))
-        other = _Life(target, args, home / "b", every, timeout_s)
-        plan: list[int | None] = [*kill_after, None]
-        for kill in plan:
-            other.run(kill)
-        rows = other.trace()
-        compared = _compare(reference, rows, every)
-        _compare_histories(home / "a", home / "b")
-        lives = tuple((row["step"], kill) for row, kill in zip(_starts(rows), plan, strict=True))
-        return ResumeReport(steps=total, lives=lives, items=len(reference[total]["items"]), compared=compared)
-    finally:
-        if keep_in is None:
-            shutil.rmtree(home, ignore_errors=True)
+    return Forked(body)
 
 
-# ---- one life
+def _body(target: Any, args: Sequence[str], run: str) -> None:
+    """Be one life of a function or of a script in this process."""
+    _one_thread()
+    _seed()
+    if callable(target):
+        target(run)
+        return
+    script = os.fspath(target)
+    sys.argv = [script, *(one.replace("{run}", run) for one in args)]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    runpy.run_path(script, run_name="__main__")
 
 
-class _Life:
-    """Runs the target on one directory, as often as asked, and keeps its trace beside the directory."""
+def _alone(body: Callable[[], object]) -> None:
+    _one_thread()
+    body()
 
-    def __init__(self, target: Any, args: Sequence[str], run: Path, every: int, timeout_s: float) -> None:
-        self._target, self._args, self._every, self._timeout_s = target, args, every, timeout_s
-        self.run_directory = run
-        self._trace = run.with_name(f"{run.name}.trace.jsonl")
-        self._output = run.with_name(f"{run.name}.output.txt")
 
-    def run(self, kill_after: int | None) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads: see the docstring
-            pid = os.fork()
-        if pid == 0:
-            self._child(kill_after)
-        status = self._wait(pid)
-        killed = status == -signal.SIGKILL
-        if status != 0 and not (killed and kill_after is not None):
-            said = self._output.read_text(errors="replace")[-4000:]
-            raise AssertionError(f"a life of the run ended with exit status {status}:\n{said}")
-        if kill_after is not None and not killed:
-            raise AssertionError(f"the run ended before step {kill_after}, at which it should be killed")
+def _one_thread() -> None:
+    import torch
 
-    def _wait(self, pid: int) -> int:
-        watch = os.pidfd_open(pid)
-        try:
-            if not select.select([watch], [], [], self._timeout_s)[0]:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                raise AssertionError(f"a life of the run did not end within {self._timeout_s:.0f} s")
-        finally:
-            os.close(watch)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-    def _child(self, kill_after: int | None) -> NoReturn:
-        status = 1
-        try:
-            output = os.open(self._output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            self._body(kill_after)
-            status = 0
-        except SystemExit as error:
-            status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-        except BaseException:  # noqa: BLE001 - a process edge: the parent shows what was printed
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-
-    def _body(self, kill_after: int | None) -> None:
-        import torch
-
-        torch.set_num_threads(1)  # the parent's pool of threads did not come along
-        _seed()
-        _Tracer(self._trace, self._every, kill_after).install()
-        run = os.fspath(self.run_directory)
-        if callable(self._target):
-            self._target(run)
-            return
-        script = os.fspath(self._target)
-        sys.argv = [script, *(one.replace("{run}", run) for one in self._args)]
-        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-        runpy.run_path(script, run_name="__main__")
-
-    def trace(self) -> list[dict[str, Any]]:
-        """Read the rows of all lives."""
-        if not self._trace.exists():
-            raise ConfigError("verify_resume: the run entered no Checkpointer")
-        return [json.loads(line) for line in self._trace.read_text().splitlines()]
+    torch.set_num_threads(1)  # the parent's pool of threads did not come along
 
 
 def _seed() -> None:
@@ -216,134 +465,64 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-class _Tracer:
-    """Watches the `Checkpointer` of this process, and kills the process when its time has come."""
-
-    def __init__(self, path: Path, every: int, kill_after: int | None) -> None:
-        self._file = path.open("a", buffering=1)
-        self._every, self._kill_after = every, kill_after
-        self._batch = ""
-
-    def install(self) -> None:
-        """Put this tracer between the user's code and the class; the process ends with it."""
-        enter, step, batches = loop.Checkpointer.__enter__, loop.Checkpointer.step, loop.Checkpointer.batches
-        tracer = self
-
-        def traced_enter(ck: loop.Checkpointer) -> loop.Checkpointer:
-            enter(ck)
-            source = ck.resumed_from
-            tracer._row("start", ck, {"saved": 0 if source is None else source.step})
-            return ck
-
-        def traced_step(ck: loop.Checkpointer, **metrics: Any) -> None:
-            # The order counts: what `step` saves is the state from before it draws or changes anything itself.
-            step(ck, **metrics)
-            tracer._row("step", ck, {"batch": tracer._batch, "metrics": digests(metrics)})
-            if ck.global_step == tracer._kill_after:
-                os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(60)
-
-        def traced_batches(ck: loop.Checkpointer, loader: Any, **options: Any) -> Iterator[Any]:
-            for batch in batches(ck, loader, **options):
-                tracer._batch = json.dumps(digests(batch))
-                yield batch
-
-        for name, traced in (("__enter__", traced_enter), ("step", traced_step), ("batches", traced_batches)):
-            setattr(loop.Checkpointer, name, traced)
-
-    def _row(self, event: str, ck: loop.Checkpointer, more: Mapping[str, Any]) -> None:
-        if event == "step" and ck.global_step % self._every and ck.global_step != self._kill_after:
-            return
-        row = {"event": event, "step": ck.global_step, "items": digests(ck._full_state()), **more}
-        self._file.write(json.dumps(row) + "\n")
+# ---- words
 
 
-# ---- comparing
+def _headline(found: Difference, noise: Unsteady | None) -> str:
+    where = f" (rank {found.rank})" if found.rank else ""
+    if found.kind == "at resume":
+        return (
+            f"right after the resume at step {found.step}{where}, {len(found.items)} item(s) are not what they were "
+            "when the step was saved:"
+        )
+    if found.kind in ("path", "not resumed"):
+        return f"life {found.life + 1} did not go on from what the one before had saved{where}"
+    if found.kind == "length":
+        return f"the runs do not make the same steps{where}: {found.text}"
+    what = "the metrics of the resumed run differ" if found.kind == "metrics" else "the resumed run differs"
+    if noise is not None and noise.first is not None:
+        return f"{what} from its twin after step {found.step}{where}, but so do two uninterrupted runs; first:"
+    since = "" if found.resumed is None else f", in the life that went on from step {found.resumed}"
+    return f"{what} from its twin after step {found.step}{where}{since}; first:"
 
 
-def _by_step(rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Map steps to rows; step 0 is the state before training."""
-    return {row["step"]: row for row in rows if row["event"] == "step" or row["step"] == 0}
+def _runs(rows: Sequence[Row]) -> set[str]:
+    return {row["run"] for row in rows}
 
 
-def _starts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row for row in rows if row["event"] == "start"]
+def _why(kills: Sequence[Kill], life: int) -> str:
+    return kills[life - 1].why if 0 < life <= len(kills) else ""
 
 
-def _compare(reference: Mapping[int, dict[str, Any]], rows: Sequence[dict[str, Any]], every: int) -> int:
-    """Compare each row with the twin's of the same step."""
-    compared = 0
-    resumed = 0
-    for row in rows:
-        is_start = row["event"] == "start"
-        if is_start:
-            resumed = row["step"]
-            if row["saved"] != resumed:
-                raise ResumeDivergedError(
-                    f"right after the resume of step {row['saved']}, holdfast/progress/step is {resumed}",
-                    step=row["saved"], items=("holdfast/progress/step",), at_resume=True,
-                )  # fmt: skip
-        there = reference.get(row["step"])
-        if there is None:
-            if is_start or row["step"] % every:
-                continue  # a resume between two traced steps
-            raise ResumeDivergedError(
-                f"the resumed run made step {row['step']}, the uninterrupted one did not: it ended after step "
-                f"{max(reference)}",
-                step=row["step"], items=("holdfast/progress/step",), at_resume=False,
-            )  # fmt: skip
-        wrong = list(_wrong(there, row, is_start))
-        if wrong:
-            raise ResumeDivergedError(
-                _message(row["step"], resumed, wrong, is_start),
-                step=row["step"], items=[path for path, _ in wrong], at_resume=is_start,
-            )  # fmt: skip
-        compared += 1
-    last, end = max(reference), rows[-1]["step"]
-    if end - end % every != last - last % every:
-        raise ResumeDivergedError(
-            f"the uninterrupted run made {last} steps, the resumed one ended at {end}",
-            step=end, items=("holdfast/progress/step",), at_resume=False,
-        )  # fmt: skip
-    return compared
+def _told(life: Life, kill: Kill | None) -> str:
+    start = next((row for row in life.rows if row["event"] == "start"), None)
+    begun = "began" if start is None or start["resumed"] is None else f"went on from step {start['resumed']}"
+    if kill is None or not life.killed:
+        return f"life {life.plan.life + 1}: {begun}, not killed ({life.seconds:.1f} s)"
+    save = "" if kill.save is None else f"saved step {kill.save.step} ({kill.why}), "
+    return f"life {life.plan.life + 1}: {begun}, {save}killed after step {kill.stop.step} ({life.seconds:.1f} s)"
 
 
-def _wrong(there: dict[str, Any], here: dict[str, Any], is_start: bool) -> Iterator[tuple[str, str]]:
-    if not is_start and there.get("batch", "") != here["batch"]:
-        yield "batch", "another batch (samples, their order or their augmentation)"
-    for path in there["items"].keys() | here["items"].keys():
-        left, right = there["items"].get(path, "nothing"), here["items"].get(path, "nothing")
-        if left != right:
-            yield path, f"{left[:60]} in the uninterrupted run, {right[:60]} in the resumed one"
-    if not is_start and there.get("metrics", {}) != here["metrics"]:
-        yield "metrics", f"{there.get('metrics')} in the uninterrupted run, {here['metrics']} in the resumed one"
+def _notes(noise: Unsteady | None, lives: Sequence[Sequence[Row]]) -> list[str]:
+    notes = []
+    anew = sorted({one for rows in lives for row in rows for one in row.get("drawn_anew", ())})
+    names = sorted({one.partition("/")[0] for one in anew} - {"holdfast"})
+    if names:
+        notes.append(
+            f"{', '.join(names)}: not the same at every start of the script, which seeds nothing; each fresh start was "
+            "given what the first one had"
+        )
+    if noise is not None and noise.items:
+        notes.append(f"not compared, for two uninterrupted runs differ in it: {', '.join(sorted(noise.items)[:8])}")
+    if noise is not None and noise.metrics:
+        notes.append(f"metrics not compared, for the same reason: {', '.join(sorted(noise.metrics)[:8])}")
+    return notes
 
 
-def _message(step: int, resumed: int, wrong: list[tuple[str, str]], is_start: bool) -> str:
-    rows = "\n".join(f"  {path}: {what}" for path, what in wrong[:10])
-    more = f"\n  and {len(wrong) - 10} more" if len(wrong) > 10 else ""
-    if is_start:
-        return f"right after the resume at step {step}, {len(wrong)} item(s) are not what they were:\n{rows}{more}"
-    return (
-        f"the resumed run differs from its twin after step {step}; first:\n{rows}{more}\n"
-        f"Everything that is saved was right at the resume (step {resumed}), so something that is NOT in the state "
-        "takes part in training: an object missing from the state given to Checkpointer, a random generator of your "
-        "own, a global, data that do not come from ck.batches, or an operation that is not deterministic"
-    )
-
-
-def _compare_histories(a: Path, b: Path) -> None:
-    """Compare the metric rows of both runs."""
-    left, right = _history(a), _history(b)
-    for step in sorted(left.keys() | right.keys()):
-        if left.get(step) != right.get(step):
-            raise ResumeDivergedError(
-                f"the history of metrics differs at step {step}: {left.get(step)} in the uninterrupted run, "
-                f"{right.get(step)} in the resumed one",
-                step=step, items=("history",), at_resume=False,
-            )  # fmt: skip
-
-
-def _history(run: Path) -> dict[int, dict[str, str]]:
+def _history(run: Path, noise: Unsteady) -> dict[int, dict[str, str]]:
     rows = RunIndex.load(LocalStorage(run)).history()
-    return {int(row["step"]): digests(row["metrics"]) for row in rows if row.get("step") is not None}
+    return {
+        int(row["step"]): {name: repr(value) for name, value in row["metrics"].items() if name not in noise.metrics}
+        for row in rows
+        if row.get("step") is not None
+    }

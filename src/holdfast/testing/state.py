@@ -86,19 +86,23 @@ def _opened(value: Any) -> Any:
         return generators()
     if isinstance(value, PerRank):
         return value.value
+    if isinstance(value, torch.Generator):
+        return value.get_state()
     if callable(getattr(value, "state_dict", None)) and not isinstance(value, Mapping):
         return value.state_dict()
     return value
 
 
 def generators() -> dict[str, Any]:
-    """Return the states of the host's random generators, as the libraries give them."""
+    """Return the states of the random generators of the host and of CUDA in use, as the libraries give them."""
     numpy = sys.modules.get("numpy")
     found: dict[str, Any] = {"python": _Whole(random.getstate())}
     if numpy is not None:
         state = numpy.random.get_state()
         found["numpy"] = _Whole((state[0], state[1].tolist(), *state[2:]))
     found["torch"] = torch.get_rng_state()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found["cuda"] = torch.cuda.get_rng_state_all()
     return found
 
 
@@ -122,6 +126,8 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _digest(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and hasattr(value, "to_local"):  # a DTensor: what this rank holds of it
+        return _digest(value.to_local())
     if isinstance(value, torch.Tensor):
         short = hashlib.blake2b(_bytes(value), digest_size=8).hexdigest()
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} {short}"

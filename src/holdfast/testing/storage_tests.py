@@ -204,6 +204,31 @@ class StorageTests(TreeTests):
             writer.write(memoryview(bytes(2 * BLOCK)))
         writer.abort()
 
+    def test_batch(self, storage: Storage, memory: mmap.mmap) -> None:
+        """A batch stores what it is given, in any directories, in place of what was there, and its memory is free."""
+        storage.put("many/a/0", b"old")
+        with storage.batch(40) as batch:
+            for number in range(40):
+                data = bytearray(memory[: number * 333])
+                batch.add(f"many/{'ab'[number % 2]}/{number}", memoryview(data))
+                data[:] = bytes(len(data))
+            batch.add("top", b"1")
+        for number in range(40):
+            assert storage.read(f"many/{'ab'[number % 2]}/{number}") == memory[: number * 333]
+        assert storage.read("top") == b"1"
+        batch.close()
+        with pytest.raises(ConfigError), storage.batch(1) as batch:
+            batch.add("../out", b"1")
+        with pytest.raises(ZeroDivisionError), storage.batch(1):
+            raise ZeroDivisionError
+
+    def test_sync_all(self, storage: Storage) -> None:
+        """Objects that are there can be made durable together."""
+        for path in ("s/a", "s/d/b", "c"):
+            storage.put(path, b"1")
+        storage.sync_all(["s/a", "s/d/b", "c"])
+        assert storage.read("s/d/b") == b"1"
+
     def test_abort(self, storage: Storage) -> None:
         """An aborted object is gone, with the directory made for it; abort may be repeated, close after it too."""
         writer = storage.create("c/data", 2 * BLOCK)

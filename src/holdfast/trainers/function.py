@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
 import secrets
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, TypeAlias
 
 from ..checkpoint.handle import Checkpoint
-from ..config import CheckpointConfig, CheckpointStrategy, FailureConfig, Keep, RunConfig, ScalingConfig
+from ..config import (
+    CheckpointConfig,
+    CheckpointStrategy,
+    FailureConfig,
+    Keep,
+    RunConfig,
+    ScalingConfig,
+    ValidationConfig,
+)
 from ..errors import CheckpointNotFoundError, ConfigError
+from ..runtime.control.actions import End
 from ..runtime.control.drive import Driver, Options
 from ..runtime.control.plan import Limits, Plan
 from ..runtime.control.policy import FailurePolicy
@@ -20,10 +33,12 @@ from ..runtime.control.result import Result
 from ..runtime.control.stops import Stops
 from ..runtime.control.words import say
 from ..runtime.local.engine import LocalEngine
+from ..runtime.local.inline import InlineEngine
 from ..runtime.location import describe_location, pack_secrets
 from ..runtime.transit import pack_call, pack_value, takes_config
 from ..runtime.values import TIMESTAMP, pack_checkpoint, unpack_checkpoint
 from ..storage.base import Storage
+from ..storage.local import as_given
 from ..storage.resolve import resolve
 from .callbacks import RunContext
 
@@ -40,7 +55,6 @@ _NOT_TAKEN = {
     "datasets": "use prepare_data_loader in train_func",
     "metadata": "put it into train_loop_config, or into the checkpoints with Checkpoint.set_metadata",
     "torch_config": "the process group is gloo on CPUs and nccl on GPUs; start another one in train_func",
-    "validation_config": "give the function itself, as in validation=fn",
 }
 
 
@@ -59,20 +73,21 @@ class TorchTrainer:
         run_config: name and place of the run, which checkpoints stay, which failures are recovered from.
         resume_from_checkpoint: what a run without checkpoints of its own starts from: a `Checkpoint`, its path, or a
             dictionary.
-        validation: ``fn(checkpoint) -> dict`` that is run in the background on checkpoints reported with
-            ``validation=``; its metrics join those of the checkpoint.
+        validation: ``fn(checkpoint) -> dict``, or a `ValidationConfig` with arguments for it, that is run in the
+            background on checkpoints reported with ``validation=``; its metrics join those of the checkpoint.
+            ``validation_config`` is another name for it.
 
     Raises:
         ConfigError: an argument is wrong.
         CheckpointNotFoundError: there is nothing at ``resume_from_checkpoint``.
 
     Example:
-        >>> trainer = TorchTrainer(                                                       # doctest: +SKIP
+        >>> trainer = TorchTrainer(  # doctest: +SKIP
         ...     train_func,
-        ...     scaling_config=hf.ScalingConfig(num_workers=2),
-        ...     run_config=hf.RunConfig(name="digits", failure_config=hf.FailureConfig(max_failures=3)),
+        ...     scaling_config=holdfast.ScalingConfig(num_workers=2),
+        ...     run_config=holdfast.RunConfig(name="digits", failure_config=holdfast.FailureConfig(max_failures=3)),
         ... )
-        >>> trainer.fit().checkpoint                                                      # doctest: +SKIP
+        >>> trainer.fit().checkpoint  # doctest: +SKIP
     """
 
     def __init__(
@@ -84,7 +99,8 @@ class TorchTrainer:
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         resume_from_checkpoint: Resumable | None = None,
-        validation: Callable[..., Mapping[str, Any]] | None = None,
+        validation: Callable[..., Mapping[str, Any]] | ValidationConfig | None = None,
+        validation_config: Callable[..., Mapping[str, Any]] | ValidationConfig | None = None,
         **others: Any,
     ) -> None:
         _refuse(others)
@@ -95,14 +111,35 @@ class TorchTrainer:
         _check("train_loop_config", train_loop_config, Mapping, "a dict")
         _check("scaling_config", scaling_config, ScalingConfig, "a holdfast.ScalingConfig")
         _check("run_config", run_config, RunConfig, "a holdfast.RunConfig")
-        if validation is not None and not callable(validation):
-            raise ConfigError(f"TorchTrainer(validation={validation!r}): give a function (checkpoint) -> dict")
         self._function, self._config = function, train_loop_config
         self._scaling = scaling_config or ScalingConfig()
         self._run = run_config or RunConfig()
         self._first = _first_checkpoint(resume_from_checkpoint)
-        self._validation = validation
+        self._validation = _validation_of(validation, validation_config)
         self._root(self._run.name or "run")  # a place that cannot work is refused here
+
+    @classmethod
+    def restore(cls, path: str | os.PathLike[str], *_: Any, **__: Any) -> TorchTrainer:
+        """Say how to go on with a run; there is nothing to restore but the checkpoints.
+
+        Raises:
+            ConfigError: always.
+        """
+        place, _slash, name = os.fspath(path).rstrip("/").rpartition("/")
+        raise ConfigError(
+            f"TorchTrainer.restore({os.fspath(path)!r}): make the trainer as before, with "
+            f"RunConfig(name={name!r}, storage_path={place or '.'!r}): the same name in the same place goes on from "
+            "its newest checkpoint"
+        )
+
+    @classmethod
+    def can_restore(cls, path: str | os.PathLike[str], storage_filesystem: Any = None) -> bool:
+        """Tell whether a run is at ``path``; a trainer with its name and storage_path goes on from there."""
+        try:
+            Result.from_path(path, storage_filesystem)
+        except CheckpointNotFoundError:
+            return False
+        return True
 
     def fit(self) -> Result:
         """Train to the end; blocks. Everything reported is durable when it returns.
@@ -118,27 +155,75 @@ class TorchTrainer:
         """
         name = self._run.name or _default_name(self._function)
         storage = self._root(name)
-        engine = LocalEngine(num_workers=self._scaling.num_workers)  # loads torch while we go on
+        inline = InlineEngine() if self._scaling.num_workers == 0 else None
+        engine = inline or LocalEngine(num_workers=self._scaling.num_workers)  # loads torch while we go on
         try:
             options = self._options(name, storage)
             driver = Driver(self._plan(name, storage), options, storage, engine)
         except BaseException:
             engine.close()
             raise
-        with Stops(driver.stop) as stops:
-            try:
-                end = driver.run()
-            finally:
-                driver.close()
-        say(driver.last_words())
-        if end.error is not None:
-            raise end.error
-        stops.raise_again()
+        if inline is not None:
+            self._run_here(driver, inline)
+        else:
+            with Stops(driver.stop) as stops:
+                try:
+                    end = driver.run()
+                finally:
+                    driver.close()
+            say(driver.last_words())
+            if end.error is not None:
+                raise end.error
+            stops.raise_again()
         memory, newest = driver.controller.commits.shelf.memory, driver.controller.commits.shelf.newest()
         values = None
         if memory is not None and (newest is None or memory.order > newest.order):
             values = unpack_checkpoint(memory.values).to_dict()
         return Result(storage, keep=options.keep, memory=values)
+
+    def _run_here(self, driver: Driver, engine: InlineEngine) -> None:
+        """Drive the run in a thread, and call the train function here each time it is to start."""
+        from ..runtime.worker.here import run_here  # loads torch
+
+        outcome: Future[End] = Future()
+        raised: list[BaseException] = []
+
+        def drive() -> None:
+            try:
+                outcome.set_result(driver.run())
+            except BaseException as error:  # noqa: BLE001 - a thread edge: raised below
+                outcome.set_exception(error)
+            engine.close()
+
+        def ended(status: int, error: BaseException | None) -> None:
+            raised[:] = [] if error is None else [error]
+            engine.ended(status)
+
+        @functools.wraps(self._function)
+        def function(*arguments: Any) -> None:
+            try:
+                self._function(*arguments)
+            except KeyboardInterrupt:
+                driver.stop("SIGINT")  # before the controller hears of a failure, which it would recover from
+                raise
+
+        driving = threading.Thread(target=drive, name="holdfast-drive")
+        driving.start()
+        try:
+            while (channel := engine.next_call()) is not None:
+                run_here(channel, function, self._config, ended=ended)
+        except BaseException:
+            driver.stop("an error")
+            raise
+        finally:
+            driving.join()
+            driver.close()
+        say(driver.last_words())
+        if raised and isinstance(raised[0], KeyboardInterrupt):
+            raise raised[0]
+        end = outcome.result()
+        if end.error is not None:
+            raise end.error from (raised[0] if raised else end.error.__cause__)
 
     def _root(self, name: str) -> Storage:
         """Give the root of the run of this name.
@@ -151,7 +236,7 @@ class TorchTrainer:
             base = resolve("" if path is None else path, self._run.storage_filesystem)
         else:
             base = resolve(os.path.expanduser(_HOME) if path is None else path)
-        storage = base.child(name)
+        storage = as_given(base.child(name))
         if storage.describe() is None:
             raise ConfigError(
                 f"storage_path: {base.uri} lives in the memory of this process: workers are processes of their own and "
@@ -170,9 +255,10 @@ class TorchTrainer:
             run_name=name,
             storage=storage.describe() or {},
             uri=storage.uri,
-            num_workers=self._scaling.num_workers,
+            num_workers=self._scaling.num_workers or 1,
+            inline=self._scaling.num_workers == 0,
             policy=FailurePolicy(max_failures=failure.max_failures, max_preemptions=failure.max_preemptions),
-            limits=Limits(report_s=_report_timeout(), hang_s=failure.hang_timeout_s),
+            limits=self._limits(failure),
             score=score,
             strategy=strategy,
             validates=self._validation is not None,
@@ -182,18 +268,23 @@ class TorchTrainer:
             versions=_versions(),
         )
 
+    def _limits(self, failure: FailureConfig) -> Limits:
+        limits = Limits(report_s=_report_timeout(), hang_s=failure.hang_timeout_s)
+        task = None if self._validation is None else self._validation.task_config
+        return limits if task is None or task.timeout_s is None else replace(limits, validation_s=task.timeout_s)
+
     def _options(self, name: str, storage: Storage) -> Options:
         cores = (self._scaling.resources_per_worker or {}).get("CPU")
         if self._validation is not None:
-            pack_value(self._validation, "validation")  # refused now, not after the first checkpoint
+            pack_value(self._validation.fn, "validation")  # refused now, not after the first checkpoint
         return Options(
-            blob=pack_call(self._function, self._config),
+            blob=b"" if self._scaling.num_workers == 0 else pack_call(self._function, self._config),
             keep=_keep(self._run.checkpoint_config),
             use_gpu=self._scaling.use_gpu,
             environment={} if not cores else {"OMP_NUM_THREADS": str(max(1, int(cores)))},
             secrets=pack_secrets(storage, *self._first[2]),
             validation=self._validation,
-            callbacks=self._run.callbacks,
+            callbacks=self._run.callbacks or (),
             context=RunContext(
                 name=name,
                 path=storage.uri,
@@ -216,6 +307,19 @@ def _refuse(others: Mapping[str, Any]) -> None:
 def _check(name: str, value: Any, kind: type[Any], wanted: str) -> None:
     if value is not None and not isinstance(value, kind):
         raise ConfigError(f"TorchTrainer({name}={value!r}): give {wanted}")
+
+
+def _validation_of(given: Any, config: Any) -> ValidationConfig | None:
+    if given is not None and config is not None:
+        raise ConfigError("TorchTrainer() got validation= and validation_config=: they mean the same, give one")
+    found = config if given is None else given
+    if found is None or isinstance(found, ValidationConfig):
+        return found
+    if not callable(found):
+        raise ConfigError(
+            f"TorchTrainer(validation={found!r}): give a function (checkpoint) -> dict, or a holdfast.ValidationConfig"
+        )
+    return ValidationConfig(found)
 
 
 def _first_checkpoint(given: Any) -> tuple[dict[str, Any] | None, bytes | None, tuple[Storage, ...]]:

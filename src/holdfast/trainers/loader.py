@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from .._log import get_logger
 from ..state.data import ResumableBatches
 from ..state.position import of_this_rank, with_ranks_apart
 from .transfer import Transfer
 
 __all__ = ["PreparedLoader"]
 
-_logger = logging.getLogger("holdfast.data")
+_logger = get_logger("data")
 
 
 class PreparedLoader:

@@ -28,6 +28,13 @@ class Answers(Protocol):
     def run_of(self, job: SaveJob) -> Run | None:
         """Give the run of a job."""
 
+    def hold(self, fd: int) -> bool:
+        """Have the trainer keep a descriptor open too, in place of the last one, until its writer has ended for good.
+
+        Returns:
+            Whether the file is certain to stay open as long as somebody may start this writer again.
+        """
+
     @property
     def run(self) -> Run | None:
         """The open run."""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import functools
 import itertools
-import logging
 import mmap
 import os
 import threading
 import weakref
 from collections.abc import Callable
 
+from .._log import get_logger
 from ..errors import HoldfastError
 
-__all__ = ["Arena"]
+__all__ = ["Arena", "can_share_memory"]
 
-_LOG = logging.getLogger("holdfast.writer")
+_LOG = get_logger("writer")
 _NAME = "holdfast-arena"
 _PAGE = 4096
 _STEP = 32 << 20
@@ -64,9 +66,9 @@ class Arena:
             HoldfastError: the system does not give them.
         """
         size = max(_PAGE, -(-size // _PAGE) * _PAGE)
-        if not hasattr(os, "memfd_create"):
+        fd = _memfd(_NAME)
+        if fd is None:
             return cls(mmap.mmap(-1, size), None, size)
-        fd = os.memfd_create(_NAME)
         try:
             os.ftruncate(fd, size)
             return cls(mmap.mmap(fd, size), fd, size)
@@ -80,12 +82,29 @@ class Arena:
             ) from error
 
     @classmethod
-    def attach(cls, fd: int, size: int) -> Arena:
-        """Map an arena that another process created; takes over ``fd``."""
+    def private(cls, size: int) -> Arena:
+        """Map memory of this process alone: its fresh pages cost a fraction of shared ones, and no writer sees them.
+
+        Raises:
+            HoldfastError: the system does not give them.
+        """
+        size = max(_PAGE, -(-size // _PAGE) * _PAGE)
         try:
-            memory = mmap.mmap(fd, size)
-        finally:
-            os.close(fd)
+            return cls(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON), None, size)
+        except OSError as error:
+            raise HoldfastError(
+                f"cannot get {size} bytes of memory for the copy of the state ({error.strerror}): give the process more"
+            ) from error
+
+    @classmethod
+    def attach(cls, fd: int, size: int) -> Arena:
+        """Map an arena that another process created; takes over ``fd``.
+
+        Raises:
+            OSError: the system does not map it now; ``fd`` stays open, to try again.
+        """
+        memory = mmap.mmap(fd, size)
+        os.close(fd)
         return cls(memory, None, size)
 
     @property
@@ -120,10 +139,16 @@ class Arena:
             allocate: the trainer's side, which creates pages; the writer's side only maps pages that exist.
         """
         if self._prefaulter is None and self._view is not None:
-            self._prefaulter = threading.Thread(
+            prefaulter = threading.Thread(
                 target=self._populate, args=(allocate,), name="holdfast-prefault", daemon=True
             )
-            self._prefaulter.start()
+            try:
+                prefaulter.start()
+            except RuntimeError as error:  # no thread to be had now: the first copy faults the pages
+                _LOG.debug("arena: %s", error)
+                self.prefaulted.set()
+            else:
+                self._prefaulter = prefaulter
 
     def _populate(self, allocate: bool) -> None:
         madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -179,6 +204,31 @@ class Arena:
         # it is collected, by then perhaps somebody else's memory. One reference too many keeps that from happening.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
         self._view = self._fd = None
+
+
+def _memfd(name: str) -> int | None:
+    """Make memory that can be shared; None where the kernel or a sandbox has none (ENOSYS, EPERM)."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        return os.memfd_create(name)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES):
+            raise
+        return None
+
+
+@functools.cache
+def can_share_memory() -> bool:
+    """Tell whether the system makes memory that another process can map by a descriptor."""
+    try:
+        fd = _memfd("holdfast-probe")
+    except OSError:  # out of descriptors, for now: who needs it says so
+        return True
+    if fd is None:
+        return False
+    os.close(fd)
+    return True
 
 
 def _after_fork_in_child() -> None:

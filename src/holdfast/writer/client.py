@@ -317,7 +317,8 @@ class WriterClient:
         workers: "next_attempt" (reason, details: of the attempt that ends; {"attempt", "start_id"} of the new one),
         "details" (details: added to the current attempt), "note" (key, value: small JSON that stays with the run),
         "protect" (names: of checkpoints that retention spares until the next "protect"). "discard" (names, why: deletes
-        checkpoints; the names of those that are gone). For mirrored runs: "follow" (since: a version; the state of the
+        checkpoints; the names of those that are gone), "confirm" (names: the caller is about to delete these by itself;
+        fails if the run is not ours any more). For mirrored runs: "follow" (since: a version; the state of the
         mirror, as soon as it has another version; later ones are higher, also those of a writer that is started again).
 
         All but "report" and "follow" run after the saves submitted before them.

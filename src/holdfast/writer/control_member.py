@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import hmac
 import queue
 import selectors
 import socket
@@ -11,15 +11,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast.errors import HoldfastError
 
 from .board import NEVER, Board
+from .control_hello import CHALLENGE_BYTES, PROOF_BYTES, make_answer, make_proof
 from .control_link import Link, Message
-from .control_server import BEAT_S, STALE_S
+from .control_server import BEAT_S, ENDED_S, STALE_S
 
 __all__ = ["ControlMember"]
 
-_LOG = logging.getLogger("holdfast.writer.control")
+_LOG = get_logger("writer.control")
 _CONNECT_S = 5.0
 _PAUSE_S = (0.02, 0.5)
 # After this long the word of this process is what the trainer reads, whatever core it runs on: only then is the
@@ -39,6 +41,7 @@ class ControlMember:
             {"do": "lost", "why"} when there is nothing more to come.
         again: gives what has to be said again after a new connection.
         stopped: tells whether the trainer is stopped by the system.
+        hold: has the trainer keep a connection open too (`Answers.hold`).
         beat_s: seconds between signs of life.
         stale_s: silence after which rank 0's writer counts as lost, and time to find it again.
     """
@@ -53,11 +56,12 @@ class ControlMember:
         hear: Callable[[Message], None],
         again: Callable[[], list[Message]],
         stopped: Callable[[], bool],
+        hold: Callable[[int], bool],
         beat_s: float = BEAT_S,
         stale_s: float = STALE_S,
     ) -> None:
         self._rank, self._addresses, self._token, self._board = rank, list(addresses), token, board
-        self._hear, self._again, self._stopped = hear, again, stopped
+        self._hear, self._again, self._stopped, self._hold = hear, again, stopped, hold
         self._beat_s, self._stale_s = beat_s, stale_s
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._wake, self._woken = socket.socketpair()
@@ -66,6 +70,7 @@ class ControlMember:
         self._link: Link | None = None
         self._judged: Message | None = None  # the last verdict
         self._heard = time.monotonic()
+        self._closing: float | None = None
         self.lost: str | None = None
         self._thread = threading.Thread(target=self._run, name="holdfast-member", daemon=True)
         self._thread.start()
@@ -79,6 +84,7 @@ class ControlMember:
 
     def close(self, why: str, timeout_s: float = 5.0) -> None:
         """Say farewell and end; idempotent."""
+        self._closing = time.monotonic()
         self._outbox.put({"do": "bye", "why": why})
         self._outbox.put(None)
         self._stir()
@@ -94,8 +100,18 @@ class ControlMember:
 
     def _run(self) -> None:
         try:
+            short_since: float | None = None
             while self.lost is None and self._connect():
+                begun = time.monotonic()
                 if self._talk():
+                    break
+                now = time.monotonic()
+                short_since = None if now - begun >= self._beat_s else short_since or begun
+                if short_since is not None and now - short_since > self._stale_s:
+                    self.lost = (
+                        f"rank 0's writer has ended every connection of the last {self._stale_s:g} s right after it "
+                        "was made: see what it logs, and whether all nodes run the same version of holdfast"
+                    )
                     break
                 time.sleep(_PAUSE_S[0])  # whoever turns us away at once is not asked without end
         except Exception as error:  # noqa: BLE001 - a thread edge: saves that wait must not wait for ever
@@ -125,11 +141,10 @@ class ControlMember:
                     refused = refused and isinstance(error, ConnectionRefusedError)
                     continue
                 self._link = Link(sock)
-                self._heard = time.monotonic()
                 return True
             # Rank 0's trainer holds the listening socket for a writer that is started again: if nobody holds it, both
             # are gone.
-            if time.monotonic() - begun > (self._stale_s / 10 if refused else self._stale_s):
+            if time.monotonic() - begun > (min(ENDED_S, self._stale_s / 3) if refused else self._stale_s):
                 self.lost = (
                     f"rank 0's writer cannot be reached ({problem}): it has died, or the network does not let us"
                 )
@@ -153,8 +168,11 @@ class ControlMember:
         """Talk until the connection breaks (False) or all is said (True)."""
         link = self._link
         assert link is not None
-        hello = {"do": "hello", "token": self._token, "rank": self._rank, "standing": self._standing()}
-        fine = link.send({**hello, "judged": self._judged})
+        ended = self._shake_hands(link)
+        if ended is not None:
+            link.close()
+            return ended
+        fine = link.send({"do": "hello", "standing": self._standing(), "judged": self._judged})
         next_beat = 0.0
         before = time.monotonic()
         while fine:
@@ -179,7 +197,46 @@ class ControlMember:
             if self.lost is not None:
                 return True
         link.close()
+        self._heard = time.monotonic()  # from now on it is looked for
         return False
+
+    def _shake_hands(self, link: Link) -> bool | None:
+        """Prove who we are, and have it proved who is there: None if so; else what `_talk` returns.
+
+        Until that is proved nothing is a sign of life: another process may have the port by now.
+        """
+        answer = challenge = b""
+        before = time.monotonic()
+        while True:
+            now = time.monotonic()
+            if now - before > max(self._stale_s / 2, 2 * self._beat_s):
+                self._heard = now  # as in `_talk`
+            before = now
+            if now - self._heard > self._stale_s:
+                self.lost = f"rank 0's writer gives no sign of life for {self._stale_s:g} s"
+                return True
+            if self._closing is not None and now - self._closing > _CONNECT_S:
+                return True  # nobody waits for our farewell any longer
+            # What is to be said waits in the outbox; it is not looked at before we may speak.
+            ready = _ready([link], [link] if link.unsent else [], self._beat_s)
+            if not link.flush():
+                return False
+            if link not in ready:
+                continue
+            told = link.receive_raw(PROOF_BYTES if answer else CHALLENGE_BYTES)
+            if told is None:
+                return False
+            if told and answer:
+                if hmac.compare_digest(told, make_proof(self._token, challenge, answer)):
+                    self._heard = time.monotonic()
+                    return None
+                _LOG.warning("what answers at the address of rank 0's writer does not belong to this run")
+                time.sleep(_PAUSE_S[1])
+                return False
+            if told:
+                challenge, answer = told, make_answer(self._token, told, self._rank) or b""
+                if not answer or not link.send_raw(answer):
+                    return False
 
     def _say_all(self, link: Link) -> bool | None:
         """Send what waits; True at the end, False when the other side is gone."""
@@ -220,7 +277,9 @@ class ControlMember:
                 self._judged = {"about": message["about"], "go": message["go"]}
             self._hear(message)
         elif kind == "welcome":
-            return all(link.send(one) for one in self._again())
+            # The trainer lets go of the connection before: not earlier, for rank 0 has to know of this one by then.
+            held: list[Message] = [{"do": "held"}] if self._hold(link.fileno()) else []
+            return all(link.send(one) for one in (*held, *self._again()))
         elif kind == "propose":
             return link.send(self._show(message["step"], message["kind"]))
         elif kind == "arm":

@@ -100,6 +100,9 @@ class JointSaves:
             one = self._saves[save] = _Save(place=(directory, step), first=rank, deadline=now + self._timeout_s)
         one.begun.add(rank)
         if (directory, step) != one.place:
+            if self._left:  # the others stop wherever they are when they hear of it: that is what has to be said
+                other = min(self._left)
+                return self._fail(save, named_error("HoldfastError", _gone(one.place, other, self._left[other])))
             return self._fail(save, named_error("CheckpointError", _disagreement(rank, (directory, step), one)))
         for other, why in self._left.items():
             if other not in one.begun:

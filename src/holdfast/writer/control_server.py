@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import hmac
-import logging
+import contextlib
 import queue
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-from holdfast.errors import HoldfastError
-
-from .control_link import MAX_MESSAGE, Link, Message
+from .._log import get_logger
+from .control_hello import ANSWER_BYTES, make_challenge, make_proof, read_answer
+from .control_link import Link, Message, framed
 from .control_saves import Commit, JointSaves, Outcome, Verdict
 from .control_steps import Standing, StepAgreement
 from .control_uploads import Uploads
+from .control_words import check_word
 
-__all__ = ["BEAT_S", "STALE_S", "ControlServer"]
+__all__ = ["BEAT_S", "ENDED_S", "STALE_S", "ControlServer"]
 
-_LOG = logging.getLogger("holdfast.writer.control")
+_LOG = get_logger("writer.control")
 BEAT_S = 5.0
 STALE_S = 30.0
-_HELLO_BYTES = 64 << 10
+ENDED_S = 0.75  # for whoever may come back although its end has been seen (a router that resets connections)
 _FLUSH_S = 5.0
+_HELLO_S = 10.0
+_MORE_STRANGERS = 64  # beside one for each rank
+_ACCEPTS = 64  # of one turn
 _PAUSE_S = 0.2
 
 
@@ -35,8 +40,16 @@ class _Member:
     def __init__(self, now: float) -> None:
         self.link: Link | None = None
         self.heard = now
-        self.cut: float | None = None  # when its connection broke
+        self.held = False  # by its trainer too: a writer that is started again does not end the connection
         self.gone: str | None = None  # why nothing more is expected of it
+
+
+@dataclass(slots=True)
+class _Stranger:
+    """A connection that has not proved yet to belong to the run."""
+
+    until: float
+    challenge: bytes
 
 
 class ControlServer:
@@ -44,7 +57,7 @@ class ControlServer:
 
     Args:
         listener: bound and listening socket; ours from now on.
-        token: what a member has to show.
+        token: what a member has to know (`control_hello`).
         world_size: number of ranks.
         timeout_s: bound of one save.
         commit: called, on the server's thread, with the id of a save to be committed; must not block.
@@ -66,14 +79,16 @@ class ControlServer:
         self._listener, self._token, self._world_size, self._commit = listener, token, world_size, commit
         self._beat_s, self._stale_s = beat_s, stale_s
         self._rejoin_s = stale_s / 3  # a writer that was killed is started again, and joins again, long before this
+        self._ended_s = min(ENDED_S, self._rejoin_s)
         self.saves = JointSaves(world_size, timeout_s=timeout_s)
         self.steps = StepAgreement(world_size)
         self.uploads = Uploads(world_size)
         self._parts: dict[str, dict[int, Message]] = {}  # of staged saves, until they have ended
         now = time.monotonic()
         self._members = [_Member(now) for _ in range(world_size)]
+        self._back_by: dict[int, float] = {}  # ranks whose connection broke: when they have to have joined again
         self._early: list[tuple[int, str]] = []  # questions of before all ranks had joined
-        self._strangers: dict[Link, float] = {}
+        self._strangers: dict[Link, _Stranger] = {}  # the oldest first
         self._ranks: dict[Link, int] = {}
         self._selector = selectors.DefaultSelector()
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -126,8 +141,10 @@ class ControlServer:
             while self._ending is None:
                 self._turn()
             self._farewell(self._ending)
-        except Exception:  # noqa: BLE001 - a thread edge: members notice the silence
+        except Exception as error:  # noqa: BLE001 - a thread edge: no save may wait for an answer that never comes
             _LOG.exception("the control channel has failed")
+            with contextlib.suppress(OSError):
+                self._farewell(f"the control channel has failed in rank 0's writer, whose log says more: {error!r}")
         finally:
             for link in [*self._ranks, *self._strangers]:
                 link.close()
@@ -138,9 +155,8 @@ class ControlServer:
     def _turn(self) -> None:
         now = time.monotonic()
         due = [self._next_beat, *([] if self.saves.deadline is None else [self.saves.deadline])]
-        due += [
-            member.cut + self._rejoin_s for member in self._members if member.cut is not None and member.gone is None
-        ]
+        due += self._back_by.values()
+        due += [stranger.until for stranger in islice(self._strangers.values(), 1)]
         for key, _ in self._selector.select(max(0.0, min(due) - now)):
             if key.fileobj is self._listener:
                 self._accept()
@@ -168,27 +184,24 @@ class ControlServer:
         if slept > max(self._stale_s / 2, 2 * self._beat_s):
             for member in self._members:  # we were stopped ourselves, perhaps with all the others (a suspended job)
                 member.heard = now
-                member.cut = None if member.cut is None else now
+            self._back_by = dict.fromkeys(self._back_by, now + self._rejoin_s)
         self._act(self.saves.expire(now))
-        if now < self._next_beat and not any(member.cut is not None for member in self._members):
+        while self._strangers and now > (oldest := next(iter(self._strangers.items())))[1].until:
+            self._drop(oldest[0])
+        for rank in [rank for rank, back_by in self._back_by.items() if now >= back_by]:
+            self._lose(rank, "its writer process has died")
+        if now < self._next_beat:
             return
-        if now >= self._next_beat:
-            self._next_beat = now + self._beat_s
-            self._send_all({"do": "beat"})
-            for link, since in list(self._strangers.items()):
-                if now - since > self._stale_s:
-                    self._drop(link)
+        self._next_beat = now + self._beat_s
+        self._send_all({"do": "beat"})
         for rank, member in enumerate(self._members):
-            if member.gone is not None:
-                continue
-            if member.cut is not None and now - member.cut >= self._rejoin_s:
-                self._lose(rank, "its writer process has died")
-            elif member.link is not None and now - member.heard > self._stale_s:
+            if member.gone is None and member.link is not None and now - member.heard > self._stale_s:
                 self._lose(rank, f"its writer process gives no sign of life for {self._stale_s:g} s")
 
     def _lose(self, rank: int, why: str) -> None:
         _LOG.warning("rank %d: %s", rank, why)
         self._members[rank].gone = why
+        self._back_by.pop(rank, None)
         self.uploads.gone(rank, why)
         self._act(self.saves.lost(rank, why))
         self._break(rank, why)
@@ -201,67 +214,96 @@ class ControlServer:
 
     def _accept(self) -> None:
         try:
-            while True:
+            for _ in range(_ACCEPTS):
                 sock, _ = self._listener.accept()
-                link = Link(sock, max_message=_HELLO_BYTES)
-                self._strangers[link] = time.monotonic()
-                self._selector.register(link, selectors.EVENT_READ)
+                self._challenge(sock)
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:  # out of descriptors: those who wait are accepted later
             _LOG.warning("a writer could not connect: %s", error)
             time.sleep(_PAUSE_S)  # it is asked again at once
 
+    def _challenge(self, sock: socket.socket) -> None:
+        # A member answers within a round trip; whoever holds connections open without an answer loses the oldest.
+        if len(self._strangers) >= self._world_size + _MORE_STRANGERS:
+            self._drop(next(iter(self._strangers)))
+        try:
+            link = Link(sock)
+        except OSError:  # it is gone already
+            sock.close()
+            return
+        stranger = _Stranger(time.monotonic() + min(_HELLO_S, self._stale_s), make_challenge())
+        self._strangers[link] = stranger
+        self._selector.register(link, selectors.EVENT_READ)
+        if not link.send_raw(stranger.challenge):
+            self._drop(link)
+
     def _talk(self, link: Link) -> None:
+        """Hear one connection; whatever is wrong with what it says ends this connection and nothing else."""
         if link not in self._ranks and link not in self._strangers:
             return  # dropped in this turn
-        if not link.flush():
-            self._drop(link)
-            return
+        messages: list[Message] | None = []
         try:
-            messages = link.receive()
-        except HoldfastError as error:
-            _LOG.warning("%s", error)
-            messages = None
-        if messages is None:
+            fine = link.flush()
+            if fine and link in self._strangers:
+                fine = self._greet(link)
+            elif fine:
+                messages = link.receive()
+                for message in messages or ():
+                    check_word(message)
+        except Exception as error:  # noqa: BLE001 - the edge of a connection: the others go on
+            _LOG.warning("a message on the control channel makes no sense: %s", error)
+            fine = False
+        # What goes wrong from here on is our own mistake, which no new connection mends: see `_serve`.
+        if fine and messages is not None and self._listen(link, messages):
+            self._interest(link)
+        else:
             self._drop(link)
-            return
-        rank = None
-        for message in messages:
-            # Also of one that is gone, so that an answer could not be sent: its last words say why it has left.
-            rank = self._ranks.get(link, rank)
-            if rank is None and link not in self._strangers:
-                return
-            try:
-                if rank is not None:
-                    self._members[rank].heard = time.monotonic()
-                    getattr(self, f"_on_{message['do']}")(rank, message)
-                elif not self._hello(link, message):
-                    self._drop(link)
-                    return
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                _LOG.warning("a message on the control channel makes no sense: %r", error)
-                self._drop(link)
-                return
-        self._interest(link)
 
-    def _hello(self, link: Link, message: Message) -> bool:
-        if not hmac.compare_digest(str(message.get("token", "")).encode(), self._token.encode()):
+    def _greet(self, link: Link) -> bool:
+        """Take a stranger's answer to the challenge; False to turn it away."""
+        challenge = self._strangers[link].challenge
+        answer = link.receive_raw(ANSWER_BYTES)
+        if not answer:
+            return answer is not None
+        rank = read_answer(self._token, challenge, answer)
+        if rank is None or rank >= self._world_size:
             _LOG.warning("somebody without the token of this run has connected and is turned away")
             return False
-        rank = int(message["rank"])
-        if message["do"] != "hello" or not 0 <= rank < self._world_size:
+        if not link.send_raw(make_proof(self._token, challenge, answer)):
             return False
+        del self._strangers[link]
+        self._ranks[link] = rank
+        return True
+
+    def _listen(self, link: Link, messages: list[Message]) -> bool:
+        """Act on what a member has said; False if it says anything before it has joined."""
+        if not messages:
+            return True
+        rank = self._ranks[link]
+        joined = self._members[rank].link is link
+        for message in messages:
+            # Also of one that is gone, so that an answer could not be sent: its last words say why it has left.
+            self._members[rank].heard = time.monotonic()
+            if joined:
+                getattr(self, f"_on_{message['do']}")(rank, message)
+            elif message["do"] == "hello":
+                joined = True
+                self._join(link, rank, message)
+            else:
+                return False
+        return True
+
+    def _join(self, link: Link, rank: int, message: Message) -> None:
+        """The first message of a member says what its trainer is at."""
         member = self._members[rank]
         if member.link is not None:
             self._drop(member.link)
-        del self._strangers[link]
-        link.max_message = MAX_MESSAGE
-        self._ranks[link] = rank
-        member.link, member.cut, member.heard = link, None, time.monotonic()
+        member.link, member.held = link, False
+        self._back_by.pop(rank, None)
         if member.gone is not None:
             self._send(rank, {"do": "bye", "why": f"rank {rank} was given up: {member.gone}"})
-            return True
+            return
         self._send(rank, {"do": "welcome"})
         if (judged := message.get("judged")) is not None:
             self.saves.judged(rank, judged["about"], go=judged["go"])
@@ -272,7 +314,6 @@ class ControlServer:
             early, self._early = self._early, []
             for asking, about in early:
                 self._answer(asking, about)
-        return True
 
     def _drop(self, link: Link) -> None:
         rank = self._ranks.pop(link, None)
@@ -285,7 +326,8 @@ class ControlServer:
         if rank is not None and self._members[rank].link is link:
             self._members[rank].link = None
             if self._members[rank].gone is None:
-                self._members[rank].cut = time.monotonic()
+                ended = link.hung_up and self._members[rank].held
+                self._back_by[rank] = time.monotonic() + (self._ended_s if ended else self._rejoin_s)
 
     def _interest(self, link: Link) -> None:
         if link not in self._ranks and link not in self._strangers:
@@ -299,6 +341,9 @@ class ControlServer:
     def _on_beat(self, rank: int, message: Message) -> None:
         self.steps.at(rank, message["step"])
         self.saves.stopped(rank, on=message["stopped"])
+
+    def _on_held(self, rank: int, message: Message) -> None:
+        self._members[rank].held = True
 
     def _on_begun(self, rank: int, message: Message) -> None:
         self._act(self.saves.begun(rank, message["save"], message["directory"], message["step"], time.monotonic()))
@@ -371,14 +416,18 @@ class ControlServer:
             self._send_all(message, None if rank is None else (rank,))
 
     def _send_all(self, message: Message, ranks: tuple[int, ...] | None = None) -> None:
+        data = framed(message)
         for rank in range(self._world_size) if ranks is None else ranks:
-            self._send(rank, message)
+            self._send_raw(rank, data)
 
     def _send(self, rank: int, message: Message) -> None:
+        self._send_raw(rank, framed(message))
+
+    def _send_raw(self, rank: int, data: bytes) -> None:
         link = self._members[rank].link
         if link is None:
             return  # it hears what matters when it joins again
-        if link.send(message):
+        if link.send_raw(data):
             self._interest(link)
         else:
             self._drop(link)

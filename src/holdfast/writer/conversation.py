@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import json
-import logging
 import os
 import subprocess
 import threading
@@ -16,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast.errors import ConfigError, HoldfastError, SessionError
 from holdfast.storage.base import Storage
 
@@ -26,7 +26,7 @@ from .wire import Channel, Message
 
 __all__ = ["Call", "Conversation"]
 
-_LOG = logging.getLogger("holdfast.writer")
+_LOG = get_logger("writer")
 _END_S = 10.0
 _AT_EXIT_S = 600.0
 _RESTART_PAUSE_S = 600.0  # a writer that dies again within this time is not an accident: saving stops
@@ -79,6 +79,7 @@ class Conversation:
         self._restarted = -_RESTART_PAUSE_S
         self._failure: str | None = None
         self._owner = os.getpid()
+        self._held: tuple[int, ...] = ()
         self._channel = self._launch()
         self._reader = threading.Thread(target=self._read, name="holdfast-answers", daemon=True)
         self._reader.start()
@@ -213,7 +214,9 @@ class Conversation:
         try:
             while True:
                 answer = self._channel.receive()
-                if answer is not None and answer.header["on"] != "bye":
+                if answer is not None and answer.header["on"] == "hold":
+                    self._hold(answer.fds)
+                elif answer is not None and answer.header["on"] != "bye":
                     self._resolve(answer)
                 elif answer is not None or not self._recover():
                     break
@@ -225,7 +228,18 @@ class Conversation:
         self._settle_lost()
         self._channel.close()
         if self._owner == os.getpid():
+            self._hold(())
             self._reap()
+
+    def _hold(self, fds: tuple[int, ...]) -> None:
+        """Keep the writer's connection to the other ranks open in place of the one before.
+
+        So it ends with both of us, not with the writer alone, and rank 0 knows what that end means.
+        """
+        with self.lock:
+            before, self._held = self._held, fds
+        for fd in before:
+            os.close(fd)
 
     def _resolve(self, answer: Message) -> None:
         header = answer.header
@@ -337,6 +351,7 @@ class Conversation:
     def _forget_in_child(self) -> None:
         self.lock = threading.RLock()  # another thread may have held it
         self._channel.forget_in_child()
+        self._hold(())
         if self.process is not None:
             self.process.returncode = 0  # not our child: keeps Popen from warning about it
 

@@ -10,14 +10,16 @@ from contextlib import contextmanager
 
 from holdfast.errors import StorageError
 from holdfast.format.digest import chunk_digests
-from holdfast.storage.base import BLOCK, Storage
+from holdfast.storage.base import BLOCK, FileBatch, Storage
 from holdfast.storage.ops import errors_of
 
 from .side import Side
 
-__all__ = ["Copier", "changed", "opened"]
+__all__ = ["SMALL_BYTES", "Copier", "changed", "opened"]
 
 _BUFFER = 8 << 20
+SMALL_BYTES = 1 << 20
+"""Up to here a file goes through the page cache, together with others, and is digested where it was read."""
 
 
 class Copier:
@@ -71,6 +73,22 @@ class Copier:
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
                 raise changed(path)
         return bytes(table)
+
+    def copy_small(self, path: str, size: int, batch: FileBatch, target: str) -> bytes:
+        """Copy a local file of at most `SMALL_BYTES` into a batch; give its chunk digests.
+
+        Raises:
+            StorageError: as `copy`.
+        """
+        view = memoryview(self._buffer(0))[:size]
+        with opened(path, size) as fd:
+            before = os.fstat(fd)
+            _fill(fd, view, 0, path)
+            after = os.fstat(fd)
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            raise changed(path)
+        batch.add(target, view)
+        return chunk_digests(view)
 
     def _load(self, fd: int, path: str, start: int, size: int, number: int) -> Future[bytes]:
         """Fill one buffer on the helper thread, while the other is being written; give its chunk digests."""

@@ -148,7 +148,12 @@ def merge(sources: Sequence[Contents], digests: Mapping[tuple[int, str], str]) -
         writers=tuple(one.rank for one in by_rank) or (0,) if manifest is None else manifest.writers,
         metadata=metadata[0][1] if metadata else None,
         fields={} if manifest is None else known_fields(manifest),
-        warnings=(*_about_names(renamed), *_about_metadata(metadata), *_about_checkpoints(order)),
+        warnings=(
+            *_about_names(renamed),
+            *_about_metadata(metadata),
+            *_about_checkpoints(order),
+            *_about_bare(order),
+        ),
     )
 
 
@@ -227,6 +232,17 @@ def _about_names(renamed: Mapping[str, Sequence[tuple[int, str]]]) -> list[str]:
     return [
         f"several ranks reported different files under one name, so all were kept: {'; '.join(told)}{more}. "
         "Give files that differ between ranks distinct names, such as model-rank3.pt"
+    ]
+
+
+def _about_bare(order: Sequence[Contents]) -> list[str]:
+    bare = sorted({name for one in order for name in one.bare})
+    if not bare:
+        return []
+    more = f" and {len(bare) - _NAMED} more" if len(bare) > _NAMED else ""
+    return [
+        f"directories without a file are not stored ({', '.join(bare[:_NAMED])}{more}), as in a bucket: make them "
+        "where they are needed, or put a file into them"
     ]
 
 

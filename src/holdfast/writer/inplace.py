@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from contextlib import suppress
 
+from holdfast._log import get_logger
 from holdfast.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -15,7 +15,7 @@ from holdfast.errors import (
     HoldfastError,
     IncompleteCheckpointError,
 )
-from holdfast.format.commit import commit, read_manifest
+from holdfast.format.commit import commit, look_before, read_manifest
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, check_path, join
 from holdfast.format.parts import clear_planned, is_passing, plan_name, put_plan
@@ -31,7 +31,7 @@ from .sources import scan
 
 __all__ = ["commit_in_place"]
 
-_LOG = logging.getLogger("holdfast.writer")
+_LOG = get_logger("writer")
 _NAMED = 5
 
 
@@ -57,7 +57,8 @@ def commit_in_place(storage: Storage, job: IngestJob, run: Run | None, side: Sid
     manifest = committed_already(storage, job.directory, job.manifest) if again else None
     written = 0
     if manifest is None:
-        before = _manifest_there(storage, job)
+        replaced = look_before(storage, job.directory)
+        before = _manifest_there(storage, job, run)
         listing = Listing(job.save_id, (0,) if before is None else before.writers)
         try:
             # Says whose the digest file is if the commit does not come. Nothing else is ours to remove.
@@ -73,7 +74,7 @@ def commit_in_place(storage: Storage, job: IngestJob, run: Run | None, side: Sid
                 job.directory,
                 fields,
                 listing.parts(),
-                overwrite=before is not None,
+                overwrite=None if before is None else replaced,
                 keep_sidecars=True,
             )
         except BaseException:
@@ -90,7 +91,7 @@ def commit_in_place(storage: Storage, job: IngestJob, run: Run | None, side: Sid
     return outcome(job.directory, manifest, run, seconds=seconds, bytes_written=written)
 
 
-def _manifest_there(storage: Storage, job: IngestJob) -> Manifest | None:
+def _manifest_there(storage: Storage, job: IngestJob, run: Run | None) -> Manifest | None:
     where = join(storage.uri, job.directory)
     try:
         manifest = read_manifest(storage, job.directory, check_sizes=True)
@@ -101,7 +102,9 @@ def _manifest_there(storage: Storage, job: IngestJob) -> Manifest | None:
             f"{where}: its {MANIFEST_NAME} is not one of Holdfast, or does not fit the files ({error}): checkpoints "
             "keep theirs under this name; rename the file"
         ) from error
-    if manifest.run_id is not None and manifest.run_id == job.manifest.get("run_id"):
+    # One that counts for nothing is of an owner that was taken over: what it lists is listed anew.
+    is_void = run is not None and run.void_at(job.directory)(manifest)
+    if manifest.run_id is not None and manifest.run_id == job.manifest.get("run_id") and not is_void:
         raise CheckpointExistsError(
             f"{where} is a checkpoint of this run already (step {manifest.step}): report each one once, under a name "
             "of its own"
@@ -134,8 +137,7 @@ def _list(storage: Storage, job: IngestJob, before: Manifest | None, listing: Li
             f"{join(storage.uri, job.directory)}: files of a checkpoint cannot be called "
             f"{', '.join(ascii(name) for name in bad[:_NAMED])}: use names in UTF-8, without backslashes"
         )
-    for name in [*known, *others]:
-        storage.sync(join(job.directory, name))  # whoever brought it need not have cared
+    storage.sync_all([join(job.directory, name) for name in [*known, *others]])  # who brought them need not have cared
     for name in others:
         table = copier.digest_object(storage, join(job.directory, name))
         listing.add_file(name, names[name], table, writer=0)

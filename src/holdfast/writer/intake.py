@@ -6,12 +6,12 @@ moved are where the plan says), and the next start removes what a job left that 
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from holdfast._log import get_logger
 from holdfast.errors import (
     CheckpointExistsError,
     ConfigError,
@@ -24,10 +24,10 @@ from holdfast.format.digest import file_digest
 from holdfast.format.manifest import MANIFEST_NAME, Manifest
 from holdfast.format.names import join
 from holdfast.format.parts import clear_planned, plan_name, put_plan, read_plan
-from holdfast.storage.base import Storage
+from holdfast.storage.base import FileBatch, Storage
 from holdfast.storage.local import LocalStorage
 
-from .copying import Copier, changed, opened
+from .copying import SMALL_BYTES, Copier, changed, opened
 from .ingest import Item, Plan, contested, merge
 from .listing import Listing, manifest_fields
 from .messages import IngestJob, SaveResult
@@ -38,7 +38,7 @@ from .sources import METADATA, scan
 
 __all__ = ["Intake"]
 
-_LOG = logging.getLogger("holdfast.writer")
+_LOG = get_logger("writer")
 
 
 class Intake:
@@ -57,6 +57,8 @@ class Intake:
         self._tables: dict[str, bytes] = {}  # source -> chunk digests
         self._seconds = {"scan": 0.0, "digest": 0.0, "write": 0.0, "commit": 0.0}
         self._written = 0
+        # What of ours may be there by now, and by which paths; None if nothing may be touched.
+        self._begun: tuple[Plan, tuple[str, ...]] | None = None
 
     def take(self, run: Run | None, *, again: bool) -> SaveResult:
         """Store, commit, remove owned sources, record in the run.
@@ -99,15 +101,22 @@ class Intake:
     def _attempt(self, run: Run | None) -> tuple[Manifest, tuple[str, ...]]:
         storage, job = self._storage, self._job
         found = read_plan(storage, job.directory, self._plan_name)
-        plan = Plan.from_json(found[1]) if found is not None else self._make_plan()
+        plan, paths = (Plan.from_json(found[1]), found[0]) if found is not None else self._make_plan(run)
+        if run is not None:
+            # From here on files get names that others may use as well. Who takes the run over sees the plan, and
+            # leaves this directory alone. If somebody has by now, files of these names are his.
+            run.verify()
+        self._begun = plan, paths
         listing = Listing(job.save_id, plan.writers)
         with self._timed("write"):
-            for item in plan.items:
-                table = self._store(item, begun=found is not None)
-                if item.entry is not None:
-                    listing.add(item.entry)
-                else:
-                    listing.add_file(item.path, item.size, table, writer=item.rank)
+            # Durable together at the end of the block, which is before the manifest.
+            with storage.batch(sum(item.size <= SMALL_BYTES for item in plan.items)) as batch:
+                for item in plan.items:
+                    table = self._store(item, batch, begun=found is not None)
+                    if item.entry is not None:
+                        listing.add(item.entry)
+                    else:
+                        listing.add_file(item.path, item.size, table, writer=item.rank)
             self._written += listing.put_digests(storage, job.directory)
             if plan.metadata is not None:
                 storage.put(join(job.directory, METADATA), plan.metadata)
@@ -115,9 +124,11 @@ class Intake:
             if run is not None:
                 run.before_commit()
             fields = manifest_fields(job.manifest, plan.fields)
-            return commit(storage, job.directory, fields, listing.parts()), plan.warnings
+            void = None if run is None else run.void_at(job.directory)
+            return commit(storage, job.directory, fields, listing.parts(), void=void), plan.warnings
 
-    def _make_plan(self) -> Plan:
+    def _make_plan(self, run: Run | None) -> tuple[Plan, tuple[str, ...]]:
+        """Decide which file goes where, and say so; give the plan, and all paths there will be."""
         storage, job = self._storage, self._job
         with self._timed("scan"):
             self._check_sources()
@@ -132,14 +143,17 @@ class Intake:
         paths |= {METADATA} if plan.metadata is not None else set()
         skip = len(job.directory) + 1
         taken = sorted({info.path[skip:] for info in storage.list(job.directory)} & {*paths, MANIFEST_NAME})
+        if taken == [MANIFEST_NAME] and run is not None and run.is_void(job.directory):
+            taken = []  # of an owner that was taken over, who committed afterwards
         if taken:
             what = "a committed checkpoint" if MANIFEST_NAME in taken else f"a directory that holds {taken[0]}"
             raise CheckpointExistsError(
                 f"{join(storage.uri, job.directory)} is {what} already: reported files keep their names, so none of "
                 "them can be replaced; use another directory"
             )
+        self._begun = plan, ()
         put_plan(storage, job.directory, job.save_id, paths, plan.to_json())
-        return plan
+        return plan, tuple(sorted(paths))
 
     def _check_sources(self) -> None:
         storage, job = self._storage, self._job
@@ -157,7 +171,7 @@ class Intake:
                     "them lies inside of the other; report a directory that holds the checkpoint's files alone"
                 )
 
-    def _store(self, item: Item, *, begun: bool) -> bytes:
+    def _store(self, item: Item, batch: FileBatch, *, begun: bool) -> bytes:
         """Bring one file to its place; give its chunk digests (b"" where its manifest has them and it was moved)."""
         storage = self._storage
         target = join(self._job.directory, item.path)
@@ -177,10 +191,13 @@ class Intake:
                     moving.exception()
                 if moving.result():
                     return table
-        return self._copy(item, target)
+        return self._copy(item, target, batch)
 
-    def _copy(self, item: Item, target: str) -> bytes:
-        table = self._copier.copy(item.source, item.size, self._storage, target)
+    def _copy(self, item: Item, target: str, batch: FileBatch) -> bytes:
+        if item.size <= SMALL_BYTES:
+            table = self._copier.copy_small(item.source, item.size, batch, target)
+        else:
+            table = self._copier.copy(item.source, item.size, self._storage, target)
         if self._tables.get(item.source, table) != table:
             raise changed(item.source)
         if item.entry is not None and file_digest(table) != item.entry.digest:
@@ -223,20 +240,20 @@ class Intake:
     def _undo(self) -> None:
         """Put moved files back and remove what was stored, unless it may have been committed.
 
-        What fails here is left for the sweep of the next start.
+        What fails here is left for the sweep of the next start. The plan file need not be there any more: whoever took
+        the run over has swept it, and what was stored since goes by what we know of it.
         """
         storage, job = self._storage, self._job
-        if not certainly_uncommitted(storage, job.directory, job.manifest):
+        if self._begun is None or not certainly_uncommitted(storage, job.directory, job.manifest):
             return
+        plan, paths = self._begun
         with suppress(HoldfastError):
-            found = read_plan(storage, job.directory, self._plan_name)
-            if found is not None:
-                for item in Plan.from_json(found[1]).items:
-                    target = join(job.directory, item.path)
-                    if item.movable and not os.path.lexists(item.source) and storage.exists(target):
-                        home, name = _home(storage, item.source)
-                        home.adopt(os.path.join(storage.uri, target), name)
-                clear_planned(storage, job.directory, self._plan_name, found[0])
+            for item in plan.items if paths else ():
+                target = join(job.directory, item.path)
+                if item.movable and not os.path.lexists(item.source) and storage.exists(target):
+                    home, name = _home(storage, item.source)
+                    home.adopt(os.path.join(storage.uri, target), name)
+            clear_planned(storage, job.directory, self._plan_name, paths)
             storage.tidy(job.directory)
 
 

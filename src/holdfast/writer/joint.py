@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 import time
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from holdfast._log import get_logger
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.commit import PartSummary, assemble
 from holdfast.format.parts import remove_part
@@ -25,6 +25,7 @@ from .control_saves import named_error
 from .control_server import ControlServer
 from .messages import PartsJob, SaveJob, SaveResult, error_from_json, error_to_json
 from .mirror_plan import Limits
+from .open_files import allow_connections
 from .parts import commit_parts, is_committed
 from .process_state import how_it_ended, is_stopped
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Joint"]
 
-_LOG = logging.getLogger("holdfast.writer.control")
+_LOG = get_logger("writer.control")
 _REMEMBERED = 16
 _VISIBLE_S = 3.0  # a network file system may show what another machine has stored a little later
 _MARGIN_S = 45.0
@@ -87,6 +88,7 @@ class Joint:
         self._trainer = header["pid"]
         times = {name: header[name] for name in ("beat_s", "stale_s")}
         if fds:
+            allow_connections(self._world_size)
             self._server = ControlServer(
                 socket.socket(fileno=fds[0]),
                 token=header["token"],
@@ -106,6 +108,7 @@ class Joint:
                 hear=self._hear,
                 again=self._again,
                 stopped=lambda: is_stopped(self._trainer),
+                hold=self._answers.hold,
                 **times,
             )
 

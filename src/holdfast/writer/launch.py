@@ -15,7 +15,7 @@ from pathlib import Path
 from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
 
-from .arena import Arena
+from .arena import Arena, can_share_memory
 from .wire import Channel, Message
 
 __all__ = ["Shared", "can_run_process", "launch_process", "launch_thread"]
@@ -65,7 +65,7 @@ def can_run_process() -> bool:
     """Tell whether this platform gives what the process needs: memfd, descriptor passing, a plain interpreter."""
     return (
         sys.platform.startswith("linux")
-        and hasattr(os, "memfd_create")
+        and can_share_memory()
         and hasattr(socket, "send_fds")
         and bool(sys.executable)
         and not getattr(sys, "frozen", False)
@@ -83,6 +83,14 @@ def _import_paths() -> list[str]:
     return list(dict.fromkeys(paths))
 
 
+def _own_pidfd() -> int:
+    """Open ourselves for the writer to watch; -1 where the system has no such thing: it goes by our socket then."""
+    try:
+        return os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):
+        return -1
+
+
 def launch_process() -> tuple[Channel, subprocess.Popen[bytes]]:
     """Start the writer process and return our end of the channel; it is ready about 0.03 s later.
 
@@ -92,7 +100,7 @@ def launch_process() -> tuple[Channel, subprocess.Popen[bytes]]:
     with _launching:
         ours, theirs = socket.socketpair()
         # A descriptor of the trainer itself, opened by the trainer, cannot point to a recycled process id.
-        trainer = os.pidfd_open(os.getpid()) if hasattr(os, "pidfd_open") else -1
+        trainer = _own_pidfd()
         told = {"socket": theirs.fileno(), "trainer": trainer, "paths": _import_paths()}
         try:
             process = subprocess.Popen(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import os
 import queue
 import select
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from holdfast._log import get_logger
 from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
 
@@ -25,9 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = ["WriterLoop"]
 
-_LOG = logging.getLogger("holdfast.writer")
+_LOG = get_logger("writer")
 # How long a half-sent message of a dead trainer is waited for.
 _DRAIN_MS = 2000
+_HOLD_S = 1.0
 _DIED = "the trainer died"
 
 
@@ -38,6 +41,7 @@ class WriterLoop:
         self._channel, self._source, self._trainer_fd = channel, source, trainer_fd
         self._storages: dict[int, Storage] = {}
         self._views: dict[int, memoryview] = {}
+        self._handed: dict[int, Message] = {}  # arenas that are not mapped yet
         self._windowed: dict[int, WindowSource] = {}
         self._gates: dict[int, Gate] = {}
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -106,13 +110,33 @@ class WriterLoop:
         self._storages[message.header["key"]] = self._source.storage(message)
 
     def _on_arena(self, message: Message) -> None:
-        self._views[message.header["number"]] = self._source.arena(message)
+        self._handed[message.header["number"]] = message
+        with contextlib.suppress(HoldfastError):  # a passing failure: the first job that needs it tries again
+            self._view(message.header["number"])
+
+    def _view(self, number: int) -> memoryview:
+        """Give the memory of an arena; mapped now if that was not possible when it was handed over."""
+        view = self._views.get(number)
+        if view is None:
+            message = self._handed[number]
+            try:
+                view = self._views[number] = self._source.arena(message)
+            except OSError as error:
+                raise HoldfastError(
+                    f"the writer cannot map {message.header['size']} bytes of memory that it shares with the trainer "
+                    f"({error.strerror}): this save is lost, the next one tries again; give the machine more memory"
+                ) from error
+            del self._handed[number]
+        return view
 
     def _on_drop_arena(self, message: Message) -> None:
         number = message.header["number"]
 
         def drop() -> None:  # behind the jobs that use it
             self._views.pop(number, None)
+            handed = self._handed.pop(number, None)
+            for fd in () if handed is None else handed.fds:
+                os.close(fd)
             self._source.drop(number)
 
         self._work.put(drop)
@@ -129,7 +153,7 @@ class WriterLoop:
             job=job,
             storage=self._storages[header["storage"]],
             storage_key=header["storage"],
-            view=memoryview(b"") if number is None else self._views[number],
+            view=memoryview(b"") if number is None else self._view(number),
             blobs=message.attachments,
             source=source,
             gate=gate,
@@ -148,7 +172,7 @@ class WriterLoop:
         from .joint import Joint  # not above: a writer of one rank starts faster without
 
         joint = Joint(self)
-        joint.join(message.header, message.fds, self._views[message.header["board"]])
+        joint.join(message.header, message.fds, self._view(message.header["board"]))
         self._joint = joint
         self.say_done(message.header["call"], None)
 
@@ -344,7 +368,7 @@ class WriterLoop:
             try:
                 call()
             except Exception:  # noqa: BLE001 - a thread edge: nobody waits for it
-                _LOG.exception("what followed an upload failed")
+                _LOG.exception("what was left to be done between saves failed; it is tried again after the next one")
 
         self._work.put(work)
 
@@ -367,6 +391,14 @@ class WriterLoop:
         return self._run.op(op, args)
 
     # ---- answers, from any thread
+
+    def hold(self, fd: int) -> bool:
+        """Have the trainer keep a descriptor open too."""
+        try:
+            self._channel.send({"on": "hold", "calls": []}, fds=(fd,))
+        except OSError as error:
+            return isinstance(error, BrokenPipeError | ConnectionResetError)  # nobody will start us again
+        return self._channel.flush(_HOLD_S)
 
     def _answer_many(self, calls: list[int], error: BaseException | None) -> None:
         if error is None:

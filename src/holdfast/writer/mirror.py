@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast._units import format_duration
 from holdfast.checkpoint.record import Record
 from holdfast.checkpoint.transfer import TransferStopped
@@ -24,7 +25,7 @@ from .mirror_remote import RemoteRun
 
 __all__ = ["END_S", "Mirroring"]
 
-_LOG = logging.getLogger("holdfast.writer")
+_LOG = get_logger("writer")
 END_S = 20.0
 """How long uploads go on after the trainer is gone: a successor waits three times as long for the lease."""
 _SYNC_S = 15.0  # reports and what the run says about itself
@@ -82,6 +83,7 @@ class Mirroring:
         self._newest = remote.newest()
         self._give_up()
         remote.heartbeat.on_lost = self._lease_lost
+        remote.first = self._bring_late
         self._thread = threading.Thread(target=self._work, name="holdfast-mirror", daemon=True)
         self._thread.start()
 
@@ -341,23 +343,31 @@ class Mirroring:
 
     def _sync(self) -> None:
         with self._lock:
-            late, self._late = self._late, []
             litter, self._litter = self._litter, []
+            is_late = bool(self._late)
         try:
             while litter:
                 self.remote.drop(litter[0])
                 litter.pop(0)
-            while late:
-                self.remote.late(*late[0])
-                late.pop(0)
-            if self.remote.bring_sidecars():
+            if is_late or self.remote.bring_sidecars():
                 self.remote.retain()
             self.remote.bring_head()
             self.remote.bring_reports()
         finally:
             with self._lock:
-                self._late, self._litter = late + self._late, litter + self._litter
+                self._litter = litter + self._litter
                 self._next_sync = time.monotonic() + _SYNC_S
+
+    def _bring_late(self) -> None:
+        """Tell the remote what came late, before it decides what stays there."""
+        while True:
+            with self._lock:
+                if not self._late:
+                    return
+                late = self._late[0]
+            self.remote.late(*late)
+            with self._lock:
+                self._late.pop(0)
 
     def _last_words(self) -> None:
         self._said_all = True

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.heartbeat import Heartbeat
 from holdfast.checkpoint.history import REPORTS, highest_attempt
@@ -31,9 +31,15 @@ from holdfast.format.commit import read_manifest, sweep
 from holdfast.format.names import MANIFEST_NAME, join
 from holdfast.storage.base import Storage
 
+from .fencing import draw_fence
+
 __all__ = ["RemoteRun"]
 
-_LOG = logging.getLogger("holdfast.writer")
+_LOG = get_logger("writer")
+
+
+def _nothing() -> None:
+    pass
 
 
 class RemoteRun:
@@ -43,14 +49,18 @@ class RemoteRun:
         heartbeat: the lease.
         catalog: its checkpoints.
         both: names of checkpoints that lie at both sides, as far as the local side has not let them go.
+        first: called before it is decided what stays: it brings what came late (`late`).
     """
 
     def __init__(self, heartbeat: Heartbeat, storage: Storage, local: Storage, keep: Keep | None) -> None:
-        self.heartbeat, self.catalog = heartbeat, Catalog(storage)
+        self.heartbeat = heartbeat
+        self.catalog = Catalog(storage, doomed=heartbeat.lease.predecessor.doomed)
+        self.catalog.announce = heartbeat.announce
         self._storage, self._local, self._keep = storage, local, keep
         self._segments: dict[str, int] = {}  # report segments that the remote has, and how long they are
         self._own: set[str] = set()  # those that came from here
         self.both: set[str] = set()
+        self.first: Callable[[], None] = _nothing
         self._sidecars: dict[str, Sidecar] = {}  # as they were when the remote learnt of them
 
     @classmethod
@@ -95,11 +105,13 @@ class RemoteRun:
         """The highest attempt that ever was."""
         index = self.catalog.index
         seen = [one.attempt for one in index.attempts] + [row[1] for row in index.rows.values()]
+        if self.catalog.fence is not None:
+            seen.append(self.catalog.fence.below)
         return max([*seen, highest_attempt(self._storage)], default=0)
 
     def newest(self) -> Record | None:
         """Return the newest checkpoint."""
-        return next(iter(self.catalog.records()), None)
+        return self.catalog.newest()
 
     def close(self, *, wait: bool) -> None:
         """Give the lease back."""
@@ -129,10 +141,14 @@ class RemoteRun:
 
         Half-sent checkpoints that are waiting here are not swept: what is complete of them is not sent again.
         """
-        self.bring_head()
-        kept = {record.name for record in waiting}
+        index = self.catalog.index
+        last = None if index.damage is not None else index.current
+        kept = {record.name: record.checkpoint_id for record in waiting}
         self.catalog.incomplete = [name for name in self.catalog.incomplete if name not in kept]
-        current = self.catalog.index.current
+        self.bring_head()
+        current = index.current
+        if current is not None:
+            draw_fence(self.heartbeat, self.catalog, current, last=last, more=kept)
         start_ids = {current.start_id} if current is not None else set()
         return [*self.catalog.sweep(), *sweep_hidden(self._storage, start_ids)]
 
@@ -160,16 +176,38 @@ class RemoteRun:
                 "the one of the local disk"
             )
         before = read_sidecar(self._local, name)
-        previous = next((record.name for record in self.catalog.records() if record.name != name), None)
-        copied = copy_checkpoint(self._local, name, self._storage, name, previous=previous, stop=stop)
-        self.heartbeat.confirm()  # it may have taken long, and from here on run.json is written and old ones go
+        previous = next((one for one in self.catalog.names() if one != name), None)
+        copied = self._copy(name, previous, stop)
+        self.heartbeat.confirm()  # what is there by now counts; and from here on run.json is written and old ones go
         self._sidecars[name] = before
         self.both.add(name)
         self.catalog.add(name, read_manifest(self._storage, name))
         return copied, self.retain()
 
+    def _copy(self, name: str, previous: str | None, stop: Callable[[], bool]) -> Copied:
+        for last in (False, True):
+            in_the_way = self._is_void(name)
+            if in_the_way:
+                self.heartbeat.announce([name])  # one that was committed too late, and does not count
+            try:
+                return copy_checkpoint(
+                    self._local, name, self._storage, name, previous=previous, stop=stop, overwrite=in_the_way
+                )
+            except CheckpointExistsError:
+                # It may have been committed just now, by an owner that was taken over and has woken up.
+                if last or not self._is_void(name):
+                    raise
+        raise AssertionError("not reached")
+
+    def _is_void(self, name: str) -> bool:
+        try:
+            return self.catalog.is_void(name, read_manifest(self._storage, name))
+        except CheckpointError:
+            return False
+
     def retain(self) -> list[Verdict]:
-        """Save the index and apply the rules; give what was deleted."""
+        """Save the index and apply the rules to all that was said by now; give what was deleted."""
+        self.first()
         self.bring_sidecars()
         self.bring_head(save=False)
         if self._keep is not None:
@@ -179,7 +217,7 @@ class RemoteRun:
 
     def bring_head(self, *, save: bool = True) -> None:
         """Copy what the local run.json says about the run itself; rows and quarantine are each side's own."""
-        local, index = RunIndex.load(self._local), self.catalog.index
+        local, index = RunIndex.load(self._local, head_only=True), self.catalog.index
         fields = ("run_id", "attempts", "notes", "finished")
         if local.damage is None and any(getattr(local, one) != getattr(index, one) for one in fields):
             self.heartbeat.confirm()
@@ -227,10 +265,9 @@ class RemoteRun:
         return told
 
     def late(self, name: str, metrics: Mapping[str, Any], pinned: bool | None) -> None:
-        """Take metrics or a pin of a checkpoint that the local side has no more."""
+        """Take metrics or a pin of a checkpoint that the local side may have no more."""
         self.heartbeat.confirm()
         self._tell(name, metrics, pinned)
-        self.retain()
 
     def _tell(self, name: str, metrics: Mapping[str, Any], pinned: bool | None) -> None:
         try:
@@ -247,5 +284,5 @@ class RemoteRun:
 
     def drop(self, name: str) -> None:
         """Remove what was sent of a checkpoint that was given up."""
-        self.heartbeat.confirm()
+        self.heartbeat.announce([name])
         sweep(self._storage, name)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.record import pack
 from holdfast.checkpoint.sides import Sides
 from holdfast.config import Keep
 from holdfast.errors import ConfigError
@@ -63,7 +64,8 @@ def start_mirror(
         The thread, and the fields of `RunOpened` that the two sides make different.
     """
     here, there = catalog.records(), remote.catalog.records()
-    waiting = await_upload(here, there)
+    dead = remote.catalog.dead
+    waiting = [record for record in await_upload(here, there) if record.name not in dead]
     swept = remote.register(waiting)
     sides = Sides.join(here, there)
     both = [name for name, place in sides.places.items() if place == "both"]
@@ -73,7 +75,7 @@ def start_mirror(
     mirror = Mirroring(remote, limits, waiting=waiting, uploaded=both, changed=changed)
     bad = {**remote.catalog.index.quarantined, **catalog.index.quarantined}
     told = {
-        "records": tuple(record.row() for record in sides.records),
+        "records": tuple(pack(record) for record in sides.records),
         "quarantined": {name: why for name, why in bad.items() if name not in sides.places},
         "taken": tuple(sorted({*catalog.taken(), *remote.catalog.taken()})),
         "swept": tuple(swept),

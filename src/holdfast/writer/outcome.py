@@ -51,8 +51,12 @@ def outcome(
     unchanged: tuple[tuple[int, int, int], ...] = (),
     warnings: Sequence[str] = (),
     data: bytes | None = None,
+    is_new: bool = False,
 ) -> SaveResult:
-    """Record a commit in its run, apply retention there, and describe it; ``data`` is the manifest as written."""
+    """Record a commit in its run, apply retention there, and describe it.
+
+    ``data`` is the manifest as written; nothing can lie beside a checkpoint that ``is_new``.
+    """
     return SaveResult(
         directory=directory,
         manifest=manifest.to_bytes() if data is None else data,
@@ -60,7 +64,7 @@ def outcome(
         bytes_written=bytes_written,
         bytes_reused=manifest.reused_bytes,
         seconds=seconds,
-        deleted=() if run is None else run.committed(directory, manifest),
+        deleted=() if run is None else run.committed(directory, manifest, is_new=is_new),
         unchanged=unchanged,
         warnings=tuple(warnings),
     )

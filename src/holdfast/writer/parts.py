@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 
+from holdfast._log import get_logger
 from holdfast.errors import CheckpointError, CorruptCheckpointError, HoldfastError, StorageNotFoundError
-from holdfast.format.commit import PartSummary, assemble, commit_manifest, read_manifest
+from holdfast.format.commit import PartSummary, Replaced, assemble, commit_manifest, look_before, read_manifest
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import join, save_id_of
-from holdfast.format.parts import parse_part, part_bytes, part_name, read_part
+from holdfast.format.parts import is_passing, parse_part, part_bytes, part_name, read_part
 from holdfast.format.strict_json import paused_gc
 from holdfast.storage.base import Storage
+from holdfast.storage.together import together
 
 from .messages import PartsJob, SaveJob, SaveResult
 from .outcome import certainly_uncommitted, committed_already, outcome
@@ -20,9 +23,10 @@ from .run import Run
 
 __all__ = ["commit_parts", "is_committed", "stored_part"]
 
-_LOG = logging.getLogger("holdfast.writer")
+_LOG = get_logger("writer")
 # Part files of dead workers' writers announce themselves to nobody: looked for ever less often.
 _LOOK_S = (0.02, 0.5)
+_AT_ONCE = 256  # part files: of ten thousand neither the bytes nor what they say has to be in memory all at once
 _NAMED = 5
 
 
@@ -81,8 +85,7 @@ def commit_parts(storage: Storage, job: PartsJob, run: Run | None, *, again: boo
                 _discard(storage, job)
             raise
     try:
-        for writer in job.writers:
-            storage.delete(join(job.directory, part_name(writer, job.save_id)))
+        storage.delete_many([join(job.directory, part_name(writer, job.save_id)) for writer in job.writers])
     except HoldfastError as error:
         _LOG.warning("%s is committed, but part files stay there for now: %s", job.directory, error)
     seconds["total"] = time.perf_counter() - start
@@ -94,15 +97,10 @@ def _collect(storage: Storage, job: PartsJob) -> list[PartSummary]:
     parts: dict[int, PartSummary] = {}
     look_s = _LOOK_S[0]
     while True:
-        found: dict[int, bytes] = {}
-        for writer in job.writers:
-            if writer not in parts:
-                data = part_bytes(storage, job.directory, job.save_id, writer)
-                if data is not None:
-                    found[writer] = data
-        with paused_gc():  # not while a storage may try again and again
-            parts.update({one: parse_part(data, job.directory, job.save_id, one) for one, data in found.items()})
         missing = [writer for writer in job.writers if writer not in parts]
+        for start in range(0, len(missing), _AT_ONCE):
+            _read_parts(storage, job, missing[start : start + _AT_ONCE], parts)
+        missing = [writer for writer in missing if writer not in parts]
         if not missing:
             return [parts[writer] for writer in sorted(parts)]
         if time.monotonic() >= deadline:
@@ -111,6 +109,19 @@ def _collect(storage: Storage, job: PartsJob) -> list[PartSummary]:
             raise CheckpointError(f"{place}: not committed: {_missing(job, missing, waited)}")
         time.sleep(min(look_s, job.wait_s))
         look_s = min(look_s * 1.5, _LOOK_S[1])
+
+
+def _read_parts(storage: Storage, job: PartsJob, writers: list[int], parts: dict[int, PartSummary]) -> None:
+    """Add those parts of some writers that are there."""
+    looks = [partial(part_bytes, storage, job.directory, job.save_id, writer) for writer in writers]
+    read = zip(writers, together(storage, looks), strict=True)
+    found = {writer: data for writer, data in read if data is not None}
+    with paused_gc():  # not while a storage may try again and again
+        for writer, data in found.items():
+            part = parse_part(data, job.directory, job.save_id, writer)
+            first = next(iter(parts.values()), part).division
+            # What all say alike, with 64 samples each, is kept once.
+            parts[writer] = replace(part, division=first) if part.division == first else part
 
 
 def _missing(job: PartsJob, missing: list[int], waited: str) -> str:
@@ -146,18 +157,30 @@ def _commit(storage: Storage, job: PartsJob, run: Run | None, parts: list[PartSu
         run.before_commit()
     with paused_gc():
         manifest = assemble(job.directory, {**job.manifest, "writers": job.writers}, parts)
-    return manifest, commit_manifest(storage, job.directory, manifest, overwrite=job.overwrite)
+    void = None if run is None else run.void_at(job.directory)
+    replaced = _replaced(storage, job, parts) if job.overwrite else None
+    return manifest, commit_manifest(storage, job.directory, manifest, overwrite=replaced, void=void)
+
+
+def _replaced(storage: Storage, job: PartsJob, parts: list[PartSummary]) -> Replaced:
+    """Tell what all ranks had before their eyes when they began."""
+    bases = {part.base for part in parts}
+    if len(bases) > 1:
+        raise CheckpointError(
+            f"{join(storage.uri, job.directory)}: not committed: another process has overwritten this checkpoint while "
+            "the ranks were saving, and its one stays. Save from one job under one name"
+        )
+    return replace(look_before(storage, job.directory), etag=bases.pop())
 
 
 def _discard(storage: Storage, job: PartsJob) -> None:
     """Remove every file of this save, whoever wrote it. What a writer adds later is swept at the next start."""
     skip = len(job.directory) + 1
     with suppress(HoldfastError):
-        names = [info.path[skip:] for info in storage.list(job.directory, recursive=False)]
-        # Part files first: a part that is named must be whole.
-        for name in sorted(names, key=lambda name: (not name.startswith("part-"), name)):
-            if save_id_of(name) == job.save_id:
-                storage.delete(join(job.directory, name))
+        names = sorted(info.path[skip:] for info in storage.list(job.directory, recursive=False))
+        names = [name for name in names if save_id_of(name) == job.save_id]
+        for part in (True, False):  # part files first: a part that is named must be whole
+            storage.delete_many([join(job.directory, name) for name in names if is_passing(name) is part])
         storage.tidy(job.directory)
 
 

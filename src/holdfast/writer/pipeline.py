@@ -7,11 +7,13 @@ are fsynced on the side thread too. One writing thread with large aligned views 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from holdfast.errors import HoldfastError, StorageExistsError, StorageNotFoundError, StorageUnavailableError
 from holdfast.format.commit import PartSummary
@@ -21,6 +23,7 @@ from holdfast.format.manifest import FileEntry
 from holdfast.format.names import join
 from holdfast.format.parts import part_name
 from holdfast.storage.base import FileWriter, Storage
+from holdfast.storage.together import together
 
 from .gate import Gate
 from .history import Known, Previous, unchanged_runs
@@ -30,8 +33,13 @@ from .windows import Window, WindowSource
 
 __all__ = ["Part", "PartWriter", "join"]
 
+T = TypeVar("T")
 _VIEW = 64 << 20
 _PAGE = 4096
+# Small files for a store wait for each other, so that their requests go out side by side; this much of them at most.
+_SMALL, _WAITING = 4 << 20, 16 << 20
+# A copy at a store is three requests, one after another; smaller files are sent again meanwhile.
+_COPIED = 256 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +85,11 @@ class PartWriter:
         self._clock = _Clock()
         self._gate: Gate | None = None
         self._closing: list[Future[None]] = []
+        self._side_by_side = storage.num_parallel > 1
+        self._small: list[tuple[FileWriter, int]] = []  # whole, and not closed yet
+        self._waiting = threading.Lock()  # of that: the side thread writes blobs meanwhile
+        self._digests_path = f"digests-{job.writer:05d}-{job.save_id}.bin"
+        self._digests: FileEntry | None = None
         self._created: list[str] = []
         self._written = 0
 
@@ -91,17 +104,22 @@ class PartWriter:
         first = sorted(range(len(job.files)), key=lambda number: number not in candidates)
         digests = {number: self._side.run(self._digester(view, job.files[number])) for number in first}
         small = self._side.run(lambda: self._write_blobs(blobs))
-        done: dict[int, _Done] = {}
         try:
-            for number in sorted(range(len(job.files)), key=lambda number: number in candidates):
-                plan = job.files[number]
-                reused = self._reuse(plan, digests[number].result()) if number in candidates else None
-                if reused is None:
-                    self._write_file(view, plan)
-                done[number] = _Done(table=b"", reused=reused)
-            for number, item in done.items():
-                item.table = digests[number].result()
-            return self._finish([done[number] for number in range(len(job.files))], small.result())
+            for number in sorted(set(first) - candidates):
+                self._write_file(view, job.files[number])
+            reuses = {number: partial(self._reuse, job.files[number], digests[number]) for number in sorted(candidates)}
+            reused: dict[int, Known | None] = {}
+            if self._side_by_side:
+                small.result()
+                self._write_digests(b"".join(digests[number].result() for number in range(len(job.files))))
+                reused = dict(zip(reuses, self._close_small(*reuses.values()), strict=True))
+            for number, reuse in reuses.items():
+                if number not in reused:
+                    reused[number] = reuse()
+                if reused[number] is None:
+                    self._write_file(view, job.files[number])
+            done = [_Done(digests[number].result(), reused.get(number)) for number in range(len(job.files))]
+            return self._finish(done, small.result())
         finally:
             self._settle([*digests.values(), small])
 
@@ -129,11 +147,11 @@ class PartWriter:
                 finally:
                     tables[window.file_no] += digest.result()
                 if last:
-                    self._close_later(writers.pop(window.file_no))
+                    self._close_later(writers.pop(window.file_no), plan.size)
                 answer(window)
             for number, plan in enumerate(files):
                 if not plan.size and number not in writers:
-                    self._close_later(self._create(plan.path, 0))
+                    self._close_later(self._create(plan.path, 0), 0)
             missing = [plan.path for plan, position in zip(files, positions, strict=True) if position != plan.size]
             if missing:
                 raise HoldfastError(f"the save was sealed before all data had come: {', '.join(missing)}")
@@ -147,9 +165,11 @@ class PartWriter:
     def discard(self) -> None:
         """Remove the files of this attempt (never a manifest); what cannot be removed is swept at the next start."""
         # The part file, which may be there in spite of an error, goes first: nobody must commit what goes now.
-        for path in [*([part_name(self._job.writer, self._job.save_id)] if self._job.part else []), *self._created]:
+        part = [part_name(self._job.writer, self._job.save_id)] if self._job.part else []
+        ways = [part, self._created] if self._side_by_side else [[path] for path in [*part, *self._created]]
+        for paths in ways:
             try:
-                self._storage.delete(join(self._job.directory, path))
+                self._storage.delete_many([join(self._job.directory, path) for path in paths])
             except StorageUnavailableError:
                 return  # each try would take minutes, and the next save waits
             except HoldfastError:
@@ -161,6 +181,8 @@ class PartWriter:
 
     def _is_candidate(self, number: int, plan: FilePlan) -> bool:
         if not self._job.reuse or not self._previous.files or not self._storage.copies_itself:
+            return False
+        if self._side_by_side and plan.size < _COPIED:
             return False
         known = self._previous.at(number, plan.size)
         return plan.stable or (known is not None and known.repeated)
@@ -183,8 +205,8 @@ class PartWriter:
         self._clock.digest += time.perf_counter() - start
         return table
 
-    def _reuse(self, plan: FilePlan, table: bytes) -> Known | None:
-        known = self._previous.same(plan.size, table)
+    def _reuse(self, plan: FilePlan, table: Future[bytes]) -> Known | None:
+        known = self._previous.same(plan.size, table.result())
         if known is None:
             return None
         source = join(self._previous.directory, known.path)
@@ -216,7 +238,7 @@ class PartWriter:
         except BaseException:
             writer.abort()
             raise
-        self._close_later(writer)
+        self._close_later(writer, plan.size)
 
     def _write_views(self, writer: FileWriter, view: memoryview, start: int, nbytes: int) -> None:
         # The tail goes out as a whole page, which the storage cuts to size: O_DIRECT writes nothing smaller.
@@ -228,9 +250,27 @@ class PartWriter:
             self._clock.write += time.perf_counter() - begin
         self._written += nbytes
 
-    def _close_later(self, writer: FileWriter) -> None:
-        """Make a file durable while the next one is written."""
-        self._closing.append(self._side.run(writer.close))
+    def _close_later(self, writer: FileWriter, size: int) -> None:
+        """Make a file durable while the next one is written; a small one at a store together with others."""
+        if not self._side_by_side or size > _SMALL:
+            self._closing.append(self._side.run(writer.close))
+            return
+        with self._waiting:
+            self._small.append((writer, size))
+            full = sum(nbytes for _, nbytes in self._small) > _WAITING
+        if full:
+            self._close_small()
+
+    def _close_small(self, *more: Callable[[], T]) -> list[T]:
+        """Make the small files durable that are written by now, and do ``more`` meanwhile, whose results are given."""
+        with self._waiting:
+            closing, self._small = self._small, []
+        calls: list[Callable[[], Any]] = [*more, *(writer.close for writer, _ in closing)]
+        try:
+            return together(self._storage, calls)[: len(more)]
+        finally:
+            for writer, _ in closing:  # nothing, for one that is closed
+                writer.abort()
 
     def _write_blobs(self, blobs: tuple[bytes, ...]) -> list[FileEntry]:
         if len(blobs) != len(self._job.blobs):
@@ -240,9 +280,17 @@ class PartWriter:
         ]
 
     def _write_small(self, path: str, role: str, data: bytes) -> FileEntry:
-        with self._create(path, len(data)) as writer:
+        writer = self._create(path, len(data))
+        try:
             if data:
                 writer.write(memoryview(data))
+            if not self._side_by_side:
+                writer.close()  # on the side thread, or with everything else written
+        except BaseException:
+            writer.abort()
+            raise
+        if self._side_by_side:
+            self._close_later(writer, len(data))
         self._written += len(data)
         digest = file_digest(chunk_digests(memoryview(data)))
         return FileEntry(
@@ -255,9 +303,12 @@ class PartWriter:
             chunks=None,
         )
 
+    def _write_digests(self, table: bytes) -> None:
+        if table and self._digests is None:
+            self._digests = self._write_small(self._digests_path, "digests", table)
+
     def _finish(self, done: list[_Done], entries: list[FileEntry]) -> Part:
         job = self._job
-        digests_path = f"digests-{job.writer:05d}-{job.save_id}.bin"
         files: list[FileEntry] = []
         offset = 0
         for plan, item in zip(job.files, done, strict=True):
@@ -269,13 +320,14 @@ class PartWriter:
                     role=plan.role,
                     writer=job.writer,
                     reused_from=None if item.reused is None else self._previous.directory.rpartition("/")[2],
-                    chunks=(digests_path, offset),
+                    chunks=(self._digests_path, offset),
                 )
             )
             offset += len(item.table)
-        table = b"".join(item.table for item in done)
-        if table:
-            entries = [*entries, self._write_small(digests_path, "digests", table)]
+        self._write_digests(b"".join(item.table for item in done))
+        if self._digests is not None:
+            entries = [*entries, self._digests]
+        self._close_small()
         for future in self._closing:
             future.result()
         reused = sum(plan.size for plan, item in zip(job.files, done, strict=True) if item.reused is not None)
@@ -313,6 +365,8 @@ class PartWriter:
         """Wait for everything on the side thread, so that nothing touches arena or files afterwards."""
         for future in [*futures, *self._closing]:
             future.exception()
+        for writer, _ in self._small:
+            writer.abort()
 
 
 def _check_window(window: Window, files: tuple[FilePlan, ...], positions: list[int]) -> FilePlan:

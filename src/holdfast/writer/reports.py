@@ -28,7 +28,7 @@ class ReportBuffer:
         self._calls: list[tuple[int, Answer]] = []
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # rows came, or the end
-        self._closing = self._closed = False
+        self._closing = self._closed = self._hurries = False
         self._writing = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="holdfast-reports", daemon=True)
         self._thread.start()
@@ -65,17 +65,24 @@ class ReportBuffer:
             for answer, numbers in groups.items():
                 answer(numbers, error)
 
+    def hurry(self) -> None:
+        """Let the thread write now what has been gathered."""
+        with self._lock:
+            self._hurries = bool(self._calls)
+            self._changed.notify_all()
+
     def _work(self) -> None:
         while True:
             with self._lock:
                 self._changed.wait_for(lambda: self._calls or self._closing)
                 if self._closing:
                     return  # close() writes the rest
+                self._hurries = False
             begun = time.monotonic()
             self.flush()
             with self._lock:
                 pause = max(0.0, _EVERY_S - (time.monotonic() - begun))
-                self._changed.wait_for(lambda: self._closing, pause)
+                self._changed.wait_for(lambda: self._closing or self._hurries, pause)
 
     def close(self) -> None:
         """Write the rest and end the thread."""

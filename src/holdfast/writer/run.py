@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from holdfast._log import get_logger
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.heartbeat import Heartbeat
+from holdfast.checkpoint.history import highest_attempt, read_reports
 from holdfast.checkpoint.lease import Lease
 from holdfast.checkpoint.record import Record
 from holdfast.checkpoint.remains import INCOMING, sweep_hidden
 from holdfast.checkpoint.retention import Verdict
 from holdfast.checkpoint.runindex import Attempt, RunIndex
 from holdfast.config import Keep
-from holdfast.errors import CheckpointError, ConfigError, HoldfastError, StorageError
+from holdfast.errors import CheckpointError, ConfigError, HoldfastError, RunBusyError, StorageError
 from holdfast.format.commit import read_manifest
 from holdfast.format.manifest import Manifest
 from holdfast.storage.base import Storage
+from holdfast.storage.together import together
 
+from .fencing import draw_fence
 from .messages import RunOpened
 from .reports import Answer, ReportBuffer, check_rows
 
@@ -36,7 +39,8 @@ if TYPE_CHECKING:  # most writers never need them, and each start waits
 
 __all__ = ["Run"]
 
-_LOG = logging.getLogger("holdfast.writer")
+_LOG = get_logger("writer")
+_END_S = 5.0  # for deletions that are behind at the end; the next life goes on with them
 
 
 def _at_once(call: Callable[[], object]) -> object:
@@ -56,6 +60,9 @@ class Run:
         self._lock = threading.RLock()
         self._start_id = ""
         self._protected: frozenset[str] = frozenset()
+        self._later: Callable[[Callable[[], object]], object] = _at_once
+        self._gone: list[Verdict] = []  # deleted, and not told yet
+        self._unconfirmed = False  # there is a commit, and nobody has looked yet whether the lease was still ours
         # Reports are written by their own thread; `resumed` writes to the same segments.
         self._segments = threading.Lock()
         self._closed = False
@@ -94,6 +101,7 @@ class Run:
         try:
             lease = Lease.acquire(storage, {**owner, "pid": os.getpid()}, wait_s=wait_s, sleep=pause)
             run = cls(lease, rules)  # now, for its heartbeat: reading and sweeping may take longer than a lease lasts
+            run._later = later
             opened = run._begin(storage, owner["start_id"], far, again)
             if remote is not None and far is not None:
                 opened = run._begin_mirror(opened, far, remote.limits, later)
@@ -109,31 +117,44 @@ class Run:
 
     def _begin(self, storage: Storage, start_id: str, far: RemoteRun | None, again: dict[str, Any] | None) -> RunOpened:
         """Find the checkpoints and register the attempt."""
-        self._catalog = catalog = Catalog(storage)
+        doomed = self._heartbeat.lease.predecessor.doomed
+        looks: list[Callable[[], Any]] = [lambda: Catalog(storage, doomed=doomed), lambda: highest_attempt(storage)]
+        catalog: Catalog
+        catalog, reported = together(storage, looks)
+        self._catalog = catalog
+        catalog.announce = self._announce
+        catalog.confirm = self._confirm
         swept: list[str] = []
         index = catalog.index
+        last = None if index.damage is not None else index.current
         if far is not None:
             far.join(index)
         if again is None:
-            attempt = self._register(start_id, above=0 if far is None else far.highest_attempt)
-            swept = [*catalog.sweep(), *sweep_hidden(storage, {attempt.start_id})]
+            above = 0 if far is None else far.highest_attempt
+            attempt = self._register(start_id, above=above, reported=reported)
         else:
             attempt = _attempt_of(index, again, self._heartbeat.lease.owner)
+            _check_rejoins(storage, index, attempt, self._heartbeat.lease.owner)
             index.rejoin(attempt, again["run_id"])
             self._protected = frozenset(again.get("protect", ()))
+        draw_fence(self._heartbeat, catalog, attempt, last=last)
+        if again is None:
+            hidden = catalog.hidden if storage.local_root is None else None
+            swept = [*catalog.sweep(), *sweep_hidden(storage, {attempt.start_id}, hidden)]
         self._start_id = attempt.start_id
         waited_s = self._heartbeat.lease.waited_s + (0.0 if far is None else far.heartbeat.lease.waited_s)
         return RunOpened(
             run_id=index.run_id,
             attempt=attempt.attempt,
             start_id=attempt.start_id,
-            records=tuple(record.row() for record in catalog.records()),
+            records=tuple(catalog.rows()),
             quarantined=dict(index.quarantined),
             finished=index.finished,
             waited_s=waited_s,
             swept=tuple(swept),
             notes=index.notes,
-            taken=tuple(catalog.taken()),
+            taken=tuple(dict.fromkeys([*catalog.taken(), *catalog.found()])),
+            dead=tuple(sorted(catalog.fence.dead)) if catalog.fence is not None else (),
         )
 
     def _begin_mirror(
@@ -169,10 +190,24 @@ class Run:
             self.committed(name, manifest)
             then()
 
+    def admit(self, name: str, manifest: Manifest) -> None:
+        """Let a checkpoint that an earlier life had staged count, although that life may have been taken over since.
+
+        Raises:
+            CheckpointError: its name cannot be used any more.
+        """
+        with self._lock:
+            if name in self._catalog.dead:
+                raise CheckpointError(
+                    f"{name} cannot be brought to {self._catalog.storage.uri}: an owner that was taken over may still "
+                    "be deleting there"
+                )
+            self._catalog.admit({name: manifest.checkpoint_id}, self._start_id)
+
     def newest(self) -> Record | None:
         """Return the newest checkpoint; may be called by any thread."""
         with self._lock:
-            return next(iter(self._catalog.records()), None)
+            return self._catalog.newest()
 
     @property
     def uploads(self) -> Mirroring | None:
@@ -193,48 +228,116 @@ class Run:
 
     # ---- saves
 
+    def begin_save(self) -> None:
+        """Let the metrics up to this save become durable while its data do, where a write takes a while."""
+        if self._catalog.storage.num_parallel > 1:
+            self._reports.hurry()
+
     def before_commit(self) -> None:
         """Refuse to commit after the lease was lost; make the metrics up to this save durable before it."""
         self._check()
         self._reports.flush()
+
+    def verify(self) -> None:
+        """Make sure, by one read, that the lease was ours up to now.
+
+        Raises:
+            RunBusyError: another process has taken the run over.
+            StorageError: nobody can say just now.
+        """
+        self._heartbeat.verify()
+
+    def void_at(self, name: str) -> Callable[[Manifest], bool]:
+        """Give the function that tells whether a manifest under ``name`` counts for nothing."""
+        return lambda manifest: self._catalog.is_void(name, manifest)
+
+    def is_void(self, name: str) -> bool:
+        """Whether there is a manifest under ``name`` that counts for nothing: another may take its place."""
+        try:
+            return self._catalog.is_void(name, read_manifest(self._catalog.storage, name))
+        except CheckpointError:
+            return False
 
     def _check(self) -> None:
         self._heartbeat.check()
         if self._mirror is not None:
             self._mirror.check()
 
-    def committed(self, name: str, manifest: Manifest) -> tuple[tuple[str, str], ...]:
-        """Record a commit and apply retention; give the names that were deleted and why.
+    def committed(self, name: str, manifest: Manifest, *, is_new: bool = False) -> tuple[tuple[str, str], ...]:
+        """Record a commit, just now if it ``is_new``, and apply retention; give the names that were deleted and why.
 
-        The checkpoint is committed whatever happens here: the index is a cache, so its failure is only said.
+        The checkpoint is committed whatever happens here: the index is a cache, so its failure is only said. But it
+        counts only if the lease was still ours when its manifest was there: that is asked for now, after the fact.
+
+        Raises:
+            RunBusyError: another process had taken the run over: this checkpoint must not be counted on.
+            StorageError: nobody can say whether it counts.
         """
-        try:
-            with self._lock:
-                record = self._catalog.add(name, manifest)
+        with self._lock:
+            self._unconfirmed = True
+            if self._mirror is not None:
+                self._confirm()  # of a local disk: one more read is nothing there
+            try:
+                record = self._catalog.add(name, manifest, is_new=is_new)
                 if self._mirror is not None:
                     self._mirror.committed(record)
-                return self.retain()
-        except HoldfastError as error:
-            _LOG.warning("%s is committed, but the index of the run could not be written: %s", name, error)
-            return ()
+                self._retain()
+            except RunBusyError:
+                raise
+            except HoldfastError as error:
+                _LOG.warning("%s is committed, but the index of the run could not be written: %s", name, error)
+            self._confirm()
+            return self._told()
+
+    def _announce(self, doomed: Collection[str]) -> None:
+        """Say what is about to be deleted; the same request tells that what was committed before it counts."""
+        self._heartbeat.announce(doomed)
+        self._unconfirmed = False
+
+    def _confirm(self) -> None:
+        """Make sure that what was committed counts, unless an announcement has told so already."""
+        if self._unconfirmed:
+            self._heartbeat.verify()
+        self._unconfirmed = False
 
     def retain(self) -> tuple[tuple[str, str], ...]:
-        """Save the index and apply the rules; give what was deleted."""
+        """Save the index and apply the rules, for a bounded time; give what was deleted."""
+        with self._lock:
+            self._retain()
+            return self._told()
+
+    def _told(self) -> tuple[tuple[str, str], ...]:
+        gone, self._gone = self._gone, []
+        return tuple((verdict.name, verdict.why) for verdict in gone)
+
+    def _go_on(self) -> None:
+        """Delete what there was no time for; between saves."""
+        if not self._closed and self._heartbeat.lost is None:
+            with self._lock:
+                self._retain()
+
+    def _retain(self) -> None:
         mirror, catalog = self._mirror, self._catalog
         needed = self._protected if mirror is None else self._protected | mirror.needed()
-        gone: list[Verdict] = []
         with self._lock:
             if self._keep is None:
-                catalog.index.save()
+                together(catalog.storage, [self._confirm, catalog.index.save])
             elif mirror is None or mirror.has_begun:
-                gone = catalog.prune(self._keep, needed)
+                self._gone += catalog.prune(self._keep, needed)
+            behind = catalog.is_behind
             if mirror is not None and mirror.has_begun:
-                gone += catalog.discard(mirror.done_with(catalog.index.rows), f"uploaded to {mirror.uri}")
-        return tuple((verdict.name, verdict.why) for verdict in gone)
+                self._gone += catalog.discard(mirror.done_with(catalog.index.rows), f"uploaded to {mirror.uri}")
+            if behind or catalog.is_behind:
+                self._later(self._go_on)
 
     def make_room(self) -> bool:
         """Apply the rules because a save found its disk full; false if that has not helped."""
-        return self._staged is None and bool(self.retain())  # staged saves have their own disks, with no checkpoint
+        if self._staged is not None:
+            return False  # staged saves have their own disks, with no checkpoint
+        has_helped = bool(self.retain())
+        while has_helped and self._catalog.is_behind:
+            self.retain()
+        return has_helped
 
     def latest_manifest(self) -> tuple[str, Manifest] | None:
         """Give name and manifest of the newest checkpoint, if there is a readable one."""
@@ -264,12 +367,13 @@ class Run:
             "quarantine": self._quarantine,
             "finished": self._catalog.index.finish,
             "resumed": self._resumed,
-            "records": lambda: [record.row() for record in self._catalog.records()],
+            "records": self._catalog.rows,
             "next_attempt": self._next_attempt,
             "details": self._catalog.index.describe_attempt,
             "note": self._note,
             "protect": self._protect,
             "discard": self._discard,
+            "confirm": self._ask,
         }
         if op not in operations:
             raise ConfigError(f"unknown operation {op!r} of a run: use one of {sorted(operations)}")
@@ -277,26 +381,35 @@ class Run:
             return operations[op](**args)
 
     def _metrics(self, name: str, metrics: dict[str, Any]) -> list[str]:
-        if self._is_uploaded(name, metrics) or self._is_staged(name, lambda: self._metrics(name, metrics)):
+        told = self._tell_remote(name, metrics)
+        if self._is_remote_only(name, told) or self._is_staged(name, lambda: self._metrics(name, metrics)):
             return []
         # `record` refuses a name that retention deleted: a sidecar there would look like a foreign checkpoint.
         self._catalog.record(name)
         self._catalog.set_metrics(name, metrics)
+        if not told:
+            self._tell_remote(name, metrics)  # it has arrived meanwhile, perhaps: then nobody has said it there
         return [gone for gone, _ in self.retain()]
 
     def _pin(self, name: str, *, on: bool = True) -> None:
-        if not (self._is_uploaded(name, {}, pinned=on) or self._is_staged(name, lambda: self._pin(name, on=on))):
+        told = self._tell_remote(name, {}, pinned=on)
+        if not (self._is_remote_only(name, told) or self._is_staged(name, lambda: self._pin(name, on=on))):
             self._catalog.record(name)
             self._catalog.pin(name, on=on)
+            if not told:
+                self._tell_remote(name, {}, pinned=on)  # as above
 
-    def _is_uploaded(self, name: str, metrics: dict[str, Any], *, pinned: bool | None = None) -> bool:
-        """Tell the remote of what came late, if it has this checkpoint; True if nobody else has."""
+    def _tell_remote(self, name: str, metrics: dict[str, Any], *, pinned: bool | None = None) -> bool:
+        """Tell the remote of what came late, if it has this checkpoint; whether it has."""
         mirror = self._mirror
         if mirror is None or not mirror.has(name):
             return False
         # Also of one that the local side still has: it may go before anybody has compared the two.
         mirror.late(name, metrics, pinned=pinned)
-        return name not in self._catalog.index.rows
+        return True
+
+    def _is_remote_only(self, name: str, told: bool) -> bool:
+        return told and name not in self._catalog.index.rows
 
     def _quarantine(self, name: str, reason: str, *, side: str | None = None) -> None:
         if self._mirror is not None and side == self._mirror.uri:
@@ -304,8 +417,9 @@ class Run:
         else:
             self._catalog.index.quarantine(name, reason)
 
-    def _resumed(self, name: str, step: int, attempt: int | None = None) -> None:
+    def _resumed(self, name: str, step: int, attempt: int | None = None, *, hold: bool = True) -> None:
         mirror = self._mirror
+        self._catalog.holds_resumed = hold
         if attempt is None and mirror is not None and name not in self._catalog.index.rows:
             attempt = mirror.attempt_of(name)
         with self._segments:
@@ -325,6 +439,7 @@ class Run:
             except BaseException:
                 index.attempts = before
                 raise
+        self._heartbeat.verify()  # see `draw_fence`
         try:
             self._catalog.refresh()
             self._catalog.sweep()
@@ -334,14 +449,18 @@ class Run:
         self._start_id = start_id
         return {"attempt": attempt.attempt, "start_id": start_id}
 
-    def _register(self, start_id: str, *, above: int = 0) -> Attempt:
+    def _register(self, start_id: str, *, above: int = 0, reported: int | None = None) -> Attempt:
         index, owner = self._catalog.index, self._heartbeat.lease.owner
         for attempt in index.attempts:
             if attempt.start_id == start_id and attempt.ended is None:
                 # Asked again: the writer before this one died after it had done so.
                 index.rejoin(attempt, index.run_id)
                 return attempt
-        return index.register_attempt(start_id, host=owner["host"], pid=owner["trainer_pid"], above=above)
+        fence = self._catalog.fence
+        above = max(above, 0 if fence is None else fence.below)
+        return index.register_attempt(
+            start_id, host=owner["host"], pid=owner["trainer_pid"], above=above, reported=reported
+        )
 
     def _note(self, key: str, value: Any) -> None:
         with self._segments:
@@ -352,6 +471,14 @@ class Run:
 
     def _discard(self, names: list[str], why: str) -> list[str]:
         return [verdict.name for verdict in self._catalog.discard(names, why)]
+
+    def _ask(self, names: list[str]) -> None:
+        """See that the run is still ours, and say that the trainer is about to delete these itself."""
+        self._unconfirmed = True
+        if names:
+            self._announce(names)
+        else:
+            self._confirm()
 
     # ---- lease and end
 
@@ -368,6 +495,13 @@ class Run:
         else:
             self.uploads.follow(since, answer)
 
+    def _finish(self) -> None:
+        until = time.monotonic() + _END_S
+        self._later = lambda _: None
+        self._retain()
+        while self._catalog.is_behind and time.monotonic() < until:
+            self._retain()
+
     def close(self, reason: str, details: dict[str, Any] | None = None) -> None:
         """Write the last reports, note the end, upload what waits (bounded), give the lease back."""
         mirror = self._mirror
@@ -381,11 +515,24 @@ class Run:
             finally:  # a disk that is full keeps nothing from the remote
                 if mirror is not None:
                     mirror.close()
-            if mirror is not None and self._heartbeat.lost is None:
-                self.retain()
+            if self._heartbeat.lost is None and (mirror is not None or self._catalog.is_behind):
+                self._finish()
         finally:
             self._closed = True
             self._heartbeat.close()
+
+
+def _check_rejoins(storage: Storage, index: RunIndex, attempt: Attempt, owner: Mapping[str, Any]) -> None:
+    """Refuse to go on with an attempt that another trainer's has followed: ours was taken over and does not know it."""
+    # From the segments, too: who was taken over may have written its own run.json over that of its successor.
+    known = {**read_reports(storage)[1], **{one.attempt: one for one in index.attempts}}
+    for one in known.values():
+        if one.attempt > attempt.attempt and (one.host, one.pid) != (owner["host"], owner["trainer_pid"]):
+            raise RunBusyError(
+                f"{storage.uri}: attempt {attempt.attempt} was taken over, attempt {one.attempt} of process {one.pid} "
+                f"on {one.host} has followed it: this process must not write to the run any more. Start it again, and "
+                "it goes on from the newest checkpoint"
+            )
 
 
 def _attempt_of(index: RunIndex, again: dict[str, Any], owner: dict[str, Any]) -> Attempt:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from holdfast.errors import HoldfastError, StorageFullError
-from holdfast.format.commit import PartSummary, commit, remove
+from holdfast._log import get_logger
+from holdfast.errors import CheckpointExistsError, HoldfastError, StorageFullError
+from holdfast.format.commit import PartSummary, commit, look_before, remove
 from holdfast.format.manifest import Manifest
+from holdfast.format.names import MANIFEST_NAME, join
 from holdfast.format.parts import put_part
 from holdfast.storage.base import Storage
 
@@ -27,7 +28,7 @@ from .windows import Window, WindowSource
 
 __all__ = ["Saver", "Task", "probe"]
 
-_LOG = logging.getLogger("holdfast.writer")
+_LOG = get_logger("writer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +110,7 @@ class Saver:
             seconds=seconds,
             bytes_written=part.bytes_written,
             unchanged=part.unchanged,
+            is_new=not task.again,
         )
 
     def close(self) -> None:
@@ -119,6 +121,9 @@ class Saver:
         self, task: Task, run: Run | None, answer: Callable[[WindowSource, Window], None]
     ) -> tuple[Part, Manifest | None, dict[str, float]]:
         job = task.job
+        if run is not None:
+            run.begin_save()
+        replaced = look_before(task.storage, job.directory) if job.overwrite else None
         writer = PartWriter(task.storage, job, previous=self._base(task, run), side=self.side)
         try:
             fields: dict[str, Any] = job.manifest
@@ -130,11 +135,19 @@ class Saver:
             begin = time.perf_counter()
             manifest = None
             if job.part:
-                put_part(task.storage, job.directory, job.save_id, part.summary)
+                summary = part.summary if replaced is None else replace(part.summary, base=replaced.etag)
+                put_part(task.storage, job.directory, job.save_id, summary)
             else:
                 if run is not None:
                     run.before_commit()
-                manifest = commit(task.storage, job.directory, fields, [part.summary], overwrite=job.overwrite)
+                manifest = commit(
+                    task.storage,
+                    job.directory,
+                    fields,
+                    [part.summary],
+                    overwrite=replaced,
+                    void=None if run is None else run.void_at(job.directory),
+                )
         except BaseException:
             if certainly_uncommitted(task.storage, job.directory, job.manifest):
                 writer.discard()
@@ -187,10 +200,18 @@ def probe(storage: Storage, directory: str, saver: Saver) -> dict[str, Any]:
         save_id=save_id,
         blobs=(BlobPlan(path=f"state-{save_id}.json", role="state"),),
         manifest={"run_id": "probe", "checkpoint_id": save_id, "step": 0, "attempt": 0},
-        overwrite=True,
+        overwrite=storage.num_parallel == 1,  # elsewhere it takes time to look, and nobody else has this name
     )
-    saver.save(Task(job=job, storage=storage, storage_key=-1, view=memoryview(b""), blobs=(b"{}",)), None, _no_window)
-    remove(storage, directory)
+    task = Task(job=job, storage=storage, storage_key=-1, view=memoryview(b""), blobs=(b"{}",))
+    try:
+        data = saver.save(task, None, _no_window).manifest
+    except CheckpointExistsError:  # of an earlier writer, which died while it tried
+        data = saver.save(replace(task, job=replace(job, overwrite=True)), None, _no_window).manifest
+    if storage.num_parallel > 1:
+        files = [entry.path for entry in Manifest.from_bytes(data).files]
+        storage.delete_many([join(directory, path) for path in (MANIFEST_NAME, *files)])
+    else:
+        remove(storage, directory)
     return {"free_bytes": storage.free_bytes(), "seconds": time.perf_counter() - start}
 
 

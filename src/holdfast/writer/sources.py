@@ -60,6 +60,7 @@ class Contents:
         metadata: bytes of its `.metadata.json`.
         manifest: the manifest of a source that is a Holdfast checkpoint.
         manifest_file: that manifest as a file.
+        bare: sub-directories that hold no file.
     """
 
     rank: int
@@ -67,12 +68,13 @@ class Contents:
     metadata: bytes | None = None
     manifest: Manifest | None = None
     manifest_file: Found | None = None
+    bare: tuple[str, ...] = ()
 
 
 def scan(source: IngestSource) -> Contents:
     """List a source. Reads names and sizes, its metadata and, if it has one, its manifest.
 
-    Links are resolved: what they lead to is part of the source. Directories without files are not.
+    Links are resolved: what they lead to is part of the source. Directories without files are not, and are named.
 
     Raises:
         CheckpointNotFoundError: there is nothing.
@@ -94,12 +96,14 @@ def scan(source: IngestSource) -> Contents:
             "taken it over; give each rank a directory of its own if they delete it themselves"
         )
     with errors_of("read", root):
-        found = sorted(_walk(source, root, "", movable, (os.path.realpath(root),)), key=lambda one: one.name)
+        bare: list[str] = []
+        walk = _walk(source, root, "", movable, (os.path.realpath(root),), bare)
+        found = sorted(walk, key=lambda one: one.name)
     manifest = _manifest(source, found)
     metadata = _read(os.path.join(root, METADATA))
     if manifest is None:
         files = tuple(one for one in found if one.name != METADATA)
-        return _checked(source, Contents(rank=source.rank, files=files, metadata=metadata))
+        return _checked(source, Contents(rank=source.rank, files=files, metadata=metadata, bare=tuple(sorted(bare))))
     contents = _of_checkpoint(source, found, manifest)
     return _checked(
         source,
@@ -109,13 +113,18 @@ def scan(source: IngestSource) -> Contents:
             metadata=metadata,
             manifest=manifest,
             manifest_file=next(one for one in found if one.name == MANIFEST_NAME),
+            bare=tuple(sorted(bare)),
         ),
     )
 
 
-def _walk(source: IngestSource, directory: str, prefix: str, movable: bool, inside: tuple[str, ...]) -> Iterator[Found]:
+def _walk(
+    source: IngestSource, directory: str, prefix: str, movable: bool, inside: tuple[str, ...], bare: list[str]
+) -> Iterator[Found]:
     with os.scandir(directory) as entries:
         listed = list(entries)
+    if not listed and prefix:
+        bare.append(prefix)
     for entry in listed:
         name = prefix + entry.name
         linked = entry.is_symlink()
@@ -132,7 +141,7 @@ def _walk(source: IngestSource, directory: str, prefix: str, movable: bool, insi
             home = os.path.realpath(entry.path)
             if home in inside:
                 raise ConfigError(f"{entry.path} is a link to a directory that it lies in ({home}): remove it")
-            yield from _walk(source, entry.path, f"{name}/", movable and not linked, (*inside, home))
+            yield from _walk(source, entry.path, f"{name}/", movable and not linked, (*inside, home), bare)
         elif stat.S_ISREG(status.st_mode):
             yield Found(
                 rank=source.rank,
@@ -161,8 +170,8 @@ def _manifest(source: IngestSource, found: list[Found]) -> Manifest | None:
             raise ConfigError(f"rank {source.rank} reported a checkpoint that cannot be read: {error}") from error
         except CorruptCheckpointError as error:
             raise ConfigError(
-                f"{where} is not a manifest of Holdfast ({error}): checkpoints keep theirs under this name; rename the "
-                "file, or put it into a directory of the reported one"
+                f"{where} is not a manifest of Holdfast: checkpoints keep theirs under this name. Rename the file, or "
+                f"put it into a directory of the reported one. (If it is one of Holdfast, it is damaged: {error})"
             ) from error
     ours = [REMOVING_NAME] if manifest is not None else [REMOVING_NAME, _METRICS]
     for name in ours:

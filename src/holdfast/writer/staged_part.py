@@ -6,13 +6,13 @@ rank 0's side.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast.checkpoint.transfer import REPEATED_FROM, send_entries
 from holdfast.errors import CheckpointError, HoldfastError
 from holdfast.format.commit import PartSummary
@@ -26,7 +26,7 @@ from .messages import error_to_json
 
 __all__ = ["StagedParts", "files_in_front"]
 
-_LOG = logging.getLogger("holdfast.writer")
+_LOG = get_logger("writer")
 
 
 class StagedParts:

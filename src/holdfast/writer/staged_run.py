@@ -7,13 +7,13 @@ a file of another name, until every rank has brought what it lists; then it is p
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.heartbeat import Heartbeat
 from holdfast.checkpoint.record import Record, record_from_manifest
@@ -29,14 +29,14 @@ from holdfast.storage.base import Storage
 from .control_server import ControlServer
 from .mirror import Mirroring
 from .mirror_plan import Limits
-from .mirror_remote import RemoteRun
+from .mirror_remote import RemoteRun, _nothing
 from .outcome import committed_already
 from .run import Run
 from .staged_part import files_in_front
 
 __all__ = ["StagedRun", "staged_saves"]
 
-_LOG = logging.getLogger("holdfast.writer")
+_LOG = get_logger("writer")
 _LOOK_S = 0.02
 
 
@@ -67,6 +67,7 @@ class StagedRun(RemoteRun):
     ) -> None:
         self.heartbeat, self.catalog = heartbeat, catalog
         self._storage, self._local = remote, local
+        self.first = _nothing
         self._late: dict[str, list[Callable[[], object]]] = {}  # what was said about saves that are on their way
         self._run, self._server = run, server
         self._lock = threading.Lock()
@@ -97,6 +98,7 @@ class StagedRun(RemoteRun):
             HoldfastError: it could not be brought.
         """
         if save is None:
+            self._run.admit(name, read_manifest(self._local, name))
             copy_checkpoint(self._local, name, self._storage, name)
             self._run.arrived(name, read_manifest(self._storage, name))
             self.mirror.look()
@@ -168,9 +170,10 @@ class StagedRun(RemoteRun):
         self.heartbeat.confirm()
         save, manifest = self._saves[name]
         if committed_already(self._storage, name, {"checkpoint_id": manifest.checkpoint_id}) is None:
+            self._run.admit(name, manifest)
             self._bring(name, save, stop)
             self.heartbeat.confirm()
-            commit_manifest(self._storage, name, manifest)
+            commit_manifest(self._storage, name, manifest, void=self._run.void_at(name))
         self._run.arrived(name, manifest, lambda: self._say_late(name))
         return Copied(files=len(manifest.files)), []
 
@@ -196,7 +199,7 @@ class StagedRun(RemoteRun):
 
     def drop(self, name: str) -> None:
         """Remove what was sent of a save that was given up."""
-        self.heartbeat.confirm()
+        self.heartbeat.announce([name])
         sweep(self._storage, name)
 
     def bring_sidecars(self) -> bool:

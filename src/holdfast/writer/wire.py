@@ -7,11 +7,13 @@ lengths are in the header under "$". Descriptors (SCM_RIGHTS) ride with the firs
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +27,11 @@ __all__ = ["Channel", "Message", "Source"]
 _MAX_HEADER = 256 << 20
 _MAX_FDS = 8
 _CHUNK = 1 << 20
+_PAUSE_S = 0.01
+_CLOSED_BY_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+# The kernel has no room for the message at this moment: nothing was sent, nothing is lost if it is said again.
+_NO_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
+_PASSING = (errno.EAGAIN, errno.EINTR, errno.ETOOMANYREFS, *_NO_MEMORY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,15 +104,18 @@ class Channel:
                 # The caller may close its descriptors before the sender thread gets to them.
                 self._backlog.append((data, tuple(os.dup(fd) for fd in fds)))
                 if self._sender is None:
-                    self._sender = threading.Thread(target=self._drain, name="holdfast-send", daemon=True)
-                    self._sender.start()
+                    sender = threading.Thread(target=self._drain, name="holdfast-send", daemon=True)
+                    sender.start()
+                    self._sender = sender
                 self._lock.notify_all()
 
     def _try_send(self, data: memoryview, fds: Sequence[int]) -> tuple[memoryview, Sequence[int]]:
         while data:
             try:
                 sent = _send_some(self._sock, data, fds, socket.MSG_DONTWAIT)
-            except BlockingIOError:
+            except OSError as error:
+                if not (isinstance(error, BlockingIOError) or error.errno in _PASSING):
+                    raise
                 break
             data, fds = data[sent:], ()
         return data, fds
@@ -121,7 +131,13 @@ class Channel:
                 self._backlog[0] = (data, ())  # the descriptors are ours now: `close` must not close them again
             try:
                 while data:
-                    sent = _send_some(self._sock, data, fds, 0)
+                    try:
+                        sent = _send_some(self._sock, data, fds, 0)
+                    except OSError as error:
+                        if error.errno not in _PASSING:
+                            raise
+                        time.sleep(_PAUSE_S)
+                        continue
                     data = data[sent:]
                     for fd in fds:
                         os.close(fd)
@@ -162,10 +178,14 @@ class Channel:
         return Message(header=header, attachments=tuple(attachments), fds=tuple(fds))
 
     def _read_start(self) -> tuple[bytes | None, list[int]]:
-        try:
-            data, fds, _, _ = socket.recv_fds(self._sock, 4, _MAX_FDS)
-        except OSError:
-            return None, []
+        while True:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._sock, 4, _MAX_FDS, _CLOSED_BY_EXEC)
+                break
+            except OSError as error:
+                if error.errno not in _NO_MEMORY:
+                    return None, []
+                time.sleep(_PAUSE_S)
         if not data:
             return None, []
         rest = self._read(4 - len(data)) if len(data) < 4 else b""
@@ -177,8 +197,11 @@ class Channel:
         while view:
             try:
                 received = self._sock.recv_into(view, min(len(view), _CHUNK))
-            except OSError:
-                return None
+            except OSError as error:
+                if error.errno not in _NO_MEMORY:
+                    return None
+                time.sleep(_PAUSE_S)
+                continue
             if not received:
                 return None
             view = view[received:]

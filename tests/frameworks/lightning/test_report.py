@@ -131,3 +131,26 @@ def test_a_step_is_reported_once(tmp_path: Path) -> None:
         trainer.fit(make_model(TREES[0]), ckpt_path=start)
         lives.append(noting.steps)
     assert lives == [[3, 6], [6]]
+
+
+def train_as_for_ray(config):
+    """As Ray Train's guide has it: devices are counted by the trainer around."""
+    from holdfast.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
+
+    root = Path(config["root"])
+    options = {"devices": "auto", "strategy": RayDDPStrategy(), "enable_checkpointing": False, "max_epochs": 1}
+    trainer = make_trainer(TREES[0], root, plugins=[RayLightningEnvironment()], **options)
+    trainer = prepare_trainer(trainer)
+    model = make_model(TREES[0])
+    trainer.fit(model)
+    rank = hf.get_context().get_world_rank()
+    assert (trainer.world_size, trainer.global_rank) == (2, rank)
+    assert trainer.num_training_batches == 4  # half of the data
+    torch.save(weights(model), root / f"ray-{rank}.pt")
+    hf.report({"done": 1})
+
+
+def test_the_strategies_of_ray_train(tmp_path: Path) -> None:
+    """`RayDDPStrategy` and its environment take ranks from the workers; the weights agree."""
+    assert fit(train_as_for_ray, tmp_path, workers=2).metrics == {"done": 1}
+    assert same(torch.load(tmp_path / "ray-0.pt"), torch.load(tmp_path / "ray-1.pt"))

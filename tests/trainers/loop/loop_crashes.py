@@ -57,12 +57,13 @@ def use(ops: ArmedOps, *, remote: bool) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(os, name)
 
-        def symlink(self, source: str, target: Any) -> None:
+        def symlink(self, source: str, target: Any, **where: Any) -> None:
             with ops._operation("symlink", str(target)):
-                os.symlink(source, target)
+                os.symlink(source, target, **where)
 
-        def replace(self, source: Any, target: Any) -> None:
-            ops.rename(str(source), str(target))
+        def replace(self, source: Any, target: Any, **where: Any) -> None:
+            with ops._operation("replace", str(target)):
+                os.replace(source, target, **where)
 
     folder_module.resolve, folder_module.os = storage, CountedOs()  # type: ignore[assignment]
 

@@ -352,3 +352,25 @@ def one_life_after_another(root: str) -> dict[str, Any]:
     found["nothing"] = refused(load_path=f"{root}/nothing")
     found["other"] = refused(load_path=f"{folder}/b5", model=torch.nn.Linear(5, 3))
     return found
+
+
+def uneven(kind: str) -> str:
+    """A training whose ranks have unequal amounts of data; what each of them is told."""
+    rank = dist.get_rank()
+    own: Any = loader(18 + 12 * rank, shuffle=False)
+    if kind == "sampler":  # each rank's own data set, of which the sampler gives it a part
+        own = DataLoader(Points(18 + 12 * rank), batch_size=3, sampler=DistributedSampler(Points(18 + 12 * rank)))
+    elif kind == "unsized":  # batches of nobody knows how many
+
+        class Batches:
+            def __iter__(self) -> Any:
+                for first in range(0, 18 + 12 * rank, 6):
+                    yield torch.ones(6, 4), torch.arange(first, first + 6) % 3
+
+        own = Batches()
+    trainer = plain(None, train_dataloader=own, max_duration="3ep")
+    try:
+        trainer.fit()
+    except hf.ConfigError as error:
+        return str(error)
+    return f"{int(trainer.state.timestamp.batch)} batches"

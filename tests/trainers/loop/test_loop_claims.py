@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from loop_kit import plain
 
+import holdfast as hf
 from holdfast.checkpoint.heartbeat import Heartbeat
 from holdfast.checkpoint.lease import Lease, is_claim, make_owner
 from holdfast.checkpoint.transfer import copy_checkpoint
@@ -17,6 +20,9 @@ from holdfast.cli.targets import find
 from holdfast.errors import HoldfastError, RunBusyError, StorageUnavailableError
 from holdfast.storage.local import LocalStorage
 from holdfast.trainers.loop.claims import Claims
+from holdfast.trainers.loop.files import FileImage
+from holdfast.trainers.loop.finder import Found
+from holdfast.trainers.loop.folder import Folder
 from holdfast.trainers.loop.ranks import Ranks
 
 
@@ -185,3 +191,52 @@ def test_its_files_are_nobodys_data(tmp_path: Path) -> None:
     copy_checkpoint(LocalStorage(tmp_path), "run", LocalStorage(tmp_path), "copy")
     assert {path.name for path in (tmp_path / "copy").iterdir()} == {"a1.pt", "lease-terms.json"}
     mine.release(patient=True)
+
+
+@pytest.mark.parametrize("before", [None, b"ours"])
+def test_a_sleeper_replaces_no_file_of_whoever_took_its_name(tmp_path: Path, before: bytes | None) -> None:
+    """Stopped right before it stores a file: what the next one has stored meanwhile stays."""
+    image, asked = FileImage(), []
+
+    def confirm() -> None:
+        if asked:
+            raise RunBusyError("taken over")
+        asked.append(True)
+        (tmp_path / "a.safetensors").write_bytes(b"theirs!")
+
+    if before is not None:
+        (tmp_path / "a.safetensors").write_bytes(before)
+    image.take_weights({"w": torch.ones(3)}, {"step": 1})
+    with pytest.raises(RunBusyError, match="taken over"):
+        image.store(LocalStorage(tmp_path), "a.safetensors", confirm=confirm)
+    image.close()
+    assert (tmp_path / "a.safetensors").read_bytes() == b"theirs!"
+
+
+def test_a_sleeper_deletes_no_file(tmp_path: Path) -> None:
+    """Its lease is read before each deletion; a heartbeat may be far from finding out."""
+    folder = Folder(str(tmp_path))
+    folder.open(claim="a*.pt")
+    (tmp_path / "a1.pt").write_bytes(b"needed")
+    (name,) = tmp_path.glob("lease-*.json")
+    name.write_text(json.dumps({**json.loads(name.read_text()), "start_id": "ffff", "host": "elsewhere"}))
+    with pytest.raises(RunBusyError, match="lost to"):
+        folder.delete(Found(name="a1.pt", container="torch"), claim="a*.pt")
+    assert (tmp_path / "a1.pt").read_bytes() == b"needed"
+    folder.close("test")
+
+
+def test_a_sleeper_deletes_no_directory(tmp_path: Path) -> None:
+    """Also of one whose name has a slash, which the index of the run does not know."""
+    folder = Folder(str(tmp_path))
+    folder.open(claim=None)
+    saved = hf.save(tmp_path / "ep1/ba3", {"w": torch.ones(3)})
+    told = tmp_path / "lease.json"
+    one = Found(name="ep1/ba3", container="directory")
+    folder.confirm(one.name)
+    assert json.loads(told.read_text())["doomed"] == [one.name]
+    told.write_text(json.dumps({**json.loads(told.read_text()), "start_id": "ffff", "host": "elsewhere"}))
+    with pytest.raises(RunBusyError, match="lost to"):
+        folder.delete(one)
+    assert saved.verify().ok
+    folder.close("test")

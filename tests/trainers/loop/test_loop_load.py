@@ -287,7 +287,7 @@ def test_run_name_is_needed_wherever_it_stands(tmp_path: Path, monkeypatch: pyte
     options: dict[str, Any] = {
         "callback": {"folder": None, "callbacks": CheckpointSaver()},
         "filename": {"folder": "runs", "save_filename": "{run_name}-ep{epoch}"},
-        "uploads": {"folder": "runs", "loggers": RemoteUploaderDownloader("copies")},
+        "uploads": {"folder": tmp_path / "runs", "loggers": RemoteUploaderDownloader("copies")},
     }[where]
     with pytest.raises(hf.ConfigError, match="run_name"):
         plain(autoresume=True, **options)
@@ -391,7 +391,7 @@ def test_files_of_several_runs_in_one_folder(tmp_path: Path) -> None:
             trainer.save_checkpoint_to_save_folder()
         (held,) = two._savers[0].place.claims._held.values()
         assert held is not None
-        (tmp_path / held.lease._path).write_text('{"pid": 1, "host": "another"}')
+        (tmp_path / held.lease._path).write_text('{"pid": 1, "host": "another", "start_id": "x"}')
         with pytest.raises(hf.RunBusyError, match="was lost to process 1 on another"):
             held.confirm()
         with pytest.raises(hf.RunBusyError, match="was lost"):

@@ -140,11 +140,11 @@ def test_a_link_that_somebody_cleans_up_meanwhile(tmp_path: Path, monkeypatch: p
     (tmp_path / "a").mkdir()
     replace, times = os.replace, []
 
-    def replace_later(source: Any, target: Any) -> None:
+    def replace_later(source: Any, target: Any, **where: Any) -> None:
         times.append(source)
         if len(times) == 1:
-            os.unlink(source)
-        replace(source, target)
+            os.unlink(source, dir_fd=where.get("src_dir_fd"))
+        replace(source, target, **where)
 
     monkeypatch.setattr(os, "replace", replace_later)
     link_latest(LocalStorage(str(tmp_path)), "latest", "a")

@@ -188,7 +188,7 @@ def test_ema() -> None:
     assert torch.allclose(seen[0], expected)
     assert torch.equal(trainer.state.model.weight, weights[-1])
     with pytest.raises(hf.ConfigError, match="EMA"):
-        EMA()
+        EMA(half_life="1ba", smoothing=0.5)
 
 
 def test_label_smoothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -79,6 +80,14 @@ def test_another_number_of_ranks(ranks: Any, tmp_path: Path, before: int, after:
     assert {one["num_batches"] for one in found} == {6 if after == 1 else 3}
     assert f"after 12 samples is split over {after} rank(s), was {before}" in outcomes[0].output
     assert all(one["eval"] == found[0]["eval"] for one in found)
+
+
+@pytest.mark.parametrize("kind", ["sampler", pytest.param("unsized", marks=slow)])
+def test_unequal_amounts_of_data(ranks: Any, kind: str) -> None:
+    """Ranks that have unequal numbers of batches get an error that names them; nobody waits for ever."""
+    found = ranks.checked(f"{CASES}uneven", kind)
+    assert found[0] == found[1]
+    assert re.search("3 on rank 0, 5 on rank 1" if kind == "sampler" else "of rank 0 have ended, rank 1", found[0])
 
 
 @pytest.mark.parametrize("suffix", ["", pytest.param(".pt", marks=slow)])

@@ -60,6 +60,16 @@ def test_s3_folder(proxy: FaultProxy, tmp_path: Path, suffix: str) -> None:
         assert Catalog(resolve(uri)).records()[0].name == "ba12"
 
 
+def test_nothing_is_kept_here(proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """save_num_checkpoints_to_keep=0 with an s3:// folder, as Composer's guide has it."""
+    monkeypatch.chdir(tmp_path)
+    uri = f"s3://{BUCKET}/guide/checkpoints"
+    plain(uri, save_filename="ep{epoch}.pt", save_num_checkpoints_to_keep=0, save_overwrite=True).fit()
+    assert int(plain(None, load_path=f"{uri}/ep1.pt").state.timestamp.epoch) == 1
+    assert int(plain(None, load_path=f"{uri}/ep2.pt").state.timestamp.epoch) == 2
+    assert os.listdir(tmp_path) == []
+
+
 def test_forbidden_is_not_nothing(proxy: FaultProxy) -> None:
     """A bucket that refuses us is an error, never a training from zero."""
     uri = f"s3://{BUCKET}/forbidden/runs"

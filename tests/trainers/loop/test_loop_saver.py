@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from holdfast.core import Event, Time
 from holdfast.loggers import RemoteUploaderDownloader
 from holdfast.storage.resolve import resolve
 from holdfast.trainers.loop.files import FileImage, read_note
+from holdfast.trainers.loop.folder import check_link, link_latest
 
 
 def test_composer_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +243,7 @@ def test_failures_of_the_background_surface(tmp_path: Path) -> None:
         return True
 
     trainer._savers[0].every = break_it
-    with pytest.raises(hf.StorageError):
+    with pytest.raises((hf.StorageError, hf.RunBusyError)):  # nothing can be stored, or the lease is gone
         trainer.fit()
     assert names(tmp_path / "gone")[0] == "ba1.pt"
 
@@ -356,13 +358,43 @@ def test_an_upload_that_was_cut_off_is_made_up_for(tmp_path: Path, suffix: str) 
     assert set(names(tmp_path / "runs")) == {one for one in before if one != f"ba{now}{suffix}"}
 
 
+def test_one_upload_that_is_refused_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Uploads that ended together: what is refused for good is raised, the others are told of and tried again."""
+    uploader = RemoteUploaderDownloader(str(tmp_path / "remote"), num_concurrent_uploads=4, num_attempts=1)
+    (tmp_path / "file").write_text("x")
+    put, met = uploader.storage.put, threading.Barrier(4)
+    errors: dict[str, Exception] = {
+        "a": hf.StoragePermissionError("a is refused"), "b": hf.StorageUnavailableError("b: nobody answers"),
+        "c": hf.StoragePermissionError("c is refused"), "d": hf.StorageUnavailableError("d: nobody answers"),
+    }  # fmt: skip
+    sent: list[str] = []
+
+    def send(copied: str, remote: str) -> None:
+        met.wait(60)
+        if (error := errors.pop(remote, None)) is not None:
+            raise error
+        put(remote, b"x")
+        sent.append(remote)
+
+    uploader._send_file = send  # type: ignore[method-assign]
+    for name in "abcd":
+        uploader.upload_file(name, str(tmp_path / "file"))
+    wait([job.future for job in uploader._sent], timeout=60)
+    met = threading.Barrier(2)
+    with pytest.raises(hf.StoragePermissionError, match="a is refused"):
+        uploader.batch_checkpoint(None, None)  # type: ignore[arg-type]
+    assert all(text in caplog.text for text in ("b: nobody answers", "c is refused", "d: nobody answers"))
+    uploader.wait()
+    assert sorted(sent) == ["b", "d"]
+
+
 def test_saved_now_is_durable_on_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """save_checkpoint_to_save_folder returns when the checkpoint and the link to it are there, or says why not."""
     store = FileImage.store
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any, **options: Any) -> Any:
         never.wait(0.2)  # a return that comes too early would come now
-        return store(*args)
+        return store(*args, **options)
 
     never = threading.Event()
     monkeypatch.setattr(FileImage, "store", slow)
@@ -370,7 +402,7 @@ def test_saved_now_is_durable_on_return(tmp_path: Path, monkeypatch: pytest.Monk
         trainer.save_checkpoint_to_save_folder()
         assert os.readlink(tmp_path / "latest-rank0") == "ba0.pt"
 
-    def full(*args: Any) -> Any:
+    def full(*args: Any, **options: Any) -> Any:
         raise hf.StorageFullError("no room here")
 
     monkeypatch.setattr(FileImage, "store", full)
@@ -390,3 +422,22 @@ def test_a_busy_folder_leaves_no_other_taken(tmp_path: Path, monkeypatch: pytest
         with plain(tmp_path / "first") as free:
             free.save_checkpoint_to_save_folder()
     assert names(tmp_path / "first") == ["ep0-ba0"]
+
+
+def test_no_link_to_the_newest_is_made_behind_a_link(tmp_path: Path) -> None:
+    """A sub-folder that is a link may lead anywhere: refused at the start and where it comes later."""
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    outside.mkdir()
+    root.mkdir()
+    storage = resolve(root)
+    check_link(storage, "sub/latest")
+    link_latest(storage, "sub/latest", "ep1")
+    assert os.readlink(root / "sub" / "latest") == "../ep1"
+    link_latest(storage, "sub/latest", "ep2")
+    assert os.readlink(root / "sub" / "latest") == "../ep2"
+    assert os.listdir(root / "sub") == ["latest"]
+    (root / "out").symlink_to(outside)
+    for act in (lambda: check_link(storage, "out/latest"), lambda: link_latest(storage, "out/a/latest", "ep2")):
+        with pytest.raises(hf.StorageError, match="symbolic link"):
+            act()
+    assert not os.listdir(outside)

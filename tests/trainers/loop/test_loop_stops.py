@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +21,9 @@ from loop_kit import everything, names, rich
 import holdfast as hf
 from holdfast.callbacks import Callback
 from holdfast.core import State
+from holdfast.state.snapshot import Snapshotter
 from holdfast.testing import assert_state_equal
+from holdfast.trainers.loop.files import FileImage
 from holdfast.trainers.loop.load import LoadOptions, load_path
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -175,14 +181,44 @@ def test_killed_at_random(tmp_path: Path, suffix: str) -> None:
         assert torch.equal(found["state"]["model"][name], tensor), name
 
 
+class FullDisk:
+    """Lets saves of directories and single files find no space.
+
+    Attributes:
+        count: of saves that were begun.
+        saves: the numbers of those that fail.
+        when: fails them while it returns True.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self.saves, self.when = 0, set[int](), lambda: False
+        submit, store = Snapshotter.submit, FileImage.store
+
+        def submitted(*args: Any, **options: Any) -> Any:
+            if not self.is_full():
+                return submit(*args, **options)
+            lost: Future[Any] = Future()
+            lost.set_exception(hf.StorageFullError("no space left (a test)"))
+            return SimpleNamespace(future=lost)
+
+        def stored(*args: Any, **options: Any) -> Any:
+            if self.is_full():
+                raise hf.StorageFullError("no space left (a test)")
+            return store(*args, **options)
+
+        monkeypatch.setattr(Snapshotter, "submit", submitted)
+        monkeypatch.setattr(FileImage, "store", stored)
+
+    def is_full(self) -> bool:
+        self.count += 1
+        return self.count in self.saves or self.when()
+
+
 @pytest.mark.parametrize("suffix", ["", ".pt"])
 def test_full_disk(
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A save that finds no space costs that save: it is said, training goes on, older checkpoints are untouched."""
-    from holdfast.state.snapshot import Snapshotter
-    from holdfast.trainers.loop.files import FileImage
-
     count = 0
 
     def full(original):  # type: ignore[no-untyped-def]
@@ -204,11 +240,56 @@ def test_full_disk(
     assert [Path(path).name for path in trainer.saved_checkpoints] == [f"ep1{suffix}", f"ep3{suffix}"]
 
 
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_a_lost_last_save_is_made_up_for(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the storage takes a moment later is saved all the same: at the end of training, and when asked for again."""
+    full = FullDisk(monkeypatch)
+    full.saves = {3}
+    trainer = rich(tmp_path / "end", save_interval="1ep", save_filename="ep{epoch}" + suffix)
+    trainer.fit()
+    assert names(tmp_path / "end") == [f"ep{number}{suffix}" for number in (1, 2, 3)]
+    full.saves = {5}
+    with rich(tmp_path / "now", save_filename="ba{batch}" + suffix) as other:
+        with pytest.raises(hf.StorageFullError, match="was NOT saved"):
+            other.save_checkpoint_to_save_folder()
+        assert names(tmp_path / "now") == []
+        other.save_checkpoint_to_save_folder()
+        other.save_checkpoint_to_save_folder()
+    assert names(tmp_path / "now") == [f"ba0{suffix}"]
+    assert full.count == 6
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_room_is_made_where_deletions_are_behind(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A life with a lower number to keep finds the disk full: what the number does not keep makes the room."""
+    options: dict[str, Any] = {"save_interval": "2ba", "save_filename": "ba{batch}" + suffix, "autoresume": True}
+    rich(tmp_path, max_duration="8ba", **options).fit()
+    full = FullDisk(monkeypatch)
+    full.when = lambda: len(names(tmp_path)) >= 4
+    rich(tmp_path, max_duration="12ba", save_num_checkpoints_to_keep=2, **options).fit()
+    assert "removed by the rules of retention" in caplog.text
+    assert names(tmp_path) == [f"ba10{suffix}", f"ba12{suffix}"] if suffix else ["ba12", "ba8"]
+
+
+def test_a_parent_is_the_durable_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the one whose save was lost; after a resume the one that training goes on from."""
+    full = FullDisk(monkeypatch)
+    full.saves = {3}
+    options: dict[str, Any] = {"save_interval": "2ba", "save_filename": "ba{batch}", "autoresume": True}
+    rich(tmp_path, max_duration="8ba", **options).fit()
+    rich(tmp_path, max_duration="12ba", **options).fit()
+    found = {batch: hf.Checkpoint(tmp_path / f"ba{batch}").manifest for batch in (2, 4, 8, 10, 12)}
+    assert found[2].parent is None
+    for before, after in itertools.pairwise(found):
+        assert found[after].parent == found[before].checkpoint_id, after
+
+
 def test_full_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training whose last checkpoint found no space does not end as if all were well."""
-    from holdfast.trainers.loop.files import FileImage
 
-    def full(self, storage, path):  # type: ignore[no-untyped-def]
+    def full(self, storage, path, **options):  # type: ignore[no-untyped-def]
         raise hf.StorageFullError("no space left (a test)")
 
     trainer = rich(tmp_path, save_interval="1ep", save_filename="ep{epoch}.pt", max_duration="1ep")

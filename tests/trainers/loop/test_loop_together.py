@@ -163,10 +163,10 @@ def test_a_checkpoint_is_uploaded_before_it_is_deleted() -> None:
         storage=MemoryStorage("kept"),
         ranks=Ranks(),
         is_remote=False,
-        delete=lambda one: events.append(f"deletes {one.name}"),
+        delete=lambda one, claim: events.append(f"deletes {one.name}"),
     )
     site: Any = SimpleNamespace(uploads_of=uploads_of, tell=lambda checkpoint: None, source=None, begun=False)
-    kept = Kept(SimpleNamespace(keep=None, num_to_keep=0), site, folder)  # type: ignore[arg-type]
+    kept = Kept(SimpleNamespace(keep=None, num_to_keep=0, claim=None), site, folder)  # type: ignore[arg-type]
     saved = Found(name="ba1", container="directory")
     kept.add(saved, Destinations(None, "ba1", None))
     assert events == ["uploads ba1", "deletes ba1"]

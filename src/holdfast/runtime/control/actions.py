@@ -164,7 +164,13 @@ class CommitParts(Commit):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitUploaded(Commit):
-    """Commit files that the user has put into ``directory`` of the run."""
+    """Commit files that the user has put into ``directory`` of the run.
+
+    Attributes:
+        beside: directories of other ranks, whose files are brought there before.
+    """
+
+    beside: tuple[Source, ...] = ()
 
 
 # -- out: workers -----------------------------------------------------------------------------------------------------

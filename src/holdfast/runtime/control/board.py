@@ -208,7 +208,7 @@ class Board:
     def disagreement(self, report: Report) -> str | None:
         """Say why a complete report cannot be committed: its ranks did not do the same thing."""
         kinds = sorted({entry.kind for entry in report.entries.values()})
-        if len(kinds) > 1:
+        if len(kinds) > 1 and kinds != ["directory", "uploaded"]:
             told = ", ".join(f"rank {rank}: {report.entries[rank].kind}" for rank in sorted(report.entries))
             return f"ranks reported different kinds of checkpoints ({told}); all that bring one must do it in one way"
         absent = [rank for rank in range(len(self.entered)) if rank not in report.entries]
@@ -217,7 +217,7 @@ class Board:
                 f"{named(absent)} called it without state=; the ranks share the work of storing a state, so all of "
                 "them must pass it"
             )
-        places = {str(entry.location) for entry in report.entries.values()}
+        places = {str(entry.location) for entry in report.entries.values() if entry.location is not None}
         if len(places) > 1:
             return f"ranks named different places: {', '.join(sorted(places))}; one checkpoint lies in one place"
         return None

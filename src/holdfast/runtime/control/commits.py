@@ -10,7 +10,6 @@ from ...writer.messages import SaveResult
 from .actions import (
     Action,
     Answer,
-    Call,
     Commit,
     CommitParts,
     CommitUploaded,
@@ -24,11 +23,12 @@ from .actions import (
     Validate,
 )
 from .board import Board, Report, Stage
+from .heard import Heard
 from .plan import Plan
 from .shelf import Kept, Shelf, without_marks
 from .validation import WANTED, Validations, status_of
 
-__all__ = ["Commits", "epoch_of", "heard"]
+__all__ = ["Commits", "epoch_of"]
 
 
 class Commits:
@@ -42,6 +42,7 @@ class Commits:
         shelf: the checkpoints of the run.
         board: reports of the group that runs.
         validations: those that wait or run.
+        heard: what callbacks hear of reports.
         untold: (rank, error) of background saves that failed when the rank could not be told any more.
         attempt: number of the attempt that runs.
     """
@@ -51,20 +52,26 @@ class Commits:
         self.shelf = Shelf(first_number=1 if plan.strategy is not None else 0)
         self.board = Board(plan.num_workers)
         self.validations = Validations(timeout_s=plan.limits.validation_s)
+        self.heard = Heard(plan.num_workers, wanted=plan.has_callbacks)
         self.untold: list[tuple[int, BaseException]] = []
         self.attempt = 0
         self._under_way: dict[str, tuple[Report, Board]] = {}
         self._wanted: set[str] = set()
+        self._ranking: set[str] = set()  # validated; what their metrics cost others is not known yet
         self._fields: dict[str, Any] = {}
+        self._warned: set[str] = set()  # of what comes with every report one word is enough
+        self._newest: str | None = None  # id of the newest checkpoint that this group had, or began with
+        self._parents: dict[str, str | None] = {}  # of saves under way: every writer of one has to name the same
         self._start_id = ""
 
     def begin(self, board: Board, *, run_id: str, attempt: int, start_id: str, parent: str | None) -> None:
         """Begin with the reports of a new group."""
         self.board, self.untold, self.attempt, self._start_id = board, [], attempt, start_id
+        self.heard.begin()
+        self._newest, self._parents = parent, {}
         self._fields = {
             "run_id": run_id,
             "attempt": attempt,
-            "parent": parent,
             "world_size": self._plan.num_workers,
             "versions": dict(self._plan.versions),
         }
@@ -78,6 +85,11 @@ class Commits:
     def pending_validation(self) -> tuple[str, ...]:
         """Names of checkpoints, committed or about to be, whose validation has not ended."""
         return tuple(sorted({*self._wanted, *self.validations.pending}))
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a validation may still change what there is: it waits, runs, or its metrics rank anew just now."""
+        return bool(self._ranking or self.pending_validation)
 
     def advance(self) -> None:
         """Commit what is complete."""
@@ -100,6 +112,7 @@ class Commits:
         fields = {
             **self._fields,
             "checkpoint_id": f"{self._fields['run_id']}-{save_id}",
+            "parent": self._parents.setdefault(save_id, self._newest),
             "step": report.index,
             "epoch": epoch_of(report.metrics),
             "metrics": dict(report.metrics),
@@ -118,7 +131,7 @@ class Commits:
         """
         problem = self._problem(report)
         if problem is None and report.directory is None:
-            place = next(iter(report.entries.values())).location
+            place = next((one.location for one in report.entries.values() if one.location is not None), None)
             try:
                 wanted = report.name if place is None else place["name"]
                 report.directory = self.shelf.allocate(wanted, uploaded=place is not None)
@@ -137,11 +150,12 @@ class Commits:
         ranks = sorted(report.entries)
         if report.in_parts:
             self._out.append(CommitParts(index=report.index, **job, writers=tuple(ranks), wait_s=wait_s))
-        elif report.kind == "uploaded":
-            self._out.append(CommitUploaded(index=report.index, **job))
+            return
+        entries = [report.entries[rank] for rank in ranks if report.entries[rank].kind == "directory"]
+        sources = tuple(Source(rank=one.rank, path=one.path, owned=one.owned) for one in entries)
+        if len(sources) < len(ranks):
+            self._out.append(CommitUploaded(index=report.index, **job, beside=sources))
         else:
-            entries = [report.entries[rank] for rank in ranks]
-            sources = tuple(Source(rank=one.rank, path=one.path, owned=one.owned) for one in entries)
             self._out.append(Ingest(index=report.index, **job, sources=sources))
 
     def _problem(self, report: Report) -> HoldfastError | None:
@@ -158,11 +172,14 @@ class Commits:
     def done(self, action: Commit, result: SaveResult | None, error: BaseException | None) -> None:
         """Take the outcome of a commit; it may belong to a group that is gone."""
         report, board = self._under_way.pop(action.save_id)
+        self._parents.pop(action.save_id, None)
         if result is None:
             self.fail(report, error or HoldfastError("the commit failed"), board=board)
             return
         board.end(report)
         fields, name = action.manifest, result.name
+        if board is self.board:
+            self._newest = fields["checkpoint_id"]
         self.deleted(gone for gone, _ in result.deleted)
         self.shelf.committed(
             Kept(
@@ -173,7 +190,8 @@ class Commits:
                 checkpoint_id=fields["checkpoint_id"],
             )
         )
-        self._out += [Say(line=f"{name}: {text}") for text in result.warnings]
+        self._out += [Say(line=f"{name}: {text}") for text in result.warnings if text not in self._warned]
+        self._warned.update(result.warnings)
         location = self._plan.location(name)
         for rank in range(self._plan.num_workers) if board is self.board else ():
             entry = report.entries.get(rank)
@@ -184,8 +202,7 @@ class Commits:
         if name in self._wanted:
             self._wanted.discard(name)
             self.validations.add(name, report.validation)
-        if self._plan.has_callbacks:
-            self._out.append(heard(report.metrics, location))
+        self._out += self.heard.committed(report, location, current=board is self.board)
 
     def fail(
         self, report: Report, error: BaseException, *, ranks: Iterable[int] | None = None, board: Board | None = None
@@ -200,6 +217,8 @@ class Commits:
         """
         owner = board or self.board
         owner.end(report, error)
+        if owner is self.board:
+            self.heard.forget(report.index)
         if report.directory is not None:
             self.shelf.failed(report.directory)
             self._wanted.discard(report.directory)
@@ -243,7 +262,13 @@ class Commits:
         if done.name in self.shelf.kept:
             self.shelf.add_metrics(done.name, metrics)
             self._protect()  # before: it may be what the new ranking costs
+            self._ranking.add(done.name)
             self._out.append(LateMetrics(name=done.name, metrics=metrics))
+
+    def ranked(self, name: str, deleted: Iterable[str]) -> None:
+        """Take the outcome of late metrics: what retention removed for them."""
+        self._ranking.discard(name)
+        self.deleted(deleted)
 
     def _protect(self) -> None:
         self._out.append(Protect(names=self.pending_validation))
@@ -266,8 +291,3 @@ def epoch_of(metrics: Mapping[str, Any]) -> float | None:
     value = metrics.get("epoch")
     known = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value  # noqa: PLR0124
     return value if known else None
-
-
-def heard(metrics: Mapping[str, Any], location: Mapping[str, Any] | None) -> Call:
-    """Make the call of the callbacks that hear of reports."""
-    return Call(hook="after_report", arguments={"metrics": [dict(metrics)], "checkpoint": location})

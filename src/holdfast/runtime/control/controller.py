@@ -140,8 +140,10 @@ class Controller:
             self.commits.done(action, value, error)
         elif isinstance(action, Validate):
             self.commits.validated(value, error)
-        elif isinstance(action, LateMetrics) and error is None:
-            self.commits.deleted(value or ())
+        elif isinstance(action, LateMetrics):
+            self.commits.ranked(action.name, value or ())
+            if error is not None:
+                self._say(f"the metrics of {action.name} could not be stored: {first_line(error)}")
         elif isinstance(action, (OpenRun, FindStart, NextAttempt)):
             self._answer_until = None
             if error is not None:
@@ -228,6 +230,8 @@ class Controller:
                 self._become(RunState.RUNNING)
         elif on == "finished":
             crew.finished.add(rank)
+            if header.get("left"):
+                crew.left.add(rank)
             self.reports.board.finished.add(rank)
         elif on == "failed":
             told = error_from_wire(header["error"], attachments[0] if attachments else b"")
@@ -285,8 +289,8 @@ class Controller:
     def _decide(self, crew: Crew, *, free: bool = False) -> None:
         """Ask the policy what follows the end of the group; ``free``: its cause has been removed."""
         cause, told = crew.cause, crew.told()
-        reason = crew.summary()
-        self._say(f"{'told to go' if crew.preempted else 'failed'}: {reason}")
+        reason, ended = crew.summary(), crew.ended_before(self.reports.board.entered)
+        self._say(f"{'told to go' if crew.preempted else 'failed'}: {reason}{ended and f' ({ended})'}")
         details = {"failures": told, "cause": cause.value, "seconds": dict(self._clock.seconds)}
         if self._plan.has_callbacks:
             self._out.append(Call(hook="after_exception", arguments={"worker_exceptions": dict(crew.causes)}))
@@ -297,7 +301,8 @@ class Controller:
             decision = self._plan.policy.decide(self._history, idle_starts=self._idle_starts)
             if isinstance(decision, GiveUp):
                 newest = self.commits.shelf.newest()
-                error = training_failed(crew, decision.why, self._plan.uri, None if newest is None else newest.name)
+                name = None if newest is None else newest.name
+                error = training_failed(crew, decision.why, self._plan.uri, name, ended)
                 self._end(RunState.ERRORED, f"training failed: {decision.why}", error, details)
                 return
             self._not_before = self._now + decision.delay_s
@@ -362,6 +367,8 @@ class Controller:
             self._fatal(outcome)
             self._advance()
         elif outcome:
+            if (odd := crew.odd_ends(self.reports.board.entered)) is not None:
+                self._say(odd)
             self._end(RunState.FINISHED, "finished")
 
     # -- ends ----------------------------------------------------------------------------------------------------

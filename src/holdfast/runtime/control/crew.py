@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...errors import TrainingError, TrainingFailedError
@@ -51,6 +52,7 @@ class Crew:
         started: ranks whose process exists.
         running: ranks that have called train_func.
         finished: ranks whose train_func has returned.
+        left: those of them that ended by ``sys.exit``.
         exited: how each ended, by rank.
         failures: what went wrong, by rank.
         died: ranks whose process ended without a word, before anybody killed it: the root of what others say.
@@ -63,6 +65,7 @@ class Crew:
         self.started: set[int] = set()
         self.running: set[int] = set()
         self.finished: set[int] = set()
+        self.left: set[int] = set()
         self.exited: dict[int, Exited] = {}
         self.failures: dict[int, BaseException] = {}
         self.died: set[int] = set()
@@ -110,6 +113,29 @@ class Crew:
         """Whether waiting a moment longer could not tell more about the cause."""
         return bool(self.died) or len(self.dead) == self.size
 
+    def odd_ends(self, entered: Sequence[int]) -> str | None:
+        """Say which ranks left by ``sys.exit`` while others did not; None if there are none.
+
+        Args:
+            entered: the last report of each rank.
+        """
+        if not self.left or len(self.left) == self.size:
+            return None
+        gone = ", ".join(f"rank {rank} after report {entered[rank]}" for rank in sorted(self.left))
+        rest = max(entered[rank] for rank in range(self.size) if rank not in self.left)
+        return (
+            f"by sys.exit(0) train_func ended on {gone}; the others returned, the last after report {rest}. It counts "
+            "as an end like any other: raise an exception if the training has failed there"
+        )
+
+    def ended_before(self, entered: Sequence[int]) -> str:
+        """Say which ranks had ended when others failed, who may have waited for them; "" if none had."""
+        gone = [
+            f"rank {rank} after report {entered[rank]}{' (by sys.exit)' if rank in self.left else ''}"
+            for rank in sorted(self.finished - self.failures.keys())
+        ]
+        return f"train_func had ended before on {', '.join(gone)}" if gone else ""
+
     def fail(self, rank: int, error: BaseException) -> None:
         """Note a failure; the first of a rank counts."""
         self.failures.setdefault(rank, error)
@@ -153,7 +179,7 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def training_failed(crew: Crew, why: str, uri: str, newest: str | None) -> TrainingFailedError:
+def training_failed(crew: Crew, why: str, uri: str, newest: str | None, ended: str = "") -> TrainingFailedError:
     """Make the error of a run that gives up.
 
     Args:
@@ -161,8 +187,10 @@ def training_failed(crew: Crew, why: str, uri: str, newest: str | None) -> Train
         why: the limit that is reached.
         uri: of the run.
         newest: name of its newest checkpoint.
+        ended: which ranks had ended before, if any.
     """
     shown = "\n".join(f"  rank {rank}: {text}" for rank, text in crew.told().items())
+    shown += f"\n  {ended}" if ended else ""
     left = "there is no checkpoint" if newest is None else f"the newest checkpoint is {newest}"
     error = TrainingFailedError(
         f"training failed ({why}):\n{shown}\n{left} in {uri}; the output of the workers is in its logs/. Run the same "

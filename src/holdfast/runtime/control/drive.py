@@ -6,11 +6,11 @@ Everything that takes time goes on elsewhere and comes back as an event.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Iterable
 
+from ..._log import get_logger
 from ...errors import HoldfastError
 from ...storage.base import Storage
 from ...writer.client import WriterClient
@@ -24,7 +24,7 @@ from .words import end_line, say, start_block
 
 __all__ = ["Driver", "Options"]
 
-_LOG = logging.getLogger("holdfast.runtime")
+_LOG = get_logger("runtime")
 _CLOSE_S = 120.0
 
 

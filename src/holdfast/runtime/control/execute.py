@@ -5,7 +5,6 @@ Nothing here waits. What takes time comes back later as an `Outcome`, given to `
 
 from __future__ import annotations
 
-import logging
 import pickle
 import secrets
 import threading
@@ -16,8 +15,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..._log import get_logger
 from ...checkpoint.handle import Checkpoint
-from ...config import Keep
+from ...config import Keep, ValidationConfig
 from ...errors import HoldfastError
 from ...storage.base import Storage
 from ...writer.client import WriterClient
@@ -51,6 +51,7 @@ from .actions import (
     StopValidation,
     Validate,
 )
+from .beside import bring_beside
 from .finder import Found, find_start
 from .log_copies import LogCopies
 from .plan import Plan
@@ -59,7 +60,7 @@ from .words import say
 
 __all__ = ["Executor", "LocalWorkers", "Options"]
 
-_LOG = logging.getLogger("holdfast.runtime")
+_LOG = get_logger("runtime")
 _LEASE_S = 60.0
 _OP_S = 120.0
 
@@ -78,7 +79,7 @@ class Options:
         keep: rules of retention.
         use_gpu: workers get GPUs.
         environment: variables of every worker.
-        validation: function that validates a checkpoint.
+        validation: what validates a checkpoint.
         callbacks: objects that hear of reports and failures.
         context: what callbacks get first.
     """
@@ -87,7 +88,7 @@ class Options:
     keep: Keep
     use_gpu: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
-    validation: Callable[..., Any] | None = None
+    validation: ValidationConfig | None = None
     callbacks: Sequence[Any] = ()
     context: Any = None
     secrets: bytes = field(default=b"", repr=False)
@@ -129,7 +130,8 @@ class Executor:
             OpenRun: self._open_run,
             NextAttempt: lambda do: self._op(do, "next_attempt", reason=do.reason, details=dict(do.details)),
             FindStart: self._find_start,
-            Resumed: lambda do: self._op(do, "resumed", name=do.name, step=do.step, attempt=do.attempt),
+            # Not held: it is the newest until the first new one is committed, and after that the rules decide alone.
+            Resumed: lambda do: self._op(do, "resumed", name=do.name, step=do.step, attempt=do.attempt, hold=False),
             Details: lambda do: self._op(do, "details", details=dict(do.details)),
             Note: lambda do: self._op(do, "note", key=do.key, value=do.value),
             Rows: lambda do: self._op(do, "report", rows=[dict(row) for row in do.rows]),
@@ -137,7 +139,7 @@ class Executor:
             LateMetrics: lambda do: self._op(do, "metrics", name=do.name, metrics=dict(do.metrics)),
             Ingest: self._ingest,
             CommitParts: self._commit_parts,
-            CommitUploaded: self._ingest,
+            CommitUploaded: self._commit_uploaded,
             StartGroup: self._start_group,
             KillGroup: lambda do: engine.kill(None, do.grace_s),
             Begin: self._begin,
@@ -205,6 +207,7 @@ class Executor:
                     quarantined=self._quarantined,
                     quarantine=self._quarantine,
                     deep=action.deep,
+                    dead=() if self.opened is None else self.opened.dead,
                     validations=self._options.validation is not None and self.found is None,
                 )
             except Exception as error:  # noqa: BLE001 - a thread edge: the controller hears of it
@@ -231,6 +234,20 @@ class Executor:
             manifest=_dated(action.manifest),
         )
         self._follow(action, self._client.ingest(self._storage, job))
+
+    def _commit_uploaded(self, action: CommitUploaded) -> None:
+        if not action.beside:
+            self._ingest(action)
+            return
+
+        def work() -> None:
+            try:
+                bring_beside(self._storage, action.directory, action.beside)
+                self._ingest(action)
+            except Exception as error:  # noqa: BLE001 - a thread edge: the controller hears of it
+                self._post(Outcome(action=action, error=error))
+
+        threading.Thread(target=work, name="holdfast-beside", daemon=True).start()
 
     def _commit_parts(self, action: CommitParts) -> None:
         job = PartsJob(
@@ -289,12 +306,14 @@ class Executor:
     # -- validations and callbacks -------------------------------------------------------------------------------
 
     def _validate(self, action: Validate) -> None:
-        if self._options.validation is None:
+        validation = self._options.validation
+        if validation is None:
             raise HoldfastError("there is no function that validates")
+        defaults = {} if validation.task_config is None else validation.task_config.fn_kwargs or {}
         blob = pack_validation(
-            self._options.validation,
+            validation.fn,
             Checkpoint.at(self._storage, action.name),
-            dict(action.arguments),
+            {**defaults, **action.arguments},
             secrets=self._options.secrets,
         )
         task = self._engine.run_task(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...checkpoint.record import record_from_row
+from ...checkpoint.record import unpack
 from ...checkpoint.verify import verify
 from ...errors import CheckpointError, CorruptCheckpointError, StorageError
 from ...format.commit import read_manifest
@@ -46,6 +46,7 @@ def find_start(
     quarantined: Mapping[str, str],
     quarantine: Callable[[str, str], None],
     deep: Collection[str] = (),
+    dead: Collection[str] = (),
     validations: bool = False,
 ) -> Found:
     """Look for the newest checkpoint whose files are all there.
@@ -56,6 +57,7 @@ def find_start(
         quarantined: those set aside earlier, with reasons.
         quarantine: sets one aside.
         deep: names whose every byte is compared with its digest.
+        dead: names at which an owner that was taken over may still be at work.
         validations: look for those that have no result too.
 
     Raises:
@@ -93,7 +95,7 @@ def find_start(
         start=start,
         skipped=tuple(skipped),
         taken=frozenset(info.path.rstrip("/") for info in storage.list("", recursive=False)),
-        set_aside=frozenset(bad),
+        set_aside=frozenset({*bad, *dead}),
         unvalidated=find_unvalidated(storage, usable) if validations else {},
     )
 
@@ -114,7 +116,7 @@ def find_unvalidated(storage: Storage, kept: Iterable[Kept]) -> dict[str, Any]:
 
 
 def _kept(row: Sequence[Any]) -> Kept:
-    record = record_from_row(row)
+    record = unpack(row)
     return Kept(
         name=record.name,
         attempt=record.attempt,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import tempfile
 import threading
 from pathlib import Path
 
+from ..._log import get_logger
 from ...storage.base import Storage
 
 __all__ = ["LogCopies"]
 
-_LOG = logging.getLogger("holdfast.runtime")
+_LOG = get_logger("runtime")
 _EVERY_S = 60.0
 _LAST_S = 30.0
 _HEAD_BYTES, _TAIL_BYTES = 1 << 20, 7 << 20

@@ -48,6 +48,7 @@ class Plan:
         storage: description of the run's root, for other processes.
         uri: of the run's root.
         num_workers: ranks of a group, all on this machine.
+        inline: the one worker is a call in the driver's process.
         policy: how often the run may fail.
         limits: bounds of all waits.
         score: {"attribute", "order"} of a CheckpointConfig that ranks by a metric.
@@ -63,6 +64,7 @@ class Plan:
     storage: Mapping[str, Any]
     uri: str
     num_workers: int = 1
+    inline: bool = False
     policy: FailurePolicy = field(default_factory=FailurePolicy)
     limits: Limits = field(default_factory=Limits)
     score: Mapping[str, Any] | None = None

@@ -11,7 +11,7 @@ from ..failure import error_from_wire
 from ..values import TIMESTAMP
 from .actions import Action, Answer, Note, Rows
 from .board import Ask, Board, Entry, Report, named
-from .commits import Commits, epoch_of, heard
+from .commits import Commits, epoch_of
 from .plan import Plan
 from .policy import is_worth_writing
 from .shelf import Memory
@@ -49,7 +49,7 @@ class Reports:
         on = header["on"]
         if on == "rows":
             self.board.enter(rank, header["first"] + len(header["rows"]) - 1)
-            self._rows(header["first"], header["rows"])
+            self._rows(rank, header["first"], header["rows"])
         elif on == "count":
             self.board.enter(rank, header["upto"])
         elif on == "report":
@@ -64,11 +64,12 @@ class Reports:
             return False
         return True
 
-    def _rows(self, first: int, told: Iterable[Mapping[str, Any]]) -> None:
+    def _rows(self, rank: int, first: int, told: Iterable[Mapping[str, Any]]) -> None:
         rows = [_row(first + place, row["metrics"], row["time"]) for place, row in enumerate(told)]
-        self._out.append(Rows(rows=rows))
-        if self._plan.has_callbacks:
-            self._out += [heard(row["metrics"], None) for row in rows]
+        if rank == 0:
+            self._out.append(Rows(rows=rows))
+        for row in rows:
+            self._commits.heard.note(row["step"], rank, row["metrics"])
 
     def _report(self, rank: int, header: Mapping[str, Any], now: float) -> None:
         index, kind, call = header["index"], header["kind"], header.get("call")
@@ -82,6 +83,7 @@ class Reports:
             location=header.get("location"),
         )
         metrics = header.get("metrics") or {}
+        self._commits.heard.note(index, rank, metrics)
         if rank == 0 and kind != "values":
             self._out.append(Rows(rows=[_row(index, metrics, header.get("time"))]))
         if (failure := self.board.failed.get(index)) is not None:
@@ -174,9 +176,10 @@ class Reports:
     # -- what is done about it -----------------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
-        """Answer what can be answered."""
+        """Answer what can be answered; tell callbacks of reports that brought no data."""
+        self._out += self._commits.heard.complete(self.board)
         for ask in list(self.board.asks):
-            waits = ask.what == "all" and ask.mode == "validated" and bool(self._commits.pending_validation)
+            waits = ask.what == "all" and ask.mode == "validated" and self._commits.unsettled
             late = ask.deadline is not None and now >= ask.deadline
             if late or (not waits and self.board.is_settled(ask)):
                 self.board.asks.remove(ask)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...checkpoint._location import file_system
 from ...checkpoint.catalog import Catalog
 from ...checkpoint.handle import Checkpoint
 from ...checkpoint.history import REPORTS, Attempt, live_rows, read_reports
@@ -15,7 +16,14 @@ from ...checkpoint.record import Record, flat_metrics, metric_value
 from ...checkpoint.retention import is_number, rank
 from ...checkpoint.runindex import RUN_FILE, RunIndex
 from ...config import Keep
-from ...errors import CheckpointNotFoundError, ConfigError, HoldfastError, MissingExtraError, TrainingFailedError
+from ...errors import (
+    ConfigError,
+    HoldfastError,
+    MissingExtraError,
+    RunNotFoundError,
+    TrainingFailedError,
+    UnknownMetricError,
+)
 from ...format.manifest import MANIFEST_NAME
 from ...storage.base import Storage
 from ...storage.resolve import resolve, split_uri
@@ -38,7 +46,7 @@ class Result:
 
     Attributes:
         path: absolute path of the run's directory.
-        filesystem: the storage rooted there.
+        storage: the storage rooted there.
         checkpoint: the newest good checkpoint; None if there is none.
         metrics: the last report; {} if there is none. Nested as it was given.
         error: why training failed; None if it did not.
@@ -55,13 +63,13 @@ class Result:
         "attempts",
         "checkpoint",
         "error",
-        "filesystem",
         "metrics",
         "path",
+        "storage",
     )
 
     path: str
-    filesystem: Storage
+    storage: Storage
     checkpoint: Checkpoint | None
     metrics: dict[str, Any]
     error: BaseException | None
@@ -87,7 +95,7 @@ class Result:
         """
         root = storage.local_root
         self.path = str(root) if root is not None else split_uri(storage.uri)[1]
-        self.filesystem = storage
+        self.storage = storage
         catalog = Catalog(storage)
         newest = catalog.latest()
         self.checkpoint = None if newest is None else Checkpoint.at(storage, newest.name)
@@ -119,7 +127,7 @@ class Result:
             storage_filesystem: the `holdfast.storage.Storage` in which ``path`` is a path.
 
         Raises:
-            CheckpointNotFoundError: there is no run.
+            RunNotFoundError: there is no run.
         """
         storage = _run_storage(path, storage_filesystem)
         _check_is_run(storage)
@@ -140,7 +148,7 @@ class Result:
             if limit is not None and len(found) == limit:
                 break
             if self._exists(record):
-                found.append((Checkpoint.at(self.filesystem, record.name), without_marks(record.metrics)))
+                found.append((Checkpoint.at(self.storage, record.name), without_marks(record.metrics)))
         return found[::-1]
 
     def get_best_checkpoint(self, metric: str, mode: str) -> Checkpoint:
@@ -151,23 +159,24 @@ class Result:
             mode: "max" or "min".
 
         Raises:
-            ConfigError: the mode is wrong, or no checkpoint has a number for the metric.
-            CheckpointNotFoundError: the run has no checkpoint.
+            ConfigError: the mode is wrong.
+            UnknownMetricError: no checkpoint has a number for the metric.
+            RunNotFoundError: the run has no checkpoint.
         """
         if mode not in ("max", "min"):
             raise ConfigError(f"get_best_checkpoint(mode={mode!r}): use 'max' (larger is better) or 'min'")
         existing = [record for record in rank(self._records, metric, mode) if self._exists(record)]
         if not existing:
-            raise CheckpointNotFoundError(f"the run {self.path} has no checkpoint")
+            raise RunNotFoundError(f"the run {self.path} has no checkpoint")
         if not is_number(metric_value(existing[0].metrics, metric)):
             all_metrics = [flat_metrics(without_marks(one.metrics)).items() for one in existing]
             names = {name for metrics in all_metrics for name, value in metrics if is_number(value)}
             known = ", ".join(sorted(names)) or "none at all"
-            raise ConfigError(
+            raise UnknownMetricError(
                 f"get_best_checkpoint({metric!r}): no checkpoint of the run {self.path} has a number for this metric; "
                 f"there are: {known}"
             )
-        return Checkpoint.at(self.filesystem, existing[0].name)
+        return Checkpoint.at(self.storage, existing[0].name)
 
     @property
     def metrics_dataframe(self) -> pd.DataFrame:
@@ -215,6 +224,11 @@ class Result:
         return int(match[1]) if match else None
 
     @property
+    def filesystem(self) -> Any:
+        """What `path` is a path in: as `Checkpoint.filesystem`, that of pyarrow where it is installed."""
+        return file_system(self.storage)
+
+    @property
     def latest_checkpoint_dir(self) -> Path | str | None:
         """The directory that the checkpoints are in (a URI if it is remote); None without one."""
         return None if self.checkpoint is None else self._place("")
@@ -230,17 +244,17 @@ class Result:
     def _reports(self) -> list[dict[str, Any]]:
         """Read all reports, once; those that still count go to ``_live``."""
         if self._rows is None:
-            self._rows, noted, _ = read_reports(self.filesystem)
+            self._rows, noted, _ = read_reports(self.storage)
             live = live_rows(self._rows, {**noted, **{one.attempt: one for one in self._attempts}})
             self._live = _with_checkpoints(live, self._records)
         return self._rows
 
     def _place(self, name: str) -> Path | str:
-        root = self.filesystem.local_root
-        return root / name if root is not None else f"{self.filesystem.uri}/{name}".rstrip("/")
+        root = self.storage.local_root
+        return root / name if root is not None else f"{self.storage.uri}/{name}".rstrip("/")
 
     def _exists(self, record: Record) -> bool:
-        return self.filesystem.exists(f"{record.name}/{MANIFEST_NAME}")
+        return self.storage.exists(f"{record.name}/{MANIFEST_NAME}")
 
     def __repr__(self) -> str:
         starts = f", attempts={len(self.attempts)}" if len(self.attempts) > 1 else ""
@@ -264,12 +278,12 @@ def _check_is_run(storage: Storage) -> None:
         return
     children = sorted(info.path.rstrip("/") for info in storage.list("", recursive=False))
     if MANIFEST_NAME in children:
-        raise CheckpointNotFoundError(f"{storage.uri} is a checkpoint: Result.from_path takes the directory of its run")
+        raise RunNotFoundError(f"{storage.uri} is a checkpoint: Result.from_path takes the directory of its run")
     if Catalog(storage).index.rows or REPORTS in children:
         return
     runs = [name for name in children if storage.exists(f"{name}/{RUN_FILE}")]
     hint = f"; it holds the runs {', '.join(runs[:8])}: give one of them" if runs else "; check the path"
-    raise CheckpointNotFoundError(f"there is no run in {storage.uri}{hint}")
+    raise RunNotFoundError(f"there is no run in {storage.uri}{hint}")
 
 
 def _stored_keep(index: RunIndex) -> Keep:

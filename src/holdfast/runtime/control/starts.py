@@ -53,6 +53,7 @@ class Start:
             "strategy": None if plan.strategy is None else dict(plan.strategy),
             "score": None if plan.score is None else dict(plan.score),
             "report_timeout_s": plan.limits.report_s,
+            "all_metrics": plan.has_callbacks,
             "checkpoint": None if self.location is None else dict(self.location),
         }
         return Begin(rank=rank, header=header, memory=self.memory)

@@ -43,7 +43,9 @@ def start_block(plan: Plan, opened: RunOpened, found: Found, start: Start, *, ke
     lines = [
         f"holdfast: {headline}",
         f"  storage   {plan.uri}",
-        f"  workers   {plan.num_workers} on this machine{group}",
+        "  workers   none: train_func runs in this process"
+        if plan.inline
+        else f"  workers   {plan.num_workers} on this machine{group}",
         f"  keeps     {_rules(plan, keep)}",
     ]
     return [*lines, *(f"  {note}" for note in _notes(plan, opened, found, start))]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import logging
+import errno
 import os
 import sys
 from collections import deque
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from ..._log import get_logger
+
 __all__ = ["LogFile", "LogStream"]
 
-_LOG = logging.getLogger("holdfast.runtime")
+_LOG = get_logger("runtime")
 _READ = 1 << 16
 _LONGEST = 1 << 16
 _TAIL_LINES = 20
@@ -27,8 +29,12 @@ class LogFile:
         self._streams = streams
         if path is not None:
             try:
+                # `logs`, the folder of the attempt and the file lie in the run, which may be somebody else's.
+                if any(part.is_symlink() for part in path.parents[:2]):
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = path.open("ab", buffering=0)
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                self._file = os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0)
             except OSError as error:
                 _LOG.warning("the output of workers is shown but not kept in %s: %s", path, error)
 

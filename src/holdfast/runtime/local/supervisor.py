@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import select
 import selectors
@@ -17,6 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from holdfast._log import get_logger
 from holdfast.errors import HoldfastError
 from holdfast.writer.wire import Channel, Message
 
@@ -27,7 +27,7 @@ from .sweep import end_session
 
 __all__ = ["Supervisor"]
 
-_LOG = logging.getLogger("holdfast.runtime")
+_LOG = get_logger("runtime")
 _STATUS_S = 5.0  # how long the zygote may take to tell the status of a process that is gone
 _END_S = 5.0
 _LIVE: weakref.WeakSet[Supervisor] = weakref.WeakSet()

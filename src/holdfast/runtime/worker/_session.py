@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...checkpoint.handle import Checkpoint
+from ...config import ValidationTaskConfig
 from ...errors import ConfigError, SessionError
 from ...writer.wire import Channel
 from ..location import checkpoint_at, open_root
@@ -66,7 +67,7 @@ class Session:
             begin,
             StorageContext(
                 uri=uri,
-                storage_filesystem=root,
+                storage=root,
                 experiment_dir_name=begin["run_name"],
                 experiment_fs_path=uri.partition("://")[2] or uri if local is None else str(root and root.local_root),
             ),
@@ -87,7 +88,7 @@ class Session:
         checkpoint_upload_mode: CheckpointUploadMode = _SYNC,
         delete_local_checkpoint_after_upload: bool | None = None,
         checkpoint_upload_fn: UploadFn | None = None,
-        validation: bool | Mapping[str, Any] = False,
+        validation: bool | Mapping[str, Any] | ValidationTaskConfig = False,
     ) -> None:
         """See `holdfast.report`."""
         if checkpoint is None and state is None and not (validation and self.rank == 0):
@@ -115,7 +116,7 @@ class Session:
 
     def _report_metrics(self, metrics: Mapping[str, Any]) -> None:
         plain = plain_metrics(metrics)  # on every rank, so that a mistake shows on all of them
-        row = {"metrics": plain, "time": time.time()} if self.rank == 0 else None
+        row = self._row(plain)
         with self._lock:
             self._link.check()
             self._link.add(row)
@@ -126,8 +127,13 @@ class Session:
         """Refuse a report with data if something earlier has failed; it then counts as one without."""
         self._link.check()
         if self._link.has_trouble:
-            self._link.add({"metrics": metrics or {}, "time": time.time()} if self.rank == 0 else None)
+            self._link.add(self._row(metrics or {}))
             self._link.raise_trouble()
+
+    def _row(self, metrics: dict[str, Any]) -> dict[str, Any] | None:
+        """Make the row of a report without data; None on ranks whose metrics nobody wants."""
+        wanted = self.rank == 0 or self._begin.get("all_metrics")
+        return {"metrics": metrics, "time": time.time()} if wanted else None
 
     def _check_question(self) -> None:
         self._link.check()
@@ -138,7 +144,7 @@ class Session:
         with self._lock:
             self._check_data()
             if self.rank != 0:
-                self._link.add(None)
+                self._link.add(self._row({}))
                 return
             finish = self._delivery.save_values(values, self._link.count + 1)
         if finish is not None:
@@ -178,7 +184,7 @@ class Session:
         return None if told is None else checkpoint_at(told)
 
     def get_all_reported_checkpoints(
-        self, consistency_mode: str = "validated", timeout_s: float | None = None
+        self, consistency_mode: Any = "validated", timeout_s: float | None = None
     ) -> list[ReportedCheckpoint]:
         """See `holdfast.get_all_reported_checkpoints`."""
         mode = str(getattr(consistency_mode, "value", consistency_mode)).lower()
@@ -197,6 +203,11 @@ class Session:
             )
             for row in answer().header["value"]["checkpoints"]
         ]
+
+    @property
+    def report_timeout_s(self) -> float:
+        """How long ranks wait for one another."""
+        return float(self._begin["report_timeout_s"])
 
     @property
     def score_attribute(self) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import threading
 import time
@@ -11,13 +10,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
+from ..._log import get_logger
 from ...errors import SessionError
 from ...writer.wire import Channel, Message
 from ..failure import error_from_wire
 
 __all__ = ["Answers", "end_process"]
 
-_LOG = logging.getLogger("holdfast.runtime")
+_LOG = get_logger("runtime")
 _PATIENCE_S = 60.0
 
 
@@ -46,6 +46,7 @@ class Answers:
         self._numbers = itertools.count(1)
         self._calls: dict[int, Future[Message]] = {}
         self._unsettled: set[int] = set()
+        self._undo: dict[int, Callable[[], object]] = {}  # of reports in the background that have taken files away
         self.troubles: deque[BaseException] = deque()
         self._closing = self._gone = False
         self._thread = threading.Thread(target=self._read, name="holdfast-session", daemon=True)
@@ -72,13 +73,18 @@ class Answers:
             _LOG.warning("still waiting for %s, for %.0f s now", what, time.monotonic() - begun)
         return future.result()
 
-    def expect(self, index: int) -> None:
-        """Note a report that goes on in the background: `settled` waits for its end."""
+    def expect(self, index: int, undo: Callable[[], object] | None = None) -> None:
+        """Note a report that goes on in the background: `settled` waits for its end; ``undo`` is called if it fails."""
+        if undo is not None:
+            self._undo[index] = undo
         with self._changed:
             self._unsettled.add(index)
 
     def trouble(self, index: int | None, error: BaseException) -> None:
         """Keep a failure of background work for the next call; ``index`` is the report it ends, None if unknown."""
+        undo = None if index is None else self._undo.pop(index, None)
+        if undo is not None:  # first: whoever hears of the failure finds his files in their place
+            undo()
         with self._changed:
             self.troubles.append(error)
             # Without a number it may be any of them: nothing waits for them any more.
@@ -87,6 +93,7 @@ class Answers:
 
     def forget(self, index: int) -> None:
         """Stop waiting for a report: it is committed, or its caller knows that it never will be."""
+        self._undo.pop(index, None)
         with self._changed:
             self._unsettled.discard(index)
             self._changed.notify_all()

@@ -6,10 +6,11 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from ...checkpoint._location import file_system
 from ...errors import ConfigError
 from ...storage.base import Storage, check_path
 
-__all__ = ["Context", "StorageContext"]
+__all__ = ["Context", "StorageContext", "TrainContext"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,20 +19,26 @@ class StorageContext:
 
     Attributes:
         uri: of the run.
-        storage_filesystem: the storage of the run; None if it lives in the memory of the driver.
+        storage: the storage of the run; None if it lives in the memory of the driver.
         experiment_dir_name: name of the run.
         experiment_fs_path: path of the run: absolute on a local disk, else without its scheme.
     """
 
     uri: str
-    storage_filesystem: Storage | None
+    storage: Storage | None
     experiment_dir_name: str
     experiment_fs_path: str
 
     @property
+    def storage_filesystem(self) -> Any:
+        """What the paths are paths in: see `Checkpoint.filesystem`; None if it lives in the memory of the driver."""
+        return None if self.storage is None else file_system(self.storage)
+
+    @property
     def storage_fs_path(self) -> str:
         """The path that holds this run and others."""
-        return self.experiment_fs_path.rstrip("/").rpartition("/")[0]
+        path, name = self.experiment_fs_path.rstrip("/"), f"/{self.experiment_dir_name}"  # a name may have folders
+        return path.removesuffix(name) if path.endswith(name) else path.rpartition("/")[0]
 
     def build_checkpoint_path_from_name(self, checkpoint_name: str) -> str:
         """Return where a checkpoint of this name lies: what to upload to with ``NO_UPLOAD``.
@@ -48,8 +55,8 @@ class Context:
     """What a worker knows about itself and its run. Cheap, never waits.
 
     Example:
-        >>> context = hf.get_context()                                                # doctest: +SKIP
-        >>> context.get_world_rank(), context.get_world_size()                        # doctest: +SKIP
+        >>> context = holdfast.get_context()  # doctest: +SKIP
+        >>> context.get_world_rank(), context.get_world_size()  # doctest: +SKIP
         (0, 2)
     """
 
@@ -108,3 +115,6 @@ class Context:
         """Deprecated in Ray Train and empty here; put what you want to pass into ``train_loop_config``."""
         warnings.warn("get_metadata() is always {}: pass it in train_loop_config", DeprecationWarning, stacklevel=2)
         return {}
+
+
+TrainContext = Context  # what Ray Train calls it

@@ -49,7 +49,7 @@ class Delivery:
             self._state(request, index)
             return None
         local = checkpoint.storage.local_root is not None
-        if local:
+        if local and request.upload is None:  # whose function may wait for somebody who still writes the files
             check_source(checkpoint.path, self._place)
         in_run = checkpoint.uri.startswith(f"{self._place.uri.rstrip('/')}/")
         if (
@@ -90,7 +90,7 @@ class Delivery:
         taken = take(checkpoint, self._place, index, delete=request.delete, asynchronous=asynchronous)
         header = self._header(request, index, "directory") | {"source": taken.source()}
         if asynchronous and taken.safe:
-            self._link.tell(header)
+            self._link.tell(header, undo=taken.failed)
             return None
         return partial(self._finish, self._link.call(header), index, taken)
 
@@ -194,7 +194,7 @@ class Delivery:
             "index": index,
             "kind": kind,
             "call": None,
-            "metrics": request.metrics if self._place.rank == 0 else None,
+            "metrics": request.metrics if self._place.rank == 0 or self._begin.get("all_metrics") else None,
             "time": time.time(),
             "name": request.name,
             "validation": request.validation,

@@ -2,23 +2,162 @@
 
 from __future__ import annotations
 
-import logging
+import math
 import os
+import pickle
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 
-from holdfast.errors import ConfigError
+import cloudpickle
 
-__all__ = ["process_group"]
+from holdfast._log import get_logger
+from holdfast.errors import ConfigError, ReportMismatchError, TrainingError
 
-_LOG = logging.getLogger("holdfast.runtime")
+from ._session import current_session
+
+__all__ = ["ALONE_S", "Group", "barrier", "broadcast_from_rank_zero", "process_group"]
+
+_LOG = get_logger("runtime")
+_JOIN_S = 600.0  # as long as the controller waits for a group to begin
+_POLL_S = 0.05
+ALONE_S = 60.0
+_current: Group | None = None
+
+
+class Group:
+    """The ranks of the default process group, which come together before it is used and before it is taken down.
+
+    A rank that leaves closes its connections. One that is still connecting to others then fails, so nobody begins
+    before all are connected; and one that still trains may make another group, for which it needs the store of rank 0.
+    """
+
+    def __init__(self, store: Any, world_size: int, rank: int = 0) -> None:
+        self._store, self._size, self._rank = store, world_size, rank
+        self._meetings = 0
+
+    def joined(self, timeout_s: float = _JOIN_S) -> None:
+        """Wait until every rank has joined.
+
+        Raises:
+            TrainingError: some have not within ``timeout_s``.
+        """
+        if self._store is None or self._size == 1:
+            return
+        if self._arrive("joined") == self._size:
+            self._store.set(_key("joined", "all"), b"1")
+        try:
+            self._store.wait([_key("joined", "all")], timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise TrainingError(f"not all {self._size} ranks joined the process group: {error}") from error
+
+    def leave(self, alone_s: float = ALONE_S) -> None:
+        """Wait until the train function has returned on every rank.
+
+        No time limits this: others may train on for as long as they like. If one of them fails, the controller ends
+        this process too; if the store is gone, rank 0 has left and nobody needs the group any more.
+
+        Args:
+            alone_s: after this long the connections of gloo are closed: whoever waits for this rank in a collective
+                gets an error then, and not after half an hour. NCCL has a watchdog of its own.
+        """
+        if self._store is None or self._size == 1:
+            return
+        pause, until = 0.001, time.monotonic() + alone_s
+        try:
+            if self._arrive("done") == self._size:
+                self._store.set(_key("done", "all"), b"1")
+            # In short looks rather than one wait: signal handlers of the user have to run meanwhile.
+            while not self._store.check([_key("done", "all")]):
+                time.sleep(pause)
+                pause = min(_POLL_S, pause * 2)
+                if time.monotonic() > until:
+                    until = math.inf
+                    self._disconnect(alone_s)
+        except RuntimeError as error:
+            _LOG.debug("the store of the process group is gone: %s", error)
+
+    def _disconnect(self, alone_s: float) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized() and dist.get_backend() == "gloo":
+            _LOG.warning(
+                "train_func ended on rank %d %.0f s ago and others go on: it leaves the process group, and a "
+                "collective that waits for it fails", self._rank, alone_s,
+            )  # fmt: skip
+            dist.destroy_process_group()
+
+    def meet(self, data: bytes, timeout_s: float, what: str) -> bytes:
+        """Wait until every rank has come, and give what rank 0 has brought.
+
+        Args:
+            data: of this rank; that of rank 0 counts.
+            timeout_s: how long to wait.
+            what: the function that was called, for the message.
+
+        Raises:
+            ReportMismatchError: ranks did not come; names them.
+        """
+        if self._store is None or self._size == 1:
+            return data
+        self._meetings += 1
+        place = f"meeting-{self._meetings}"
+        if self._rank == 0:
+            self._store.set(_key(place, "data"), data)
+        self._store.set(_key(place, str(self._rank)), b"1")
+        names = [_key(place, str(rank)) for rank in range(self._size)]
+        deadline, pause = time.monotonic() + timeout_s, 0.001
+        while not self._store.check(names):
+            if time.monotonic() > deadline:
+                absent = [str(rank) for rank, name in enumerate(names) if not self._store.check([name])]
+                raise ReportMismatchError(
+                    f"{what}() number {self._meetings} was not called by rank {', '.join(absent)} within "
+                    f"{timeout_s:g} s (HOLDFAST_REPORT_TIMEOUT_S); every rank must call it equally often"
+                )
+            time.sleep(pause)
+            pause = min(_POLL_S, pause * 2)
+        return bytes(self._store.get(_key(place, "data")))
+
+    def _arrive(self, what: str) -> int:
+        return int(self._store.add(_key(what, "count"), 1))
+
+
+def barrier() -> None:
+    """Wait until every worker has called this.
+
+    Raises:
+        ReportMismatchError: a rank did not come within the limit of reports; names it.
+        SessionError: called outside of train_func.
+    """
+    _meet(b"", "barrier")
+
+
+def broadcast_from_rank_zero(data: Any) -> Any:
+    """Return what rank 0 gave; every worker calls it. For small values (settings, names): it travels by pickle.
+
+    Raises:
+        ReportMismatchError: a rank did not come within the limit of reports; names it.
+        SessionError: called outside of train_func.
+
+    Example:
+        >>> name = hf.collective.broadcast_from_rank_zero(make_name())                      # doctest: +SKIP
+    """
+    return pickle.loads(_meet(cloudpickle.dumps(data), "broadcast_from_rank_zero"))
+
+
+def _meet(data: bytes, function: str) -> bytes:
+    session = current_session(f"collective.{function}")
+    return data if _current is None else _current.meet(data, session.report_timeout_s, function)
 
 
 @contextmanager
-def process_group(rank: int, world_size: int, *, listen_fd: int, use_gpu: bool) -> Iterator[None]:
+def process_group(rank: int, world_size: int, *, listen_fd: int, use_gpu: bool) -> Iterator[Group]:
     """Join the group at MASTER_ADDR:MASTER_PORT for the time of the block: gloo, or NCCL with ``use_gpu``.
 
-    After an exception the group is left to the end of the process: tearing NCCL down waits for ranks that may be dead.
+    The block begins when all ranks have joined. After an exception the group is left to the end of the process:
+    tearing NCCL down waits for ranks that may be dead.
 
     Args:
         rank: of this worker.
@@ -28,14 +167,17 @@ def process_group(rank: int, world_size: int, *, listen_fd: int, use_gpu: bool) 
 
     Raises:
         ConfigError: there are fewer devices than workers.
+        TrainingError: other ranks did not join.
     """
     import torch
     import torch.distributed as dist
 
     if use_gpu:
         _choose_device(torch.cuda.device_count())
+    # For Accelerate, which else takes any GPU that it sees.
+    os.environ.setdefault("ACCELERATE_TORCH_DEVICE", f"cuda:{os.environ['LOCAL_RANK']}" if use_gpu else "cpu")
     if not dist.is_available():
-        yield
+        yield Group(None, world_size)
         return
     store = dist.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
@@ -46,12 +188,19 @@ def process_group(rank: int, world_size: int, *, listen_fd: int, use_gpu: bool) 
         master_listen_fd=listen_fd if rank == 0 and listen_fd >= 0 else None,
     )
     dist.init_process_group("nccl" if use_gpu else "gloo", store=store, rank=rank, world_size=world_size)
-    yield
+    global _current
+    _current = group = Group(store, world_size, rank)
+    group.joined()
+    yield group
     if dist.is_initialized():  # the function may have done it itself
         try:
             dist.destroy_process_group()
         except RuntimeError as error:
             _LOG.warning("the process group was not torn down cleanly: %s", error)
+
+
+def _key(what: str, part: str) -> str:
+    return f"holdfast/{what}/{part}"
 
 
 def _choose_device(count: int) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from ..._log import get_logger
 from ...errors import SessionError
 from ...writer.wire import Channel, Message
 from ..failure import error_to_wire
@@ -18,7 +18,7 @@ from .uploads import Uploads
 
 __all__ = ["Link"]
 
-_LOG = logging.getLogger("holdfast.runtime")
+_LOG = get_logger("runtime")
 _CLOSE_S = 1.0
 
 
@@ -59,10 +59,10 @@ class Link:
         self._outbox.send(header)
         return future
 
-    def tell(self, header: dict[str, Any]) -> None:
-        """Enter a report that is committed in the background."""
+    def tell(self, header: dict[str, Any], *, undo: Callable[[], object]) -> None:
+        """Enter a report that is committed in the background; ``undo`` is called if that fails."""
         self.count = header["index"]
-        self._answers.expect(self.count)
+        self._answers.expect(self.count, undo)
         self._outbox.send(header)
 
     def tell_later(self, index: int, work: Callable[[], dict[str, Any]]) -> None:

@@ -17,11 +17,11 @@ from holdfast.writer.wire import Channel, Message
 from ..failure import error_to_wire
 from ..location import learn_secrets
 from ..transit import takes_config, unpack_call
-from .group import process_group
+from .group import ALONE_S, process_group
 
-__all__ = ["MakeSession", "WorkerSession", "run", "run_task"]
+__all__ = ["FLUSH_S", "MakeSession", "WorkerSession", "call", "fail", "run", "run_task"]
 
-_FLUSH_S = 30.0
+FLUSH_S = 30.0
 
 
 class WorkerSession(Protocol):
@@ -61,16 +61,18 @@ def run(
         function, config = unpack_call(begin.attachments[0])
         arguments = ({} if config is None else config,) if takes_config(function) else ()
         rank, world_size = begin.header["rank"], begin.header["world_size"]
-        with process_group(rank, world_size, listen_fd=listen_fd, use_gpu=use_gpu):
+        with process_group(rank, world_size, listen_fd=listen_fd, use_gpu=use_gpu) as group:
             channel.send({"on": "running"})
-            status = _call(function, arguments)
+            status, left = call(function, arguments)
             session.drain()
             if not status:
-                channel.send({"on": "finished"})
+                channel.send({"on": "finished", "left": True} if left else {"on": "finished"})
+                channel.flush(FLUSH_S)
+                group.leave(min(ALONE_S, begin.header.get("report_timeout_s", ALONE_S)))
     except BaseException as error:  # noqa: BLE001 - the edge of the process: the controller decides what it means
-        _fail(channel, session, error)
+        fail(channel, session, error)
         status = 1
-    channel.flush(_FLUSH_S)
+    channel.flush(FLUSH_S)
     return status
 
 
@@ -81,11 +83,11 @@ def run_task(channel: Channel, *, listen_fd: int = -1, use_gpu: bool = False) ->
     try:
         result = cloudpickle.dumps(cloudpickle.loads(message.attachments[0])())
     except BaseException as error:  # noqa: BLE001 - as above
-        _fail(channel, None, error)
+        fail(channel, None, error)
         result = None
     else:
         channel.send({"on": "result"}, [result])
-    channel.flush(_FLUSH_S)
+    channel.flush(FLUSH_S)
     return 0 if result is not None else 1
 
 
@@ -106,19 +108,19 @@ def _receive(channel: Channel, what: str) -> Message:
     return message
 
 
-def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
-    """Call the function; return the status it wants this process to have."""
+def call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[int, bool]:
+    """Call the function; return the status it wants this process to have, and whether it asked for its end."""
     try:
         function(*arguments)
     except SystemExit as leaving:
         if leaving.code is None or isinstance(leaving.code, int):
-            return leaving.code or 0
+            return leaving.code or 0, True
         print(leaving.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
-        return 1
-    return 0
+        return 1, True
+    return 0, False
 
 
-def _fail(channel: Channel, session: WorkerSession | None, error: BaseException) -> None:
+def fail(channel: Channel, session: WorkerSession | None, error: BaseException) -> None:
     """Tell the controller of an error, after what was reported before it."""
     _begin_at_user(error)
     traceback.print_exception(error)

@@ -6,19 +6,19 @@ content is still being made (an upload in the background) holds its place, and e
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from ..._log import get_logger
 from ...errors import SessionError
 from ...writer.wire import Channel
 
 __all__ = ["Outbox", "Slot"]
 
-_LOG = logging.getLogger("holdfast.runtime")
+_LOG = get_logger("runtime")
 _PAUSE_S = 0.02
 _MAX_WAITING = 2000
 _BACKLOG_S = 1.0

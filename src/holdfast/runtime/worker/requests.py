@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...checkpoint.handle import Checkpoint
+from ...config import ValidationTaskConfig
 from ...errors import ConfigError
 from ...storage.base import check_path
 from ..types import CheckpointUploadMode
@@ -16,7 +17,7 @@ __all__ = ["Request", "UploadFn", "check_request"]
 
 UploadFn = Callable[[Checkpoint, str], Checkpoint]
 
-_RESERVED = frozenset({"logs", "reports", "run.json", "lease.json"})
+_RESERVED = frozenset({"logs", "reports", "run.json", "run-changes.json", "lease.json"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ def check_request(
     mode: CheckpointUploadMode,
     delete: bool | None,
     upload: UploadFn | None,
-    validation: bool | Mapping[str, Any],
+    validation: bool | Mapping[str, Any] | ValidationTaskConfig,
 ) -> Request:
     """Check the arguments of `report`, without looking at any file.
 
@@ -70,9 +71,8 @@ def check_request(
         raise ConfigError("checkpoint_upload_fn with CheckpointUploadMode.NO_UPLOAD: use SYNC or ASYNC to upload")
     if state is not None and (upload is not None or mode is CheckpointUploadMode.NO_UPLOAD):
         raise ConfigError("report(state=...) stores the state itself: checkpoint_upload_fn and NO_UPLOAD do not apply")
-    if not isinstance(validation, (bool, Mapping)):
-        raise ConfigError(f"validation={_show(validation)}: use True, False, or a dict of arguments for the function")
-    if validation and checkpoint is None and state is None:
+    wanted = _validation(validation)
+    if wanted and checkpoint is None and state is None:
         raise ConfigError("report(validation=...) without a checkpoint: there is nothing to validate")
     return Request(
         metrics=plain_metrics(metrics),
@@ -82,8 +82,28 @@ def check_request(
         mode=mode,
         delete=delete,
         upload=upload,
-        validation=validation if isinstance(validation, bool) else plain_metrics(validation),
+        validation=wanted,
     )
+
+
+def _validation(given: Any) -> bool | dict[str, Any]:
+    """Give what travels: a bool, or the fields of a `ValidationTaskConfig`."""
+    if isinstance(given, bool):
+        return given
+    if isinstance(given, Mapping):
+        given = ValidationTaskConfig.of(given)
+    if not isinstance(given, ValidationTaskConfig):
+        raise ConfigError(
+            f"validation={_show(given)}: use True, False, a ValidationTaskConfig, or a dict of arguments for the "
+            "function"
+        )
+    try:
+        arguments = plain_metrics(given.fn_kwargs or {})
+    except ConfigError as error:
+        raise ConfigError(
+            f"validation: the arguments of the function are stored with the checkpoint, as metrics are: {error}"
+        ) from error
+    return {"fn_kwargs": arguments, "timeout_s": given.timeout_s}
 
 
 def _check_name(name: str) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...checkpoint.handle import Checkpoint
-from ..types import CheckpointUploadMode, ReportedCheckpoint
+from ...config import ValidationTaskConfig
+from ..types import CheckpointConsistencyMode, CheckpointUploadMode, ReportedCheckpoint
 from ._session import Session, current_session
 from .context import Context
 
@@ -17,21 +18,25 @@ __all__ = [
     "get_checkpoint",
     "get_context",
     "load_checkpoint",
+    "local_rank",
     "report",
     "save_checkpoint",
+    "world_rank",
+    "world_size",
 ]
 
 
 def report(
-    metrics: Mapping[str, Any],
+    metrics: Mapping[str, Any] | None = None,
     checkpoint: Checkpoint | None = None,
-    *,
-    state: Mapping[Any, Any] | None = None,
     checkpoint_dir_name: str | None = None,
     checkpoint_upload_mode: CheckpointUploadMode = CheckpointUploadMode.SYNC,
     delete_local_checkpoint_after_upload: bool | None = None,
     checkpoint_upload_fn: Callable[[Checkpoint, str], Checkpoint] | None = None,
-    validation: bool | Mapping[str, Any] = False,
+    validation: bool | Mapping[str, Any] | ValidationTaskConfig = False,
+    *,
+    state: Mapping[Any, Any] | None = None,
+    **values: Any,
 ) -> None:
     """Report metrics, and with them a checkpoint: a directory (`checkpoint`) or live objects (`state`).
 
@@ -39,7 +44,8 @@ def report(
     checkpoint, and ranks may come without one. Without a checkpoint this takes microseconds and waits for nobody.
 
     Args:
-        metrics: numbers, strings, None, one-element tensors, and dicts and lists of these.
+        metrics: numbers, strings, None, one-element tensors, and dicts and lists of these. Without it the other
+            keywords are the metrics, as in Ray 1.x: ``report(loss=0.3)``.
         checkpoint: files that are written already: a directory, or one file.
         state: what `holdfast.save` takes, the same on all ranks. Copied when this returns, stored in the background by
             all ranks together; no temporary directory, and ``checkpoint_upload_mode`` has no say.
@@ -51,7 +57,9 @@ def report(
             changed.
         checkpoint_upload_fn: brings the files into the run's storage in place of the built-in way, and returns where
             they are. In the background under ASYNC; the directory then has to stay until it is done.
-        validation: run the trainer's validation function on this checkpoint; a dict gives it arguments.
+        validation: run the trainer's validation function on this checkpoint. A dict gives it arguments,
+            `ValidationTaskConfig` a time limit as well.
+        values: metrics, in place of ``metrics``.
 
     Raises:
         ConfigError: an argument is wrong, or a metric is none; names it.
@@ -61,8 +69,12 @@ def report(
         HoldfastError: the commit failed; under ASYNC and with ``state`` the next call of any function here raises it.
 
     Example:
-        >>> hf.report({"loss": 0.3}, state={"model": model, "optimizer": optimizer})       # doctest: +SKIP
+        >>> holdfast.report({"loss": 0.3}, state={"model": model, "optimizer": optimizer})  # doctest: +SKIP
     """
+    if metrics is None:
+        metrics = values
+    elif values:
+        raise TypeError(f"report() got an unexpected keyword argument {sorted(values)[0]!r}")
     current_session("report").report(
         metrics,
         checkpoint,
@@ -96,12 +108,13 @@ def get_context() -> Context:
 
 
 def get_all_reported_checkpoints(
-    consistency_mode: str = "validated", timeout_s: float | None = None
+    consistency_mode: str | CheckpointConsistencyMode = "validated", timeout_s: float | None = None
 ) -> list[ReportedCheckpoint]:
     """Return all checkpoints of the run that still exist, oldest first, once what was reported before has ended.
 
     Args:
-        consistency_mode: "committed" waits for commits, "validated" also for validations.
+        consistency_mode: "committed" (or `CheckpointConsistencyMode`) waits for commits, "validated" also for
+            validations.
         timeout_s: return what there is after so many seconds.
 
     Raises:
@@ -121,7 +134,7 @@ def save_checkpoint(**values: Any) -> None:
         SessionError: called outside of train_func.
 
     Example:
-        >>> hf.save_checkpoint(epoch=3, model=model.state_dict())                          # doctest: +SKIP
+        >>> holdfast.save_checkpoint(epoch=3, model=model.state_dict())  # doctest: +SKIP
     """
     current_session("save_checkpoint").save_checkpoint(**values)
 
@@ -134,3 +147,18 @@ def load_checkpoint() -> dict[str, Any] | None:
         SessionError: called outside of train_func.
     """
     return current_session("load_checkpoint").load_checkpoint()
+
+
+def world_rank() -> int:
+    """Return the rank among all workers, as in Ray 1.x; the same as ``get_context().get_world_rank()``."""
+    return current_session("world_rank").context.get_world_rank()
+
+
+def local_rank() -> int:
+    """Return the rank among the workers of this machine, as in Ray 1.x."""
+    return current_session("local_rank").context.get_local_rank()
+
+
+def world_size() -> int:
+    """Return the number of workers, as in Ray 1.x."""
+    return current_session("world_size").context.get_world_size()

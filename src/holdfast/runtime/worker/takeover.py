@@ -8,24 +8,26 @@ file it writes, and a link would follow. The caller's directory is not changed u
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..._log import get_logger
 from ...checkpoint.handle import METADATA_FILE, Checkpoint
 from ...checkpoint.private import private_directory
 from ...checkpoint.remains import INCOMING
 from ...errors import CheckpointNotFoundError, ConfigError
 from ...format.names import MANIFEST_NAME
 from ...storage.base import Storage
+from ...writer.messages import IngestSource
+from ...writer.sources import scan
 from .reflink import clone_tree
 
 __all__ = ["Place", "Taken", "check_source", "name_in_run", "remove_local", "take"]
 
-_LOG = logging.getLogger("holdfast.runtime")
+_LOG = get_logger("runtime")
 _RESERVED = ("logs", "reports")
 
 
@@ -115,7 +117,7 @@ def take(checkpoint: Checkpoint, place: Place, index: int, *, delete: bool | Non
 
     Raises:
         CheckpointNotFoundError: there is nothing.
-        ConfigError: the directory may not be reported, or not be deleted.
+        ConfigError: the directory may not be reported, or not be deleted, or no checkpoint can hold what is in it.
     """
     path = checkpoint.path
     check_source(path, place)
@@ -129,6 +131,8 @@ def take(checkpoint: Checkpoint, place: Place, index: int, *, delete: bool | Non
         wanted = False
     incoming = place.incoming(index)
     if wanted:
+        # What no checkpoint can hold is refused now: afterwards the files would lie somewhere else.
+        scan(IngestSource(rank=place.rank, path=path))
         for target in filter(None, (incoming, place.sibling(path, index))):
             moved = _move(path, target)
             if moved:

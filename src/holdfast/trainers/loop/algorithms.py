@@ -14,6 +14,7 @@ from ...state.sharded import reshard
 from .events import Event
 from .intervals import parse_every
 from .parallel import is_sharded
+from .time import Time, TimeUnit
 
 if TYPE_CHECKING:
     from .loggers import Logger
@@ -47,28 +48,51 @@ class EMA(Algorithm):
     The average of a parameter p after an update is ``smoothing * average + (1 - smoothing) * p``. Buffers are copied.
 
     Args:
-        smoothing: weight of the old average, from 0 to 1.
-        half_life: instead of ``smoothing``: the time after which a value counts half, such as "100ba".
-        update_interval: how often the average is brought up to date, in batches ("10ba").
+        half_life: the time after which a value counts half, in batches or epochs; "1000ba" if nothing else is given.
+        smoothing: instead of it: the weight of the old average, from 0 to 1.
+        ema_start: when the average begins: a time, or a share of training such as "0.5dur".
+        update_interval: how often the average is brought up to date, in the unit of ``half_life``; each one by default.
     """
 
-    def __init__(self, smoothing: float | None = None, half_life: Any = None, update_interval: Any = "1ba") -> None:
-        if (smoothing is None) == (half_life is None):
+    def __init__(
+        self, half_life: Any = None, smoothing: float | None = None, ema_start: Any = "0.0dur",
+        update_interval: Any = None,
+    ) -> None:  # fmt: skip
+        if half_life is not None and smoothing is not None:
             raise ConfigError("EMA: give either smoothing (0.999) or half_life ('100ba')")
-        self.update_interval = _batches(update_interval, "update_interval")
-        if half_life is not None:
-            smoothing = 2.0 ** -(self.update_interval / _batches(half_life, "half_life"))
+        if isinstance(half_life, float):
+            raise ConfigError(f"EMA({half_life!r}): the first is half_life ('100ba'), so write smoothing={half_life!r}")
+        half = None if smoothing is not None else _steps("1000ba" if half_life is None else half_life, "half_life")
+        unit = TimeUnit.BATCH if half is None else half.unit
+        every = Time(1, unit) if update_interval is None else _steps(update_interval, "update_interval")
+        if half is not None:
+            if every.unit is not half.unit:
+                raise ConfigError(f"EMA(half_life={half}, update_interval={every}): give both in batches or in epochs")
+            smoothing = 2.0 ** -(every.value / half.value)
         if smoothing is None or not 0 <= smoothing < 1:
             raise ConfigError(f"EMA(smoothing={smoothing!r}): give a number from 0 up to, not including, 1")
-        self.smoothing = float(smoothing)
+        self.smoothing, self.update_interval = float(smoothing), every
+        self.ema_start = Time.from_input(ema_start)
         self.average: dict[str, torch.Tensor] = {}
         self._begun = self._swapped = False
 
     def match(self, event: Event, state: State) -> bool:
         """Run after each interval, and around evaluations."""
-        if event is Event.BATCH_END:
-            return state.timestamp.count("batch") % self.update_interval == 0
-        return event in (Event.INIT, Event.FIT_START, Event.EVAL_BEFORE_ALL, Event.EVAL_AFTER_ALL)
+        every = self.update_interval
+        if event is (Event.BATCH_END if every.unit is TimeUnit.BATCH else Event.EPOCH_END):
+            return self._has_started(state) and state.timestamp.value(every.unit) % every.value == 0
+        if event is Event.FIT_START:
+            return self._has_started(state)
+        return event in (Event.INIT, Event.EVAL_BEFORE_ALL, Event.EVAL_AFTER_ALL)
+
+    def _has_started(self, state: State) -> bool:
+        start = self.ema_start
+        if self._begun or not start.value:
+            return True
+        if start.unit is not TimeUnit.DURATION:
+            return state.timestamp >= start
+        done = state.get_elapsed_duration()
+        return done is not None and done.value >= start.value
 
     @torch.no_grad()
     def apply(self, event: Event, state: State, logger: Logger) -> None:
@@ -81,7 +105,7 @@ class EMA(Algorithm):
         elif not self._begun:
             self._take(state)
             self._begun = True
-        elif event is Event.BATCH_END:
+        elif event in (Event.BATCH_END, Event.EPOCH_END):
             for name, live in _tensors(state.model):
                 kept = self.average[name]
                 if live.is_floating_point() and isinstance(live, torch.nn.Parameter):
@@ -150,8 +174,8 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
-def _batches(value: Any, what: str) -> int:
+def _steps(value: Any, what: str) -> Time:
     interval = parse_every(value, what).interval
-    if interval.unit.value != "ba":
-        raise ConfigError(f"EMA({what}={value!r}): give batches, such as '100ba'")
-    return int(interval.value)
+    if interval.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH):
+        raise ConfigError(f"EMA({what}={value!r}): give batches ('100ba') or epochs ('2ep')")
+    return interval

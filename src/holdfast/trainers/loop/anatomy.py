@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..._log import get_logger
 from ...errors import ConfigError
 from ...state import metrics, optim
 from ...state.names import canonical_keys, parameter_names, unwrap
@@ -19,7 +19,7 @@ from ...state.values import PerRank
 
 __all__ = ["IgnoreKeys", "as_torch_file", "check_ignore_keys", "emptied", "expand", "ignored", "plain_leaf"]
 
-_LOG = logging.getLogger("holdfast.trainer")
+_LOG = get_logger("trainer")
 IgnoreKeys = Sequence[str] | Callable[[dict[str, Any]], Any] | None
 
 

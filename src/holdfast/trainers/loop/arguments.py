@@ -22,7 +22,6 @@ __all__ = [
     "check_function",
     "check_loader",
     "check_path",
-    "of_eval",
     "of_fit",
     "several",
 ]
@@ -45,7 +44,6 @@ OF_TRAINER = {
     "deterministic_mode": "call torch.use_deterministic_algorithms(True)",
     "device_train_microbatch_size": "give grad_accum, the number of parts of each batch",
     "dist_timeout": "call torch.distributed.init_process_group(timeout=...) before the Trainer is made",
-    "eval_subset_num_batches": "give an eval_dataloader of that length",
     "fsdp_auto_wrap": _SHARD,
     "fsdp_config": _SHARD,
     "load_chunk_size": "what is read at once is chosen for each storage, leave it out",
@@ -70,7 +68,7 @@ _OF_FIT = {
     "device_train_microbatch_size": "give grad_accum to the Trainer, the number of parts of each batch",
     "eval_dataloader": _AT_ONCE,
     "eval_interval": _AT_ONCE,
-    "eval_subset_num_batches": OF_TRAINER["eval_subset_num_batches"],
+    "eval_subset_num_batches": _AT_ONCE,
     "precision": _AT_ONCE,
     "reset_time": "make another Trainer, with load_path=... and load_weights_only=True for the weights of this one",
     "scale_schedule_ratio": _SCHEDULE,
@@ -82,7 +80,6 @@ _OF_FIT = {
     "train_subset_num_batches": "give duration in batches, such as '100ba'",
 }
 of_fit = answering("Trainer.fit", _OF_FIT)
-of_eval = answering("Trainer.eval", {"subset_num_batches": "give an eval_dataloader of that length"})
 OF_SAVER = {
     "artifact_name": "it is called remote_file_name",
     "latest_artifact_name": "it is called latest_remote_file_name",
@@ -160,8 +157,23 @@ _KINDS = {
     "callbacks": (("run_event",), "a holdfast.callbacks.Callback, or a list of them"),
     "loggers": (("log_metrics",), "a holdfast.loggers.LoggerDestination"),
     "optimizers": (("step", "zero_grad", "state_dict"), "a torch.optim.Optimizer"),
-    "schedulers": (("step", "state_dict"), "a scheduler of torch.optim.lr_scheduler"),
+    "schedulers": (
+        ("step", "state_dict"),
+        "a scheduler of torch.optim.lr_scheduler or holdfast.optim",
+    ),
 }
+
+
+def check_schedule(value: Any, what: str) -> None:
+    """Refuse a function that is no schedule: of (state), or of (state, ssr).
+
+    Raises:
+        ConfigError: naming the argument.
+    """
+    try:
+        check_function(value, what, "state", "ssr")
+    except ConfigError:
+        check_function(value, what, "state")
 
 
 def several(value: Any, what: str) -> list[Any]:
@@ -177,6 +189,9 @@ def several(value: Any, what: str) -> list[Any]:
     for number, one in enumerate(found):
         if isinstance(one, type):
             raise ConfigError(f"{what}[{number}] is the class {one.__name__}: give what it makes, {one.__name__}(...)")
+        if what == "schedulers" and callable(one) and not hasattr(one, "step"):
+            check_schedule(one, f"{what}[{number}]")
+            continue
         plain = isinstance(one, (str, bytes, int, float, dict, set, torch.Tensor))
         if plain or not all(callable(getattr(one, name, None)) for name in methods):
             raise ConfigError(f"{what}[{number}] is a {type(one).__name__}: give {kind}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..._log import get_logger
 from ...errors import ConfigError
 from .anatomy import check_ignore_keys
 from .arguments import check_flags, check_path
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from .loggers import Logger
     from .state import State
 
-__all__ = ["Callback", "EarlyStopper", "EarlyStopping", "LoadCheckpoint"]
+__all__ = ["Callback", "EarlyStopper", "EarlyStopping", "LoadCheckpoint", "ThresholdStopper"]
 
-_LOG = logging.getLogger("holdfast.trainer")
+_LOG = get_logger("trainer")
 
 
 class Callback:
@@ -80,6 +80,7 @@ for _event in Event:
     setattr(Callback, _event.value, _method(_event))
 
 
+_SMALL = ("loss", "error", "perplexity")  # in names of metrics of which less is better
 _FALLS, _RISES = ("min", "less", "lt"), ("max", "greater", "gt")
 
 
@@ -94,7 +95,8 @@ class EarlyStopping(Callback):
             for names with "loss", "error" or "perplexity", greater otherwise.
         min_delta: how much better it has to be to count.
         patience: how long nothing better is put up with: a time, or a number of epochs. Training ends at the first
-            look after more than that.
+            look after more than that: an evaluation; for "train" the end of an epoch, or, if patience is given in
+            another unit, every batch.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class EarlyStopping(Callback):
         from .intervals import parse_every
 
         if comp is None:
-            falls = any(word in monitor.lower() for word in ("loss", "error", "perplexity"))
+            falls = any(word in monitor.lower() for word in _SMALL)
             comp = "min" if falls else "max"
         known = comp.lower() in (*_FALLS, *_RISES) if isinstance(comp, str) else callable(comp)
         if not known:
@@ -171,6 +173,13 @@ class EarlyStopping(Callback):
         if state.dataloader_label == self.dataloader_label:
             self._look(state, state.eval_metric_values.get(self.dataloader_label, {}))
 
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Look at the metric of training so far, where patience is shorter than epochs."""
+        if self.dataloader_label == "train" and self.patience.unit is not TimeUnit.EPOCH:
+            from .metrics import computed
+
+            self._look(state, computed(state.train_metrics, state.ranks))
+
     def epoch_end(self, state: State, logger: Logger) -> None:
         """Look at the metric of training."""
         if self.dataloader_label == "train":
@@ -188,6 +197,67 @@ class EarlyStopping(Callback):
 
 
 EarlyStopper = EarlyStopping
+
+
+class ThresholdStopper(Callback):
+    """Ends training when a metric has come past a threshold.
+
+    Args:
+        monitor: name of the metric.
+        dataloader_label: "train", or the label of the evaluation data.
+        threshold: to be passed.
+        comp: what passing is: "greater" ("gt"), "less" ("lt") or a function ``(value, threshold) -> bool``; by default
+            less for names with "loss", "error" or "perplexity", greater otherwise.
+        stop_on_batch: for "train", look after every batch and not at the end of epochs alone.
+    """
+
+    def __init__(
+        self, monitor: str, dataloader_label: str, threshold: float, *, comp: Any = None, stop_on_batch: bool = False
+    ) -> None:
+        if comp is None:
+            comp = "less" if any(word in monitor.lower() for word in _SMALL) else "greater"
+        if not callable(comp) and comp not in (*_FALLS, *_RISES):
+            raise ConfigError(
+                f"ThresholdStopper(comp={comp!r}): use 'greater', 'less' or a function (value, threshold)"
+            )
+        check_flags(stop_on_batch=stop_on_batch)
+        self.monitor, self.dataloader_label, self.threshold = monitor, dataloader_label, threshold
+        self._passes, self.stop_on_batch = comp, stop_on_batch
+
+    def _look(self, state: State, values: Mapping[str, Any]) -> None:
+        if self.monitor not in values:
+            raise ConfigError(
+                f"ThresholdStopper(monitor={self.monitor!r}): {self.dataloader_label!r} has no such metric; there are "
+                f"{', '.join(sorted(values)) or 'none'}"
+            )
+        value = float(values[self.monitor])
+        if callable(self._passes):
+            passed = bool(self._passes(*torch.tensor([value, self.threshold], dtype=torch.float64)))
+        else:
+            passed = value < self.threshold if self._passes in _FALLS else value > self.threshold
+        if passed:
+            _LOG.warning(
+                "%s %s is %s, past %s: training ends at batch %d",
+                self.dataloader_label, self.monitor, value, self.threshold, int(state.timestamp.batch),
+            )  # fmt: skip
+            state.stop_training()
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Look at the metric of the evaluation that has just ended."""
+        if state.dataloader_label == self.dataloader_label:
+            self._look(state, state.eval_metric_values.get(self.dataloader_label, {}))
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Look at the metric of training so far."""
+        if self.stop_on_batch and self.dataloader_label == "train":
+            from .metrics import computed
+
+            self._look(state, computed(state.train_metrics, state.ranks))
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Look at the metric of training."""
+        if self.dataloader_label == "train":
+            self._look(state, state.train_metric_values)
 
 
 class LoadCheckpoint(Callback):

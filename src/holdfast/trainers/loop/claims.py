@@ -6,7 +6,6 @@ share a folder by the names of their files: so each name has a lease of its own,
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import threading
@@ -14,6 +13,7 @@ from collections.abc import Iterable
 
 import xxhash
 
+from ..._log import get_logger
 from ...checkpoint.heartbeat import Heartbeat
 from ...checkpoint.lease import Lease, make_owner
 from ...errors import HoldfastError
@@ -25,7 +25,7 @@ __all__ = ["LEASE_S", "Claims"]
 LEASE_S = 60.0
 """How long to wait for a lease whose owner may be dead."""
 
-_LOG = logging.getLogger("holdfast.trainer")
+_LOG = get_logger("trainer")
 
 
 class Claims:
@@ -90,6 +90,17 @@ class Claims:
         held = self._held.get(shape) or self._left.get(shape)
         if held is not None:
             held.check()
+
+    def confirm(self, shape: str) -> None:
+        """Make sure, by one request, that nobody has taken a name from us up to now.
+
+        Raises:
+            RunBusyError: somebody has: files of this name are not ours to write or delete any more.
+            StorageError: nobody can say just now.
+        """
+        held = self._held.get(shape) or self._left.get(shape)
+        if held is not None:
+            held.verify()
 
     def end(self) -> None:
         """Take note that the file of a `begin` is there, or never will be."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -14,7 +14,10 @@ from ...errors import ConfigError
 from ...state.data import ResumableBatches, batch_length
 from ...state.position import elsewhere, of_this_rank, said, with_ranks_apart
 
-__all__ = ["DataPosition", "microbatches", "num_batches", "num_tokens", "to_device"]
+if TYPE_CHECKING:
+    from .evaluator import DataSpec
+
+__all__ = ["DataPosition", "microbatches", "num_batches", "num_tokens", "on_device", "to_device", "with_state"]
 
 
 class DataPosition:
@@ -36,7 +39,7 @@ class DataPosition:
         """Return the rest of ``epoch``: what was trained already does not come again."""
         stored = self._live.state_dict() if self._live is not None else self._stored
         self._live = ResumableBatches(
-            _with_state(loader), stored, seed=seed, epoch=epoch, seed_samples=not _draws_here(loader),
+            with_state(loader), stored, seed=seed, epoch=epoch, seed_samples=not _draws_here(loader),
             rank=self._rank, world_size=self._world_size, split=True,
         )  # fmt: skip
         return self._live
@@ -47,7 +50,7 @@ class DataPosition:
             return num_batches(loader)
         if self._counted is None or self._counted[0] is not loader:
             epoch = ResumableBatches(
-                _with_state(loader), None, seed=0, epoch=0, rank=self._rank, world_size=self._world_size, split=True
+                with_state(loader), None, seed=0, epoch=0, rank=self._rank, world_size=self._world_size, split=True
             )
             self._counted = (loader, num_batches(epoch))
         return self._counted[1]
@@ -114,7 +117,8 @@ def _draws_here(loader: Any) -> bool:
     )
 
 
-def _with_state(loader: Any) -> Any:
+def with_state(loader: Any) -> Any:
+    """Return a loader with the position that its data set knows, where it knows one; else itself."""
     if callable(getattr(loader, "state_dict", None)):
         return loader
     dataset = getattr(loader, "dataset", None)
@@ -168,8 +172,30 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def microbatches(batch: Any, count: int) -> list[tuple[Any, float]]:
+def on_device(batch: Any, spec: DataSpec | None, device: torch.device, *, part: bool = False) -> Any:
+    """Return a batch as the model gets it.
+
+    Args:
+        batch: as the loader gave it.
+        spec: the functions it goes through.
+        device: where the model is.
+        part: it is not split any more.
+    """
+    if spec is not None and spec.batch_transforms is not None:
+        batch = spec.batch_transforms(batch)
+    batch = to_device(batch, device)
+    return spec.microbatch_transforms(batch) if part and spec is not None and spec.microbatch_transforms else batch
+
+
+def microbatches(
+    batch: Any, count: int, split: Callable[[Any, int], Sequence[Any]] | None = None
+) -> list[tuple[Any, float]]:
     """Split a batch along its first dimension into up to ``count`` parts, each with its share of the samples.
+
+    Args:
+        batch: to be split.
+        count: of the parts.
+        split: splits a batch into parts of so many samples, instead.
 
     Raises:
         ConfigError: the batch cannot be split.
@@ -177,6 +203,11 @@ def microbatches(batch: Any, count: int) -> list[tuple[Any, float]]:
     if count == 1:
         return [(batch, 1.0)]
     size = _rows(batch)
+    if split is not None:
+        size = batch_length(batch) if size is None else size
+        parts = list(split(batch, max(1, -(-size // count))))
+        sizes = [batch_length(part) for part in parts]
+        return [(part, one / max(1, sum(sizes))) for part, one in zip(parts, sizes, strict=True)]
     if size is None:
         raise ConfigError(f"grad_accum={count}: a batch of type {type(batch).__name__} holds no tensors to split")
     count = min(count, size)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .callbacks import Callback
 from .events import Event
-from .loggers import Logger
+from .loggers import Logger, LoggerDestination
 
 if TYPE_CHECKING:
     from .state import State
@@ -16,13 +16,18 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """Runs what listens to each event: algorithms first, then callbacks and loggers in their order, savers last."""
+    """Runs what listens to each event: algorithms first, then callbacks and loggers in their order, savers last.
+
+    At INIT it is loggers, callbacks, algorithms: what logs is there for the others. At events whose names begin
+    with AFTER_ algorithms undo what they did before, so the last one comes first there.
+    """
 
     def __init__(self, state: State, logger: Logger) -> None:
         self._state, self._logger = state, logger
         # By the value of the event: an Enum's own hash is a Python function, asked a dozen times for each batch.
         self._handlers: dict[str, list[Callable[..., object]]] = {}
         self._callbacks: Sequence[Any] = ()
+        self._begun = False
 
     def listen(self, callbacks: Sequence[Any]) -> None:
         """Set what listens, apart from the algorithms of the state."""
@@ -32,14 +37,30 @@ class Engine:
     def run(self, event: Event) -> None:
         """Tell everybody who listens to ``event``."""
         state, logger = self._state, self._logger
-        for algorithm in state.algorithms:
-            if algorithm.match(event, state):
-                algorithm.apply(event, state, logger)
+        if event is Event.INIT:
+            first = [one for one in self._callbacks if isinstance(one, LoggerDestination)]
+            for one in (*first, *(one for one in self._callbacks if one not in first)):
+                for handler in _handlers(one, event):
+                    handler(state, logger)
+        if state.algorithms:
+            self._run_algorithms(event)
+        if event is Event.INIT:
+            self._begun = True
+            return
         for handler in self._handlers[event._value_]:
             handler(state, logger)
 
+    def _run_algorithms(self, event: Event) -> None:
+        state, logger = self._state, self._logger
+        matching = [one for one in state.algorithms if one.match(event, state)]
+        for algorithm in reversed(matching) if event.name.startswith("AFTER_") else matching:
+            algorithm.apply(event, state, logger)
+
     def close(self) -> None:
-        """Close everything that listens; the first error is raised after all have been closed."""
+        """Close everything that listens, once; the first error is raised after all have been closed."""
+        if not self._begun:
+            return
+        self._begun = False
         problem: Exception | None = None
         for call in ("close", "post_close"):
             for one in self._callbacks:

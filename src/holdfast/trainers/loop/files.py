@@ -10,15 +10,20 @@ import io
 import json
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 import torch
 import xxhash
 
-from ...checkpoint._location import Stream
-from ...errors import ConfigError, CorruptCheckpointError
+from ...errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    StorageConflictError,
+    StorageExistsError,
+    StorageNotFoundError,
+)
 from ...format.digest import chunk_digests, file_digest
 from ...format.layout import header_bytes, order_key
 from ...state import arrays
@@ -26,6 +31,7 @@ from ...state.plan import Layout, Signature
 from ...state.staging import stage
 from ...state.torch_file import Late, TorchFileWriter
 from ...storage.base import Storage
+from ...storage.stream import InputStream
 from ...writer.arena import Arena
 
 __all__ = ["FileImage", "read_note"]
@@ -116,17 +122,35 @@ class FileImage:
 
         self._finish = finish
 
-    def store(self, storage: Storage, path: str) -> int:
-        """Complete the file and store it, atomically and durably; returns its bytes. Runs on another thread."""
+    def store(self, storage: Storage, path: str, *, confirm: Callable[[], object] | None = None) -> int:
+        """Complete the file and store it, atomically and durably; returns its bytes. Runs on another thread.
+
+        May be called again for the same file where the storage did not take it.
+
+        Args:
+            storage: where to.
+            path: its path.
+            confirm: raises if the name is not ours any more. It is asked before the file is stored, which then takes
+                the place of what was there at that moment and of nothing that came later; and again when it is there.
+        """
         assert self._arena is not None
-        self._finish()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
         view = self._arena.view
+        if confirm is not None:
+            if storage.local_root is not None or self._size <= _VIEW:
+                _replace(storage, path, view[: self._size], confirm)
+                return self._size
+            confirm()
         if storage.local_root is not None or self._size <= _VIEW:
             storage.put(path, view[: self._size])
             return self._size
         with storage.create(path, self._size) as writer:
             for start in range(0, self._size, _VIEW):
                 writer.write(view[start : min(start + _VIEW, len(view))])
+        if confirm is not None:
+            confirm()
         return self._size
 
     def _copy(self, places: _Tensors, size: int) -> Arena:
@@ -150,6 +174,23 @@ class FileImage:
             self._arena = None
 
 
+def _replace(storage: Storage, path: str, data: memoryview, confirm: Callable[[], object]) -> None:
+    """Store a file in place of the one that is there now."""
+    for is_last in (False, False, True):
+        try:
+            etag, is_there = storage.stat(path).etag, True
+        except StorageNotFoundError:
+            etag, is_there = None, False
+        confirm()
+        try:
+            storage.put(path, data, if_absent=not is_there, if_match=etag)
+            break
+        except (StorageExistsError, StorageConflictError, StorageNotFoundError):
+            if is_last:
+                raise
+    confirm()
+
+
 def _note(note: Mapping[str, Any], digest: str) -> bytes:
     return json.dumps({"format": _FORMAT, "version": 1, **note, "digest": digest}, separators=(",", ":")).encode()
 
@@ -167,7 +208,7 @@ def read_note(storage: Storage, path: str, *, verify: bool = False) -> dict[str,
         StorageNotFoundError: there is no file.
     """
     with storage.open(path) as reader:
-        stream = cast("BinaryIO", io.BufferedReader(Stream(reader), 1 << 20))
+        stream = cast("BinaryIO", io.BufferedReader(InputStream(reader), 1 << 20))
         where = f"{storage.uri}/{path}"
         if path.endswith(".safetensors"):
             return _weights_note(stream, reader.size, where, verify=verify)

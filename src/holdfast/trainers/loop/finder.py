@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+from ..._log import get_logger
 from ...checkpoint.record import Record, timestamp
 from ...checkpoint.remains import is_remains
 from ...checkpoint.sidecar import read_sidecar
@@ -39,8 +39,8 @@ __all__ = [
     "names_in",
 ]
 
-_LOG = logging.getLogger("holdfast.trainer")
-OWN_NAMES = ("lease.json", "logs", "reports", "run.json")  # what a run keeps beside its checkpoints
+_LOG = get_logger("trainer")
+OWN_NAMES = ("lease.json", "logs", "reports", "run-changes.json", "run.json")  # what a run keeps beside its checkpoints
 CONTAINERS = {"": "directory", ".pt": "torch", ".safetensors": "safetensors"}
 _REFUSED = (
     ".tar",

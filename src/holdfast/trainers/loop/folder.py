@@ -16,8 +16,11 @@ from ...checkpointer.team import Team
 from ...errors import ConfigError, StorageError, StorageNotFoundError
 from ...format.commit import remove
 from ...format.manifest import MANIFEST_NAME
+from ...storage._beneath import Beneath
+from ...storage._beneath import Folder as OpenFolder
+from ...storage._local_tree import make_durable
 from ...storage.base import TEMPORARY, Storage
-from ...storage.ops import errors_of
+from ...storage.ops import POSIX, errors_of
 from ...storage.resolve import resolve, split_uri
 from ...writer.client import WriterClient
 from ...writer.messages import RunOpened
@@ -158,17 +161,39 @@ class Folder:
         if self.client is not None and "/" not in name and self.ranks.leads:
             answer(self.client.run_op("quarantine", name=name, reason=reason), self.storage, TIMEOUT_S, bound="")
 
-    def delete(self, one: Found) -> None:
-        """Delete a checkpoint; the index of the run forgets it first, so that remains of a deletion are swept."""
+    def delete(self, one: Found, *, claim: str | None = None) -> None:
+        """Delete a checkpoint; the index of the run forgets it first, so that remains of a deletion are swept.
+
+        Args:
+            one: which.
+            claim: the name of single files whose lease says that it is ours to delete.
+
+        Raises:
+            RunBusyError: another process has taken the folder over: nothing is deleted.
+        """
         if one.container != "directory":
+            if claim is not None:
+                self.claims.confirm(claim)
             self.storage.delete(one.name)
             return
         gone: list[str] = []
-        if self.client is not None and "/" not in one.name:
-            future = self.client.run_op("discard", names=[one.name], why="not kept by its saver")
-            gone = answer(future, self.storage, TIMEOUT_S, bound="")
+        if self.client is not None:
+            if "/" not in one.name:
+                future = self.client.run_op("discard", names=[one.name], why="not kept by its saver")
+                gone = answer(future, self.storage, TIMEOUT_S, bound="")
+            if not gone:  # not in the index of the run: said all the same before it goes
+                self.confirm(one.name)
         if not gone:
             remove(self.storage, one.name)
+
+    def confirm(self, *doomed: str) -> None:
+        """See that nobody has taken the run over up to now, and say what is about to be deleted beside its index.
+
+        Raises:
+            RunBusyError: somebody has.
+        """
+        if self.client is not None and self.ranks.leads:
+            answer(self.client.run_op("confirm", names=list(doomed)), self.storage, TIMEOUT_S, bound="")
 
     def sweep(self, wanted: Callable[[str], object], *, nested: bool) -> None:
         """Remove what killed saves and deletions left in sub-folders, and empty directories with names of ours.
@@ -216,9 +241,8 @@ def link_latest(storage: Storage, latest: str, name: str) -> None:
     if root is None:
         storage.put(f"{latest}.symlink", f"{storage_prefix(storage)}{name}".encode())
         return
-    link = root / latest
-    with errors_of("link", str(link)):
-        _link(link, root, name)
+    with errors_of("link", str(root / latest)):
+        _link(root, latest, name)
 
 
 def check_link(storage: Storage, latest: str) -> None:
@@ -231,6 +255,8 @@ def check_link(storage: Storage, latest: str) -> None:
         return
     link = root / latest
     with errors_of("link", str(link)):
+        with contextlib.suppress(FileNotFoundError):
+            Beneath(str(root)).folder(_folder_of(latest)).close()  # no link leads out of the save folder
         _refuse_other(link)
         for path in link.parent.glob(f"{TEMPORARY}*") if link.parent.is_dir() else ():
             with contextlib.suppress(OSError):  # gone meanwhile, or another user's
@@ -247,39 +273,44 @@ def _refuse_other(link: Path) -> None:
         )
 
 
-def _link(link: Path, root: Path, name: str) -> None:
+def _folder_of(latest: str) -> str:
+    return "" if (above := PurePosixPath(latest).parent.as_posix()) == "." else above
+
+
+def _link(root: Path, latest: str, name: str) -> None:
+    link = root / latest
     _refuse_other(link)
     target = os.path.relpath(root / name, link.parent)
-    if link.is_symlink() and os.readlink(link) == target:
-        return
-    link.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        _put_link(link, target)
-    except FileNotFoundError:  # somebody has cleaned up here
-        link.parent.mkdir(parents=True, exist_ok=True)
-        _put_link(link, target)
-    _sync(link.parent)
+    inside, door = _folder_of(latest), Beneath(str(root))
+    for is_last in (False, True):
+        make_durable(POSIX, door, inside)
+        try:
+            with door.folder(inside) as folder:
+                _put_link(folder, link.name, target)
+                POSIX.fsync_dir(folder.here)
+            return
+        except FileNotFoundError:  # somebody has cleaned up here
+            if is_last:
+                raise
 
 
-def _put_link(link: Path, target: str) -> None:
-    temporary = link.parent / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}"
-    os.symlink(target, temporary)
+def _put_link(folder: OpenFolder, name: str, target: str) -> None:
+    with contextlib.suppress(OSError):
+        if os.readlink(name, dir_fd=folder.fd) == target:
+            return
+    temporary = f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}"
+    os.symlink(target, temporary, dir_fd=folder.fd)
     try:
-        os.replace(temporary, link)
+        os.replace(temporary, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder.fd)
         raise
 
 
 def storage_prefix(storage: Storage) -> str:
     """Return the path of a folder inside its bucket, with a slash at its end; "" for the bucket itself."""
-    _, _, path = split_uri(storage.uri)[1].partition("/")
+    scheme, path = split_uri(storage.uri)
+    for _ in range(2 if scheme == "libcloud" else 1):  # the bucket; libcloud's has its provider before it
+        _, _, path = path.partition("/")
     return f"{path.strip('/')}/" if path.strip("/") else ""
-
-
-def _sync(directory: Path) -> None:
-    number = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from ...errors import ConfigError
+from .arguments import check_function
 from .events import Event
 from .time import Time, TimeLike, TimeUnit
 from .timestamp import Timestamp
 
-__all__ = ["Every", "IntervalSpec", "Span", "finished", "parse_every"]
+__all__ = ["Every", "IntervalSpec", "Span", "When", "finished", "parse_every", "parse_when"]
 
 IntervalSpec = TimeLike | Callable[[Any, Event], bool]
 _STEPS = (Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT)
@@ -93,6 +95,25 @@ def parse_every(spec: Any, what: str) -> Every:
         rule = "a share is above 0 and at most 1" if interval.unit is TimeUnit.DURATION else "it must be positive"
         raise ConfigError(f"{what}={spec!r} would never be due: {rule}")
     return Every(interval)
+
+
+When = Every | Callable[[Any, Event], bool] | None
+"""An interval, a function that decides alone, or None: never."""
+
+
+def parse_when(spec: Any, what: str) -> When:
+    """Turn what users write into an `Every`, their own function, or None for 0: never.
+
+    Raises:
+        ConfigError: see `parse_every`; or the function takes other arguments than (state, event).
+    """
+    if callable(spec):
+        return check_function(spec, what, "state", "event")  # type: ignore[no-any-return]
+    if isinstance(spec, (int, float, str, Time)) and not isinstance(spec, bool):
+        with contextlib.suppress(ConfigError):
+            if Time.from_input(spec, TimeUnit.EPOCH).value == 0:
+                return None
+    return parse_every(spec, what)
 
 
 def _whole(interval: Time, span: Span) -> tuple[TimeUnit, Fraction]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..._log import get_logger
 from ...checkpoint.handle import Checkpoint
 from ...checkpoint.retention import decide
 from ...checkpointer.passing import PASSING, state_of
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Destinations", "Kept"]
 
-_LOG = logging.getLogger("holdfast.trainer")
+_LOG = get_logger("trainer")
 
 
 class Destinations(NamedTuple):
@@ -153,6 +153,20 @@ class Kept:
         if unlinked is not None:
             raise unlinked
 
+    def make_room(self) -> bool:
+        """Delete, because a save found its disk full, what the rules do not keep; tell whether anything has gone.
+
+        There is something where deletions are behind: a life before had other rules, or could not delete.
+        """
+        if not self._folder.ranks.leads:
+            return False
+        before = len(self._found)
+        try:
+            self._retain()
+        except StorageError as error:
+            _LOG.warning("older checkpoints were not deleted: %s", error)
+        return len(self._found) < before
+
     def _send(self, saved: Found, uploaders: Sequence[RemoteUploaderDownloader], there: Destinations) -> None:
         for uploader in uploaders:
             assert there.remote is not None
@@ -183,7 +197,7 @@ class Kept:
                 verdicts = decide(keep if keep is not None else Keep(last=number), records, protect)
                 doomed = {verdict.name for verdict in verdicts if not verdict.keep}
             for one in [one for one in self._found if one.name in doomed]:
-                self._folder.delete(one)
+                self._folder.delete(one, claim=self._saver.claim)
                 self._found.remove(one)
 
 

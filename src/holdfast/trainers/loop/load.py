@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import pickle
 import tempfile
 import zipfile
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
@@ -15,37 +15,49 @@ from typing import Any
 
 import torch
 
+from ..._log import get_logger
 from ...checkpoint._location import locate
 from ...checkpoint.transfer import copy_file
 from ...checkpointer.block import ResumeBlock
 from ...checkpointer.load_bar import load_bar
-from ...errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, StateMismatchError
+from ...errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    StateMismatchError,
+    UnsupportedStateError,
+)
 from ...format.layout import DTYPES, read_header
 from ...format.manifest import MANIFEST_NAME
 from ...interop.gathered import mapped_ranges
+from ...interop.unpickle import Opaque, read_torch
 from ...state import rng
 from ...state.arrays import dtype_of
+from ...state.metrics import is_metric
 from ...state.restore import load_state, paths
 from ...state.selection import covers
 from ...state.stored import Stored, open_stored
 from ...state.torch_plain import from_plain
-from ...state.values import ObjectNode
+from ...state.values import ObjectNode, PerRank, PerRankNode
 from ...storage.base import Storage
 from ...storage.local import LocalStorage
+from ...storage.resolve import split_uri
 from .anatomy import IgnoreKeys, emptied, from_torch_file
 from .files import read_note
 from .finder import look_at, names_in
 from .folder import storage_prefix
 from .gather import of_rank
 from .laid import lay
+from .of_composer import as_ours, is_composers
 from .ranks import Ranks
 from .state import State
 
 __all__ = ["LoadOptions", "Report", "load_from", "load_path", "place_of"]
 
-_LOG = logging.getLogger("holdfast.trainer")
+_LOG = get_logger("trainer")
 # What has to fit for training to go on; anything else that does not fit is said.
 _WEIGHTS = "torch.save({'state': {'model': model.state_dict()}}, path), for load_weights_only=True"
+_INSTEAD = f"where it was made, save tensors and plain data instead, {_WEIGHTS}"
 _STRICT = frozenset({"state/model", "state/optimizers"})
 
 
@@ -86,6 +98,7 @@ class Report:
         restored, not_restored: as in `holdfast.state.restore.Loaded`.
         notes: one line each.
         generators: states of random generators that it held, to be put back when training begins.
+        checkpoint_id: of a directory; None for a single file.
     """
 
     uri: str
@@ -95,6 +108,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     generators: Mapping[str, Any] | None = None
     headline: str = ""
+    checkpoint_id: str | None = None
 
     def show(self) -> None:
         """Print the block."""
@@ -131,7 +145,8 @@ def place_of(path: str | os.PathLike[str], state: State, object_store: Storage |
     for variable, value in (("run_name", state.run_name), ("rank", 0), ("local_rank", 0), ("node_rank", 0)):
         text = text.replace("{" + variable + "}", str(value))
     if object_store is not None:
-        storage, name = object_store, text.strip("/")
+        # Of a whole URI the path counts: the store is the bucket.
+        storage, name = object_store, (text.partition("://")[2].partition("/")[2] or text).strip("/")
     else:
         storage, name = locate(text, None)
     if not _is_there(storage, name):
@@ -168,7 +183,11 @@ def _checkpoints_in(storage: Storage, name: str) -> list[str]:
 def _follow(storage: Storage, key: str, object_store: Storage | None) -> tuple[Storage, str]:
     prefix = storage_prefix(storage)
     if not prefix or key.startswith(prefix):
-        return storage, key.removeprefix(prefix)
+        name = key.removeprefix(prefix)
+        inside = key.partition("/")[2]  # pointers of earlier versions to libcloud begin with the container
+        if split_uri(storage.uri)[0] == "libcloud" and inside and not _is_there(storage, name):
+            return storage, inside
+        return storage, name
     # The pointer lies beside or below what it points at: begin at the bucket.
     uri = storage.uri[: len(storage.uri.rstrip("/")) - len(prefix.rstrip("/"))].rstrip("/")
     return locate(f"{uri}/{key}", object_store)
@@ -217,6 +236,10 @@ def _load_plain(
         options.ignore_keys(found)
         found.setdefault("state", {})
         options = replace(options, ignore_keys=None)
+    found = _refuse_objects(found, uri, options)
+    notes: list[str] = []
+    if is_composers(found):
+        found = as_ours(found, state, notes)
     ranks, before = state.ranks, found.get("rng")
     told: Any = found["state"].get("timestamp")
     for name in ("Timestamp", "batch"):
@@ -226,6 +249,7 @@ def _load_plain(
     generators = found.pop("rng", None)
     stored = lay({"state": found["state"]}, uri, mapped=mapped)
     report = _load_stored(stored, uri, state, replace(options, progress_bar=False), ranks=Ranks(), verify=False)
+    report.notes += notes if report.full else []
     globs = options.ignore_keys if isinstance(options.ignore_keys, Sequence) else ()
     if report.full and isinstance(generators, Mapping) and not covers(globs, "rng"):
         report.generators = generators
@@ -244,7 +268,7 @@ def _load_stored(
     saved = _contents(stored, uri)
     full = not options.weights_only and "timestamp" in saved
     live: dict[str, Any] = state.live() if full else {"state": {"model": state.model}}
-    report = Report(uri, full)
+    report = Report(uri, full, checkpoint_id=stored.manifest.checkpoint_id or None)
     skip = _ignored(stored, options.ignore_keys, report)
     if full:
         if "rng" not in stored.tree:
@@ -254,6 +278,7 @@ def _load_stored(
         report.notes.append("it holds weights only: training begins at batch 0")
     strict = _STRICT if options.strict_model_weights else _STRICT - {"state/model"}
     lenient = {"rng", *(f"state/{name}" for name in (*live["state"], *saved))} - strict
+    _mark_metrics(live["state"], saved, stored.per_rank or {})
     try:
         with load_bar(place, show=options.show_bar if ranks.leads else False) as progress:
             only = None if full else ["state/model"]
@@ -276,6 +301,19 @@ def _load_stored(
         here = f"batch {int(state.timestamp.batch)}, epoch {int(state.timestamp.epoch)}"
         report.headline = f"resumed from {uri} at {here}"
     return report
+
+
+def _mark_metrics(live: Any, saved: Any, per_rank: dict[str, Any]) -> Any:
+    """Make what torchmetrics objects have gathered theirs again: a single file holds it as plain dictionaries."""
+    if isinstance(live, PerRank) and isinstance(saved, PerRankNode):
+        if saved.key in per_rank:
+            per_rank[saved.key] = _mark_metrics(live.value, per_rank[saved.key], per_rank)
+    elif is_metric(live) and isinstance(saved, dict):
+        return ObjectNode(type(live).__name__, "metric", saved)
+    elif isinstance(live, Mapping) and isinstance(saved, dict):
+        for key in [key for key in live if key in saved]:
+            saved[key] = _mark_metrics(live[key], saved[key], per_rank)
+    return saved
 
 
 def _in_our_words(error: StateMismatchError, place: str, uri: str, advice: str) -> StateMismatchError:
@@ -350,16 +388,13 @@ def _read_torch(path: str, uri: str) -> dict[str, Any]:
     if is_zip:
         _verify(path, uri)
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        found = _without_objects(path, mmap=is_zip)
     except pickle.UnpicklingError as error:
         if not is_zip and not _is_pickle(path):
             raise CorruptCheckpointError(
                 f"{uri} cannot be read as a file of torch.save: it is none", file=uri
             ) from error
-        raise ConfigError(
-            f"{uri} holds pickled objects, which loading would execute: where it was made, save tensors and plain data "
-            f"instead, {_WEIGHTS}"
-        ) from error
+        raise ConfigError(f"{uri} holds pickled objects, which loading would execute: {_INSTEAD}") from error
     except (RuntimeError, EOFError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
         # Of what is no torch file at all its reader says all kinds of things.
         raise CorruptCheckpointError(
@@ -371,6 +406,60 @@ def _read_torch(path: str, uri: str) -> dict[str, Any]:
             f"{uri} was not saved by a trainer: it has no 'state' with 'model' in it; save it as {_WEIGHTS}"
         )
     return from_torch_file(found)
+
+
+def _without_objects(path: str, *, mmap: bool) -> Any:
+    """Read a file of torch; objects of classes that are more than data are `Opaque`, see `_refuse_objects`."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        try:
+            return read_torch(path)
+        except UnsupportedStateError:
+            raise error from None
+
+
+def _refuse_objects(found: dict[str, Any], uri: str, options: LoadOptions) -> dict[str, Any]:
+    """Leave out objects of foreign classes where nobody wants them, and refuse them anywhere else.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    objects = dict(_objects(found))
+    if not objects:
+        return found
+    globs = options.ignore_keys if isinstance(options.ignore_keys, Sequence) else ()
+
+    def unwanted(path: str) -> bool:
+        return covers(globs, path) or (options.weights_only and not path.startswith("state/model"))
+
+    if wanted := [f"{path} ({name})" for path, name in objects.items() if not unwanted(path)]:
+        raise ConfigError(
+            f"{uri} holds pickled objects, which loading would execute: {', '.join(wanted[:8])}"
+            f"{' ...' if len(wanted) > 8 else ''}: load_ignore_keys leaves them out, load_weights_only=True all but "
+            f"the weights; or {_INSTEAD}"
+        )
+    kept: dict[str, Any] = _pruned(found)
+    return kept
+
+
+def _objects(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, Opaque):
+        yield path, value.name
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _objects(item, f"{path}/{key}" if path else str(key))
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        for number, item in enumerate(value):
+            yield from _objects(item, f"{path}/{number}")
+
+
+def _pruned(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _pruned(item) for key, item in value.items() if not isinstance(item, Opaque)}
+    if isinstance(value, (list, tuple)):
+        return [_pruned(item) for item in value if not isinstance(item, Opaque)]
+    return value
 
 
 def _is_pickle(path: str) -> bool:

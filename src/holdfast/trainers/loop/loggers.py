@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import time
@@ -12,13 +11,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
+from ..._log import get_logger
 from ..._optional import require
 from .callbacks import Callback
 
 if TYPE_CHECKING:
     from .state import State
 
-_LOG = logging.getLogger("holdfast.trainer")
+_LOG = get_logger("trainer")
 _BLOCK = 1 << 16
 __all__ = ["ConsoleLogger", "JSONLLogger", "Logger", "LoggerDestination", "TensorBoardLogger"]
 
@@ -31,6 +31,9 @@ class LoggerDestination(Callback):
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
         """Take what a run was started with."""
+
+    def upload_file(self, remote_file_name: str, file_path: str, *, overwrite: bool = False) -> None:
+        """Take a file; a destination that stores none does nothing."""
 
 
 class Logger:
@@ -55,6 +58,18 @@ class Logger:
         """Log what the run was started with."""
         for one in self.destinations:
             one.log_hyperparameters(hyperparameters)
+
+    def upload_file(self, remote_file_name: str, file_path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Send a file of yours to every destination that stores files; returns before it is there.
+
+        Args:
+            remote_file_name: name at the destination; ``{run_name}`` is filled in.
+            file_path: the file; it may be changed or deleted when this returns.
+            overwrite: replace what has this name.
+        """
+        name = remote_file_name.replace("{run_name}", self._state.run_name)
+        for one in self.destinations:
+            one.upload_file(name, os.fspath(file_path), overwrite=overwrite)
 
 
 class JSONLLogger(LoggerDestination):

@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from ..._ranks import current_ranks
 from ...errors import ConfigError
 from ...state.seeding import seed_all
-from .arguments import check_loader, check_path
+from .arguments import check_path
+from .evaluator import Evaluator
 from .intervals import parse_every
 from .metrics import as_metrics
 from .ranks import Ranks
@@ -26,7 +27,6 @@ __all__ = [
     "check_clip",
     "choose_device",
     "choose_run_name",
-    "eval_loaders",
     "eval_metric_sets",
     "parse_duration",
     "seed_ranks",
@@ -123,31 +123,25 @@ def seed_ranks(seed: int | None, ranks: Ranks) -> int:
     return common
 
 
-def eval_loaders(given: Any) -> dict[str, Any]:
-    """Return the evaluation data by label; a single loader is "eval"."""
-    if given is None:
-        return {}
-    loaders = dict(given) if isinstance(given, Mapping) else {"eval": given}
-    return {label: check_loader(one, f"eval_dataloader[{label!r}]") for label, one in loaders.items()}
-
-
-def eval_metric_sets(given: Any, model: Any, labels: Sequence[str], *, with_loss: bool) -> dict[str, dict[str, Any]]:
-    """Return a set of metrics for each evaluation loader.
+def eval_metric_sets(
+    given: Any, model: Any, evaluators: Mapping[str, Evaluator], *, with_loss: bool
+) -> dict[str, dict[str, Any]]:
+    """Return a set of metrics for each evaluator.
 
     Args:
         given: metrics for all of them, or by label.
         model: asked for its own where none are given (``get_metrics(is_train=False)``).
-        labels: of the loaders.
+        evaluators: by label.
         with_loss: average the loss, too.
     """
     import copy
 
     if given is None and callable(getattr(model, "get_metrics", None)):
         given = model.get_metrics(is_train=False)
-    by_label = isinstance(given, Mapping) and bool(given) and set(given) <= set(labels)
+    by_label = isinstance(given, Mapping) and bool(given) and set(given) <= set(evaluators)
     found: dict[str, dict[str, Any]] = {}
-    for number, label in enumerate(labels):
-        own = as_metrics(given.get(label) if by_label else given, "eval_metrics")
+    for number, (label, evaluator) in enumerate(evaluators.items()):
+        own = evaluator.chosen(as_metrics(given.get(label) if by_label else given, "eval_metrics"))
         # One object cannot gather for two loaders.
         own = own if number == 0 or by_label else copy.deepcopy(own)
         found[label] = {"loss": LossOfEvaluation(), **own} if with_loss and "loss" not in own else own

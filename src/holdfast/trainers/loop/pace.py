@@ -10,7 +10,7 @@ from ...checkpointer.joint import agreed
 from ...checkpointer.signals import StopSignals
 from ...checkpointer.team import Team
 from ...errors import HoldfastError
-from .intervals import Every
+from .intervals import Every, When
 from .ranks import Ranks
 from .time import TimeUnit
 
@@ -25,11 +25,11 @@ _WORD_S = 10.0
 _OF_GROUP = ("gloo", "nccl", "connection", "distributed")  # in the errors of collectives whose partner is gone
 
 
-def make_pace(signals: StopSignals, state: State, site: Site, eval_every: Every) -> Pace:
+def make_pace(signals: StopSignals, state: State, site: Site, evals: Sequence[When]) -> Pace:
     """Return what decides in a training; with several ranks they all call this, and what they save to is open."""
     if state.ranks.world_size == 1:
         return Pace(signals)
-    every = [eval_every, *(one.every for one in site.savers if isinstance(one.every, Every))]
+    every = [one for one in (*evals, *(saver.every for saver in site.savers)) if isinstance(one, Every)]
     times = [*(one.interval for one in every), state.max_duration]
     seconds = [one.value for one in times if one is not None and one.unit is TimeUnit.SECOND]
     return JointPace(signals, state.ranks, site.team(), intervals_s=seconds, settle=site.settle_ended)

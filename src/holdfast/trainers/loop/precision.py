@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
+from enum import Enum
 from typing import Any
 
 import torch
 
 from ...errors import ConfigError
 
-__all__ = ["autocast", "check_precision", "make_scaler"]
+__all__ = ["Precision", "autocast", "check_precision", "make_scaler"]
+
+
+class Precision(str, Enum):
+    """How forward and loss are computed; the value is what ``precision`` of a trainer takes, too."""
+
+    FP32 = "fp32"
+    AMP_BF16 = "amp_bf16"
+    AMP_FP16 = "amp_fp16"
+
 
 _DTYPES = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
 _ALIASES = {None: "fp32", "amp": "amp_fp16", "bf16": "amp_bf16", "fp16": "amp_fp16"}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..._ranks import RankInfo, current_ranks
-from ...checkpointer.rendezvous import Alone, Meeting, Rendezvous, meet
+from ...checkpointer.rendezvous import Alone, Meeting, Rendezvous, meet, store_of_this_life
 from ...errors import ConfigError, HoldfastError
 
 __all__ = ["TIMEOUT_S", "Ranks"]
@@ -140,6 +140,6 @@ def _make_group(info: RankInfo, device: torch.device) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store, rank, world_size = next(dist.rendezvous("env://", info.rank, info.world_size))  # type: ignore[attr-defined]
     # The store of torchrun may outlive a restart of the ranks: gloo must not find the addresses of an earlier life.
-    prefix = f"holdfast/group_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    life = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    timeout_s = dist.distributed_c10d.default_pg_timeout.total_seconds()
+    life = store_of_this_life(store, info, timeout_s=timeout_s)
     dist.init_process_group(backend, store=life, rank=rank, world_size=world_size)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..._log import get_logger
 from ...checkpointer.block import ResumeBlock
 from ...checkpointer.resume import first_bad
 from ...errors import (
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Restart"]
 
-_LOG = logging.getLogger("holdfast.trainer")
+_LOG = get_logger("trainer")
 _NO_FIT = (
     "autoresume goes on with all of it: make the trainer as it was; or begin another training, with this as load_path, "
     "another save_folder, and load_weights_only=True or load_ignore_keys=['state/optimizers', ...]"
@@ -80,6 +80,7 @@ class Restart:
             report.notes.append(f"load_path={self._path!r} is not used: this run has got further by itself")
         if report is None:
             return None
+        self._site.parent = report.checkpoint_id if report.full else None
         # Only a run's own checkpoints are its to clean up.
         self._site.resumed = report.full and (self._resumed or self._site.resumed_at is not None)
         if self._site.state.is_finished:

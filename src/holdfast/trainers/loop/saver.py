@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..._log import get_logger
 from ...checkpointer.passing import passing_error, state_of
+from ...checkpointer.team import ANSWER_MARGIN_S
 from ...config import Keep, _removed
 from ...errors import CheckpointExistsError, ConfigError
 from ...format.manifest import MANIFEST_NAME
@@ -26,6 +27,7 @@ from .kept import Destinations, Kept
 from .metrics import metrics_of
 from .naming import NameTemplate
 from .parallel import is_sharded
+from .ranks import TIMEOUT_S
 from .timestamp import Timestamp
 from .track import Track
 from .uploads import RemoteUploaderDownloader
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointSaver", "default_saver"]
 
-_LOG = logging.getLogger("holdfast.trainer")
+_LOG = get_logger("trainer")
 _LONGEST = 240  # of a name; the counters in it, and what is added to it while it is written, need some more
 _FILE, _LATEST, _REMOTE = "ep{epoch}-ba{batch}-rank{rank}", "latest-rank{rank}", "{run_name}/checkpoints/"
 
@@ -55,8 +57,8 @@ class CheckpointSaver(Callback):
         latest_remote_file_name: name of the pointer to the newest at that destination.
         save_interval: epochs, a time, or ``fn(state, event)``, which then decides alone.
         overwrite: replace checkpoints of later moments than training is at, instead of refusing to start.
-        num_checkpoints_to_keep: how many stay in ``folder``; -1: all; 0: none after their upload. A remote folder is
-            only cleaned by ``keep``.
+        num_checkpoints_to_keep: how many stay in ``folder``; -1: all; 0: none after their upload. A folder that is a
+            URI writes nothing here, and is only cleaned by ``keep``.
         weights_only: save nothing but the weights.
         ignore_keys: globs over "/"-joined paths that are not saved, or a function that changes the dictionary.
         keep: a `holdfast.Keep` instead of ``num_checkpoints_to_keep``; also cleans a remote folder.
@@ -114,6 +116,7 @@ class CheckpointSaver(Callback):
         self._last_batch = -1
         self._ready = False
         self._looked: set[str] = set()
+        self._said_bare = False
         self._kept: Kept | None = None
 
     # -- what there is
@@ -147,6 +150,8 @@ class CheckpointSaver(Callback):
                 f"save_filename={self.filename.text!r}: no rank holds the whole of a sharded model, so it cannot be "
                 "one file: use a name without suffix (a Holdfast directory), and `holdfast export` to make a file of it"
             )
+        if self.num_to_keep == 0 and folder.is_remote:  # nothing is written here, and a number never cleans there
+            self.num_to_keep = -1
         if self.num_to_keep == 0 and not site.uploads_of(self):
             raise ConfigError(
                 "num_checkpoints_to_keep=0 deletes each checkpoint after its upload, and nothing is uploaded: keep at "
@@ -246,14 +251,17 @@ class CheckpointSaver(Callback):
             return
         folder = self.place
         self.take_place()
-        self._track = Track(folder, self.container, claim=self.claim)
+        assert self._kept is not None
+        self._track = Track(
+            folder, self.container, claim=self.claim, parent=self._site.parent, make_room=self._kept.make_room
+        )
         pattern = self.filename.pattern(self._site.variables)
         if (latest := self.latest_filename) is not None:
             link = latest.format(self._site.variables, self._site.state.timestamp)
             folder.ranks.lead("link", lambda: check_link(folder.storage, link))
         if self.container == "directory":
             folder.ranks.lead("sweep", lambda: folder.sweep(pattern.fullmatch, nested=self.nested))
-        if self._site.resumed and self._kept is not None and self._kept.find_earlier(pattern):
+        if self._site.resumed and self._kept.find_earlier(pattern):
             self._last_batch = self._site.state.timestamp.count("batch")  # this moment is safe already
 
     # -- saving
@@ -311,10 +319,31 @@ class CheckpointSaver(Callback):
         self._track.save(name, self._live(), about=about, extra=extra, after=lambda: kept.add(saved, there))
         self._last_batch = batch
 
+    def retry_lost(self) -> None:
+        """Try the save of this moment once more, if it was begun and lost. All ranks call it."""
+        assert self._site is not None
+        track, ranks = self._track, self._site.ranks
+        if track is None or self._last_batch != self._site.state.timestamp.count("batch"):
+            return
+
+        def is_lost() -> bool:
+            track.settle()
+            return track.lost is not None
+
+        # Of single files rank 0 alone knows; parts of a directory are lost together.
+        if ranks.lead("lost", is_lost, work_s=TIMEOUT_S + ANSWER_MARGIN_S):
+            track.settle()
+            self._last_batch = -1
+            self.save_now()
+
     def _live(self) -> dict[str, Any]:
         assert self._site is not None
         live = self._site.state.live(weights_only=self.weights_only)
-        return ignored(live, self.ignore_keys, what="save_ignore_keys", looked=self._looked)
+        kept = ignored(live, self.ignore_keys, what="save_ignore_keys", looked=self._looked)
+        if "model" not in kept["state"] and not self._said_bare:
+            self._said_bare = True
+            _LOG.warning("%s is saved without the model (state/model): nothing goes on from it", self.filename.text)
+        return kept
 
     def destinations(self, now: Timestamp) -> Destinations:
         """Return the names, apart from its own, that a checkpoint of this moment gets."""
@@ -360,10 +389,20 @@ def default_saver(folder: str | os.PathLike[str] | None, **options: Any) -> Chec
     """Return the saver that the ``save_*`` arguments of a `Trainer` ask for."""
     if folder is None:
         return None
+    below = _below(check_path(folder, "save_folder"))
+    latest = options["latest_filename"]
     if options["remote_file_name"] is None:
-        del options["remote_file_name"]
-    latest: dict[str, Any] = {} if options["latest_filename"] is not None else {"latest_remote_file_name": None}
-    return CheckpointSaver(folder, **options, **latest)
+        options["remote_file_name"] = (below or _REMOTE) + check_path(options["filename"], "save_filename").lstrip("/")
+    pointer = None if latest is None else (below or _REMOTE) + check_path(latest, "save_latest_filename").lstrip("/")
+    return CheckpointSaver(folder, **options, latest_remote_file_name=pointer)
+
+
+def _below(folder: str) -> str | None:
+    """Return the path of a folder as the beginning of names in a bucket; None for one that only this machine has."""
+    scheme, path = split_uri(folder)
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    elsewhere = scheme != "file" or path.startswith(("/", "~")) or ".." in parts
+    return None if elsewhere else "".join(f"{part}/" for part in parts)
 
 
 def _optional(text: str | None, what: str, *, read_back: bool = False) -> NameTemplate | None:

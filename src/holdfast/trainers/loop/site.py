@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 import xxhash
 
+from ..._log import get_logger
 from ...checkpoint.handle import Checkpoint
 from ...checkpointer.team import ANSWER_MARGIN_S, Team
 from ...errors import ConfigError, SessionError
 from ...storage.resolve import resolve
 from ...writer.client import WriterClient
-from .anatomy import as_torch_file, expand
-from .arguments import check_path
 from .events import Event
-from .files import FileImage
-from .finder import Found, container_of
+from .finder import Found
 from .folder import Folder
-from .gather import gathered
+from .functions import save_checkpoint
 from .naming import NameTemplate, run_variables
-from .parallel import is_sharded
 from .ranks import TIMEOUT_S
 from .state import State
 from .uploads import RemoteUploaderDownloader
@@ -34,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Site"]
 
-_LOG = logging.getLogger("holdfast.trainer")
+_LOG = get_logger("trainer")
 _SAVE_S = TIMEOUT_S + ANSWER_MARGIN_S  # that the last save of one saver may take
 
 
@@ -50,6 +45,7 @@ class Site:
         autoresumes: it was looked for; else nothing of an earlier life is taken for ours.
         training: identity of the training over all its lives, also on another machine; "" before `open`.
         begun: the first saver that saves everything has done so: a later life knows our training.
+        parent: id of the checkpoint that training goes on from; None if it began anew, or with a single file.
     """
 
     def __init__(self, state: State, savers: Sequence[CheckpointSaver], destinations: Sequence[Any]) -> None:
@@ -60,6 +56,7 @@ class Site:
         self.resumed = False
         self.resumed_at: Folder | None = None
         self.autoresumes, self.training, self.begun = False, "", False
+        self.parent: str | None = None
         self._folders: dict[str, Folder] = {}
         self._open = self._left = False
         self._process = 0  # that has opened the folders
@@ -246,6 +243,7 @@ class Site:
     def save_first(self) -> None:
         """Save with the first saver, and wait until that is durable on all ranks; raises what failed."""
         saver = self.savers[0]
+        saver.retry_lost()
         saver.save_now()
 
         def settle() -> None:
@@ -255,9 +253,13 @@ class Site:
         self.ranks.agree("saved now", settle, work_s=_SAVE_S)
 
     def finish(self, reason: str) -> None:
-        """Wait until everything is durable and uploaded, and give the folders back; raises what failed."""
+        """Wait until everything is durable and uploaded, and give the folders back; raises what failed.
+
+        A last save that was lost is tried once more first.
+        """
         work_s = _SAVE_S * len(self.savers)  # single files are saved by rank 0 alone
-        waits = [lambda: self.ranks.agree("saved", self._settle, work_s=work_s), *self._waits]
+        retries = [saver.retry_lost for saver in self.savers]
+        waits = [*retries, lambda: self.ranks.agree("saved", self._settle, work_s=work_s), *self._waits]
         self._close(reason, waits if self._open else [])
 
     def leave(self, error: BaseException | None) -> None:
@@ -334,35 +336,4 @@ class Site:
 
     def save_at(self, name: str, *, weights_only: bool) -> str:
         """Save once at any path; durable on return."""
-        from ...checkpointer.functions import save
-        from .metrics import metrics_of
-
-        state = self.state
-        path = NameTemplate(check_path(name, "name"), what="name").format(self.variables, state.timestamp)
-        container, live = container_of(path, what="name"), state.live(weights_only=weights_only)
-        step = state.timestamp.count("batch")
-        if container == "directory":
-            save(path, live, step=step, metrics=metrics_of(state), overwrite=True)
-            return path
-        if is_sharded(state.model):
-            raise ConfigError(
-                f"save_checkpoint({name!r}): a sharded model is no single file: use a name without suffix"
-            )
-        found = gathered(expand(live), self.ranks)
-        note = {"step": step, "weights_only": weights_only or container != "torch", "metrics": metrics_of(state)}
-        self.ranks.lead("save", lambda: _store(path, container, found or {}, note), work_s=_SAVE_S)
-        return path
-
-
-def _store(path: str, container: str, found: dict[str, Any], note: dict[str, Any]) -> None:
-    head, _, tail = path.rpartition("/")
-    image = FileImage()
-    try:
-        if container == "torch":
-            image.take_torch(as_torch_file(found), note)
-        else:
-            model = found["state"]["model"]
-            image.take_weights({key: one for key, one in model.items() if torch.is_tensor(one)}, note)
-        image.store(resolve(head or ("/" if path.startswith("/") else ".")), tail)
-    finally:
-        image.close()
+        return save_checkpoint(self.state, name, weights_only=weights_only)

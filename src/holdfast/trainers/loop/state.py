@@ -11,7 +11,8 @@ from ...errors import ConfigError
 from ...state.rng import RNG
 from ...state.values import PerRank
 from .data import DataPosition
-from .intervals import Span, finished
+from .evaluator import DataSpec, Evaluator
+from .intervals import Span, finished, parse_every
 from .ranks import Ranks
 from .time import Time
 from .timestamp import Timestamp
@@ -32,13 +33,14 @@ class State:
     Attributes:
         model, optimizers, schedulers, algorithms, callbacks, scaler: what trains.
         train_dataloader, eval_dataloaders: the data; evaluation by label.
+        train_spec, evaluators: how their batches are treated; evaluators by label.
         train_metrics, eval_metrics: metric objects by name; those of evaluation by label first.
         train_metric_values, eval_metric_values: what they last came to.
         evaluated_at: the batch after which that was, by label.
         batch, outputs, loss: of the current batch.
         dataloader_label: "train", or the label of the evaluation that is going on.
         timestamp, previous_timestamp: where training is, and where it was one batch (or epoch) ago.
-        max_duration: how long it lasts; callbacks may change it.
+        eval_timestamp: where the evaluation on the current loader is.
         run_name, rank_zero_seed, device, precision, grad_accum: as given.
         dataset_state: the position in the training data.
         ranks: the processes that train; ``state.ranks.rank`` and ``state.ranks.world_size`` are numbers.
@@ -58,7 +60,8 @@ class State:
         scaler: Any = None,
         max_duration: Time | None = None,
         train_dataloader: Any = None,
-        eval_dataloaders: Mapping[str, Any] | None = None,
+        evaluators: Mapping[str, Evaluator] | None = None,
+        train_spec: DataSpec | None = None,
         grad_accum: int = 1,
         save_metrics: bool = True,
         ranks: Ranks | None = None,
@@ -72,8 +75,11 @@ class State:
         self.run_name, self.rank_zero_seed = run_name, rank_zero_seed
         self.device = device if device is not None else torch.device("cpu")
         self.precision = precision
+        self._max_duration: Time | None = None
         self.max_duration = max_duration
-        self.train_dataloader, self.eval_dataloaders = train_dataloader, dict(eval_dataloaders or {})
+        self.train_dataloader, self.train_spec = train_dataloader, train_spec
+        self.evaluators: dict[str, Evaluator] = dict(evaluators or {})
+        self.eval_dataloaders: dict[str, Any] = {label: one.dataloader for label, one in self.evaluators.items()}
         self.train_metrics: dict[str, Any] = {}
         self.eval_metrics: dict[str, dict[str, Any]] = {}
         self.train_metric_values: dict[str, Any] = {}
@@ -84,11 +90,41 @@ class State:
         self.outputs: Any = None
         self.loss: Any = None
         self.dataloader_label = "train"
-        self.timestamp = self.previous_timestamp = Timestamp()
+        self.timestamp = self.previous_timestamp = self.eval_timestamp = Timestamp()
         self.dataset_state = DataPosition(rank=self.ranks.rank, world_size=self.ranks.world_size)
         self.serialized_attributes: list[str] = list(ATTRIBUTES)
 
+    # -- the batch
+
+    def batch_get_item(self, key: Any) -> Any:
+        """Return a part of the current batch: by index, by name, or what ``key(batch)`` returns."""
+        return key(self.batch) if callable(key) else self.batch[key]
+
+    def batch_set_item(self, key: Any, value: Any) -> None:
+        """Replace a part of the current batch: by index, by name, or by ``key(batch, value) -> batch``."""
+        if callable(key):
+            self.batch = key(self.batch, value)
+        elif isinstance(self.batch, tuple):
+            parts = list(self.batch)
+            parts[key] = value
+            make = getattr(self.batch, "_make", type(self.batch))
+            self.batch = make(parts)
+        else:
+            self.batch[key] = value
+
     # -- how far it is
+
+    @property
+    def max_duration(self) -> Time | None:
+        """How long training lasts; callbacks may set it, to a `Time`, a time string or a number of epochs."""
+        return self._max_duration
+
+    @max_duration.setter
+    def max_duration(self, value: Any) -> None:
+        # A training that is to end at once has a duration of nothing, which no interval may have.
+        self._max_duration = (
+            value if value is None or isinstance(value, Time) else parse_every(value, "max_duration").interval
+        )
 
     @property
     def num_batches(self) -> int | None:

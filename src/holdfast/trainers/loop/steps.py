@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from ...errors import ConfigError
 from ...state.data import batch_length
 from ...state.seeding import generators_kept
-from .data import microbatches, to_device
+from .data import microbatches, on_device
 from .engine import Engine
 from .events import Event
 from .loggers import Logger
@@ -21,6 +22,7 @@ from .parallel import Parallel, is_sharded
 from .precision import autocast
 from .shares import Share
 from .state import State
+from .timestamp import Timestamp
 
 __all__ = ["Evaluation", "TrainStep", "targets_of"]
 
@@ -47,7 +49,11 @@ class _Model:
 
 
 class TrainStep:
-    """Everything between a batch and changed weights."""
+    """Everything between a batch and changed weights.
+
+    Attributes:
+        losses: of the last batch, over all ranks: "total", and the others of a model whose loss is a dictionary.
+    """
 
     def __init__(
         self, state: State, engine: Engine, parallel: Parallel, *, loss_fn: Callable[..., Any] | None,
@@ -55,6 +61,8 @@ class TrainStep:
     ) -> None:  # fmt: skip
         self._state, self._engine, self._clip = state, engine, grad_clip_norm
         self._model, self._parallel = _Model(state, loss_fn, parallel), parallel
+        self._parts: dict[Any, Any] = {}
+        self.losses: dict[str, Any] = {}
 
     def run(self) -> None:
         """Train on ``state.batch``: the optimizers step once, however many parts the batch is split into."""
@@ -62,11 +70,14 @@ class TrainStep:
         engine.run(Event.BEFORE_TRAIN_BATCH)
         for optimizer in state.optimizers:
             optimizer.zero_grad()
-        whole = state.batch
+        whole, spec = state.batch, state.train_spec
         total: Any = None
-        parts = microbatches(whole, state.grad_accum)
+        self._parts = {}
+        parts = microbatches(whole, state.grad_accum, None if spec is None else spec.split_batch)
         for number, (part, share) in enumerate(parts, 1):
-            state.batch = part
+            state.batch = (
+                part if spec is None or spec.microbatch_transforms is None else spec.microbatch_transforms(part)
+            )
             with self._parallel.gathering(last=number == len(parts)):
                 loss = self._one(share)
             total = loss if total is None else total + loss
@@ -74,6 +85,9 @@ class TrainStep:
         self._step()
         self._parallel.settle(state.model)
         state.loss = mean()
+        self.losses = {"total": state.loss}
+        for name, one in sorted(self._parts.items()):
+            self.losses.setdefault(str(name), state.ranks.mean(one)())
         engine.run(Event.AFTER_TRAIN_BATCH)
 
     def _one(self, share: float) -> Any:
@@ -87,7 +101,11 @@ class TrainStep:
             state.loss = self._model.loss(state.outputs, state.batch)
             engine.run(Event.AFTER_LOSS)
         engine.run(Event.BEFORE_BACKWARD)
-        loss: Any = sum(state.loss) if isinstance(state.loss, (list, tuple)) else state.loss
+        loss = _total(state.loss)
+        if isinstance(state.loss, Mapping):
+            for name, one in state.loss.items():
+                if isinstance(one, torch.Tensor):
+                    self._parts[name] = self._parts.get(name, 0.0) + one.detach() * share
         loss = loss if share == 1.0 else loss * share
         (loss if scaler is None else scaler.scale(loss)).backward()
         engine.run(Event.AFTER_BACKWARD)
@@ -117,13 +135,14 @@ class Evaluation:
     """Goes through the evaluation data. Leaves the generators of the host, and the mode of the model, as they were."""
 
     def __init__(
-        self, state: State, engine: Engine, logger: Logger, pace: Pace, *, loss_fn: Callable[..., Any] | None
-    ) -> None:
+        self, state: State, engine: Engine, logger: Logger, pace: Pace, *, loss_fn: Callable[..., Any] | None,
+        subset: int | None = None,
+    ) -> None:  # fmt: skip
         self._state, self._engine, self._logger, self._pace = state, engine, logger, pace
-        self._loss_fn = loss_fn
+        self._loss_fn, self._subset = loss_fn, subset
 
-    def run(self) -> bool:
-        """Evaluate on all loaders; False if it was left because training has to stop."""
+    def run(self, labels: Sequence[str] | None = None) -> bool:
+        """Evaluate on the loaders of these labels, or on all; False if it was left because training has to stop."""
         state, engine = self._state, self._engine
         kept = (state.batch, state.outputs, state.dataloader_label)
         training = state.model.training
@@ -132,7 +151,11 @@ class Evaluation:
             with torch.no_grad(), generators_kept():
                 engine.run(Event.EVAL_BEFORE_ALL)
                 try:
-                    done = all(self._one(label, loader) for label, loader in state.eval_dataloaders.items())
+                    done = all(
+                        self._one(label, loader)
+                        for label, loader in state.eval_dataloaders.items()
+                        if labels is None or label in labels
+                    )
                 finally:
                     engine.run(Event.EVAL_AFTER_ALL)
         finally:
@@ -146,22 +169,35 @@ class Evaluation:
         state.dataloader_label = label
         for metric in metrics.values():
             metric.reset()
+        state.eval_timestamp = Timestamp()
         engine.run(Event.EVAL_START)
         share, samples = Share(loader, state.ranks, together=is_sharded(state.model)), 0
-        for batch, counts in share:
+        prepare = self._preparation(label)
+        for batch, counts in itertools.islice(share, self._limit(label)):
             if share.even:
                 self._pace.look()
             if self._pace.stopping:
                 return False
             if counts:
-                samples += self._batch(to_device(batch, state.device), metrics)
+                samples += self._batch(prepare(batch), metrics)
             elif batch is not None:  # the other ranks go through the model now, and need ours
-                self._forward(to_device(batch, state.device))
+                self._forward(prepare(batch))
         values = computed(metrics, state.ranks, samples=samples)
         state.eval_metric_values[label], state.evaluated_at[label] = values, state.timestamp.count("batch")
         self._logger.log_metrics({f"metrics/{label}/{name}": value for name, value in values.items()})
         engine.run(Event.EVAL_END)
         return True
+
+    def _limit(self, label: str) -> int | None:
+        of = self._state.evaluators.get(label)
+        limit = of.subset_num_batches if of is not None and of.subset_num_batches is not None else self._subset
+        return None if limit == -1 else limit
+
+    def _preparation(self, label: str) -> Callable[[Any], Any]:
+        """Return what is done to a batch before the model gets it."""
+        of, device = self._state.evaluators.get(label), self._state.device
+        spec = None if of is None else of.spec
+        return lambda batch: on_device(batch, spec, device, part=True)
 
     def _batch(self, batch: Any, metrics: Mapping[str, Any]) -> int:
         """Evaluate on one batch; returns how many samples it has."""
@@ -174,8 +210,10 @@ class Evaluation:
             engine.run(Event.EVAL_AFTER_FORWARD)
             self._add_loss(metrics)
         update_metrics(state, metrics)
+        length = batch_length(batch)
+        state.eval_timestamp = state.eval_timestamp.to_next_batch(length)
         engine.run(Event.EVAL_BATCH_END)
-        return batch_length(batch)
+        return length
 
     def _forward(self, batch: Any) -> Any:
         model = self._state.model
@@ -188,7 +226,7 @@ class Evaluation:
         kept = metrics.get("loss")
         if self._loss_fn is not None and isinstance(kept, LossOfEvaluation):
             targets = targets_of(self._state.batch)
-            kept.add(self._loss_fn(self._state.outputs, targets), batch_length(self._state.batch))
+            kept.add(_total(self._loss_fn(self._state.outputs, targets)), batch_length(self._state.batch))
 
 
 class LossOfEvaluation(Averaged):
@@ -209,6 +247,13 @@ def update_metrics(state: State, metrics: Mapping[str, Any]) -> None:
             own(state.batch, state.outputs, metric)
         else:
             metric.update(state.outputs, targets_of(state.batch))
+
+
+def _total(loss: Any) -> Any:
+    """Return what is minimised: the loss, its "total", or the sum of its parts."""
+    if isinstance(loss, Mapping):
+        return loss["total"] if "total" in loss else sum(loss.values())
+    return sum(loss) if isinstance(loss, (list, tuple)) else loss
 
 
 def inputs_of(batch: Any) -> Any:

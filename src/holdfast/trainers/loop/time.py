@@ -151,7 +151,7 @@ class Time:
     __str__ = to_timestring
 
     def __repr__(self) -> str:
-        return f"Time({self.value!r}, {self.unit.value!r})"
+        return f"Time({self.value!r}, TimeUnit.{self.unit.name})"
 
     def __int__(self) -> int:
         return int(self.value)

@@ -33,7 +33,7 @@ class Timestamp:
     Example:
         >>> here = Timestamp(epoch=1, batch=7).to_next_batch(samples=32)
         >>> here.batch, int(here.sample), here >= "8ba"
-        (Time(8, 'ba'), 32, True)
+        (Time(8, TimeUnit.BATCH), 32, True)
     """
 
     __slots__ = ("_values",)
@@ -74,9 +74,9 @@ class Timestamp:
             return self._values["total_wct"].total_seconds()  # type: ignore[no-any-return]
         return self._values[_TOTALS[unit]]  # type: ignore[no-any-return]
 
-    def to_next_batch(self, samples: int = 0, tokens: int = 0, duration: timedelta = timedelta()) -> Timestamp:
+    def to_next_batch(self, samples: int = 0, tokens: int = 0, duration: timedelta | None = None) -> Timestamp:
         """Count one more batch."""
-        old = self._values
+        old, passed = self._values, duration or timedelta()
         return Timestamp._of(
             {
                 **old,
@@ -86,17 +86,22 @@ class Timestamp:
                 "sample_in_epoch": old["sample_in_epoch"] + samples,
                 "token": old["token"] + tokens,
                 "token_in_epoch": old["token_in_epoch"] + tokens,
-                "total_wct": old["total_wct"] + duration,
-                "epoch_wct": old["epoch_wct"] + duration,
-                "batch_wct": duration,
+                "total_wct": old["total_wct"] + passed,
+                "epoch_wct": old["epoch_wct"] + passed,
+                "batch_wct": passed,
             }
         )
 
-    def to_next_epoch(self) -> Timestamp:
-        """Count one more epoch; what counts within an epoch starts again."""
+    def to_next_epoch(self, duration: timedelta | None = None) -> Timestamp:
+        """Count one more epoch; what counts within an epoch starts again.
+
+        Args:
+            duration: time that has passed between the last batch and the end of the epoch.
+        """
+        old, passed = self._values, duration or timedelta()
         fresh = {"batch_in_epoch": 0, "sample_in_epoch": 0, "token_in_epoch": 0}
-        clocks = {"epoch_wct": timedelta(), "batch_wct": timedelta()}
-        return Timestamp._of({**self._values, "epoch": self._values["epoch"] + 1, **fresh, **clocks})
+        clocks = {"total_wct": old["total_wct"] + passed, "epoch_wct": timedelta(), "batch_wct": timedelta()}
+        return Timestamp._of({**old, "epoch": old["epoch"] + 1, **fresh, **clocks})
 
     def copy(self, **changes: Any) -> Timestamp:
         """Return another one with some fields changed."""

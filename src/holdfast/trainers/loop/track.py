@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -12,11 +11,12 @@ from typing import Any
 
 import torch
 
+from ..._log import get_logger
 from ...checkpointer.identity import manifest_fields
 from ...checkpointer.passing import MAX_LOST, PASSING, state_of
 from ...checkpointer.stats import Stats
 from ...checkpointer.team import ANSWER_MARGIN_S
-from ...errors import HoldfastError, StorageError, UnsupportedStateError
+from ...errors import HoldfastError, StorageError, StorageFullError, UnsupportedStateError
 from ...state.snapshot import Snapshotter
 from .anatomy import as_torch_file, expand
 from .files import FileImage
@@ -26,7 +26,7 @@ from .ranks import TIMEOUT_S
 
 __all__ = ["Track"]
 
-_LOG = logging.getLogger("holdfast.trainer")
+_LOG = get_logger("trainer")
 
 
 class Track:
@@ -36,10 +36,15 @@ class Track:
         folder: where to; opened.
         container: "directory", "torch" or "safetensors".
         claim: the name of its files that the folder has claimed; None for directories.
+        parent: id of the checkpoint that training goes on from.
+        make_room: deletes what the rules of retention do not keep; tells whether anything has gone.
     """
 
-    def __init__(self, folder: Folder, container: str, *, claim: str | None) -> None:
+    def __init__(
+        self, folder: Folder, container: str, *, claim: str | None, parent: str | None, make_room: Callable[[], bool]
+    ) -> None:
         self._folder, self._container, self._claim = folder, container, claim
+        self._make_room = make_room
         self._ranks = folder.ranks
         self._snapshotter = Snapshotter(
             rank=self._ranks.rank, world_size=self._ranks.world_size, timeout_s=TIMEOUT_S,
@@ -48,7 +53,8 @@ class Track:
         self._image = FileImage()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-saves")
         self._pending: Future[None] | None = None
-        self._parent: str | None = None
+        self._parent = parent  # the newest checkpoint of this training that is durable
+        self._next_parent: str | None = None  # the one under way
         self.stats = Stats()
         self.lost: StorageError | None = None  # why the last save was left out, if it was
         self._lost_in_a_row = 0
@@ -123,6 +129,8 @@ class Track:
         if durable is None:
             after()
             return
+        if self._claim is None and "/" in name:  # not of the run's index: nobody else asks whether it still is ours
+            durable = self._thread.submit(self._confirm, durable)
         self._pending = self._thread.submit(self._follow, durable, begun, about["step"], after)
 
     def _hand_over(
@@ -139,7 +147,7 @@ class Track:
             run_id=folder.run_id, checkpoint_id=checkpoint_id, parent=self._parent, attempt=folder.attempt,
             world_size=self._ranks.world_size, **about,
         )  # fmt: skip
-        self._parent = checkpoint_id
+        self._next_parent = checkpoint_id
         in_run = "/" not in name  # the index of a run knows what lies directly in it
         with contextlib.nullcontext() if folder.team is None else folder.team.told(save_id):
             return self._snapshotter.submit(
@@ -167,10 +175,25 @@ class Track:
             self._image.take_weights({key: one for key, one in model.items() if torch.is_tensor(one)}, note)
         return self._thread.submit(self._store_file, name)
 
+    def _confirm(self, durable: Future[Any]) -> None:
+        durable.result()
+        self._folder.confirm()
+
     def _store_file(self, name: str) -> None:
-        if self._claim is not None:
-            self._folder.claims.check(self._claim)
-        self._image.store(self._folder.storage, name)
+        claim, claims = self._claim, self._folder.claims
+        confirm = None if claim is None else lambda: claims.confirm(claim)
+        try:
+            self._image.store(self._folder.storage, name, confirm=confirm)
+        except StorageFullError:
+            if not self._room_made():
+                raise
+            self._image.store(self._folder.storage, name, confirm=confirm)
+
+    def _room_made(self) -> bool:
+        made = self._make_room()
+        if made:
+            _LOG.warning("%s is full: old checkpoints were removed by the rules of retention", self._folder.spelling)
+        return made
 
     def _follow(self, durable: Future[Any], begun: float, step: int, after: Callable[[], object]) -> None:
         try:
@@ -180,7 +203,13 @@ class Track:
                 self._folder.claims.end()
 
     def _take_note(self, durable: Future[Any], begun: float, step: int, after: Callable[[], object]) -> None:
-        durable.result()
+        try:
+            durable.result()
+        except StorageFullError:
+            if self._container == "directory":
+                self._room_made()  # for the next one: the state has gone on
+            raise
+        self._parent = self._next_parent
         self.stats.saves += 1
         self.stats.seconds_to_durable.append(time.perf_counter() - begun)
         self.stats.last_durable_step = step

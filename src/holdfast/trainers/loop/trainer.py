@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import copy
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ..._log import get_logger
 from ...checkpointer.signals import StopSignals
 from ...config import _removed
 from ...errors import ConfigError, SessionError
 from ...state import rng
 from ...state.seeding import generators_kept
-from .arguments import OF_TRAINER, check_flags, check_function, check_loader, check_path, of_eval, of_fit, several
+from .arguments import OF_TRAINER, check_flags, check_function, check_path, of_fit, several
 from .callbacks import Callback
 from .engine import Engine
+from .evaluator import Evaluator, as_spec, check_subset, evaluators_of
 from .events import Event
-from .intervals import parse_every
+from .intervals import Every, When, parse_when
 from .loggers import Logger, LoggerDestination
 from .loop import TrainingLoop
 from .metrics import as_metrics, move_metrics
@@ -28,7 +31,6 @@ from .options import (
     check_clip,
     choose_device,
     choose_run_name,
-    eval_loaders,
     eval_metric_sets,
     parse_duration,
     seed_ranks,
@@ -40,13 +42,15 @@ from .progress import ProgressBar
 from .ranks import Ranks
 from .restart import Restart
 from .saver import CheckpointSaver, default_saver
+from .schedulers import compiled, refresh
 from .site import Site
 from .state import State
 from .steps import Evaluation, TrainStep
+from .uploads import RemoteUploaderDownloader
 
 __all__ = ["Trainer"]
 
-_LOG = logging.getLogger("holdfast.trainer")
+_LOG = get_logger("trainer")
 EXIT_CODE_FOR_REQUEUE = 85
 
 
@@ -64,10 +68,12 @@ class Trainer:
         train_dataloader: batches: (inputs, targets), a dictionary, or whatever the model takes.
         max_duration: when training ends, counted from its very beginning: "10ep", "1000ba", "1e9tok", "8h".
         optimizers: one or several; AdamW with a rate of 1e-3 without any.
-        schedulers: one or several; they step after each epoch.
-        step_schedulers_every_batch: they step after each batch.
-        eval_dataloader: data to evaluate on, or several by label.
-        eval_interval: how often.
+        schedulers: one or several, of torch or `holdfast.optim`, or functions of the state that return a factor.
+        step_schedulers_every_batch: they step after each batch; by default if one of them is not torch's, else after
+            each epoch.
+        eval_dataloader: data to evaluate on, or several: by label, as a list, or as `Evaluator` objects.
+        eval_interval: how often: a time, 0 for never, or ``fn(state, event)``, asked at BATCH_END, EPOCH_END, FIT_END.
+        eval_subset_num_batches: evaluate on the first so many batches.
         loss_fn: loss of (outputs, targets).
         train_metrics, eval_metrics: torchmetrics objects or functions of (outputs, targets).
         algorithms: see `holdfast.core.Algorithm`.
@@ -84,7 +90,8 @@ class Trainer:
         save_filename: name of each; without suffix a Holdfast directory, ".pt" one file for ``torch.load``,
             ".safetensors" the weights alone.
         save_latest_filename: link to the newest; None for none.
-        save_remote_file_name: name at the destination of a `RemoteUploaderDownloader`.
+        save_remote_file_name: name at the destination of a `RemoteUploaderDownloader`; by default ``save_filename`` in
+            ``save_folder``, or in "{run_name}/checkpoints/" where that is an absolute path.
         save_overwrite: replace checkpoints of later moments than this run is at, instead of refusing to start.
         save_interval: how often: epochs, "500ba", "1e6tok", "0.1dur", "30min", or ``fn(state, event)``.
         save_weights_only: nothing but the weights.
@@ -125,9 +132,10 @@ class Trainer:
         max_duration: Any = None,
         optimizers: Any = None,
         schedulers: Any = None,
-        step_schedulers_every_batch: bool = False,
+        step_schedulers_every_batch: bool | None = None,
         eval_dataloader: Any = None,
         eval_interval: Any = "1ep",
+        eval_subset_num_batches: int | None = None,
         loss_fn: Callable[..., Any] | None = None,
         train_metrics: Any = None,
         eval_metrics: Any = None,
@@ -193,21 +201,25 @@ class Trainer:
         else:
             model.to(chosen)
         found = several(optimizers, "optimizers") or (
-            [default_optimizer(model)] if train_dataloader is not None else []
+            [default_optimizer(model)] if train_dataloader is not None and any(True for _ in model.parameters()) else []
         )
         check_optimizers(found, chosen, scaled=precision == "amp_fp16")
-        loaders = eval_loaders(eval_dataloader)
+        evaluators = evaluators_of(eval_dataloader)
+        spec = None if train_dataloader is None else as_spec(train_dataloader, "train_dataloader")
+        schedules = several(schedulers, "schedulers")
         self.state = state = State(
-            model=model, optimizers=found, schedulers=several(schedulers, "schedulers"), run_name=name,
+            model=model, optimizers=found, run_name=name,
             rank_zero_seed=seed, device=chosen, ranks=ranks,
             precision=precision, scaler=make_scaler(precision, chosen), max_duration=parse_duration(max_duration),
-            train_dataloader=check_loader(train_dataloader, "train_dataloader"), eval_dataloaders=loaders,
+            train_dataloader=None if spec is None else spec.dataloader, train_spec=spec, evaluators=evaluators,
             grad_accum=grad_accum, save_metrics=save_metrics,
         )  # fmt: skip
+        state.schedulers = compiled(schedules, state)
         if train_metrics is None and callable(getattr(model, "get_metrics", None)):
             train_metrics = model.get_metrics(is_train=True)  # type: ignore[operator]
         state.train_metrics = as_metrics(train_metrics, "train_metrics")
-        state.eval_metrics = eval_metric_sets(eval_metrics, model, list(loaders), with_loss=loss_fn is not None)
+        state.eval_metrics = eval_metric_sets(eval_metrics, model, evaluators, with_loss=loss_fn is not None)
+        self._eval_metrics = eval_metrics if not set(state.eval_metrics) & set(_keys(eval_metrics)) else None
         for metrics in (state.train_metrics, *state.eval_metrics.values()):
             move_metrics(metrics, chosen)
         state.algorithms = several(algorithms, "algorithms")
@@ -217,6 +229,7 @@ class Trainer:
         shown = [*destinations, *([self._bar] if progress_bar else [])]
         self.logger = Logger(state, shown if ranks.leads else [])
         self._savers = tuple(savers)
+        self._logs_metrics = any(not isinstance(one, RemoteUploaderDownloader) for one in destinations)
         self._signals = StopSignals()
         self._left_for: str | None = None  # the signal that ended the last `fit`
         self._site = Site(state, savers, destinations)
@@ -225,11 +238,14 @@ class Trainer:
         self._pace = Pace(self._signals)
         self._loss_fn = check_function(loss_fn, "loss_fn", "outputs", "targets")
         self._grad_clip_norm = grad_clip_norm
-        self._eval_every = parse_every(eval_interval, "eval_interval")
-        self._schedule_by_batch = step_schedulers_every_batch
+        self._eval_every = parse_when(eval_interval, "eval_interval")
+        self._eval_subset = check_subset(eval_subset_num_batches, "eval_subset_num_batches")
+        if step_schedulers_every_batch is None:
+            step_schedulers_every_batch = any(not hasattr(one, "step") for one in schedules)
+        self._schedule_by_batch = bool(step_schedulers_every_batch)
         self._generators: Mapping[str, Any] | None = None
         self._closed = False
-        self._finalizer = weakref.finalize(self, self._site.abandon)
+        self._finalizer = weakref.finalize(self, _give_up, self._site, self._engine, os.getpid())
         restart = Restart(
             self._site, path=load_from, object_store=load_object_store, weights_only=load_weights_only,
             strict=strict, ignore_keys=load_ignore_keys, autoresume=autoresume, progress_bar=load_progress_bar,
@@ -275,7 +291,11 @@ class Trainer:
                 )  # fmt: skip
             self._complete()
             return
-        self._eval_every.check(state.span)
+        if not state.timestamp.count("batch"):
+            refresh(state.schedulers)
+        for every in self._evals:
+            if isinstance(every, Every):
+                every.check(state.span)
         self._site.open()
         self._left_for, self._signals = None, StopSignals()
         if any(saver.is_full for saver in self._savers):  # otherwise there is nothing to do before leaving
@@ -303,12 +323,12 @@ class Trainer:
     def _train(self) -> None:
         state, engine = self.state, self._engine
         try:
-            pace = self._pace = make_pace(self._signals, state, self._site, self._eval_every)
+            pace = self._pace = make_pace(self._signals, state, self._site, self._evals)
             self._parallel.ready(state.model, state.device)
             step = TrainStep(state, engine, self._parallel, loss_fn=self._loss_fn, grad_clip_norm=self._grad_clip_norm)
             loop = TrainingLoop(
                 state, engine, self.logger, step, self._evaluation(pace), pace, eval_every=self._eval_every,
-                schedule_by_batch=self._schedule_by_batch, saves=self._site.is_due,
+                schedule_by_batch=self._schedule_by_batch, logs_metrics=self._logs_metrics, saves=self._site.is_due,
             )  # fmt: skip
             engine.run(Event.FIT_START)
             self._go_on()
@@ -335,28 +355,51 @@ class Trainer:
             self._generators = None
         self._site.make_up()
 
-    def _evaluation(self, pace: Pace) -> Evaluation:
-        return Evaluation(self.state, self._engine, self.logger, pace, loss_fn=self._loss_fn)
+    @property
+    def _evals(self) -> list[When]:
+        return [self._eval_every, *(one.every for one in self.state.evaluators.values())]
 
-    @of_eval
-    def eval(self, eval_dataloader: Any = None) -> dict[str, dict[str, Any]]:
+    def _evaluation(self, pace: Pace, *, subset: int | None = None) -> Evaluation:
+        subset = self._eval_subset if subset is None else subset
+        return Evaluation(self.state, self._engine, self.logger, pace, loss_fn=self._loss_fn, subset=subset)
+
+    def eval(self, eval_dataloader: Any = None, subset_num_batches: int | None = None) -> dict[str, dict[str, Any]]:
         """Evaluate now; returns the metrics of each loader.
 
         Args:
-            eval_dataloader: other data than the trainer has.
+            eval_dataloader: other data than the trainer has, which keeps its own.
+            subset_num_batches: evaluate on the first so many batches; -1: on all.
         """
-        state = self.state
-        if eval_dataloader is not None:
-            state.eval_dataloaders = eval_loaders(eval_dataloader)
-            new = [label for label in state.eval_dataloaders if label not in state.eval_metrics]
-            with_loss = self._loss_fn is not None
-            state.eval_metrics.update(eval_metric_sets(None, state.model, new, with_loss=with_loss))
-        if not state.eval_dataloaders:
+        state, other = self.state, evaluators_of(eval_dataloader)
+        subset = check_subset(subset_num_batches, "subset_num_batches")
+        if not other and not state.eval_dataloaders:
             raise ConfigError("eval() needs eval_dataloader")
-        self._engine.run(Event.EVAL_STANDALONE_START)
-        self._evaluation(Pace(StopSignals())).run()
-        self._engine.run(Event.EVAL_STANDALONE_END)
-        return dict(state.eval_metric_values)
+        with self._evaluating(other) if other else contextlib.nullcontext():
+            labels = list(state.eval_dataloaders)
+            self._engine.run(Event.EVAL_STANDALONE_START)
+            self._evaluation(Pace(StopSignals()), subset=subset).run()
+            self._engine.run(Event.EVAL_STANDALONE_END)
+        return {label: state.eval_metric_values[label] for label in labels}
+
+    @contextlib.contextmanager
+    def _evaluating(self, other: Mapping[str, Evaluator]) -> Iterator[None]:
+        """Have other data for one evaluation, with metrics like those that the trainer has."""
+        state = self.state
+        kept = (state.evaluators, state.eval_dataloaders, state.eval_metrics, dict(state.evaluated_at))
+        metrics = {label: copy.deepcopy(one) for label, one in state.eval_metrics.items() if label in other}
+        new = {label: one for label, one in other.items() if label not in metrics}
+        given = self._eval_metrics if new else None
+        metrics.update(eval_metric_sets(copy.deepcopy(given), state.model, new, with_loss=self._loss_fn is not None))
+        for one in metrics.values():
+            move_metrics(one, state.device)
+        state.evaluators, state.eval_metrics = dict(other), metrics
+        state.eval_dataloaders = {label: one.dataloader for label, one in other.items()}
+        try:
+            yield
+        finally:
+            state.evaluators, state.eval_dataloaders, state.eval_metrics, state.evaluated_at = kept
+            for label in other:  # a checkpoint of this moment must not record what came of other data
+                state.evaluated_at.pop(label, None)
 
     # -- checkpoints
 
@@ -398,3 +441,16 @@ class Trainer:
             self._finalizer.detach()
             self._site.abandon()
             self._engine.close()
+
+
+def _give_up(site: Site, engine: Engine, process: int) -> None:
+    """Close what a trainer had that nobody closed before it was gone, or before the process ended."""
+    site.abandon()
+    for uploader in site.uploaders:
+        uploader.abandon()
+    if os.getpid() == process:  # what a forked child has of loggers is its parent's to write
+        engine.close()
+
+
+def _keys(given: Any) -> Iterable[Any]:
+    return given if isinstance(given, Mapping) else ()

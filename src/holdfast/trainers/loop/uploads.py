@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import logging
+import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..._log import get_logger
 from ...checkpoint.transfer import copy_checkpoint, copy_file
 from ...checkpointer.passing import MAX_LOST, PASSING, state_of
 from ...config import _removed
-from ...errors import ConfigError, StorageError, StoragePermissionError
+from ...errors import CheckpointExistsError, ConfigError, StorageError, StoragePermissionError
 from ...storage.base import Storage
+from ...storage.local import LocalStorage
 from ...storage.resolve import resolve, split_uri
 from .arguments import OF_UPLOADER, check_path
 from .finder import Found
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RemoteUploaderDownloader"]
 
-_LOG = logging.getLogger("holdfast.trainer")
+_LOG = get_logger("trainer")
 
 
 class _Job(NamedTuple):
@@ -69,10 +73,11 @@ class RemoteUploaderDownloader(LoggerDestination):
         self._pointing = threading.Lock()
         self._pointed: dict[str, tuple[int, int, str]] = {}
         self._run_name = ""
+        self._abandoned = False
 
     def init(self, state: State, logger: Logger) -> None:
         """Learn the name of the run."""
-        self._run_name = state.run_name
+        self._run_name, self._abandoned = state.run_name, False
 
     def path_of(self, remote_file_name: str) -> str:
         """Return where an upload of this name goes, inside the bucket."""
@@ -89,6 +94,41 @@ class RemoteUploaderDownloader(LoggerDestination):
         """
         self._try_again()
         self._submit(self._send, source, saved, self.path_of(remote), latest, after)
+
+    def upload_file(self, remote_file_name: str, file_path: str, *, overwrite: bool = False) -> None:
+        """Send a copy of a file; returns when the copy is made.
+
+        Raises:
+            CheckpointExistsError: something has this name, and ``overwrite`` is False.
+        """
+        remote = self.path_of(remote_file_name)
+        if not overwrite and self.storage.exists(remote):
+            raise CheckpointExistsError(
+                f"upload_file({remote_file_name!r}): {self.storage.uri}/{remote} is there already: pass overwrite=True "
+                "to replace it, or use another name"
+            )
+        folder = tempfile.mkdtemp(prefix="holdfast-")
+        copied = shutil.copyfile(file_path, os.path.join(folder, "file"))
+        self._submit(self._send_file, copied, remote)
+
+    def _send_file(self, copied: str, remote: str) -> None:
+        folder, name = os.path.split(copied)
+        self._tried(lambda: copy_file(LocalStorage(folder), name, self.storage, remote), remote)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def download_file(
+        self, remote_file_name: str, destination: str | os.PathLike[str], *, overwrite: bool = False
+    ) -> None:
+        """Copy a file from there.
+
+        Raises:
+            FileExistsError: ``destination`` is there, and ``overwrite`` is False.
+            StorageNotFoundError: there is no such file.
+        """
+        if not overwrite and os.path.exists(destination):
+            raise FileExistsError(f"{os.fspath(destination)} is there already: pass overwrite=True to replace it")
+        folder, name = os.path.split(os.path.abspath(destination))
+        copy_file(self.storage, self.path_of(remote_file_name), LocalStorage(folder), name)
 
     def point(self, saved: Found, remote: str, latest: str | None) -> None:
         """Send the pointer to a checkpoint that is uploaded already; returns at once."""
@@ -110,17 +150,20 @@ class RemoteUploaderDownloader(LoggerDestination):
         return bool(left)
 
     def _send(self, source: Storage, saved: Found, path: str, latest: str | None, after: Callable[[], object]) -> None:
+        self._tried(lambda: self._copy(source, saved, path, latest), saved.name)
+        after()
+
+    def _tried(self, send: Callable[[], object], name: str) -> None:
         for attempt in range(1, self.num_attempts + 1):
             try:
-                self._copy(source, saved, path, latest)
-                break
+                send()
+                return
             except StorageError as error:
                 if attempt == self.num_attempts or isinstance(error, StoragePermissionError):
                     raise
                 pause = 2.0 ** (attempt - 1)
-                _LOG.warning("upload of %s failed (%s): trying again in %.0f s", saved.name, error, pause)
+                _LOG.warning("upload of %s failed (%s): trying again in %.0f s", name, error, pause)
                 time.sleep(pause)
-        after()
 
     def _copy(self, source: Storage, saved: Found, path: str, latest: str | None) -> None:
         if saved.container == "directory":
@@ -139,25 +182,31 @@ class RemoteUploaderDownloader(LoggerDestination):
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Raise what failed meanwhile."""
-        self._settle()
+        passing, lasting = self._settle()
+        if lasting is not None:
+            raise lasting
+        if passing is not None and len(self._left) >= MAX_LOST:
+            raise passing
 
-    def _settle(self) -> StorageError | None:
-        """Take in what has ended; returns why something is left to be tried again, if it is."""
+    def _settle(self) -> tuple[StorageError | None, BaseException | None]:
+        """Take in all that has ended; returns why something is left to be tried again, and what no trial will mend."""
         with self._lock:
             done = [one for one in self._sent if one.future.done()]
             self._sent = [one for one in self._sent if one not in done]
         passing: StorageError | None = None
+        lasting: BaseException | None = None
         for job in done:
-            try:
-                job.future.result()
-            except PASSING as error:
+            error = job.future.exception()
+            if isinstance(error, PASSING):
                 passing = error
                 with self._lock:
                     self._left.append(job)
                 _LOG.warning("NOT uploaded to %s, %s (%s): tried again later", self.storage.uri, state_of(error), error)
-        if passing is not None and len(self._left) >= MAX_LOST:
-            raise passing
-        return passing
+            elif lasting is None:
+                lasting = error
+            elif error is not None:  # the first one is raised
+                _LOG.error("NOT uploaded to %s: %s", self.storage.uri, error)
+        return passing, lasting
 
     def wait(self) -> None:
         """Wait until everything is uploaded; what failed before is tried once more.
@@ -165,23 +214,36 @@ class RemoteUploaderDownloader(LoggerDestination):
         Raises:
             HoldfastError: an upload failed.
         """
-        passing = self._settle_all()
+        passing, lasting = self._settle_all()
         if self._try_again():
-            passing = self._settle_all()
+            passing, late = self._settle_all()
+            lasting = lasting or late
+        if lasting is not None:
+            if passing is not None:
+                _LOG.error("%d more upload(s) to %s are missing: %s", len(self._left), self.storage.uri, passing)
+            raise lasting
         if passing is not None:
             raise type(passing)(
                 f"{len(self._left)} upload(s) to {self.storage.uri} are missing, {state_of(passing)} ({passing}); the "
                 "checkpoints are in their local folder: when it takes them again, copy them there (holdfast push)"
             )
 
-    def _settle_all(self) -> StorageError | None:
+    def _settle_all(self) -> tuple[StorageError | None, BaseException | None]:
         with self._lock:
             under_way = [one.future for one in self._sent]
         wait(under_way)
         return self._settle()
 
+    def abandon(self) -> None:
+        """Let `close` wait for nothing: what is under way goes on, and what failed is not tried again."""
+        self._abandoned = True
+
     def close(self, state: State, logger: Logger) -> None:
         """Finish what is being uploaded."""
+        if self._abandoned:
+            if self._pool is not None:
+                self._pool.shutdown(wait=False)
+            return
         try:
             self.wait()
         finally:

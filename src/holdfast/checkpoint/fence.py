@@ -1,0 +1,125 @@
+"""The fence of a run: which checkpoints of earlier attempts count, drawn by one who took over from a sleeping owner.
+
+An owner that stood still may wake up and commit after it was taken over. Its manifest then lies there like any other,
+so it is told apart by what the successor has written down: of the attempts below its own only those checkpoints count
+that were there when it took over. The fence of the highest attempt is the one that holds; it covers all before it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from holdfast._log import get_logger
+from holdfast.errors import StorageError, StorageNotFoundError
+from holdfast.format.digest import bytes_digest
+from holdfast.storage.base import Storage
+
+__all__ = ["ANY", "Fence", "clear_fences", "is_fence", "newest_fence", "write_fence"]
+
+_NAME = re.compile(r"fence-(\d{5,9})-[0-9A-Za-z]+\.json")
+_MAX_BYTES = 64 << 20
+ANY = "*"
+"""In place of a checkpoint id: whatever is found under this name counts."""
+_FORMAT = "holdfast-fence"
+_log = get_logger("lease")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fence:
+    """What of the attempts below one counts.
+
+    Attributes:
+        below: the attempt that drew it; what that one and later ones save is none of its business.
+        known: checkpoint ids by name of those that count.
+        dead: names that a sleeping owner may still delete or write under: no new checkpoint may have one of them.
+    """
+
+    below: int
+    known: Mapping[str, str] = field(default_factory=dict)
+    dead: frozenset[str] = frozenset()
+
+    def admits(self, name: str, attempt: int, checkpoint_id: str | None = None) -> bool:
+        """Whether a checkpoint counts; without an id by its name and attempt alone."""
+        if attempt >= self.below:
+            return True
+        known = self.known.get(name)
+        return known is not None and name not in self.dead and (known == ANY or checkpoint_id in (None, known))
+
+
+def is_fence(name: str) -> bool:
+    """Tell whether a file directly in a run is a fence."""
+    return _NAME.fullmatch(name) is not None
+
+
+def newest_fence(storage: Storage, names: Iterable[str]) -> Fence | None:
+    """Read the fence that holds.
+
+    A damaged one is said and passed over: then the one before it holds, or none, and no checkpoint is hidden.
+
+    Args:
+        storage: the run.
+        names: of all fences that a listing of the run found.
+
+    Raises:
+        StorageError: the storage does not answer.
+    """
+    for name in _highest_first(names):
+        try:
+            data = storage.read(name) if storage.stat(name).size <= _MAX_BYTES else b""
+        except StorageNotFoundError:
+            # Whoever drew a higher one removed it just now.
+            newer = [one for one in _listed(storage) if one not in set(names)]
+            if newer:
+                return newest_fence(storage, newer)
+            continue
+        try:
+            body = json.loads(data)
+            told = body["fence"]
+            if body["format"] != _FORMAT or body["digest"] != _digest(told):
+                raise ValueError("its digest does not fit")
+            if type(told["below"]) is not int or told["below"] != _number(name):
+                raise ValueError("it is not of the attempt in its name")
+            known = {str(key): str(value) for key, value in told["known"].items()}
+            return Fence(below=told["below"], known=known, dead=frozenset(map(str, told["dead"])))
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+            _log.warning("%s/%s is damaged and passed over: %s", storage.uri, name, error)
+    return None
+
+
+def write_fence(storage: Storage, fence: Fence, start_id: str) -> str:
+    """Draw a fence, in place of one that the same start drew; durable on return. Returns its name."""
+    name = f"fence-{fence.below:05d}-{start_id}.json"
+    told = {"below": fence.below, "known": dict(fence.known), "dead": sorted(fence.dead)}
+    body = {"format": _FORMAT, "digest": _digest(told), "fence": told}
+    storage.put(name, json.dumps(body, separators=(",", ":")).encode())
+    return name
+
+
+def clear_fences(storage: Storage, names: Iterable[str], *, below: int) -> None:
+    """Remove fences that a higher one, which is durable, covers."""
+    for name in names:
+        if 0 <= _number(name) < below:
+            with suppress(StorageError):
+                storage.delete(name)
+
+
+def _listed(storage: Storage) -> list[str]:
+    return [info.path for info in storage.list("", recursive=False) if is_fence(info.path)]
+
+
+def _highest_first(names: Iterable[str]) -> list[str]:
+    found = [(number, name) for name in names if (number := _number(name)) >= 0]
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def _number(name: str) -> int:
+    match = _NAME.fullmatch(name)
+    return -1 if match is None else int(match[1])
+
+
+def _digest(told: Mapping[str, object]) -> str:
+    return bytes_digest(json.dumps(told, separators=(",", ":"), sort_keys=True).encode())

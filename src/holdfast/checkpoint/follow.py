@@ -1,0 +1,250 @@
+"""`follow`: the checkpoints of a run as they are committed, for another process than the trainer, anywhere.
+
+It reads what is there (run.json, names, manifests) and asks the trainer nothing, so it costs the trainer nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from holdfast._log import get_logger
+from holdfast._units import Interval, IntervalLike, format_duration, parse_interval
+from holdfast.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    RunBusyError,
+    StorageError,
+    StoragePermissionError,
+)
+from holdfast.storage.base import Storage
+from holdfast.storage.resolve import resolve
+
+from .catalog import Catalog
+from .handle import Checkpoint
+from .record import Record
+from .runindex import RUN_FILE
+from .upkeep import upkeep
+
+__all__ = ["follow"]
+
+Start = Literal["newest", "first", "next"] | int
+
+_LOCAL_S, _REMOTE_S = 0.5, 5.0
+_LOOK_AGAIN = 12  # looks at everything, whatever run.json says, once in so many polls
+_GIVE_UP_S = 1800.0  # of a storage that does not answer
+_log = get_logger("follow")
+
+
+def follow(
+    run: str | os.PathLike[str],
+    every: IntervalLike | None = None,
+    start: Start = "newest",
+    *,
+    only_newest: bool = False,
+    verify: bool = False,
+    hold_s: float | None = None,
+    poll_s: float | None = None,
+    timeout_s: float | None = None,
+    filesystem: Any = None,
+) -> Iterator[Checkpoint]:
+    """Yield the committed checkpoints of a run as they come, from any process or machine that reaches its storage.
+
+    Ends when the run has finished. Goes on through kills and restarts of the run: what a later attempt saves comes as
+    it is saved, also where it repeats steps. The run need not have begun. Quarantined checkpoints are left out, as are
+    those that retention has deleted before their turn. A storage that does not answer is asked again.
+
+    Args:
+        run: path or URI of the run.
+        every: only the first checkpoint at or after each multiple of it: 1000 or "1000ba" steps, "2ep", "1h".
+        start: "newest": begin with the newest one there is; "first": with the oldest; "next": with the next to come; a
+            number: with those after this step.
+        only_newest: if several have come since the last look, yield the newest alone: for a server of weights.
+        verify: read every byte before, and leave out what is damaged.
+        hold_s: keep retention away from the one yielded until the next is asked for, at most for these seconds (see
+            `Checkpoint.hold`).
+        poll_s: seconds between looks; default 0.5 on a local disk and 5 elsewhere.
+        timeout_s: raise TimeoutError when nothing has come for so long.
+        filesystem: a file system, as in `Checkpoint`.
+
+    Raises:
+        TimeoutError: nothing came for ``timeout_s``.
+        ConfigError: an argument is none of these.
+        StorageError: the storage has not answered for half an hour, or refuses.
+
+    Example:
+        >>> import tempfile, holdfast
+        >>> folder = tempfile.mkdtemp()
+        >>> with holdfast.Checkpointer(folder, {"a": [1]}, every=1, resume="never") as ck:
+        ...     for _ in range(3):
+        ...         ck.step()
+        >>> for checkpoint in holdfast.follow(folder, start="first"):
+        ...     with checkpoint.hold():
+        ...         checkpoint.report(loss=1 / checkpoint.step)
+        >>> [round(one.metrics["loss"], 2) for one in reversed(ck.checkpoints())]
+        [1.0, 0.5, 0.33]
+    """
+    if isinstance(start, bool) or not (isinstance(start, int) or start in ("newest", "first", "next")):
+        raise ConfigError(f"follow(start={start!r}): use 'newest', 'first', 'next' or the number of a step")
+    interval = None if every is None else parse_interval(every)
+    if interval is not None and interval.unit not in ("ba", "ep", "sec"):
+        raise ConfigError(f"follow(every={every!r}): give steps ('1000ba'), epochs ('5ep') or a time ('1h')")
+    for name, value in (("poll_s", poll_s), ("timeout_s", timeout_s), ("hold_s", hold_s)):
+        if value is not None and not value > 0:
+            raise ConfigError(f"follow({name}={value!r}): give a positive number of seconds")
+    storage = resolve(run, filesystem)
+    if poll_s is None:
+        poll_s = _LOCAL_S if storage.local_root is not None else _REMOTE_S
+    feed = _Feed(_Watched(storage), interval, start, only_newest=only_newest)
+    return _follow(feed, verify=verify, hold_s=hold_s, poll_s=poll_s, timeout_s=timeout_s)
+
+
+def _follow(
+    feed: _Feed, *, verify: bool, hold_s: float | None, poll_s: float, timeout_s: float | None
+) -> Iterator[Checkpoint]:
+    storage, last = feed.watched.storage, time.monotonic()
+    while True:
+        for record in feed.look():
+            checkpoint = Checkpoint.at(storage, record.name)
+            with contextlib.ExitStack() as stack:
+                try:
+                    if hold_s is not None:
+                        stack.enter_context(checkpoint.hold(at_most_s=hold_s))
+                    if verify and not _is_sound(checkpoint):
+                        continue
+                    if checkpoint.manifest is None:
+                        continue
+                except (CheckpointNotFoundError, FileNotFoundError):
+                    _log.info("%s was deleted before its turn", checkpoint.uri)
+                    continue
+                yield checkpoint
+            last = time.monotonic()
+        if feed.is_over:
+            feed.watched.settle()
+            return
+        if timeout_s is not None and time.monotonic() - last > timeout_s:
+            raise TimeoutError(
+                f"no new checkpoint in {storage.uri} for {format_duration(timeout_s)}, and the run has not finished: "
+                "look whether it still trains (`holdfast ls`)"
+            )
+        time.sleep(poll_s)
+
+
+def _is_sound(checkpoint: Checkpoint) -> bool:
+    found = checkpoint.verify()
+    if not found.ok and checkpoint.storage.exists(f"{checkpoint.directory}/manifest.json"):
+        _log.warning("%s is damaged and left out: %s", checkpoint.uri, "; ".join(found.problems[:3]))
+    return found.ok
+
+
+class _Watched:
+    """A run seen from outside: reads it again when something has changed, and outlasts a storage that is away."""
+
+    def __init__(self, storage: Storage, clock: Callable[[], float] = time.monotonic) -> None:
+        self.storage = storage
+        self._clock = clock
+        self._catalog: Catalog | None = None
+        self._etag: str | None = None
+        self._names: int | None = None
+        self._looks = 0
+        self._since: float | None = None  # when the storage was first found away
+
+    def look(self) -> Catalog | None:
+        """Return what there is if it may have changed, else None.
+
+        Raises:
+            StorageError: it refuses, or has been away for too long.
+        """
+        try:
+            found = self._look()
+        except StoragePermissionError:
+            raise
+        except StorageError as error:
+            now = self._clock()
+            self._since = now if self._since is None else self._since
+            if now - self._since > _GIVE_UP_S:
+                raise
+            _log.warning("%s does not answer, looking again: %s", self.storage.uri, error)
+            return None
+        self._since = None
+        return found
+
+    def _look(self) -> Catalog | None:
+        try:
+            etag = self.storage.stat(RUN_FILE).etag
+        except FileNotFoundError:
+            return None  # not begun
+        root = self.storage.local_root
+        with contextlib.suppress(OSError):  # the index is a cache: a commit may be there before it
+            names = None if root is None else root.stat().st_mtime_ns
+            same = etag is not None and (etag, names) == (self._etag, self._names)
+            self._looks += 1
+            if same and self._looks % _LOOK_AGAIN:
+                return None
+            self._names = names
+        self._etag = etag
+        return Catalog(self.storage)
+
+    def settle(self) -> None:
+        """Have the index of a finished run know what followers have reported, if nobody else does it now."""
+        with contextlib.suppress(RunBusyError, StorageError):
+            if self.storage.exists(RUN_FILE):
+                with upkeep(self.storage, wait_s=0) as catalog:
+                    catalog.settle()
+
+
+class _Feed:
+    """Decides which checkpoints of a run come next. `is_over`: the run has finished, and nothing else comes."""
+
+    def __init__(self, watched: _Watched, every: Interval | None, start: Start, *, only_newest: bool) -> None:
+        self.watched = watched
+        self.is_over = False
+        self._every, self._only_newest = every, only_newest
+        self._start: Start | None = start
+        self._seen: set[tuple[str, str]] = set()
+        self._multiple: tuple[int, int] | None = None  # of `every`: attempt and the multiple that has had its one
+
+    def look(self) -> Iterator[Record]:
+        """Yield the new ones, oldest first."""
+        catalog = self.watched.look()
+        if catalog is None:
+            return
+        index = catalog.index
+        now, finished = index.current, index.finished
+        self.is_over = finished is not None and (
+            now is None or finished.get("attempt", 0) >= now.attempt or now.ended is not None
+        )
+        records = catalog.records()[::-1]
+        ids = {(record.name, record.checkpoint_id) for record in records}
+        new = [record for record in records if (record.name, record.checkpoint_id) not in self._seen]
+        self._seen = ids  # those that went are forgotten: a name and an id never come back together
+        if self._start is not None and (records or self._start == "next"):
+            new, self._start = self._begin(new, self._start), None
+        new = [record for record in new if self._is_due(record)]
+        yield from new[-1:] if self._only_newest else new
+
+    def _begin(self, records: list[Record], start: Start) -> list[Record]:
+        if start == "first":
+            return records
+        if start == "newest":
+            return records[-1:]
+        if start == "next":
+            return []
+        return [record for record in records if record.step > start]
+
+    def _is_due(self, record: Record) -> bool:
+        if self._every is None:
+            return True
+        place = {"ba": record.step, "ep": record.epoch, "sec": record.created}[self._every.unit]
+        if place is None:
+            return False
+        multiple = (0 if self._every.unit == "sec" else record.attempt, int(place // self._every.value))
+        if self._every.unit != "sec" and multiple[1] < 1:
+            return False  # multiple 0 is the start of the run
+        if self._multiple is not None and multiple <= self._multiple:
+            return False
+        self._multiple = multiple
+        return True

@@ -1,0 +1,223 @@
+"""``holdfast pin``, ``unpin``, ``rm`` and ``prune``: what stays of a run, and what goes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from holdfast._units import format_bytes
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.external import holders
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.record import Record
+from holdfast.checkpoint.retention import decide
+from holdfast.checkpoint.upkeep import upkeep
+from holdfast.config import Keep
+from holdfast.errors import CheckpointError, ConfigError
+from holdfast.storage.resolve import resolve
+
+from .targets import Pick, choose, find, pick_options, run_at
+from .terminal import console, print_json, printable
+
+__all__ = ["pin", "prune", "rm", "unpin"]
+
+_KEEP = "give rules such as last=3,best=2,metric=val_loss,mode=min,every=10000ba"
+
+
+@click.command()
+@click.argument("path")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@pick_options(whole=False)
+def pin(path: str, as_json: bool, pick: Pick) -> None:
+    """Keep a checkpoint whatever the retention of its run says, also while the run trains."""
+    _pin(path, pick, as_json, on=True)
+
+
+@click.command()
+@click.argument("path")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@pick_options(whole=False)
+def unpin(path: str, as_json: bool, pick: Pick) -> None:
+    """Leave a checkpoint to the retention of its run again."""
+    _pin(path, pick, as_json, on=False)
+
+
+def _pin(path: str, pick: Pick, as_json: bool, *, on: bool) -> None:
+    found = choose(path, pick)
+    found.pin() if on else found.unpin()
+    if as_json:
+        print_json({"checkpoint": found.uri, "name": found.name, "pinned": on})
+    else:
+        click.echo(f"{printable(found.uri)}  {'pinned' if on else 'not pinned'}")
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True)
+@click.option("--yes", is_flag=True, help="Delete. Without it, only what would go is said.")
+@click.option("--force", is_flag=True, help="Also one that is pinned, held, or the newest of its run.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def rm(paths: tuple[str, ...], yes: bool, force: bool, as_json: bool) -> None:
+    """Delete checkpoints, each manifest first. Whole runs are not deleted.
+
+    The run must not be training: its own retention deletes then. Without --yes nothing is deleted.
+    """
+    chosen = [_one(path) for path in paths]
+    rows = [_removal(checkpoint, force=force) for checkpoint in chosen]
+    refused = [row for row in rows if row["refused"]]
+    if yes and not refused:
+        for checkpoint, row in zip(chosen, rows, strict=True):
+            _remove(checkpoint, force=force)
+            row["state"] = "deleted"
+    _show_removed(rows, done=yes and not refused, as_json=as_json)
+    if refused:
+        raise click.exceptions.Exit(1)
+
+
+def _one(path: str) -> Checkpoint:
+    storage, found = find(path)
+    if found is None:
+        raise ConfigError(f"{storage.uri} is no checkpoint: rm deletes checkpoints, `holdfast ls {path}` lists them")
+    return found
+
+
+def _removal(found: Checkpoint, *, force: bool) -> dict[str, Any]:
+    """Say what deleting a checkpoint would mean."""
+    catalog = Catalog(found.storage)
+    newest = next(iter(catalog.records()), None)
+    holding = holders(found.storage).get(found.directory)
+    reasons = [f"held by {', '.join(holding)}"] if holding else []
+    with contextlib.suppress(CheckpointError):
+        reasons += ["pinned"] if found.is_pinned else []
+    reasons += ["the newest of its run"] if newest is not None and newest.name == found.directory else []
+    foreign = found.directory not in {*catalog.index.rows, *catalog.bad(), *catalog.incomplete, *catalog.others}
+    reasons += ["it is no checkpoint of Holdfast"] if foreign else []
+    return {
+        "checkpoint": found.uri,
+        "name": found.name,
+        "bytes": _bytes(found),
+        "state": "kept",
+        "refused": None if force and not foreign else ", ".join(reasons) or None,
+    }
+
+
+def _bytes(found: Checkpoint) -> int:
+    try:
+        return found.size_bytes
+    except CheckpointError:
+        return 0
+
+
+def _remove(found: Checkpoint, *, force: bool) -> None:
+    storage, name = found.storage, found.directory
+    if Catalog(storage).index.damage == "missing":
+        found.delete()
+        return
+    with upkeep(storage) as catalog:
+        catalog.discard([name], "holdfast rm")
+        if name in catalog.index.rows and not force:
+            raise CheckpointError(f"{found.uri} stays: another process has begun to use it")
+        if next(storage.list(name), None) is not None:  # quarantined, damaged, held, or more than the checkpoint itself
+            found.delete()
+            catalog.refresh()
+            catalog.index.save()
+
+
+@click.command()
+@click.argument("run")
+@click.option("--keep", "rules", metavar="RULES", help=f"What stays; {_KEEP}. Default: the rules of the run itself.")
+@click.option("--yes", is_flag=True, help="Delete. Without it, only what would go is said.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def prune(run: str, rules: str | None, yes: bool, as_json: bool) -> None:
+    """Delete the checkpoints of RUN that no rule keeps: the same rules as `Keep` of the run itself.
+
+    The newest one, pinned ones, the one resumed from and those that another process holds always stay. The run must not
+    be training: its own retention deletes then. Without --yes nothing is deleted.
+    """
+    storage = resolve(run)
+    catalog = run_at(storage, run)
+    keep = _rules(rules, catalog)
+    records = {record.name: record for record in catalog.records()}
+    verdicts = decide(keep, records.values())
+    holding = holders(storage)
+    held = {one.name: holding.get(one.name) for one in verdicts if not one.keep}
+    rows = [
+        {
+            **_row(storage.uri, records[one.name]),
+            "state": "kept" if one.keep or held[one.name] else "would go",
+            "why": f"held by {', '.join(who)}" if (who := held.get(one.name)) else one.why,
+        }
+        for one in verdicts
+    ]
+    if yes and any(row["state"] == "would go" for row in rows):
+        gone = _prune(run, keep)
+        for row in rows:
+            row["state"] = "deleted" if row["name"] in gone else "kept" if row["state"] == "would go" else row["state"]
+    if as_json:
+        print_json({"path": storage.uri, "keep": keep.to_json(), "dry_run": not yes, "checkpoints": rows})
+        return
+    out = console()
+    for row in printable(rows):
+        style = "red" if row["state"] != "kept" else None
+        out.print(f"{row['name']}  {row['state']}, {row['why']}  {format_bytes(row['bytes'])}", style=style)
+    _sum([row for row in rows if row["state"] != "kept"], len(rows), done=yes)
+
+
+def _prune(run: str, keep: Keep) -> set[str]:
+    gone: set[str] = set()
+    with upkeep(resolve(run)) as catalog:
+        told = catalog.index.keep
+        while fresh := {one.name for one in catalog.prune(keep)}:
+            gone |= fresh
+        catalog.index.keep = told  # it shows what the run itself goes by
+        catalog.index.save()
+    return gone
+
+
+def _rules(text: str | None, catalog: Catalog) -> Keep:
+    if text is None:
+        if catalog.index.keep is None:
+            raise ConfigError(
+                f"{catalog.storage.uri} has no rules of its own (it keeps everything): --keep RULES, {_KEEP}"
+            )
+        return Keep.from_json(catalog.index.keep)
+    values: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in ("last", "best", "metric", "mode", "every") or name in values:
+            raise ConfigError(f"--keep {text!r}: cannot read {part.strip()!r}; {_KEEP}")
+        values[name] = int(value) if name in ("last", "best") and value.isdigit() else value
+    keep = Keep(**values)
+    if keep.last is None and keep.best is None and keep.every is None:
+        raise ConfigError(f"--keep {text!r} names no rule, which keeps everything; {_KEEP}")
+    return keep
+
+
+def _row(uri: str, record: Record) -> dict[str, Any]:
+    return {
+        "name": record.name,
+        "checkpoint": f"{uri.rstrip('/')}/{record.name}",
+        "step": record.step,
+        "bytes": record.size - record.reused,
+    }
+
+
+def _show_removed(rows: Sequence[dict[str, Any]], *, done: bool, as_json: bool) -> None:
+    for row in rows:
+        row["state"] = row["state"] if done else "refused" if row["refused"] else "would go"
+    if as_json:
+        print_json({"dry_run": not done, "checkpoints": list(rows)})
+        return
+    out = console()
+    for row in printable(list(rows)):
+        more = f": {row['refused']} (--force deletes it all the same)" if row["refused"] else ""
+        out.print(f"{row['checkpoint']}  {row['state']}{more}  {format_bytes(row['bytes'])}")
+    _sum([row for row in rows if row["state"] != "refused"], len(rows), done=done)
+
+
+def _sum(rows: Sequence[dict[str, Any]], among: int, *, done: bool) -> None:
+    size = format_bytes(sum(row["bytes"] for row in rows))
+    said = f"{len(rows)} of {among} checkpoints, {size}, "
+    click.echo(said + ("deleted" if done else "would be deleted: nothing is, without --yes"))

@@ -1,0 +1,52 @@
+"""``holdfast latest`` and ``holdfast best``: one path or URI, for scripts."""
+
+from __future__ import annotations
+
+import click
+
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.errors import ConfigError
+
+from .targets import Pick, choose, find, ranking, run_at
+from .terminal import print_json, printable
+
+__all__ = ["best", "latest"]
+
+
+@click.command()
+@click.argument("run")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def latest(run: str, as_json: bool) -> None:
+    """Print the path or URI of the newest good checkpoint of RUN, one line for a script.
+
+    Status 1 if there is none yet.
+    """
+    _answer(run, Pick(newest=True), as_json)
+
+
+@click.command()
+@click.argument("run")
+@click.option("--metric", help="The metric that ranks; default: the one the run's Keep ranks by.")
+@click.option("--mode", type=click.Choice(["min", "max"]), help="Whether smaller or larger is better.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def best(run: str, metric: str | None, mode: str | None, as_json: bool) -> None:
+    """Print the path or URI of the checkpoint of RUN that is best by a metric, one line for a script.
+
+    Without --mode, smaller is better, unless the run's Keep says otherwise about this metric.
+    """
+    name, order = metric, mode
+    if name is None:
+        storage, checkpoint = find(run)
+        keep = None if checkpoint is not None else run_at(storage, run).index.keep
+        name, order = ranking(keep, None, mode)
+        if name is None:
+            raise ConfigError(f"{run} ranks by no metric (its Keep names none): give --metric NAME")
+    _answer(run, Pick(best=name, mode=order), as_json)
+
+
+def _answer(run: str, pick: Pick, as_json: bool) -> None:
+    found: Checkpoint = choose(run, pick)
+    if as_json:
+        print_json({"checkpoint": found.uri, "name": found.name, "step": found.step, "metrics": found.metrics})
+    else:
+        click.echo(printable(found.uri))

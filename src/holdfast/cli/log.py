@@ -1,0 +1,163 @@
+"""``holdfast log``: what a run has reported, as a table, CSV, JSON lines or a plot in the terminal."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.record import flat_metrics
+from holdfast.checkpoint.retention import is_number
+from holdfast.errors import ConfigError, UnknownMetricError
+from holdfast.storage.resolve import resolve
+
+from .targets import run_at
+from .terminal import console, fits, number, print_json, printable, strict, table
+
+__all__ = ["log"]
+
+_HEIGHT, _WIDEST = 14, 100
+
+
+@click.command()
+@click.argument("run")
+@click.option("--metric", "metrics", multiple=True, help="Only this metric; may be repeated.")
+@click.option("--format", "kind", type=click.Choice(["table", "csv", "jsonl"]), default="table", show_default=True)
+@click.option("--tail", type=click.IntRange(min=0), help="Only the last N rows; 0: all [default: 30 of a table].")
+@click.option("--plot", metavar="METRIC", help="Draw one metric over the steps in the terminal.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def log(run: str, metrics: tuple[str, ...], kind: str, tail: int | None, plot: str | None, as_json: bool) -> None:
+    """Print the metrics that RUN has reported, oldest first, those of checkpoints included.
+
+    Rows of attempts that a resume went back behind are left out.
+    """
+    if plot is not None and (metrics or kind != "table" or as_json):
+        raise ConfigError("--plot METRIC draws that metric alone: leave out --metric, --format and --json")
+    catalog = run_at(resolve(run), run)
+    rows = _rows(catalog)
+    count = Counter(name for row in rows for name in row["metrics"])
+    for name in (*metrics, *([plot] if plot is not None else [])):
+        if name not in count:
+            known = ", ".join(sorted(count)) or "no metric"
+            raise UnknownMetricError(f"{catalog.storage.uri} has never reported {name!r}; there is: {known}")
+    names = list(metrics) or sorted(count, key=lambda name: (-count[name], name))
+    rows = [row for row in rows if any(name in row["metrics"] for name in names)]
+    if plot is not None:
+        _plot(rows, plot)
+        return
+    shown = rows[-tail:] if tail else rows
+    if as_json:
+        print_json({"path": catalog.storage.uri, "metrics": names, "rows": [_picked(row, names) for row in shown]})
+    elif kind == "jsonl":
+        for row in shown:
+            click.echo(json.dumps(strict(_picked(row, names)), allow_nan=False, default=str))
+    elif kind == "csv":
+        _csv(shown, names)
+    else:
+        _table(shown[-30:] if tail is None else shown, names, len(rows))
+
+
+def _rows(catalog: Catalog) -> list[dict[str, Any]]:
+    """Give one row for each step, with what was reported and what its checkpoint says."""
+    rows: dict[Any, dict[str, Any]] = {}
+    for number_, row in enumerate(catalog.index.history()):
+        step = row.get("step")
+        rows[(number_,) if step is None else step] = {
+            "step": step,
+            "epoch": row.get("epoch"),
+            "time": row.get("time"),
+            "attempt": row.get("attempt"),
+            "checkpoint": row.get("checkpoint"),
+            "metrics": flat_metrics(row.get("metrics") or {}),
+        }
+    for record in reversed(catalog.records()):  # of two of one step the newer one counts
+        fresh = {"step": record.step, "epoch": record.epoch, "time": record.created, "attempt": record.attempt}
+        row = rows.setdefault(record.step, {**fresh, "checkpoint": record.name, "metrics": {}})
+        row["checkpoint"] = record.name
+        row["metrics"] = {**row["metrics"], **flat_metrics(record.metrics)}
+    at = -math.inf
+    order = []
+    for place, row in enumerate(rows.values()):
+        at = row["step"] if row["step"] is not None else at
+        order.append((at, place, row))
+    return [row for _, _, row in sorted(order, key=lambda one: one[:2])]
+
+
+def _picked(row: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {**row, "metrics": {name: row["metrics"][name] for name in names if name in row["metrics"]}}
+
+
+def _csv(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["step", "epoch", "time", "attempt", "checkpoint", *names])
+    for row in rows:
+        fixed = [row[key] for key in ("step", "epoch", "time", "attempt", "checkpoint")]
+        writer.writerow([*fixed, *(row["metrics"].get(name) for name in names)])
+    click.echo(printable(text.getvalue()), nl=False)
+
+
+def _table(rows: Sequence[dict[str, Any]], names: list[str], among: int) -> None:
+    out = console()
+    rows, names = printable(list(rows)), printable(names)
+    made = _made(rows, names)
+    left_out: list[str] = []
+    while len(names) > 1 and not fits(out, made):
+        left_out, names = [names[-1], *left_out], names[:-1]
+        made = _made(rows, names)
+    if among > len(rows):
+        click.echo(f"the last {len(rows)} of {among} rows (--tail 0 prints all)")
+    out.print(made)
+    if left_out:
+        click.echo(f"no room for: {', '.join(left_out)} (--metric chooses)", err=True)
+
+
+def _made(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Any:
+    made = table([("step", "right"), *((name, "right") for name in names), ("checkpoint", "left")])
+    for row in rows:
+        values = (number(row["metrics"][name]) if name in row["metrics"] else "" for name in names)
+        made.add_row(number(row["step"]), *values, row["checkpoint"] or "")
+    return made
+
+
+def _plot(rows: Sequence[dict[str, Any]], metric: str) -> None:
+    """Draw each column from the least to the greatest value of the rows that fall into it: none is left out."""
+    have = [row for row in rows if metric in row["metrics"] and row["step"] is not None]
+    points = [
+        (int(row["step"]), float(row["metrics"][metric]))
+        for row in have
+        if is_number(row["metrics"][metric]) and math.isfinite(row["metrics"][metric])
+    ]
+    if not points:
+        raise UnknownMetricError(f"{metric!r} has no finite number to draw")
+    first, last = min(step for step, _ in points), max(step for step, _ in points)
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    labels = (number(float(high)), number(float(low)))
+    margin = max(map(len, labels))
+    width = max(10, min(_WIDEST, shutil.get_terminal_size().columns - margin - 3))
+    columns: list[tuple[float, float] | None] = [None] * width
+    for step, value in points:
+        place = (step - first) * (width - 1) // max(1, last - first)
+        known = columns[place]
+        columns[place] = (value, value) if known is None else (min(known[0], value), max(known[1], value))
+
+    def level(value: float) -> int:
+        return round((value - low) / (high - low) * (_HEIGHT - 1)) if high > low else 0
+
+    click.echo(printable(metric))
+    for line in range(_HEIGHT - 1, -1, -1):
+        label = labels[0] if line == _HEIGHT - 1 else labels[1] if line == 0 else ""
+        cells = (" " if one is None or not level(one[0]) <= line <= level(one[1]) else "•" for one in columns)
+        click.echo(f"{label:>{margin}} ┤{''.join(cells)}".rstrip())
+    click.echo(f"{'':>{margin}} └{'─' * width}")
+    click.echo(f"{'':>{margin}}  step {first}{f'step {last}':>{max(1, width - len(f'step {first}'))}}")
+    if len(points) < len(have):
+        click.echo(f"{len(have) - len(points)} values are no finite numbers and are not drawn")

@@ -1,0 +1,138 @@
+"""``holdfast watch``: a command for each checkpoint of a run, as they come."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import click
+
+from holdfast._units import parse_span
+from holdfast.checkpoint.follow import follow
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.errors import CheckpointError, ConfigError, HoldfastError
+
+from .terminal import printable, strict
+
+__all__ = ["watch"]
+
+_FIELDS = ("path", "uri", "name", "step")
+
+
+@click.command()
+@click.argument("run")
+@click.option("--exec", "command", metavar="COMMAND", help="Run for each; {path}, {uri}, {name}, {step} are filled in.")
+@click.option("--report", is_flag=True, help="The last line COMMAND prints is a JSON object of metrics: report them.")
+@click.option("--every", metavar="INTERVAL", help="Only the first at or after each multiple: 1000ba, 2ep, 1h.")
+@click.option("--start", default="newest", show_default=True, help="newest, first, next, or those after a step.")
+@click.option("--only-newest", is_flag=True, help="Leave out those that a newer one has overtaken.")
+@click.option("--verify", is_flag=True, help="Read every byte before; leave out what is damaged.")
+@click.option("--hold", default="1h", show_default=True, help="How long retention waits for COMMAND at most.")
+@click.option("--poll", metavar="SPAN", help="Time between looks [default: 0.5s on a disk, 5s elsewhere].")
+@click.option("--timeout", metavar="SPAN", help="Give up, with status 1, when nothing has come for so long.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document a line, one for each checkpoint.")
+def watch(
+    run: str,
+    command: str | None,
+    report: bool,
+    every: str | None,
+    start: str,
+    only_newest: bool,
+    verify: bool,
+    hold: str,
+    poll: str | None,
+    timeout: str | None,
+    as_json: bool,
+) -> None:
+    """Follow RUN: run a command for each checkpoint as it is committed, or print its path.
+
+    Ends when the run has finished, and goes on through its restarts. Retention leaves a checkpoint alone while COMMAND
+    works on it. {path} of a remote checkpoint is a local copy, removed afterwards. Status 1 if a COMMAND failed.
+    """
+    if report and command is None:
+        raise ConfigError("--report reports what a command prints: give --exec COMMAND too")
+    found = follow(
+        run,
+        int(every) if every is not None and every.isdigit() else every,
+        int(start) if start.isdigit() else cast("Any", start),
+        only_newest=only_newest,
+        verify=verify,
+        hold_s=_span("--hold", hold) if command is not None else None,
+        poll_s=None if poll is None else _span("--poll", poll),
+        timeout_s=None if timeout is None else _span("--timeout", timeout),
+    )
+    has_failed = False
+    try:
+        for checkpoint in found:
+            row: dict[str, Any] = {"checkpoint": checkpoint.uri, "name": checkpoint.name, "step": checkpoint.step}
+            if command is not None:
+                row |= _run(command, checkpoint, report=report, aside=as_json)
+                has_failed = has_failed or row["status"] != 0 or row["problem"] is not None
+            if as_json:
+                click.echo(json.dumps(strict(row), allow_nan=False, default=str))
+            elif command is None:
+                click.echo(printable(checkpoint.uri))
+            elif row["problem"] is not None:
+                click.echo(f"holdfast: {printable(checkpoint.uri)}: {printable(row['problem'])}", err=True)
+            sys.stdout.flush()
+    except TimeoutError as error:
+        if isinstance(error, HoldfastError):
+            raise
+        raise CheckpointError(str(error)) from error
+    if has_failed:
+        raise click.exceptions.Exit(1)
+
+
+def _run(command: str, checkpoint: Checkpoint, *, report: bool, aside: bool) -> dict[str, Any]:
+    """Run the command for one checkpoint; says how that ended."""
+    with contextlib.ExitStack() as stack:
+        values: dict[str, Callable[[], str]] = {
+            "path": lambda: stack.enter_context(checkpoint.as_directory()),
+            "uri": lambda: checkpoint.uri,
+            "name": lambda: checkpoint.name,
+            "step": lambda: str(checkpoint.step),
+        }
+        filled = command
+        for field in _FIELDS:
+            if f"{{{field}}}" in filled:
+                # Names come from a storage that others may write to: the shell gets each as one word.
+                filled = filled.replace(f"{{{field}}}", shlex.quote(values[field]()))
+        sys.stdout.flush()
+        output = subprocess.PIPE if report else sys.stderr.fileno() if aside else None
+        done = subprocess.run(["/bin/sh", "-c", filled], stdout=output, check=False)
+    row: dict[str, Any] = {"status": done.returncode, "reported": None, "problem": None}
+    if done.returncode != 0:
+        row["problem"] = f"the command ended with status {done.returncode}"
+    if report:
+        text = done.stdout.decode(errors="replace")
+        click.echo(text, nl=False, err=aside)
+        if done.returncode == 0:
+            row["reported"], row["problem"] = _report(text, checkpoint)
+    return row
+
+
+def _report(text: str, checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, str | None]:
+    last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
+    try:
+        metrics = json.loads(last)
+    except ValueError:
+        metrics = None
+    if not isinstance(metrics, dict):
+        return None, f'the last line the command printed is no JSON object, such as {{"val_loss": 0.5}}: {last[:80]!r}'
+    try:
+        checkpoint.report(metrics)
+    except CheckpointError as error:
+        return None, str(error)
+    return metrics, None
+
+
+def _span(option: str, text: str) -> float:
+    seconds = parse_span(text.strip().lower().replace(" ", ""))
+    if seconds is None:
+        raise ConfigError(f"{option} {text}: give a time such as 30s, 15min or 1h")
+    return seconds

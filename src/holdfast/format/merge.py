@@ -1,0 +1,118 @@
+"""Structures of ranks that hold different things, put together: what one of them has alone is found beside the rest.
+
+Works on the typed JSON of state files (docs/format.md), before it is decoded. Mappings are united by key; where two
+ranks have plain data under one key, that of the first one counts, as plain data of rank 0 does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import reduce
+from typing import Any
+
+__all__ = ["merged"]
+
+_MAPPINGS = ("odict", "dict", "ddict")
+
+
+def merged(trees: Iterable[Any]) -> Any:
+    """Return one structure made of several, the first of which counts where they differ. They are not changed."""
+    return reduce(_merge, trees)
+
+
+def _merge(one: Any, other: Any) -> Any:
+    if type(one) is not dict or type(other) is not dict:
+        return _sequence(one, other)
+    if one == other:
+        return one
+    if _tag(one) == _tag(other) == "object":
+        if one.get("kind") != other.get("kind"):
+            return one
+        combine = _optimizers if one["kind"] == "optimizer" else _merge
+        both = {**one, "state": combine(one["state"], other["state"])}
+        if "spread" in one or "spread" in other:
+            both["spread"] = {**other.get("spread", {}), **one.get("spread", {})}
+        return both
+    if _tag(one) == _tag(other) == "tensors" and one["at"] == other["at"]:
+        return {**one, "k": list(dict.fromkeys([*one["k"], *other["k"]]))}
+    rows, others = _rows(one), _rows(other)
+    if rows is None or others is None:
+        return one
+    if _tag(one) is None and _tag(other) is None and _is_optimizer(one) and _is_optimizer(other):
+        return _optimizers(one, other)
+    for key, (name, node) in others.items():
+        rows[key] = (name, _merge(rows[key][1], node) if key in rows else node)
+    united = list(rows.values())
+    if _tag(one) in _MAPPINGS:
+        return {**one, "v": [list(row) for row in united]}
+    ordered = bool(one.get("o")) and _tag(one) == "tensors"
+    if not ordered and "$" not in rows and all(isinstance(name, str) for name, _ in united):
+        return dict(united)
+    return {"$": "odict" if ordered else "dict", "v": [list(row) for row in united]}
+
+
+def _tag(node: Mapping[str, Any]) -> str | None:
+    tag = node.get("$")
+    return tag if isinstance(tag, str) else None
+
+
+def _rows(node: dict[str, Any]) -> dict[str, tuple[Any, Any]] | None:
+    """Return the entries of a mapping by the text of their keys; None for anything else."""
+    tag = _tag(node)
+    if tag is None:
+        return {name: (name, item) for name, item in node.items()}
+    if tag == "tensors":
+        return {key: (key, {"$": "tensor", "n": node["at"] + key}) for key in node["k"]}
+    if tag in _MAPPINGS and isinstance(node.get("v"), list):
+        # A key that is no text is a tree of its own.
+        return {name if isinstance(name, str) else f"\0{name!r}": (name, item) for name, item in node["v"]}
+    return None
+
+
+def _sequence(one: Any, other: Any) -> Any:
+    """Unite lists whose items are live (tensors, objects, dicts with such in them); plain lists are one value."""
+    if type(one) is not list or type(other) is not list or not (_is_live(one) and _is_live(other)):
+        return one
+    both = [_merge(left, right) for left, right in zip(one, other, strict=False)]
+    return both + one[len(both) :] + other[len(both) :]
+
+
+def _is_live(node: Any) -> bool:
+    if type(node) is list:
+        return any(map(_is_live, node))
+    if type(node) is dict:
+        return _tag(node) in ("tensor", "tensors", "object") or any(map(_is_live, node.values()))
+    return False
+
+
+def _is_optimizer(node: Mapping[str, Any]) -> bool:
+    groups = node.get("param_groups")
+    return type(groups) is list and "state" in node and all(map(_is_named, groups))
+
+
+def _is_named(group: Any) -> bool:
+    names = group.get("params") if type(group) is dict else None
+    return type(names) is list and not any(type(name) is int for name in names)  # positions say nothing to others
+
+
+def _optimizers(one: Any, other: Any) -> Any:
+    """Unite optimizers that keep state by name: parameters of groups that are alike come into one group."""
+    if not (type(one) is type(other) is dict and _is_optimizer(one) and _is_optimizer(other)):
+        return one
+    groups = [{**group, "params": list(group["params"])} for group in one["param_groups"]]
+    known = {repr(name) for group in groups for name in group["params"]}
+    for group in other["param_groups"]:
+        names = [name for name in group["params"] if repr(name) not in known]
+        known.update(map(repr, names))
+        home = next((there for there in groups if _hyper(there) == _hyper(group)), None)
+        if home is not None:
+            home["params"].extend(names)
+        elif names:
+            groups.append({**group, "params": names})
+    rest = {key: value for key, value in one.items() if key not in ("state", "param_groups")}
+    more = {key: value for key, value in other.items() if key not in ("state", "param_groups")}
+    return {"state": _merge(one["state"], other["state"]), "param_groups": groups, **_merge(rest, more)}
+
+
+def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

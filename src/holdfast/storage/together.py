@@ -1,0 +1,68 @@
+"""Requests side by side: as many at once as a storage says are worth it, one after another on a disk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from .base import Storage
+
+__all__ = ["together"]
+
+_T = TypeVar("_T")
+
+
+def together(storage: Storage, calls: Sequence[Callable[[], _T]]) -> list[_T]:
+    """Carry out calls that do not wait for each other, and return their results in order; blocks until all have ended.
+
+    Not with a `ThreadPoolExecutor`: that one refuses work while the interpreter shuts down, which is when a writer
+    thread finishes the last save. The caller works, too, so a call may use this function itself.
+
+    Args:
+        storage: says how many at once (`Storage.num_parallel`).
+        calls: what to do, begun in this order. After one has failed no further one is begun.
+
+    Raises:
+        BaseException: what the first call, in their order, that failed has raised.
+    """
+    results: list[_T | None] = [None] * len(calls)
+    failed: dict[int, BaseException] = {}
+    numbers, lock = iter(range(len(calls))), threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                number = None if failed else next(numbers, None)
+            if number is None:
+                return
+            try:
+                results[number] = calls[number]()
+            except BaseException as error:  # noqa: BLE001 - a thread edge: the caller raises it
+                with lock:
+                    failed[number] = error
+
+    threads = [
+        threading.Thread(target=work, name="holdfast-together", daemon=True)
+        for _ in range(min(storage.num_parallel, len(calls)) - 1)
+    ]
+    started = []
+    with suppress(RuntimeError):  # no new threads at the end of the interpreter, or of the system's: fewer will do
+        for thread in threads:
+            thread.start()
+            started.append(thread)
+    work()
+    try:
+        for thread in started:
+            thread.join()
+    except BaseException:  # a Ctrl-C: the memory that calls write to is theirs until they have ended
+        with lock:
+            failed.setdefault(len(calls), KeyboardInterrupt())  # no further one is begun
+        for thread in started:
+            thread.join()
+        raise
+    if failed:
+        raise failed[min(failed)]
+    return results  # type: ignore[return-value]

@@ -1,0 +1,216 @@
+"""Run one life of a training in processes of its own, and kill all of them by SIGKILL where the plan says so."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from ..config import VERIFY_VARIABLE
+from ..errors import ConfigError
+from .plan import Plan, Row
+
+__all__ = ["Command", "Forked", "Life", "LifeFailedError", "run_life"]
+
+_OTHERS_S = 20.0  # that the other ranks may take to come to the moment of the kill: they may wait for the first one
+_SHOWN = 4000
+
+
+class LifeFailedError(AssertionError):
+    """A life ended by itself, with an error or too late."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """What one life did.
+
+    Attributes:
+        plan: what it was to do.
+        rows: what its processes recorded.
+        killed: it was killed as planned; else it ended by itself, without an error.
+        output: path of what it printed.
+        seconds: how long it took.
+    """
+
+    plan: Plan
+    rows: list[Row]
+    killed: bool
+    output: Path
+    seconds: float
+
+
+class Command:
+    """A command, such as ``["python", "train.py"]``.
+
+    Args:
+        command: program and arguments.
+        env: added to the environment.
+        cwd: working directory, default: this one.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | os.PathLike[str] | None = None
+    ) -> None:
+        self._command, self._env, self._cwd = [os.fspath(part) for part in command], dict(env or {}), cwd
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, plan: Path, output: Path) -> int:
+        """Start the command; what it prints goes to ``output``."""
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **self._env, VERIFY_VARIABLE: str(plan)}
+        with open(output, "ab") as file:
+            try:
+                self._process = subprocess.Popen(
+                    self._command, env=environment, cwd=self._cwd, start_new_session=True, stdin=subprocess.DEVNULL,
+                    stdout=file, stderr=subprocess.STDOUT,
+                )  # fmt: skip
+            except OSError as error:
+                raise ConfigError(f"{self._command[0]!r} cannot be started: {error}") from error
+        return self._process.pid
+
+    def wait(self) -> int:
+        """Return the exit status of the command, which has ended."""
+        assert self._process is not None
+        return self._process.wait()
+
+
+class Forked:
+    """A function, called in a fork of this process."""
+
+    def __init__(self, body: Callable[[], object]) -> None:
+        self._body, self._pid = body, 0
+
+    def start(self, plan: Path, output: Path) -> int:
+        """Fork; what the child prints goes to ``output``."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads: see verify_resume
+            self._pid = os.fork()
+        if self._pid == 0:
+            self._child(plan, output)
+        return self._pid
+
+    def wait(self) -> int:
+        """Return the exit status of the child, which has ended."""
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+    def _child(self, plan: Path, output: Path) -> NoReturn:
+        status = 1
+        try:
+            os.setsid()
+            os.environ[VERIFY_VARIABLE] = str(plan)
+            file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            # A test runner has put files of its own in their place.
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+            self._body()
+            status = 0
+        except SystemExit as error:
+            status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        except BaseException:  # noqa: BLE001 - a process edge: the parent shows what was printed
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+
+def run_life(target: Command | Forked, plan: Plan, *, timeout_s: float) -> Life:
+    """Run one life: to its end, or until every rank has come to the planned moment; then all are killed.
+
+    Raises:
+        LifeFailedError: it ended with an error, or took too long; with what it printed.
+        ConfigError: the command cannot be started.
+    """
+    folder = Path(plan.trace)
+    told, output = folder / f"life-{plan.life}.plan.json", folder / f"life-{plan.life}.output.txt"
+    plan.write(told)
+    os.mkfifo(plan.signal)
+    begun = time.monotonic()
+    pipe = os.open(plan.signal, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        pid = target.start(told, output)
+        sessions = {pid}
+        try:
+            came = _until_it_ends(pid, pipe, sessions, begun + timeout_s)
+        finally:
+            _kill(pid, sessions)
+            status = target.wait()
+    finally:
+        os.close(pipe)
+        os.unlink(plan.signal)
+    killed = came == "moment"
+    if came == "late":
+        raise LifeFailedError(f"the script did not end within {timeout_s:.0f} s{_said(output)}")
+    if not killed and status != 0:
+        raise LifeFailedError(f"the script ended with exit status {status}{_said(output)}")
+    return Life(plan=plan, rows=plan.rows(), killed=killed, output=output, seconds=time.monotonic() - begun)
+
+
+def _until_it_ends(pid: int, pipe: int, sessions: set[int], deadline: float) -> str:
+    """Wait until the process has "ended", all ranks are at the "moment", or it is too "late"."""
+    watch = os.pidfd_open(pid)
+    waiting: dict[int, int] = {}  # rank -> process
+    world, text = 1, b""
+    try:
+        while len(waiting) < world:
+            ready, _, _ = select.select([watch, pipe], [], [], max(0.0, deadline - time.monotonic()))
+            if pipe in ready:
+                text += os.read(pipe, 1 << 16)
+                *lines, text = text.split(b"\n")
+                for one in map(json.loads, lines):
+                    waiting[one["rank"]], world = one["pid"], one["world_size"]
+                    sessions.add(one["session"])
+                    # The others may be in a collective with this one: what is sealed counts, as in any kill.
+                    deadline = min(deadline, time.monotonic() + _OTHERS_S)
+            elif watch in ready:
+                return "ended"
+            elif not ready:
+                return "moment" if waiting else "late"
+        return "moment"
+    finally:
+        os.close(watch)
+
+
+def _kill(pid: int, sessions: set[int]) -> None:
+    """Kill a process and everything in these sessions. Writer processes have sessions of their own, and go on."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)  # first who could start the others again
+    own = os.getsid(0)
+    for _ in range(3):  # who is starting a process right now has it killed in the next round
+        found = [one for one in _members(sessions - {own}) if one != pid]
+        for one in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(one, signal.SIGKILL)
+        if not found:
+            return
+        time.sleep(0.02)
+
+
+def _members(sessions: set[int]) -> list[int]:
+    """List the living processes of some sessions."""
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # After the name of the program, which may hold anything: state, parent, group, session.
+            state, _, _, session = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(session) in sessions and state not in "ZX":
+                found.append(int(name))
+    return found
+
+
+def _said(output: Path) -> str:
+    text = output.read_text(errors="replace").strip()
+    return f"; the end of what it printed:\n{text[-_SHOWN:]}" if text else ", and printed nothing"

@@ -1,0 +1,98 @@
+"""What one life of a verified run is to do: passed from the driver to the watched processes as a file of JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Moment", "Plan", "Row"]
+
+Row = dict[str, Any]
+"""One line of a trace: event ("start", "boundary", "report"), run, step, nth, items, batches, metrics, and its rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A moment of a run.
+
+    Attributes:
+        step: the step.
+        event: "boundary" (the step is over) or "report" (right after `ck.report`).
+        nth: how often that event came at this step before, in one life; the boundary of an epoch's last step comes
+            again at the end of the epoch.
+        run: key of the run (`Witness`), None for any.
+    """
+
+    step: int
+    event: str = "boundary"
+    nth: int = 0
+    run: str | None = None
+
+    def is_at(self, row: Row) -> bool:
+        """Tell whether a row was written at this moment."""
+        own = (row["step"], row["event"], row["nth"])
+        return own == (self.step, self.event, self.nth) and self.run in (None, row["run"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One life.
+
+    Attributes:
+        trace: directory of the traces, one file for each life and rank.
+        life: number of this life.
+        signal: path of a named pipe, to which a process writes that it has come to ``stop`` and waits.
+        home: directory that takes the runs of the script; None leaves path and options alone.
+        root: directory that was given to the life as the place of its runs: they are named by their paths in it.
+        initial: directory for the state that the first life begins with, so that the others begin with the same.
+        save: steps to save, at their boundaries; with ``home`` these are the only ones beside the script's own.
+        stop: where to stop, for good.
+        every: record the state after every so many steps.
+    """
+
+    trace: str
+    life: int
+    signal: str
+    home: str | None = None
+    root: str | None = None
+    initial: str | None = None
+    save: tuple[Moment, ...] = ()
+    stop: Moment | None = None
+    every: int = 1
+
+    def write(self, path: Path) -> None:
+        """Write the plan to a file."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: str) -> Plan:
+        """Read a plan from a file."""
+        told = json.loads(Path(path).read_text(encoding="utf-8"))
+        stop = told.pop("stop")
+        save = tuple(Moment(**one) for one in told.pop("save"))
+        return cls(**told, save=save, stop=None if stop is None else Moment(**stop))
+
+    def rows(self, life: int | None = None) -> list[Row]:
+        """Read what the processes of a life (default: this one) have recorded, each rank's rows in their order."""
+        found = []
+        for path in sorted(Path(self.trace).glob(f"life-{self.life if life is None else life}.*.jsonl")):
+            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+                if line.endswith("\n"):  # a process may be killed while it writes the last one
+                    found.append(json.loads(line))
+        return found
+
+
+@dataclass(slots=True, kw_only=True)
+class Counter:
+    """Counts how often an event came at a step."""
+
+    _seen: dict[tuple[str, str, int], int] = field(default_factory=dict)
+
+    def next(self, run: str, event: str, step: int) -> int:
+        """Return how often it came before."""
+        key = (run, event, step)
+        number = self._seen.get(key, 0)
+        self._seen[key] = number + 1
+        return number

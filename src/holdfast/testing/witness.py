@@ -1,0 +1,164 @@
+"""`Witness`: in a script whose resume is being verified, follows one `Checkpointer` through one life.
+
+It records one line of JSON for each boundary of a step, with a digest of every item of the state, and waits to be
+killed where the plan says so. The driver (`lives`) reads the lines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .._ranks import current_ranks
+from ..checkpointer import load, save
+from .plan import Counter, Plan
+from .state import digests
+
+__all__ = ["Witness"]
+
+_COUNTER = Counter()
+_WAIT_S = 3600.0
+_State = Callable[[], Mapping[Any, Any]]
+
+
+class Witness:
+    """A `holdfast.checkpointer.verification.Watcher`.
+
+    Args:
+        plan: path of the plan.
+        path: path of the run, as the script gives it.
+    """
+
+    def __init__(self, plan: str, path: Any) -> None:
+        self._plan = Plan.read(plan)
+        told = os.fspath(path)
+        self._run = told if "://" in told else os.path.abspath(told)
+        if self._plan.root is not None:
+            self._run = os.path.relpath(self._run, os.path.abspath(self._plan.root))
+        self._batches: list[str] = []
+        self._metrics: dict[str, str] = {}
+
+    def arguments(self, path: Any, **options: Any) -> tuple[Any, ...]:
+        """Redirect the run into the plan's home; only planned saves happen there, and no tracker hears of them."""
+        home = self._plan.home
+        if home is None:
+            return (path, *options.values())
+        name = re.sub(r"[^\w.-]+", "-", self._run.rstrip("/").rpartition("/")[2])[:60]
+        place = f"{name}-{hashlib.blake2b(self._run.encode(), digest_size=4).hexdigest()}"
+        return (os.path.join(home, place), *(None for _ in options))
+
+    def entered(self, step: int, resumed: int | None, state: _State) -> None:
+        """Record the state a life begins with; a fresh start of another life is made that of the first."""
+        others = self._same_start(state) if resumed is None and step == 0 else []
+        objects = [str(name) for name, value in state().items() if callable(getattr(value, "load_state_dict", None))]
+        self._row("start", step, state, resumed=resumed, drawn_anew=others, objects=objects)
+
+    def stepped(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Keep the metrics of a step for its row."""
+        if self._is_traced(step):
+            self._metrics = {**self._metrics, **digests(metrics)}
+
+    def boundary(self, step: int, state: _State, save: Callable[[], object]) -> None:
+        """Record the state, save if that is planned, stop if that is planned."""
+        row = self._row("boundary", step, state)
+        if any(one.is_at(row) for one in self._plan.save):
+            save()
+        self._stop_at(row)
+
+    def reported(self, step: int, metrics: Mapping[str, Any], state: _State) -> None:
+        """Record metrics and state."""
+        self._metrics = digests(metrics)
+        self._stop_at(self._row("report", step, state))
+
+    def batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Note the digest of each batch."""
+        return _Noted(batches, self._batches)
+
+    # ---- inside
+
+    def _is_traced(self, step: int) -> bool:
+        stop = self._plan.stop
+        return step % self._plan.every == 0 or (stop is not None and step == stop.step)
+
+    def _row(self, event: str, step: int, state: _State, **more: Any) -> dict[str, Any]:
+        """Write one row; between the steps that are traced it is returned only."""
+        info = current_ranks()
+        row: dict[str, Any] = {
+            "event": event, "run": self._run, "step": step, "nth": _COUNTER.next(self._run, event, step),
+            "rank": info.rank, "world_size": info.world_size, "pid": os.getpid(), **more,
+        }  # fmt: skip
+        if event == "start" or self._is_traced(step):
+            items = digests(state())
+            # Several batches make a step where gradients are gathered, none at the second boundary of a step.
+            drawn, self._batches[:] = list(self._batches), []
+            metrics, self._metrics = self._metrics, {}
+            row.update(items=items, batches=drawn, metrics=metrics)
+            name = f"life-{self._plan.life}.rank-{info.rank}.jsonl"
+            with open(os.path.join(self._plan.trace, name), "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        return row
+
+    def _same_start(self, state: _State) -> list[str]:
+        """Begin as the first life began, and name what was drawn anew: a script that seeds nothing differs each time.
+
+        Only the state is put back: what a script draws before it makes its `Checkpointer` and does not save stays
+        different, for it is different in every life of the script.
+        """
+        if self._plan.initial is None:
+            return []
+        key = hashlib.blake2b(self._run.encode(), digest_size=8).hexdigest()
+        place = Path(self._plan.initial) / key
+        told = Path(f"{place}.rank-{current_ranks().rank}.json")
+        mine = digests(state())
+        if not told.exists():
+            save(place, state(), overwrite=True)
+            told.write_text(json.dumps(mine), encoding="utf-8")
+            return []
+        first = json.loads(told.read_text(encoding="utf-8"))
+        others = sorted(name for name in mine.keys() | first.keys() if mine.get(name) != first.get(name))
+        if others:
+            load(place, state(), strict=False)
+        return others
+
+    def _stop_at(self, row: Mapping[str, Any]) -> None:
+        """Wait to be killed, if this is the planned end of this life."""
+        stop = self._plan.stop
+        if stop is None or not stop.is_at(dict(row)):
+            return
+        told = {key: row[key] for key in ("pid", "rank", "world_size", "step")}
+        with open(self._plan.signal, "wb", buffering=0) as pipe:
+            pipe.write(json.dumps({**told, "session": os.getsid(0)}).encode() + b"\n")
+        threading.Event().wait(_WAIT_S)
+        os._exit(3)  # the driver is gone
+
+
+class _Noted:
+    """Batches as they are, each noted when it is drawn."""
+
+    def __init__(self, batches: Any, noted: list[str]) -> None:
+        self._batches, self._noted = batches, noted
+        self._drawing: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self._drawing = iter(self._batches)
+        return self
+
+    def __next__(self) -> Any:
+        if self._drawing is None:
+            self._drawing = iter(self._batches)
+        batch = next(self._drawing)
+        found = json.dumps(digests(batch))
+        self._noted.append(hashlib.blake2b(found.encode(), digest_size=8).hexdigest())
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)

@@ -1,0 +1,93 @@
+"""Optimizers whose weight decay does not depend on the learning rate they begin with (arXiv:1711.05101, equation 9).
+
+In each step a weight w becomes ``w * (1 - weight_decay * lr / initial_lr)`` before the update of the gradient.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import SGD, AdamW
+
+__all__ = ["DecoupledAdamW", "DecoupledSGDW"]
+
+# torch's own step without what wraps it: hooks of an optimizer are called once, around the step of ours.
+_ADAMW: Any = inspect.unwrap(AdamW.step)
+_SGD: Any = inspect.unwrap(SGD.step)
+
+
+class DecoupledAdamW(AdamW):
+    """AdamW with decoupled weight decay.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = DecoupledAdamW([weight], lr=0.1, weight_decay=0.5)
+        >>> weight.grad = torch.zeros(2)
+        >>> _ = optimizer.step()
+        >>> weight.tolist()
+        [0.5, 0.5]
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
+        weight_decay: float = 1e-5, amsgrad: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+        _note_rates(self)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step."""
+        return _decoupled(self, _ADAMW, closure)
+
+
+class DecoupledSGDW(SGD):
+    """SGD with decoupled weight decay."""
+
+    def __init__(
+        self, params: Iterable[Any], lr: float, momentum: float = 0, dampening: float = 0, weight_decay: float = 0,
+        nesterov: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov
+        )
+        _note_rates(self)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step."""
+        return _decoupled(self, _SGD, closure)
+
+
+def _note_rates(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+
+
+def _decoupled(optimizer: torch.optim.Optimizer, step: Any, closure: Callable[[], Any] | None) -> Any:
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    for group in optimizer.param_groups:
+        first = group.setdefault("initial_lr", group["lr"])
+        keep = 1 - group["weight_decay"] * (group["lr"] / first if first else 1.0)
+        for parameter in _with_gradient(group):
+            parameter.mul_(keep)
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        step(optimizer)
+    finally:
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+    return loss
+
+
+def _with_gradient(group: dict[str, Any]) -> Iterator[torch.Tensor]:
+    if group["weight_decay"] != 0:
+        yield from (one for one in group["params"] if one.grad is not None)

@@ -1,0 +1,16 @@
+"""What scripts of the loop trainer use beside it: checkpoints of a state by hand, object stores, locations."""
+
+from __future__ import annotations
+
+from .storage.base import Storage as ObjectStore
+from .storage.libcloud import LibcloudObjectStore
+from .storage.resolve import resolve as maybe_create_object_store_from_uri
+from .trainers.loop.functions import load_checkpoint, save_checkpoint
+
+__all__ = [
+    "LibcloudObjectStore",
+    "ObjectStore",
+    "load_checkpoint",
+    "maybe_create_object_store_from_uri",
+    "save_checkpoint",
+]

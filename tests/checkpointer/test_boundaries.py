@@ -1,0 +1,410 @@
+"""Where a step ends, what the index of a batch is, and what a script seems to have forgotten."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run_kit as kit
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+import holdfast as hf
+from holdfast.checkpointer import course
+
+
+class Killed(Exception):
+    """Ends a life as a kill would: nothing is saved after it."""
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def ended_at(path: Any, steps: int, every: int = 1) -> None:
+    """A life of a loop over epochs that dies in the batch after ``steps`` steps."""
+    with pytest.raises(Killed), hf.Checkpointer(path, {"w": torch.zeros(1)}, every=every) as ck:
+        for _ in ck.epochs(9):
+            for _ in ck.batches(kit.loader()):
+                if ck.global_step == steps:
+                    raise Killed
+                ck.step()
+
+
+def test_a_step_is_saved_where_the_next_batch_is_asked_for(tmp_path: Path) -> None:
+    """What the body does after ck.step() is in the checkpoint of that step, a report too."""
+    with hf.Checkpointer(tmp_path, {"n": 0}, every=1, keep=None) as ck:
+        for _ in ck.batches(kit.loader(6)):
+            ck.step()
+            ck.state["n"] = ck.global_step * 10
+            ck.report(val=ck.global_step)
+            ck.state["n"] += 1
+    assert [hf.load(one)["n"] for one in ck.checkpoints()] == [21, 11]
+    assert [one.metrics["val"] for one in ck.checkpoints()] == [2, 1]
+
+
+def test_without_batches_step_is_the_boundary(tmp_path: Path) -> None:
+    """A loop of its own: the state is that of the moment of ck.step()."""
+    with hf.Checkpointer(tmp_path, {"n": 0}, every=1, keep=None) as ck:
+        for _ in range(2):
+            ck.step()
+            ck.state["n"] += 1
+    assert [hf.load(one)["n"] for one in ck.checkpoints()] == [1, 0]
+
+
+def test_waiting_between_two_steps_of_a_batch_saves_no_half_of_it(tmp_path: Path) -> None:
+    """A due save is left to the end of the batch; after the last step of a batch, and after the loop, it is made."""
+    durable = []
+    with hf.Checkpointer(tmp_path, {"w": torch.zeros(1)}, every=3, keep=None) as ck:
+        for number, _ in enumerate(ck.batches([0] * 5)):
+            ck.step()
+            ck.wait()
+            if number == 4:
+                break
+            ck.step()
+            if number == 2:
+                ck.wait()
+                durable.append(ck.stats.last_durable_step)
+        ck.wait()
+        durable.append(ck.stats.last_durable_step)
+    assert durable == [6, 9]
+    assert [one.step for one in ck.checkpoints()] == [9, 6, 4]
+
+
+def test_a_save_asked_for_before_step_is_that_of_the_step(tmp_path: Path) -> None:
+    """Between optimizer.step() and ck.step() the weights are those of a step that is not counted yet."""
+    with hf.Checkpointer(tmp_path, {"n": 0}, every=None, keep=None) as ck:
+        for index, _ in ck.enumerate(kit.loader(12)):
+            ck.state["n"] += 1
+            if index in {0, 2}:
+                ck.save()
+            if index != 2:  # a batch that is left out: the save is that of the next step
+                ck.step()
+    assert [(one.step, hf.load(one)["n"]) for one in ck.checkpoints()] == [(3, 4), (1, 1)]
+
+
+def test_waiting_saves_at_once_also_before_step(tmp_path: Path) -> None:
+    with hf.Checkpointer(tmp_path, {"n": 0}, every=None, keep=None) as ck:
+        for index, _ in ck.enumerate(kit.loader(6)):
+            if index == 1:
+                ck.save()
+                ck.wait()
+                assert ck.latest().step == 1
+            ck.step()
+
+
+def test_a_ranked_report_before_step_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its checkpoint is made in the middle of a body that a resume begins anew; after ck.step() nothing is said."""
+    keep = hf.Keep(last=2, best=1, metric="val")
+    for where, early in (("early", True), ("late", False)):
+        caplog.clear()
+        with hf.Checkpointer(tmp_path / where, {"n": 0}, every=None, keep=keep) as ck:
+            for _ in ck.batches(kit.loader(12)):
+                if early:
+                    ck.report(val=1.0)
+                ck.step()
+                if not early:
+                    ck.report(val=1.0)
+        assert sum("before ck.step()" in line for line in said(caplog)) == early
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_steps_on_batches_that_the_script_keeps_are_said(
+    kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """itertools.cycle asks for one pass and repeats what it has kept; a loop begun again asks for the next pass."""
+    with hf.Checkpointer(tmp_path, {"n": 0}, every=None) as ck:
+        batches = ck.batches(kit.loader())
+        again = itertools.cycle(batches) if kept else itertools.chain.from_iterable(itertools.repeat(batches))
+        while ck.global_step < 3 * len(batches):
+            next(again)
+            ck.step()
+    assert sum("itertools.cycle" in line for line in said(caplog)) == kept
+
+
+def test_waiting_saves_at_once_what_is_due(tmp_path: Path) -> None:
+    """ck.save() in the body is made at its end; ck.wait() after it wants it now."""
+    with hf.Checkpointer(tmp_path, {"n": 0}, every=None) as ck:
+        for number, _ in ck.enumerate(kit.loader()):
+            ck.step()
+            ck.save(val=number)
+            if number == 1:
+                ck.wait()
+                assert ck.stats.last_durable_step == 2
+                assert ck.latest().metrics["val"] == 1
+                break
+
+
+def test_a_report_at_the_end_of_an_epoch_is_saved_with_all_of_it(tmp_path: Path) -> None:
+    """A ranked report saves where the epoch ends, with what follows it in the body."""
+    done = []
+    for life in range(2):
+        with (
+            contextlib.suppress(Killed),
+            hf.Checkpointer(tmp_path, {"ends": 0}, every=None, keep=hf.Keep(best=3, metric="val")) as ck,
+        ):
+            for epoch in ck.epochs(3):
+                if epoch == 2 and life == 0:
+                    ck.wait()
+                    raise Killed
+                done.append(epoch)
+                for _ in ck.batches(kit.loader(3)):
+                    ck.step()
+                ck.report(val=epoch)
+                ck.state["ends"] += 1
+    assert (done, ck.state["ends"]) == ([0, 1, 2], 3)
+
+
+def test_several_steps_in_a_body_are_saved_at_its_end(tmp_path: Path) -> None:
+    """Two steps for each batch: the checkpoints are those of whole batches."""
+    with hf.Checkpointer(tmp_path, {"w": torch.zeros(1)}, every=1, keep=None) as ck:
+        for _ in ck.batches(kit.loader(9)):
+            ck.step()
+            ck.step()
+    assert [one.step for one in ck.checkpoints()] == [6, 4, 2]
+
+
+def test_steps_after_a_loop_that_was_left_are_boundaries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After `break` each step saves again; an iterator that is kept and never asked again does not hold saves up."""
+    monkeypatch.setattr(course, "_MAX_OPEN", 5)
+    with hf.Checkpointer(tmp_path, {"w": torch.zeros(1)}, every=1, keep=None) as ck:
+        for _ in ck.batches(kit.loader()):
+            ck.step()
+            break
+        ck.step()
+        ck.step()
+        kept = iter(ck.batches(kit.loader()))
+        next(kept)
+        for _ in range(7):
+            ck.step()
+    assert [one.step for one in ck.checkpoints()] == [10, 9, 3, 2]
+    assert "5 steps were made since" in caplog.text
+
+
+def test_a_long_body_is_over_when_the_next_batch_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a body with too many steps each further one is a boundary; the bodies after it end where they end again."""
+    monkeypatch.setattr(course, "_MAX_OPEN", 3)
+    with hf.Checkpointer(tmp_path, {"n": 0}, every=1, keep=None) as ck:
+        for _, steps in zip(ck.batches(kit.loader(15)), (5, 2, 1, 4), strict=False):
+            for _ in range(steps):
+                ck.step()
+            ck.state["n"] = ck.global_step
+    found = {one.step: hf.load(one)["n"] for one in ck.checkpoints()}
+    assert found == {4: 0, 5: 0, 7: 7, 8: 8, 12: 8}
+    assert len([text for text in said(caplog) if "steps were made since" in text]) == 1
+
+
+def test_batches_drawn_by_another_thread_leave_the_boundary_with_step(tmp_path: Path) -> None:
+    """A background thread that draws never saves in the middle of somebody's step."""
+    drawn: list[Any] = []
+    with hf.Checkpointer(tmp_path, {"w": torch.zeros(1)}, every=1, keep=None) as ck:
+        worker = threading.Thread(target=lambda: drawn.extend(ck.batches(kit.loader())))
+        worker.start()
+        worker.join()
+        for _ in drawn:
+            ck.step()
+            assert ck.stats.saves >= ck.global_step - 1
+    assert len(ck.checkpoints()) == len(drawn) == 4
+
+
+def test_the_index_goes_on_after_a_resume() -> None:
+    """len() is the whole epoch, ck.batch and ck.enumerate count from the epoch's begin, tqdm's arguments fit."""
+    path = "memory://index/run"
+    ended_at(path, 6)
+    with hf.Checkpointer(path, {"w": torch.zeros(1)}, every=None) as ck:
+        seen = []
+        assert (ck.epoch, ck.batch) == (1, 2)
+        for _ in ck.epochs(3):
+            batches = ck.enumerate(kit.loader())
+            assert (len(batches), len(ck.batches(kit.loader()))) == (4, 4)
+            for index, _ in batches:
+                assert ck.batch == index
+                seen.append(index)
+                ck.step()
+            assert ck.batch == 4
+    assert seen == [2, 3, 0, 1, 2, 3]
+
+
+def test_the_block_says_that_enumerate_begins_at_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    """A resume in the middle of an epoch names the batch it goes on with, and who counts from there."""
+    ended_at("memory://says/run", 3)
+    capsys.readouterr()
+    with hf.Checkpointer("memory://says/run", {"w": torch.zeros(1)}) as ck:
+        ck.step()
+    assert "epoch 0 goes on with batch 3: ck.batch and ck.enumerate(loader) count from there" in capsys.readouterr().err
+
+
+def test_one_object_serves_all_epochs() -> None:
+    """`batches = ck.batches(loader)` made once before the loop over epochs, as people do for its length."""
+    with hf.Checkpointer("memory://once/run", {}, every=None) as ck:
+        batches = ck.batches(kit.loader())
+        assert [len([ck.step() for _ in batches]) for _ in ck.epochs(3)] == [4, 4, 4]
+
+
+def test_a_length_that_nobody_knows() -> None:
+    """len() of a stream raises TypeError, as len() of its loader does; iterating works."""
+
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+    with hf.Checkpointer("memory://stream/run", {}, every=None) as ck:
+        with pytest.raises(TypeError):
+            len(ck.batches(DataLoader(Stream())))
+        assert len([ck.step() for _ in ck.batches(DataLoader(Stream()))]) == 4
+
+
+def test_a_batch_drawn_ahead_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    """Two draws before the first step and one before each later one: said once, with ahead=1 as what to do."""
+    for ahead in (0, 1):
+        caplog.clear()
+        with hf.Checkpointer(f"memory://ahead/{ahead}", {}, every=None) as ck:
+            batches = iter(ck.batches(kit.loader(), ahead=ahead))
+            batch = next(batches)
+            while batch is not None:
+                batch = next(batches, None)
+                ck.step()
+        assert [("ahead=1" in line) for line in said(caplog)] == [True] * (1 - ahead)
+
+
+@pytest.mark.parametrize("ahead", [-1, True, 1.0])
+def test_ahead_is_a_number_of_batches(ahead: Any) -> None:
+    """Anything else is a ConfigError."""
+    with hf.Checkpointer("memory://wrong/run", {}) as ck, pytest.raises(hf.ConfigError, match="ahead="):
+        ck.batches(kit.loader(), ahead=ahead)
+
+
+def test_a_loader_with_its_own_state_cannot_be_ahead() -> None:
+    """Its position cannot go back: refused, and why."""
+
+    class Own:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    with hf.Checkpointer("memory://own/run", {}) as ck, pytest.raises(hf.ConfigError, match="keeps its own position"):
+        next(iter(ck.batches(Own(), ahead=1)))
+
+
+def test_a_body_without_a_step_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Batches were drawn and nothing counted; an empty body too; a finished run started again is silent."""
+    with hf.Checkpointer("memory://no-step/drawn", {}) as ck:
+        list(ck.batches(kit.loader()))
+    with hf.Checkpointer("memory://no-step/empty", {}) as ck:
+        pass
+    assert ["after 4 batches without a single" in said(caplog)[0], "without a single" in said(caplog)[1]] == [True] * 2
+    caplog.clear()
+    for _ in range(2):
+        with hf.Checkpointer("memory://no-step/whole", {}) as ck:
+            for _ in ck.epochs(1):
+                for _ in ck.batches(kit.loader()):
+                    ck.step()
+    assert said(caplog) == []
+
+
+def test_epochs_that_are_not_the_runs_own_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """`for epoch in range(3)` around ck.batches: said in the first life; not where the script looks at ck.epoch."""
+    for known in (False, True):
+        caplog.clear()
+        with hf.Checkpointer(f"memory://range/{known}", {}, every=None) as ck:
+            for _ in range(ck.epoch if known else 0, 3):
+                for _ in ck.batches(kit.loader()):
+                    ck.step()
+        assert ["ck.epochs(n)" in line for line in said(caplog)] == [True] * (not known)
+
+
+def test_epochs_without_batches_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A plain loader inside of ck.epochs(): a resume would begin the epoch anew; one step an epoch needs no loader."""
+    with hf.Checkpointer("memory://plain/loader", {}, every=None) as ck:
+        for _ in ck.epochs(2):
+            for _ in kit.loader():
+                ck.step()
+    assert ["Wrap the training loader" in line for line in said(caplog)] == [True]
+    caplog.clear()
+    with hf.Checkpointer("memory://plain/one", {}, every=None) as ck:
+        for _ in ck.epochs(3):
+            ck.step()
+    assert said(caplog) == []
+
+
+def test_gradients_left_at_the_end_of_an_epoch_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Four batches and a step for every third: the last one's gradients are in no checkpoint."""
+    with hf.Checkpointer("memory://left/run", {}, every=None) as ck:
+        for _ in ck.epochs(2):
+            for index, _ in ck.enumerate(kit.loader()):
+                if index % 3 == 2:
+                    ck.step()
+    assert ["gradients that were not stepped" in line for line in said(caplog)] == [True]
+
+
+def test_start_and_close_are_the_same_without_indentation(tmp_path: Path) -> None:
+    """start() enters and gives the Checkpointer, close() saves the last step; closing twice does nothing."""
+    ck = hf.Checkpointer(tmp_path, {"n": 3}, every=None).start()
+    ck.step()
+    ck.close()
+    ck.close()
+    assert hf.load(ck.latest())["n"] == 3
+
+
+def test_a_script_that_forgets_close_has_what_was_sealed(tmp_path: Path) -> None:
+    """It counts as killed: its saves are committed by the writer, the last step is not saved, the next life goes on."""
+    body = """
+    import sys
+    import holdfast
+    ck = holdfast.Checkpointer(sys.argv[1], {"n": 0}, every=2).start()
+    for _ in range(3):
+        ck.step()
+    """
+    assert kit.finish(kit.start(body, tmp_path))[0] == 0
+    with hf.Checkpointer(tmp_path, {"n": 0}) as ck:
+        assert ck.global_step == 2
+        ck.step()
+
+
+def test_the_path_of_a_run_is_its_newest_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """load, export and resume= take a run where a checkpoint is expected, and say which one they took."""
+    kit.train(tmp_path / "run", 4, state={**kit.make_state(), "n": 5})
+    assert hf.load(tmp_path / "run")["n"] == 5
+    assert "its newest checkpoint, step_00000004, is taken" in caplog.text
+    assert hf.export(tmp_path / "run", tmp_path / "out.pt", to="torch").num_tensors > 4
+    with hf.Checkpointer(tmp_path / "two", {**kit.make_state(), "n": 0}, resume=tmp_path / "run") as ck:
+        assert (ck.global_step, ck.state["n"]) == (4, 5)
+    with pytest.raises(hf.CheckpointError):
+        hf.load(tmp_path)
+
+
+def test_a_forked_child_is_told_that_the_run_is_not_its_own(tmp_path: Path) -> None:
+    """Saving, stepping and waiting in a child raise at once, instead of waiting for a writer that is the trainer's."""
+    with hf.Checkpointer(tmp_path, {"n": 0}, every=1) as ck:
+        ck.step()
+        for call in (ck.step, ck.save, ck.wait, ck.report):
+            told, tell = os.pipe()
+            child = os.fork()
+            if child == 0:
+                with contextlib.suppress(BaseException):
+                    try:
+                        call()
+                    except hf.SessionError as error:
+                        os.write(tell, str(error).encode())
+                os._exit(0)
+            os.close(tell)
+            os.waitpid(child, 0)
+            with open(told) as answer:
+                assert "was forked from the trainer" in answer.read()
+        ck.step()
+    assert ck.latest().step == 2

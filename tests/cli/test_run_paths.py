@@ -1,0 +1,72 @@
+"""Where a checkpoint is expected, a run will do: newest, best, or of a step; and one line for scripts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from build import small
+from test_cli import _arguments, as_json, invoke, run  # noqa: F401
+
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.storage.local import LocalStorage
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [((), "step_20"), (("--best", "val"), "step_10"), (("--step", "10"), "step_10")],
+)
+def test_a_run_stands_for_one_of_its_checkpoints(run, options, name) -> None:  # noqa: F811
+    """The newest one by default, else the best or that of a step; which one was taken unasked is said."""
+    assert as_json("show", run, *options)["name"] == name
+    said = invoke("show", run, *options).stderr
+    assert ("its newest checkpoint, step_20, is taken" in said) == (not options)
+
+
+def test_one_checkpoint_of_a_run_is_copied_and_verified(run, tmp_path) -> None:  # noqa: F811
+    """Commands that take whole runs take one checkpoint of them when asked for it."""
+    assert [row["name"] for row in as_json("verify", run, "--newest")["checkpoints"]] == ["step_20"]
+    assert as_json("cp", run, tmp_path / "copy", "--best", "val")["kind"] == "checkpoint"
+    assert as_json("show", tmp_path / "copy")["step"] == 10
+
+
+def test_latest_and_best_print_one_line(run) -> None:  # noqa: F811
+    """Scripts get a path on stdout and nothing else; the metric and its mode come from the run's Keep."""
+    assert invoke("latest", run).stdout == f"{run}/step_20\n"
+    assert invoke("best", run).stdout == f"{run}/step_10\n"
+    assert as_json("best", run, "--metric", "val")["checkpoint"] == f"{run}/step_10"
+
+
+def test_the_mode_of_the_runs_keep_holds_when_its_metric_is_named(tmp_path) -> None:
+    """`ls --metric acc` marks the same one as `ls`: a larger accuracy is better."""
+    from holdfast.config import Keep
+
+    storage = LocalStorage(tmp_path / "run")
+    catalog = Catalog(storage)
+    catalog.index.register_attempt("aaaaaaaa", host="h", pid=1)
+    for step, acc in ((1, 0.9), (2, 0.5)):
+        fields = {"run_id": catalog.index.run_id, "attempt": 1, "step": step}
+        catalog.add(f"step_{step}", small(storage, f"step_{step}", metrics={"acc": acc}, **fields))
+    catalog.prune(Keep(best=2, metric="acc", mode="max"))
+    assert invoke("best", tmp_path / "run", "--metric", "acc").stdout.endswith("/step_1\n")
+    marks = {row["name"]: row["marks"] for row in as_json("ls", tmp_path / "run", "--metric", "acc")["checkpoints"]}
+    assert "best" in marks["step_1"]
+
+
+def test_what_there_is_not_says_what_there_is(run, tmp_path) -> None:  # noqa: F811
+    """Status 1: the run has no such checkpoint. Status 2: no run, no such metric, or two choices at once."""
+    assert "the nearest are 10, 20" in invoke("show", run, "--step", "11", code=1).stderr
+    assert "quarantined (step_30): bytes differ" in invoke("show", run, "--step", "30", code=1).stderr
+    assert "they have: val" in invoke("best", run, "--metric", "acc", code=2).stderr
+    assert "it has run" in invoke("latest", run.parent, code=2).stderr
+    assert "one of them" in invoke("show", run, "--step", "1", "--best", "val", code=2).stderr
+    assert "is one checkpoint" in invoke("show", run / "step_10", "--step", "10", code=2).stderr
+    Catalog(LocalStorage(tmp_path / "empty")).index.register_attempt("aaaaaaaa", host="h", pid=1)
+    assert "none has been committed yet" in invoke("latest", tmp_path / "empty", code=1).stderr
+
+
+def test_a_relative_path_gives_a_path_that_can_be_used(run, monkeypatch) -> None:  # noqa: F811
+    """What is printed does not depend on where the script goes on."""
+    monkeypatch.chdir(run.parent)
+    assert os.path.isabs(invoke("latest", Path("run")).stdout)

@@ -1,0 +1,313 @@
+"""Smaller habits of scripts for Composer: orders of events, losses in dictionaries, times, stores, functions."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_kit import loader, plain
+from torch.nn import functional
+
+import holdfast as hf
+from holdfast.callbacks import Callback, ThresholdStopper
+from holdfast.core import EMA, Algorithm, Event, Precision, Time, Timestamp, TimeUnit
+from holdfast.loggers import JSONLLogger, LoggerDestination, RemoteUploaderDownloader
+from holdfast.storage import LibcloudObjectStore
+from holdfast.storage.memory import MemoryStorage
+from holdfast.utils import load_checkpoint, save_checkpoint
+
+
+class Notes(Algorithm):
+    """Writes down that it ran."""
+
+    def __init__(self, name: str, seen: list[tuple[str, str]]) -> None:
+        self.name, self.seen = name, seen
+
+    def match(self, event: Event, state: Any) -> bool:
+        return event in (Event.INIT, Event.BEFORE_LOSS, Event.AFTER_LOSS, Event.BATCH_END)
+
+    def apply(self, event: Event, state: Any, logger: Any) -> None:
+        self.seen.append((event.name, self.name))
+
+
+def test_orders() -> None:
+    """AFTER_* runs algorithms backwards; at INIT loggers come first, algorithms last."""
+    seen: list[tuple[str, str]] = []
+
+    class Ours(Callback):
+        def init(self, state: Any, logger: Any) -> None:
+            seen.append(("INIT", "callback"))
+
+    class Logs(LoggerDestination):
+        def init(self, state: Any, logger: Any) -> None:
+            seen.append(("INIT", "logger"))
+
+    algorithms = [Notes("a", seen), Notes("b", seen)]
+    plain(None, algorithms=algorithms, callbacks=Ours(), loggers=Logs(), max_duration="1ba").fit()
+    assert [name for event, name in seen if event == "INIT"] == ["logger", "callback", "a", "b"]
+    assert [name for event, name in seen if event != "INIT"] == ["a", "b", "b", "a", "a", "b"]
+
+
+def test_callbacks_are_closed(tmp_path: Path) -> None:
+    """A trainer that nobody closes closes its callbacks and loggers when it goes, and when the process ends."""
+    closed: list[str] = []
+
+    class Closes(Callback):
+        def close(self, state: Any, logger: Any) -> None:
+            closed.append("close")
+
+        def post_close(self) -> None:
+            closed.append("post_close")
+
+    trainer = plain(None, callbacks=Closes())
+    trainer.close()
+    trainer.close()
+    assert closed == ["close", "post_close"]
+    trainer = plain(None, callbacks=Closes())
+    del trainer
+    gc.collect()
+    assert closed == ["close", "post_close"] * 2
+    script = (
+        "from loop_kit import plain; from holdfast.loggers import JSONLLogger\n"
+        f"t = plain(None, loggers=JSONLLogger({str(tmp_path / 'rows.jsonl')!r})); t.logger.log_metrics({{'a': 1}})\n"
+        "import os, sys\n"
+        "child = os.fork()\n"
+        "if child: os.waitpid(child, 0)\n"
+        "sys.exit()"  # the child has what the logger keeps, and must not write it
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, env={**os.environ, "PYTHONPATH": path})
+    rows = (tmp_path / "rows.jsonl").read_text().splitlines()
+    assert [json.loads(row)["a"] for row in rows] == [1]
+
+
+def test_uploads_do_not_hold_the_end(tmp_path: Path) -> None:
+    """A process that ends with an upload that failed ends at once, and says nothing of threads."""
+    script = (
+        "from loop_kit import plain; from holdfast.loggers import RemoteUploaderDownloader as R\n"
+        f"open({str(tmp_path / 'file')!r}, 'w').close()\n"
+        f"r = R({str(tmp_path / 'bucket')!r}, num_attempts=1); t = plain(None, loggers=r)\n"
+        "def fail(*_): raise __import__('holdfast').StorageUnavailableError('down')\n"
+        f"r._send_file = fail; t.logger.upload_file('x', {str(tmp_path / 'file')!r})"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        check=False,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
+def test_the_duration_may_be_text() -> None:
+    """A callback sets the duration as text or as a number of epochs; nonsense is refused."""
+
+    class Longer(Callback):
+        def batch_end(self, state: Any, logger: Any) -> None:
+            state.max_duration = "8ba"
+
+    trainer = plain(None, callbacks=Longer(), max_duration="1ep")
+    trainer.fit()
+    assert trainer.state.timestamp.batch == 8
+    trainer.state.max_duration = 3
+    assert trainer.state.max_duration == Time("3ep")
+    with pytest.raises(hf.ConfigError, match="max_duration='soon'"):
+        trainer.state.max_duration = "soon"
+
+
+@pytest.mark.parametrize("total", [False, True])
+def test_a_loss_of_parts(tmp_path: Path, total: bool) -> None:
+    """A dictionary of losses is added up, or its "total" taken; each part is logged."""
+
+    def losses(outputs: Any, targets: Any) -> dict[str, Any]:
+        one, two = functional.cross_entropy(outputs, targets), outputs.square().mean()
+        return {"ce": one, "size": two, **({"total": one} if total else {})}
+
+    rows = tmp_path / "rows.jsonl"
+    trainer = plain(None, loss_fn=losses, loggers=JSONLLogger(rows), grad_accum=2, max_duration="2ba")
+    trainer.fit()
+    trainer.close()
+    plainly = functional.cross_entropy if total else lambda o, t: sum(losses(o, t).values())
+    like = plain(None, loss_fn=plainly, grad_accum=2, max_duration="2ba")
+    like.fit()
+    assert torch.equal(trainer.state.model.weight, like.state.model.weight)
+    assert float(trainer.state.loss) == pytest.approx(float(like.state.loss))
+    row = json.loads(rows.read_text().splitlines()[-1])
+    parts = row["loss/train/ce"] + row["loss/train/size"]
+    assert row["loss/train/total"] == pytest.approx(row["loss/train/ce"] if total else parts)
+
+
+def test_times() -> None:
+    """How times look, what an epoch takes, where an evaluation is."""
+    assert repr(Time("5ep")) == "Time(5, TimeUnit.EPOCH)"
+    assert eval(repr(Time("0.5dur"))) == Time(0.5, TimeUnit.DURATION)
+    assert Timestamp(batch=4).to_next_batch(duration=None).to_next_epoch(duration=None).epoch == 1  # Composer's default
+    later = Timestamp(epoch=1, batch=4, batch_in_epoch=2).to_next_epoch(duration=timedelta(seconds=3))
+    assert (int(later.epoch), int(later.batch_in_epoch), later.total_wct) == (2, 0, timedelta(seconds=3))
+    seen: list[int] = []
+
+    class Look(Callback):
+        def eval_batch_end(self, state: Any, logger: Any) -> None:
+            seen.append(int(state.eval_timestamp.batch))
+
+    trainer = plain(None, eval_dataloader=loader(15), callbacks=Look())
+    trainer.eval()
+    trainer.eval()
+    assert seen == [1, 2, 3] * 2
+    assert trainer.state.eval_timestamp.sample == 15
+
+
+def test_parts_of_a_batch() -> None:
+    """batch_get_item and batch_set_item, by index, by name and by function."""
+    state = plain(None).state
+    state.batch = (1, 2)
+    state.batch_set_item(0, 5)
+    assert (state.batch_get_item(0), state.batch) == (5, (5, 2))
+    state.batch = {"a": 1}
+    state.batch_set_item("a", 3)
+    assert state.batch_get_item("a") == state.batch_get_item(lambda batch: batch["a"]) == 3
+    state.batch_set_item(lambda batch, value: {"b": value}, 4)
+    assert state.batch == {"b": 4}
+
+
+def test_metrics_of_training_are_logged_each_batch(tmp_path: Path) -> None:
+    """With a logger, metrics of training are there after every batch, over the epoch so far."""
+    rows = tmp_path / "rows.jsonl"
+    trainer = plain(
+        None, loggers=JSONLLogger(rows), max_duration="2ba",
+        train_metrics={"zeros": lambda outputs, targets: (targets == 0).float().mean()},
+    )  # fmt: skip
+    trainer.fit()
+    trainer.close()
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [row["step"] for row in found if "metrics/train/zeros" in row] == [1, 2]
+
+
+@pytest.mark.parametrize(("options", "batch"), [({"stop_on_batch": True}, 1), ({}, 6), ({"comp": "less"}, 12)])
+def test_threshold(options: dict[str, Any], batch: int) -> None:
+    """Training ends when a metric is past the threshold."""
+    stop = ThresholdStopper("zeros", "train", -1.0, **options)
+    trainer = plain(
+        None, callbacks=stop, max_duration="2ep", precision=Precision.FP32,
+        train_metrics={"zeros": lambda outputs, targets: (targets == 0).float().mean()},
+    )  # fmt: skip
+    trainer.fit()
+    assert trainer.state.timestamp.batch == batch
+
+
+def test_averages_in_other_units() -> None:
+    """EMA() has a half-life of 1000 batches; one in epochs moves at their ends; it may begin later."""
+    assert EMA().smoothing == pytest.approx(2 ** (-1 / 1000))
+    for wrong in ({"half_life": 0.9}, {"half_life": "2ep", "update_interval": "1ba"}, {"half_life": "3sp"}):
+        with pytest.raises(hf.ConfigError, match="EMA"):
+            EMA(**wrong)
+    weights: list[torch.Tensor] = []
+
+    class Look(Callback):
+        def epoch_start(self, state: Any, logger: Any) -> None:
+            weights.append(state.model.weight.detach().clone())
+
+    by_epoch, late = EMA(half_life="1ep"), EMA(smoothing=0.5, ema_start="0.5dur")
+    trainer = plain(None, algorithms=[by_epoch, late], callbacks=Look(), max_duration="2ep")
+    trainer.fit()
+    last = trainer.state.model.weight
+    expected = weights[0].lerp(weights[1], 0.5).lerp(last, 0.5)
+    assert torch.allclose(by_epoch.average["weight"], expected)
+    assert not torch.equal(late.average["weight"], last)
+    assert (late.average["weight"] - last).abs().max() < (weights[0] - last).abs().max()
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_functions(tmp_path: Path, suffix: str) -> None:
+    """save_checkpoint and load_checkpoint of a state, with parts left out."""
+    trainer = plain(None, max_duration="3ba")
+    trainer.fit()
+    path = save_checkpoint(trainer.state, f"{tmp_path}/ba{{batch}}{suffix}")
+    assert path == f"{tmp_path}/ba3{suffix}"
+    bare = save_checkpoint(trainer.state, f"{tmp_path}/bare{suffix}", ignore_keys=["state/optimizers"])
+    other = plain(None)
+    assert load_checkpoint(path, other.state, other.logger) is not None
+    assert other.state.timestamp.batch == 3
+    third = plain(None)
+    load_checkpoint(bare, third.state, load_weights_only=True)
+    assert torch.equal(third.state.model.weight, trainer.state.model.weight)
+    assert third.state.timestamp.batch == 0
+
+
+def test_saved_without_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint that leaves the model out is said, once."""
+    plain(tmp_path, save_ignore_keys=["state/model"]).fit()
+    assert caplog.text.count("is saved without the model") == 1
+
+
+def test_a_model_without_parameters() -> None:
+    """It is evaluated; no optimizer is made for it."""
+    trainer = plain(None, model=torch.nn.Identity(), eval_dataloader=loader(6), loss_fn=lambda o, t: o.mean())
+    assert trainer.state.optimizers == []
+    assert set(trainer.eval()["eval"]) == {"loss"}
+
+
+def test_files_of_the_user(tmp_path: Path) -> None:
+    """logger.upload_file sends a copy; an existing name is refused unless overwrite; download_file brings it back."""
+    bucket = f"memory://files-{os.getpid()}"
+    uploader = RemoteUploaderDownloader(bucket, file_path_format_string="all/{remote_file_name}")
+    trainer = plain(None, loggers=uploader, run_name="r")
+    (tmp_path / "notes.txt").write_text("one")
+    trainer.logger.upload_file("{run_name}/notes.txt", tmp_path / "notes.txt")
+    (tmp_path / "notes.txt").write_text("two")
+    uploader.wait()
+    assert MemoryStorage(f"files-{os.getpid()}").read("all/r/notes.txt") == b"one"
+    with pytest.raises(FileExistsError, match=r"notes\.txt is there already"):
+        trainer.logger.upload_file("r/notes.txt", tmp_path / "notes.txt")
+    trainer.logger.upload_file("r/notes.txt", tmp_path / "notes.txt", overwrite=True)
+    uploader.wait()
+    with pytest.raises(FileExistsError):
+        uploader.download_file("r/notes.txt", tmp_path / "notes.txt")
+    uploader.download_file("r/notes.txt", tmp_path / "back.txt")
+    assert (tmp_path / "back.txt").read_text() == "two"
+    trainer.close()
+
+
+def test_libcloud_by_hand(tmp_path: Path) -> None:
+    """The methods of LibcloudObjectStore, and pointers in its containers: ours, older ones, and Composer's."""
+    pytest.importorskip("libcloud")
+    (tmp_path / "box").mkdir()
+    store = LibcloudObjectStore("local", "box", {"key": str(tmp_path)})
+    (tmp_path / "file").write_bytes(b"x" * 5_000_000)
+    told: list[tuple[int, int]] = []
+    store.upload_object("a/b.bin", tmp_path / "file", callback=lambda done, size: told.append((done, size)))
+    assert told[-1] == (5_000_000, 5_000_000)
+    assert store.get_object_size("a/b.bin") == 5_000_000
+    assert (store.list_objects(), store.list_objects("a/x")) == (["a/b.bin"], [])
+    assert store.get_uri("a/b.bin") == "libcloud://local/box/a/b.bin"
+    store.download_object("a/b.bin", str(tmp_path / "back"))
+    assert (tmp_path / "back").read_bytes() == b"x" * 5_000_000
+    with pytest.raises(FileExistsError):
+        store.download_object("a/b.bin", str(tmp_path / "back"))
+    with pytest.raises(FileNotFoundError):
+        store.download_object("a/c.bin", str(tmp_path / "none"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "box", "file"]
+    store.close()
+    uploader = RemoteUploaderDownloader("libcloud://box", {"provider": "local", "container": "box",
+                                                           "provider_kwargs": {"key": str(tmp_path)}})  # fmt: skip
+    trainer = plain(tmp_path / "runs", loggers=uploader, run_name="r", save_filename="ep{epoch}.pt", max_duration="1ep")
+    trainer.fit()
+    trainer.close()
+    assert store.read("r/checkpoints/latest-rank0.symlink") == b"r/checkpoints/ep1.pt"
+    store.put("r/checkpoints/old.symlink", b"box/r/checkpoints/ep1.pt")
+    for name in ("latest-rank0", "latest-rank0.symlink", "old"):
+        found = plain(None, load_path=f"r/checkpoints/{name}", load_object_store=store)
+        assert found.state.timestamp.batch == 6
+    whole = plain(None, load_path="libcloud://box/r/checkpoints/ep1.pt", load_object_store=store)
+    assert whole.state.timestamp.batch == 6
