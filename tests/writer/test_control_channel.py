@@ -531,6 +531,9 @@ def test_a_server_that_ends_every_connection_is_given_up(monkeypatch: pytest.Mon
     channel = Channel(2, beat_s=0.1, stale_s=1.0)
     try:
         until(lambda: channel.members[1].lost is not None)
-        assert "ended every connection" in str(channel.members[1].lost)
+        # Both sides give up after the same time; whichever is first says why.
+        lost = str(channel.members[1].lost)
+        assert "ended every connection" in lost or "makes no sense (never heard of that)" in lost
+        assert "same version of holdfast" in lost
     finally:
         channel.close()

@@ -32,6 +32,7 @@ _HELLO_S = 10.0
 _MORE_STRANGERS = 64  # beside one for each rank
 _ACCEPTS = 64  # of one turn
 _PAUSE_S = 0.2
+_NONSENSE = "what its writer process says makes no sense ({}): do all nodes run the same version of holdfast?"
 
 
 class _Member:
@@ -42,6 +43,7 @@ class _Member:
         self.heard = now
         self.held = False  # by its trainer too: a writer that is started again does not end the connection
         self.gone: str | None = None  # why nothing more is expected of it
+        self.nonsense: str | None = None  # what was wrong with its last message, if anything was
 
 
 @dataclass(slots=True)
@@ -189,7 +191,8 @@ class ControlServer:
         while self._strangers and now > (oldest := next(iter(self._strangers.items())))[1].until:
             self._drop(oldest[0])
         for rank in [rank for rank, back_by in self._back_by.items() if now >= back_by]:
-            self._lose(rank, "its writer process has died")
+            nonsense = self._members[rank].nonsense
+            self._lose(rank, "its writer process has died" if nonsense is None else _NONSENSE.format(nonsense))
         if now < self._next_beat:
             return
         self._next_beat = now + self._beat_s
@@ -252,13 +255,21 @@ class ControlServer:
                 for message in messages or ():
                     check_word(message)
         except Exception as error:  # noqa: BLE001 - the edge of a connection: the others go on
-            _LOG.warning("a message on the control channel makes no sense: %s", error)
+            self._blame(link, str(error))
             fine = False
         # What goes wrong from here on is our own mistake, which no new connection mends: see `_serve`.
         if fine and messages is not None and self._listen(link, messages):
             self._interest(link)
         else:
             self._drop(link)
+
+    def _blame(self, link: Link, what: str) -> None:
+        """Log what is wrong with a message, once for each rank that repeats it with every new connection."""
+        rank = self._ranks.get(link)
+        if rank is None or self._members[rank].nonsense != what:
+            _LOG.warning("a message on the control channel makes no sense: %s", what)
+        if rank is not None:
+            self._members[rank].nonsense = what
 
     def _greet(self, link: Link) -> bool:
         """Take a stranger's answer to the challenge; False to turn it away."""
@@ -286,6 +297,7 @@ class ControlServer:
             # Also of one that is gone, so that an answer could not be sent: its last words say why it has left.
             self._members[rank].heard = time.monotonic()
             if joined:
+                self._members[rank].nonsense = None
                 getattr(self, f"_on_{message['do']}")(rank, message)
             elif message["do"] == "hello":
                 joined = True
