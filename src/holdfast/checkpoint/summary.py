@@ -16,7 +16,7 @@ from holdfast.format.schema import check_whole
 from holdfast.format.strict_json import loads
 from holdfast.storage.base import Storage
 
-__all__ = ["Item", "TensorRow", "items", "plain_names", "state_tree", "tensors", "top_names"]
+__all__ = ["Item", "TensorRow", "entries_of", "items", "plain_names", "short", "state_tree", "tensors", "top_names"]
 
 _MAX_JSON = 2 << 30
 _MAPPINGS = frozenset({"dict", "odict", "ddict", "counter"})
@@ -115,7 +115,7 @@ def state_tree(storage: Storage, name: str, manifest: Manifest) -> Any:
 
 def top_names(tree: Any) -> list[str]:
     """The keys of the state, in its own order."""
-    return [key for key, _ in _entries(tree) if isinstance(key, str)]
+    return [key for key, _ in entries_of(tree) if isinstance(key, str)]
 
 
 def plain_names(tree: Any) -> list[tuple[str, str]]:
@@ -123,8 +123,8 @@ def plain_names(tree: Any) -> list[tuple[str, str]]:
     return list(_plain(tree, ""))
 
 
-def _entries(node: Any) -> Iterator[tuple[Any, Any]]:
-    """The children of a container of the typed JSON, tagged or not."""
+def entries_of(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the children of a container of the typed JSON, tagged or not."""
     if isinstance(node, list):
         yield from enumerate(node)
     elif isinstance(node, dict):
@@ -132,12 +132,12 @@ def _entries(node: Any) -> Iterator[tuple[Any, Any]]:
         if tag is None:
             yield from node.items()
         elif tag == "object":
-            yield from _entries(node.get("state"))
+            yield from entries_of(node.get("state"))
         elif tag == "tensors":
             yield from ((key, {"$": "tensor"}) for key in node.get("k", ()))
         elif tag in _MAPPINGS:
             # A key that is no text is a tree of its own.
-            yield from ((key if isinstance(key, str) else _short(key), value) for key, value in node["v"])
+            yield from ((key if isinstance(key, str) else short(key), value) for key, value in node["v"])
         elif tag == "namedtuple":
             yield from zip(node["f"], node["v"], strict=False)
         elif tag in _SEQUENCES:
@@ -150,10 +150,10 @@ def _plain(node: Any, name: str) -> Iterator[tuple[str, str]]:
     if isinstance(node, dict) and node.get("$") in ("rng", "per_rank"):
         yield name, "random generators" if node["$"] == "rng" else "one value per rank"
         return
-    children = list(_entries(node))
+    children = list(entries_of(node))
     is_short = isinstance(node, list) and not any(isinstance(child, (dict, list)) for _, child in children)
     if not children or is_short:
-        text = _short(node)
+        text = short(node)
         if text:
             yield name, text
         return
@@ -161,7 +161,8 @@ def _plain(node: Any, name: str) -> Iterator[tuple[str, str]]:
         yield from _plain(child, f"{name}/{key}" if name else str(key))
 
 
-def _short(node: Any) -> str:
+def short(node: Any) -> str:
+    """Write plain data (typed JSON) in at most 60 characters."""
     if isinstance(node, dict):
         tag = node.get("$")
         rest = {key: value for key, value in node.items() if key != "$"}

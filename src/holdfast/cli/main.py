@@ -11,6 +11,7 @@ import click
 import holdfast
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError
 
+from .diff import diff
 from .edit import pin, prune, rm, unpin
 from .export import export
 from .import_ import import_
@@ -29,7 +30,7 @@ from .watch import watch
 __all__ = ["cli", "main"]
 
 _GROUPS = {
-    "Look": ("ls", "show", "log", "page", "latest", "best"),
+    "Look": ("ls", "show", "diff", "log", "page", "latest", "best"),
     "Check": ("verify", "verify-resume"),
     "Follow": ("watch",),
     "Keep": ("pin", "unpin", "prune", "rm"),
@@ -75,13 +76,14 @@ def cli() -> None:
     \b
     Exit status:
       0  fine
-      1  found a problem, or what was asked for is not there (yet), or may not be done now
+      1  found a problem or a difference, or what was asked for is not there (yet), or may not be done now
       2  wrong usage: an option, a path or a name that means nothing
     """  # noqa: D301  click wants the character
 
 
 cli.add_command(best)
 cli.add_command(cp)
+cli.add_command(diff)
 cli.add_command(export)
 cli.add_command(import_)
 cli.add_command(latest)

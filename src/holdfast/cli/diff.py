@@ -1,0 +1,200 @@
+"""``holdfast diff``: what two checkpoints differ in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from holdfast._progress import progress_bar
+from holdfast._units import format_bytes
+from holdfast.checkpoint.handle import Checkpoint
+
+from .targets import Pick, choose, find, pick_options
+from .terminal import console, fits, number, print_json, printable, table
+
+if TYPE_CHECKING:
+    from holdfast.interop.diff import Difference, TensorChange
+
+__all__ = ["diff"]
+
+_SHOWN = 20
+_COLUMNS = (
+    ("tensor", "left"), ("differ", "right"), ("of", "right"), ("norm", "right"), ("relative", "right"),
+    ("largest", "right"), ("at", "left"), ("A", "right"), ("B", "right"), ("note", "left"),
+)  # fmt: skip
+_GIVEN_UP = ("B", "A", "at", "of", "relative")  # where a terminal is narrow, in this order
+_NOTED = ("step", "epoch", "attempt", "run_id", "created", "world_size")
+
+
+@click.command()
+@click.argument("a")
+@click.argument("b")
+@click.option("--only", multiple=True, help='Names or globs ("model", "optimizer/*") to compare; may be repeated.')
+@click.option("--skip", multiple=True, help="Names or globs to leave out; may be repeated.")
+@click.option("--tolerance", default=0.0, metavar="X", help="Numbers that differ by at most X are the same.")
+@click.option("--rtol", default=0.0, metavar="X", help="And by at most X times their size in A.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@pick_options(whole=False)
+def diff(
+    a: str,
+    b: str,
+    only: tuple[str, ...],
+    skip: tuple[str, ...],
+    tolerance: float,
+    rtol: float,
+    as_json: bool,
+    pick: Pick,
+) -> None:
+    """Compare checkpoints A and B: names, shapes, dtypes, values, plain data; metrics and metadata are shown beside.
+
+    A and B may be runs: then the newest checkpoint is taken, or the one that --best or --step names. Status 1 if the
+    states differ. NaN equals NaN. What has equal digests is not read.
+    """
+    from holdfast.interop.diff import Tolerance, compare
+
+    sides = _sides(a, b, pick)
+    limits = Tolerance(absolute=tolerance, relative=rtol)
+    total = [0]
+    with progress_bar("compare", lambda: total[0], after_s=0.5) as bar:
+
+        def progress(new_total: int | None, done: int) -> None:
+            total[0] = total[0] if new_total is None else new_total
+            bar(done)
+
+        found = compare(*sides, only=only or None, skip=skip or None, tolerance=limits, progress=progress)
+    if as_json:
+        print_json({**_document(found), "tolerance": tolerance, "rtol": rtol})
+    else:
+        _print(found)
+    if not found.same:
+        raise click.exceptions.Exit(1)
+
+
+def _sides(a: str, b: str, pick: Pick) -> list[Checkpoint]:
+    """Return both checkpoints; --best and --step choose in the runs among them, of which there is at least one."""
+    has_run = [find(path)[1] is None for path in (a, b)]
+    return [
+        choose(path, pick if is_run or not any(has_run) else Pick())
+        for path, is_run in zip((a, b), has_run, strict=True)
+    ]
+
+
+def _document(found: Difference) -> dict[str, Any]:
+    def rows(changes: Iterable[Any]) -> list[dict[str, Any]]:
+        return [asdict(change) for change in changes]
+
+    return {
+        "a": found.a.uri,
+        "b": found.b.uri,
+        "same": found.same,
+        "about": {name: list(values) for name, values in found.about.items()},
+        "metrics": rows(found.metrics),
+        "metadata": rows(found.metadata),
+        "only_in_a": found.only_in_a,
+        "only_in_b": found.only_in_b,
+        "kinds": rows(found.kinds),
+        "plain": rows(found.plain),
+        "files": rows(found.files),
+        "tensors": {
+            "compared": found.compared,
+            "by_digest": found.by_digest,
+            "within_tolerance": found.within,
+            "different": rows(found.tensors),
+        },
+        "bytes_read": found.bytes_read,
+    }
+
+
+def _print(found: Difference) -> None:
+    from rich.text import Text
+
+    out = console()
+
+    def say(text: str, style: str = "") -> None:
+        out.print(Text(printable(text), style=style), soft_wrap=True)
+
+    say(f"A  {found.a.uri}", "bold")
+    say(f"B  {found.b.uri}", "bold")
+    noted = [(name, *found.about[name]) for name in _NOTED]
+    noted += [(name, *values) for name, values in found.about.items() if name not in (*_NOTED, "total_bytes")]
+    for name, one, other in noted:
+        if one != other:
+            say(f"  {name}: {number(one)} → {number(other)}", "dim")
+    _list(say, found.metrics, lambda one: f"  metric {one.name}: {number(one.a)} → {number(one.b)}")
+    _list(say, found.metadata, lambda one: f"  metadata {one.name}: {number(one.a)} → {number(one.b)}")
+    _list(say, found.only_in_a, lambda name: f"- only in A: {name}", "red")
+    _list(say, found.only_in_b, lambda name: f"+ only in B: {name}", "green")
+    _list(say, found.kinds, lambda one: f"! {one.name}: {one.a} → {one.b}", "yellow")
+    _list(say, found.plain, lambda one: f"! {one.name}: {one.a} → {one.b}", "yellow")
+    _list(say, found.files, lambda one: f"! file {one.name}: {_file(one.a)} → {_file(one.b)}", "yellow")
+    _tensors(out, found)
+    tensors = f"{found.compared} tensors" + (f" ({found.by_digest} by digest, not read)" if found.by_digest else "")
+    within = f", {len(found.within)} of them within the tolerance" if found.within else ""
+    if found.same:
+        say(f"the same: {tensors}{within}", "green")
+        return
+    counts = (
+        (len(found.tensors), f"of {tensors}{within}"),
+        (len(found.plain), "values of plain data"),
+        (len(found.only_in_a) + len(found.only_in_b), "on one side only"),
+        (len(found.kinds), "of another kind"),
+        (len(found.files), "files"),
+    )
+    read = f"; {format_bytes(found.bytes_read)} read" if found.bytes_read else ""
+    say(f"different: {', '.join(f'{count} {what}' for count, what in counts if count)}{read}", "bold")
+
+
+def _tensors(out: Any, found: Difference) -> None:
+    """Print the tensors that differ, those that differ most at the top."""
+    rows = sorted(found.tensors, key=lambda one: (one.elements is not None, -(one.relative or one.norm or 0.0)))
+    if not rows:
+        return
+    shown = printable([_cells(row) for row in rows[:_SHOWN]])
+    columns = [column for column in _COLUMNS if any(cells[column[0]] for cells in shown)]
+    given_up = list(_GIVEN_UP)
+    while True:
+        made = table(columns)
+        for cells in shown:
+            made.add_row(*(cells[title] for title, _ in columns))
+        if fits(out, made) or not given_up:
+            break
+        less = given_up.pop(0)
+        columns = [column for column in columns if column[0] != less]
+    out.print(made)
+    if len(rows) > _SHOWN:
+        out.print(f"... and {len(rows) - _SHOWN} tensors more (--json lists all)", style="dim")
+
+
+def _cells(row: TensorChange) -> dict[str, str]:
+    """Return what the table says of a tensor, by title."""
+    cells = dict.fromkeys((title for title, _ in _COLUMNS), "")
+    cells["tensor"] = row.name
+    notes = [f"{row.dtype[0]} → {row.dtype[1]}"] if row.dtype[0] != row.dtype[1] else []
+    if row.elements is None:
+        notes.append(f"shape {_shape(row.shape[0])} → {_shape(row.shape[1])}")
+    else:
+        notes += [f"{row.not_finite} not finite"] if row.not_finite else []
+        cells |= {"differ": str(row.differing), "of": str(row.elements)}
+        cells |= {"norm": number(row.norm), "relative": number(row.relative), "largest": number(row.largest)}
+    if row.values is not None:
+        cells |= {"at": str(list(row.at or ())), "A": number(row.values[0]), "B": number(row.values[1])}
+    cells["note"] = ", ".join(notes)
+    return cells
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return "×".join(map(str, sizes)) or "scalar"
+
+
+def _file(digest: str | None) -> str:
+    return "not there" if digest is None else digest[:13]
+
+
+def _list(say: Callable[[str, str], None], rows: Sequence[Any], text: Callable[[Any], str], style: str = "") -> None:
+    for row in rows[:_SHOWN]:
+        say(text(row), style)
+    if len(rows) > _SHOWN:
+        say(f"  ... and {len(rows) - _SHOWN} more (--json lists all)", "dim")

@@ -1,0 +1,272 @@
+"""What two checkpoints differ in: structure, tensors, plain data, metrics. Torch is imported if values must be read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..checkpoint.handle import Checkpoint
+from ..checkpoint.record import flat_metrics
+from ..checkpoint.summary import short
+from ..errors import ConfigError
+from ..state.selection import Selection
+from .contents import Contents, Leaf, read_contents
+
+__all__ = ["Change", "Difference", "TensorChange", "Tolerance", "compare"]
+
+_ABOUT = ("step", "epoch", "attempt", "run_id", "created", "world_size", "total_bytes")
+_SHOWN_ITEMS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """How far numbers may lie apart and count as the same: |a - b| <= absolute + relative * |a|."""
+
+    absolute: float = 0.0
+    relative: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.absolute < math.inf and 0 <= self.relative < math.inf):
+            raise ConfigError(f"tolerance {self.absolute}, {self.relative}: give numbers that are not negative")
+
+    def allows(self, one: float, other: float) -> bool:
+        """Tell whether two numbers count as the same; NaN and NaN do."""
+        if one == other or (math.isnan(one) and math.isnan(other)):
+            return True
+        return abs(one - other) <= self.absolute + self.relative * abs(one) and math.isfinite(one - other)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Something that is there twice and not the same: name, and what it is in A and in B."""
+
+    name: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorChange:
+    """A tensor that differs.
+
+    Attributes:
+        name: its path.
+        dtype: in A and in B.
+        shape: in A and in B.
+        elements: how many it has; None where the shapes differ, and so for all that follows.
+        differing: how many are not the same.
+        norm: L2 norm of the difference, of elements where that is finite.
+        relative: ``norm`` by the L2 norm of A; None if that is 0.
+        largest: largest finite absolute difference.
+        at: index of its first occurrence.
+        values: what is there in A and in B.
+        not_finite: elements that differ by no finite number: NaN or an infinity on one side alone.
+    """
+
+    name: str
+    dtype: tuple[str, str]
+    shape: tuple[tuple[int, ...], tuple[int, ...]]
+    elements: int | None = None
+    differing: int | None = None
+    norm: float | None = None
+    relative: float | None = None
+    largest: float | None = None
+    at: tuple[int, ...] | None = None
+    values: tuple[Any, Any] | None = None
+    not_finite: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Difference:
+    """What `compare` has found.
+
+    Attributes:
+        a: first checkpoint.
+        b: second checkpoint.
+        about: (value of A, value of B) of what the manifests say; never counts.
+        metrics: that differ; they do not count.
+        metadata: of the user, that differs; it does not count.
+        only_in_a: paths.
+        only_in_b: paths.
+        kinds: paths that hold another kind of thing.
+        plain: plain data that differs.
+        tensors: that differ.
+        files: of the user, by path: digests in A and B, None where it is not there.
+        compared: tensors that both have.
+        by_digest: of these, how many are the same by their digests alone.
+        within: tensors whose elements differ, but none by more than the tolerance.
+        bytes_read: of tensors.
+    """
+
+    a: Checkpoint
+    b: Checkpoint
+    about: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    metrics: list[Change] = field(default_factory=list)
+    metadata: list[Change] = field(default_factory=list)
+    only_in_a: list[str] = field(default_factory=list)
+    only_in_b: list[str] = field(default_factory=list)
+    kinds: list[Change] = field(default_factory=list)
+    plain: list[Change] = field(default_factory=list)
+    tensors: list[TensorChange] = field(default_factory=list)
+    files: list[Change] = field(default_factory=list)
+    compared: int = 0
+    by_digest: int = 0
+    within: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+
+    @property
+    def same(self) -> bool:
+        """Whether the states (and files of the user) are the same; what is noted about them does not count."""
+        return not (self.only_in_a or self.only_in_b or self.kinds or self.plain or self.tensors or self.files)
+
+
+def compare(
+    a: Checkpoint,
+    b: Checkpoint,
+    *,
+    only: str | Iterable[str] | None = None,
+    skip: str | Iterable[str] | None = None,
+    tolerance: Tolerance | None = None,
+    progress: Callable[[int | None, int], object] = lambda total, done: None,
+) -> Difference:
+    """Compare two checkpoints of any layouts and numbers of ranks; reads tensors window by window (about 150 MB).
+
+    Tensors whose digests are equal are the same and are not read. NaN equals NaN, and 0.0 equals -0.0.
+
+    Args:
+        a: the one that counts as before.
+        b: the one that counts as after.
+        only: names or globs over paths; None takes everything, files of the user too.
+        skip: names or globs to leave out.
+        tolerance: how far numbers may lie apart.
+        progress: called once with (bytes of A to be read, 0), then with (None, bytes of A just compared).
+
+    Raises:
+        ConfigError: one of them was not written by Holdfast, or ``only`` names nothing that one of them has.
+        CorruptCheckpointError: one of them is damaged.
+    """
+    tolerance = tolerance or Tolerance()
+    one, other = read_contents(a), read_contents(b)
+    found = Difference(a=a, b=b)
+    _notes(found, one, other)
+    selection = Selection(only, skip)
+    selection.check({*one.leaves, *other.leaves})
+    mine, its = ({path: leaf for path, leaf in side.leaves.items() if selection.takes(path)} for side in (one, other))
+    if only is None:
+        _files(found, one, other, selection)
+    found.only_in_a = [path for path in mine if path not in its]
+    found.only_in_b = [path for path in its if path not in mine]
+    unsettled: dict[tuple[str, str], tuple[str, Leaf, Leaf]] = {}
+    seen: set[tuple[str, str]] = set()
+    for path in mine:
+        left, right = mine[path], its.get(path)
+        if right is None:
+            continue
+        if left.kind != right.kind:
+            found.kinds.append(Change(name=path, a=_kind(left), b=_kind(right)))
+        elif left.kind == "plain":
+            if (change := _plain(path, left.value, right.value, tolerance)) is not None:
+                found.plain.append(change)
+        elif left.kind in ("tensor", "array"):
+            key = (one.original(left.value), other.original(right.value))
+            if key in seen:
+                continue  # tied: the same bytes have been compared
+            seen.add(key)
+            found.compared += 1
+            if _tensor(found, path, left, right, one, other):
+                unsettled[key] = (path, left, right)
+    if unsettled:
+        from .diff_values import compare_values
+
+        progress(sum(one.nbytes(left.value) for _, left, _ in unsettled.values()), 0)
+        compare_values(found, one, other, list(unsettled.values()), tolerance, lambda done: progress(None, done))
+        order = {path: number for number, path in enumerate(mine)}
+        found.tensors.sort(key=lambda change: order[change.name])
+    return found
+
+
+def _tensor(found: Difference, path: str, left: Leaf, right: Leaf, one: Contents, other: Contents) -> bool:
+    """Compare what can be known of a tensor without reading it; True if its values are left to be read."""
+    before, after = one.tensor(left.value), other.tensor(right.value)
+    dtypes = (left.dtype or before.dtype, right.dtype or after.dtype)
+    if before.shape != after.shape:
+        found.tensors.append(TensorChange(name=path, dtype=dtypes, shape=(before.shape, after.shape)))
+        return False
+    if dtypes[0] != dtypes[1]:
+        return True
+    if one.is_same(left.value, other, right.value):
+        found.by_digest += 1
+        return False
+    return True
+
+
+def _kind(leaf: Leaf) -> str:
+    return f"plain data ({short(leaf.value)})" if leaf.kind == "plain" else leaf.kind
+
+
+def _plain(path: str, left: Any, right: Any, tolerance: Tolerance) -> Change | None:
+    if left == right and type(left) is type(right):
+        return None
+    if isinstance(left, list) and isinstance(right, list) and len(left) == len(right) > _SHOWN_ITEMS:
+        at = [n for n, (x, y) in enumerate(zip(left, right, strict=True)) if not _alike(x, y, tolerance)]
+        if not at:
+            return None
+        sides = ([f"[{number}] {short(side[number])}" for number in at[:_SHOWN_ITEMS]] for side in (left, right))
+        more = f" ({len(at)} of {len(left)} items differ)"
+        first, second = (", ".join(texts) for texts in sides)
+        return Change(name=path, a=first, b=second + more)
+    return None if _alike(left, right, tolerance) else Change(name=path, a=short(left), b=short(right))
+
+
+def _alike(left: Any, right: Any, tolerance: Tolerance) -> bool:
+    """Compare typed JSON; lists and mappings of numbers item by item."""
+    numbers = _number(left), _number(right)
+    if numbers[0] is not None and numbers[1] is not None:
+        return type(left) is type(right) and tolerance.allows(numbers[0], numbers[1])
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, list):
+        return len(left) == len(right) and all(_alike(x, y, tolerance) for x, y in zip(left, right, strict=True))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_alike(left[key], right[key], tolerance) for key in left)
+    return bool(left == right)
+
+
+def _number(node: Any) -> float | None:
+    if isinstance(node, dict) and node.get("$") == "float":
+        try:
+            return float(node["v"])  # nan, inf
+        except (TypeError, ValueError):
+            return None
+    return node if type(node) in (int, float) and -(1 << 1000) < node < 1 << 1000 else None
+
+
+def _notes(found: Difference, one: Contents, other: Contents) -> None:
+    """Note what the checkpoints say about themselves."""
+    for name in _ABOUT:
+        found.about[name] = (getattr(one.manifest, name), getattr(other.manifest, name))
+    for name in {**one.manifest.versions, **other.manifest.versions}:
+        found.about[name] = (one.manifest.versions.get(name), other.manifest.versions.get(name))
+    metrics = flat_metrics(one.checkpoint.metrics), flat_metrics(other.checkpoint.metrics)
+    found.metrics = _changes(*metrics)
+    found.metadata = _changes(one.checkpoint.get_metadata(), other.checkpoint.get_metadata())
+
+
+def _changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Change]:
+    names: Collection[str] = dict.fromkeys([*one, *other])
+    found = [Change(name=name, a=one.get(name), b=other.get(name)) for name in names]
+    return [change for change in found if change.a != change.b and not (_is_nan(change.a) and _is_nan(change.b))]
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _files(found: Difference, one: Contents, other: Contents, selection: Selection) -> None:
+    sides = [
+        {entry.path: entry.digest for entry in side.manifest.with_role("user") if selection.takes(entry.path)}
+        for side in (one, other)
+    ]
+    found.files = _changes(*sides)
