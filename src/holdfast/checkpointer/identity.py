@@ -47,7 +47,7 @@ def manifest_fields(
     parent: str | None,
     attempt: int,
     step: int | None,
-    epoch: int | None,
+    epoch: float | None,
     metrics: Mapping[str, Any],
     world_size: int = 1,
 ) -> dict[str, Any]:

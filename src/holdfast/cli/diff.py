@@ -16,7 +16,7 @@ from .targets import Pick, choose, find, pick_options
 from .terminal import console, fits, number, print_json, printable, table
 
 if TYPE_CHECKING:
-    from holdfast.interop.diff import Difference, TensorChange
+    from holdfast.interop.diff import Difference, Missing, TensorChange
 
 __all__ = ["diff"]
 
@@ -93,8 +93,8 @@ def _document(found: Difference) -> dict[str, Any]:
         "about": {name: list(values) for name, values in found.about.items()},
         "metrics": rows(found.metrics),
         "metadata": rows(found.metadata),
-        "only_in_a": found.only_in_a,
-        "only_in_b": found.only_in_b,
+        "only_in_a": rows(found.only_in_a),
+        "only_in_b": rows(found.only_in_b),
         "kinds": rows(found.kinds),
         "plain": rows(found.plain),
         "files": rows(found.files),
@@ -125,8 +125,8 @@ def _print(found: Difference) -> None:
             say(f"  {name}: {number(one)} → {number(other)}", "dim")
     _list(say, found.metrics, lambda one: f"  metric {one.name}: {number(one.a)} → {number(one.b)}")
     _list(say, found.metadata, lambda one: f"  metadata {one.name}: {number(one.a)} → {number(one.b)}")
-    _list(say, found.only_in_a, lambda name: f"- only in A: {name}", "red")
-    _list(say, found.only_in_b, lambda name: f"+ only in B: {name}", "green")
+    _list(say, found.only_in_a, lambda one: f"- only in A: {_missing(one)}", "red")
+    _list(say, found.only_in_b, lambda one: f"+ only in B: {_missing(one)}", "green")
     _list(say, found.kinds, lambda one: f"! {one.name}: {one.a} → {one.b}", "yellow")
     _list(say, found.plain, lambda one: f"! {one.name}: {one.a} → {one.b}", "yellow")
     _list(say, found.files, lambda one: f"! file {one.name}: {_file(one.a)} → {_file(one.b)}", "yellow")
@@ -183,6 +183,10 @@ def _cells(row: TensorChange) -> dict[str, str]:
         cells |= {"at": str(list(row.at or ())), "A": number(row.values[0]), "B": number(row.values[1])}
     cells["note"] = ", ".join(notes)
     return cells
+
+
+def _missing(one: Missing) -> str:
+    return one.name if one.entries == 1 else f"{one.name} ({one.entries} entries)"
 
 
 def _shape(sizes: Sequence[int]) -> str:

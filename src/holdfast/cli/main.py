@@ -11,6 +11,7 @@ import click
 import holdfast
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError
 
+from .average import average
 from .diff import diff
 from .edit import pin, prune, rm, unpin
 from .export import export
@@ -35,7 +36,7 @@ _GROUPS = {
     "Follow": ("watch",),
     "Keep": ("pin", "unpin", "prune", "rm"),
     "Move": ("push", "pull", "cp", "sweep"),
-    "Convert": ("export", "import"),
+    "Convert": ("export", "import", "average"),
 }
 
 
@@ -81,6 +82,7 @@ def cli() -> None:
     """  # noqa: D301  click wants the character
 
 
+cli.add_command(average)
 cli.add_command(best)
 cli.add_command(cp)
 cli.add_command(diff)

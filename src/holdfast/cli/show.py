@@ -84,6 +84,7 @@ def _document(checkpoint: Checkpoint, *, tensors: bool) -> dict[str, Any]:
         "size_bytes": manifest.total_bytes,
         "reused_bytes": manifest.reused_bytes,
         "metadata": checkpoint.get_metadata(),
+        "extra": dict(manifest.extra),
         "items": [
             {"name": i.name, "tensors": i.tensors, "numel": i.numel, "bytes": i.nbytes, "dtypes": list(i.dtypes)}
             for i in summary.items(rows)
@@ -178,6 +179,10 @@ def _facts(document: dict[str, Any]) -> list[tuple[str, str]]:
     if document.get("reused_bytes"):
         size += f", {format_bytes(document['reused_bytes'])} of it shared with the checkpoint before"
     facts.append(("size", size))
+    made = document.get("extra", {}).get("average")
+    if isinstance(made, dict) and isinstance(made.get("sources"), list):
+        of = ", ".join(f"{number(one.get('share'))} of {one.get('checkpoint')}" for one in made["sources"])
+        facts.append((f"average ({made.get('method')})", of))
     facts += [("metadata", str(document["metadata"]))] if document.get("metadata") else []
     return facts
 

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import CorruptCheckpointError
 from ..format.boxes import Box, flaw, overlap
 
-__all__ = ["WINDOW", "Part", "assemble"]
+__all__ = ["WINDOW", "Part", "assemble", "check_parts", "fill", "windows"]
 
 WINDOW = 8 << 20
 """Bytes of a tensor in memory at a time."""
@@ -32,21 +32,26 @@ def assemble(name: str, shape: Shape, itemsize: int, parts: Sequence[Part]) -> I
     Raises:
         CorruptCheckpointError: the boxes do not make up the tensor.
     """
+    check_parts(name, shape, parts)
+    if not prod(shape):
+        return
+    buffer = memoryview(bytearray(min(max(WINDOW, itemsize), prod(shape) * itemsize)))
+    for window in windows(shape, max(1, WINDOW // itemsize)):
+        view = buffer[: prod(window.shape) * itemsize]
+        for part in parts:
+            fill(view, window, part, itemsize)
+        yield view
+
+
+def check_parts(name: str, shape: Shape, parts: Sequence[Part]) -> None:
+    """Raise CorruptCheckpointError if the boxes do not make up the tensor."""
     if problem := flaw(shape, (part.box for part in parts)):
         raise CorruptCheckpointError(
             f"tensor {name!r}: {problem}: this checkpoint is damaged; use another one", tensor=name
         )
-    if not prod(shape):
-        return
-    buffer = memoryview(bytearray(min(max(WINDOW, itemsize), prod(shape) * itemsize)))
-    for window in _windows(shape, max(1, WINDOW // itemsize)):
-        view = buffer[: prod(window.shape) * itemsize]
-        for part in parts:
-            _fill(view, window, part, itemsize)
-        yield view
 
 
-def _windows(shape: Shape, limit: int) -> Iterator[Box]:
+def windows(shape: Shape, limit: int) -> Iterator[Box]:
     """Cut a shape into boxes of at most ``limit`` elements, each one run of the row-major order; in that order."""
     if not shape:
         yield Box((), ())
@@ -60,7 +65,7 @@ def _windows(shape: Shape, limit: int) -> Iterator[Box]:
             yield Box((*outer, at, *(0 for _ in rest)), (*(1 for _ in outer), size, *rest))
 
 
-def _fill(view: memoryview, window: Box, part: Part, itemsize: int) -> None:
+def fill(view: memoryview, window: Box, part: Part, itemsize: int) -> None:
     """Put what a part has of a window into it."""
     common = overlap(window, part.box)
     if common is None:

@@ -16,6 +16,7 @@ __all__ = ["CheckedFiles"]
 _BLOCK = 64 * CHUNK  # 4 MiB: small tensors next to each other are read together
 _BLOCKS = 6
 _OPEN = 64
+_MANY = 4
 
 
 class _Block(NamedTuple):
@@ -30,9 +31,14 @@ class CheckedFiles:
         storage: rooted at the checkpoint.
         digests: the tables of its files; None reads unchecked.
         tensor_at: names the tensor that has bytes in a range (file, first, last) that is damaged.
+        share: how many there are beside this one: they share memory and open files.
     """
 
-    def __init__(self, storage: Storage, digests: Digests | None, tensor_at: Callable[..., str | None]) -> None:
+    def __init__(
+        self, storage: Storage, digests: Digests | None, tensor_at: Callable[..., str | None], *, share: int = 1
+    ) -> None:
+        self._block_bytes = max(CHUNK, _BLOCK // share // CHUNK * CHUNK) if share > _MANY else _BLOCK
+        self._max_open = max(1, _OPEN // share)
         self._storage, self._digests, self._tensor_at = storage, digests, tensor_at
         self._readers: OrderedDict[str, FileReader] = OrderedDict()
         self._blocks: OrderedDict[tuple[str, int], _Block] = OrderedDict()
@@ -47,8 +53,8 @@ class CheckedFiles:
         done = 0
         while done < len(view):
             at = offset + done
-            block = self._block(file, at // _BLOCK, tensor)
-            start = at % _BLOCK
+            block = self._block(file, at // self._block_bytes, tensor)
+            start = at % self._block_bytes
             size = min(len(block.data) - start, len(view) - done)
             if size <= 0:
                 raise CorruptCheckpointError(f"{file} ends before tensor {tensor!r} does", file=file, tensor=tensor)
@@ -82,10 +88,10 @@ class CheckedFiles:
             self._blocks.move_to_end(key)
             return found
         reader = self._reader(file, tensor)
-        start = number * _BLOCK
+        start = number * self._block_bytes
         while len(self._blocks) >= _BLOCKS:
             self._blocks.popitem(last=False)
-        data = memoryview(bytearray(max(0, min(_BLOCK, reader.size - start))))
+        data = memoryview(bytearray(max(0, min(self._block_bytes, reader.size - start))))
         if data:
             reader.read_into(start, data)
             self.bytes_read += len(data)
@@ -96,7 +102,7 @@ class CheckedFiles:
     def _reader(self, file: str, tensor: str) -> FileReader:
         found = self._readers.get(file)
         if found is None:
-            if len(self._readers) >= _OPEN:
+            if len(self._readers) >= self._max_open:
                 self._readers.popitem(last=False)[1].close()
             try:
                 found = self._readers[file] = self._storage.open(file)

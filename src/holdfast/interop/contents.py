@@ -59,12 +59,14 @@ class Contents:
         manifest: its manifest.
         leaves: everything in the state, by path.
         aliases: name of a tied tensor -> name of the one it is stored as.
+        tree: the structure as typed JSON; None if the checkpoint has none.
     """
 
     checkpoint: Checkpoint
     manifest: Manifest
     leaves: dict[str, Leaf]
     aliases: dict[str, str]
+    tree: Any
     _tensors: dict[str, _Tensor]
     _tables: dict[str, bytes]
 
@@ -128,10 +130,11 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         for name, original in index.aliases.items():
             aliases.setdefault(name, original)
     trees = [files.tree(entry) for entry in sorted(manifest.with_role("state"), key=lambda entry: entry.writer)]
-    leaves = dict(_leaves(merged(trees), "")) if trees else {}
+    tree = merged(trees) if trees else None
+    leaves = dict(_leaves(tree, "")) if trees else {}
     for entry in sorted(manifest.with_role("rank"), key=lambda entry: entry.writer):
         leaves.update(_leaves(files.tree(entry), f"rank {entry.writer}"))
-    return Contents(checkpoint, manifest, leaves, aliases, tensors, _tables(files, manifest))
+    return Contents(checkpoint, manifest, leaves, aliases, tree, tensors, _tables(files, manifest))
 
 
 class _Files:

@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..state.selection import Selection
 from .contents import Contents, Leaf, read_contents
 
-__all__ = ["Change", "Difference", "TensorChange", "Tolerance", "compare"]
+__all__ = ["Change", "Difference", "Missing", "TensorChange", "Tolerance", "compare"]
 
 _ABOUT = ("step", "epoch", "attempt", "run_id", "created", "world_size", "total_bytes")
 _SHOWN_ITEMS = 3
@@ -45,6 +45,14 @@ class Change:
     name: str
     a: Any
     b: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """Something that one side lacks: the path nearest to the root below which it has nothing, and how much that is."""
+
+    name: str
+    entries: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +96,8 @@ class Difference:
         about: (value of A, value of B) of what the manifests say; never counts.
         metrics: that differ; they do not count.
         metadata: of the user, that differs; it does not count.
-        only_in_a: paths.
-        only_in_b: paths.
+        only_in_a: what B lacks.
+        only_in_b: what A lacks.
         kinds: paths that hold another kind of thing.
         plain: plain data that differs.
         tensors: that differ.
@@ -105,8 +113,8 @@ class Difference:
     about: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     metrics: list[Change] = field(default_factory=list)
     metadata: list[Change] = field(default_factory=list)
-    only_in_a: list[str] = field(default_factory=list)
-    only_in_b: list[str] = field(default_factory=list)
+    only_in_a: list[Missing] = field(default_factory=list)
+    only_in_b: list[Missing] = field(default_factory=list)
     kinds: list[Change] = field(default_factory=list)
     plain: list[Change] = field(default_factory=list)
     tensors: list[TensorChange] = field(default_factory=list)
@@ -156,8 +164,7 @@ def compare(
     mine, its = ({path: leaf for path, leaf in side.leaves.items() if selection.takes(path)} for side in (one, other))
     if only is None:
         _files(found, one, other, selection)
-    found.only_in_a = [path for path in mine if path not in its]
-    found.only_in_b = [path for path in its if path not in mine]
+    found.only_in_a, found.only_in_b = _missing(mine, its), _missing(its, mine)
     unsettled: dict[tuple[str, str], tuple[str, Leaf, Leaf]] = {}
     seen: set[tuple[str, str]] = set()
     for path in mine:
@@ -200,6 +207,21 @@ def _tensor(found: Difference, path: str, left: Leaf, right: Leaf, one: Contents
         found.by_digest += 1
         return False
     return True
+
+
+def _missing(mine: Collection[str], its: Collection[str]) -> list[Missing]:
+    known = set(its)
+    for path in its:
+        while "/" in path and (path := path.rpartition("/")[0]) not in known:
+            known.add(path)
+    found: dict[str, int] = {}
+    for path in mine:
+        if path not in known:
+            end = len(path)
+            while (cut := path.rfind("/", 0, end)) >= 0 and path[:cut] not in known:
+                end = cut
+            found[path[:end]] = found.get(path[:end], 0) + 1
+    return [Missing(name=name, entries=count) for name, count in found.items()]
 
 
 def _kind(leaf: Leaf) -> str:

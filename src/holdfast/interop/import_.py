@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ..checkpoint.handle import Checkpoint
-from ..checkpointer.identity import manifest_fields, new_start_id
-from ..errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
-from ..format.codec import dumps
-from ..format.commit import PartSummary, commit, look_before
+from ..errors import ConfigError, CorruptCheckpointError
 from ..format.names import MANIFEST_NAME
+from .alone import check_free, write_alone
 from .from_dcp import from_dcp
 from .from_deepspeed import from_deepspeed, is_deepspeed
 from .from_folder import from_hf, from_safetensors, is_hf
 from .from_torch import from_lightning, from_torch
 from .gathered import Gathered
-from .part import PartWriter
 from .to_dcp import METADATA_NAME
 
 __all__ = ["SOURCES", "Imported", "import_checkpoint"]
@@ -86,11 +82,7 @@ def import_checkpoint(
     if format not in SOURCES:
         raise ConfigError(f"cannot import from {format!r}: use one of {', '.join(SOURCES)}")
     target = Checkpoint(destination)
-    if not overwrite and target.storage.exists(f"{target.directory}/{MANIFEST_NAME}"):
-        raise CheckpointExistsError(
-            f"{target.uri} is a committed checkpoint already: pass overwrite=True (--overwrite) to replace it, or use "
-            "another name"
-        )
+    check_free(target, overwrite=overwrite)
     with ExitStack() as stack:
         of = source if isinstance(source, Checkpoint) else Checkpoint(source)
         is_file = of.storage.exists(of.directory)
@@ -106,7 +98,15 @@ def import_checkpoint(
         except RecursionError as error:
             raise CorruptCheckpointError(f"{of.uri}: values in it are nested too deeply, or hold themselves") from error
         gathered.tie_equal()
-        _write(gathered, target, overwrite=overwrite)
+        write_alone(
+            target,
+            gathered.rows,
+            gathered.aliases,
+            gathered.tree if "$" not in gathered.tree else _escaped(gathered.tree),
+            step=gathered.step,
+            epoch=gathered.epoch,
+            overwrite=overwrite,
+        )
     return Imported(
         checkpoint=target, source=of.uri, format=kind, taken=tuple(gathered.taken), not_taken=tuple(gathered.not_taken)
     )
@@ -149,30 +149,6 @@ def _gather(path: str, kind: str, stack: ExitStack, *, trusted: bool) -> Gathere
     if kind == "safetensors":
         return from_safetensors(path, stack)
     return (from_lightning if kind == "lightning" else from_torch)(path, trusted=trusted)
-
-
-def _write(gathered: Gathered, target: Checkpoint, *, overwrite: bool) -> None:
-    # Nobody holds a lease here: what others have left, or are about to commit, goes after a commit that shuts them out.
-    replaced = look_before(target.storage, target.directory)
-    writer = PartWriter(target.storage, target.directory, f"{new_start_id()}-1")
-    try:
-        part = writer.write(gathered.rows, gathered.aliases)
-        state = writer.state(dumps(gathered.tree if "$" not in gathered.tree else _escaped(gathered.tree)))
-        fields = manifest_fields(
-            run_id=None,
-            checkpoint_id=uuid.uuid4().hex,
-            parent=None,
-            attempt=1,
-            step=gathered.step,
-            epoch=gathered.epoch,
-            metrics={},
-        )
-        summary = PartSummary(writer=0, files=(*part.files, state))
-        allowed = replaced if overwrite or replaced.etag == "" else None
-        commit(target.storage, target.directory, fields, [summary], overwrite=allowed)
-    except BaseException:
-        writer.discard()
-        raise
 
 
 def _escaped(tree: dict[str, object]) -> dict[str, object]:

@@ -37,6 +37,7 @@ class Source:
         dtype: floating tensors are converted to it on the way; arrays are not.
         rank: whose own values (`PerRank`) are given out.
         verify: check every byte against its digest.
+        share: how many others are open beside this one; each has so much less memory and fewer open files.
 
     Attributes:
         stored: the checkpoint; ``stored.tree`` is what ``only`` has left of it.
@@ -50,6 +51,7 @@ class Source:
         dtype: torch.dtype | None = None,
         rank: int = 0,
         verify: bool = True,
+        share: int = 1,
     ) -> None:
         self.stored = open_stored(storage, rank=rank)
         selection = Selection(only)
@@ -57,7 +59,7 @@ class Source:
         if not selection.everything:
             self.stored.tree = select(self.stored.tree, "", selection)
         self._dtype = dtype
-        self._files = CheckedFiles(storage, self.stored.digests if verify else None, self._tensor_at)
+        self._files = CheckedFiles(storage, self.stored.digests if verify else None, self._tensor_at, share=share)
         self._stand_ins: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._names: dict[int, str] = {}  # memory of a stand-in -> stored name
 
@@ -121,12 +123,16 @@ class Source:
         """Return a stored tensor, as it is stored."""
         entry = self.stored.entry(name)
         itemsize = item_size(entry.dtype) or arrays.dtype_of(entry.dtype).itemsize
-        stored = [
+        parts = partial(assemble, entry.name, entry.shape, itemsize, self.boxes(name))
+        return Blob(name, entry.dtype, entry.shape, parts, itemsize)
+
+    def boxes(self, name: str) -> list[Part]:
+        """Return the boxes that a tensor is stored in."""
+        entry = self.stored.entry(name)
+        return [
             Part(box_of(piece, entry.shape), partial(self._read, piece.file, piece.offset, entry.name))
             for piece in entry.pieces
         ]
-        parts = partial(assemble, entry.name, entry.shape, itemsize, stored)
-        return Blob(name, entry.dtype, entry.shape, parts, itemsize)
 
     def dtype_of(self, ref: TensorRef) -> torch.dtype:
         """Return the dtype in which a tensor is given out."""

@@ -1,0 +1,157 @@
+"""``holdfast average``: the mean of several checkpoints, as a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from holdfast._progress import progress_bar
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.history import live_rows
+from holdfast.errors import CheckpointError, ConfigError
+
+from .targets import Pick, choose, find, pick_options, run_at
+from .terminal import console, number, print_json, printable
+
+if TYPE_CHECKING:
+    from holdfast.interop.average import Averaged
+
+__all__ = ["average"]
+
+_SHOWN = 8
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True)
+@click.option("-o", "--output", required=True, help="The new checkpoint: a path or URI.")
+@click.option("--weights", metavar="W,W,...", help="Share of each, in their order; divided by their sum.")
+@click.option("--ema", type=float, metavar="DECAY", help="An exponential moving average of them, the oldest first.")
+@click.option("--last", type=click.IntRange(min=2), metavar="N", help="Of one run: its last N checkpoints.")
+@click.option(
+    "--only", multiple=True, help="Names or globs to average and write [default: the model]; may be repeated."
+)
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint at OUTPUT.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@pick_options(whole=False)
+def average(
+    paths: tuple[str, ...],
+    output: str,
+    weights: str | None,
+    ema: float | None,
+    last: int | None,
+    only: tuple[str, ...],
+    overwrite: bool,
+    as_json: bool,
+    pick: Pick,
+) -> None:
+    """Average the weights of several checkpoints into a new one, all alike unless --weights or --ema says otherwise.
+
+    PATHS are checkpoints or runs, of each of which one is taken; or one run, with --last N or --ema: then its
+    checkpoints in the order of their steps. Floating tensors of the model are averaged, integers and plain data come
+    from the last one, optimizers are left out.
+    """
+    if weights is not None and ema is not None:
+        raise ConfigError("--weights and --ema both say how much each counts: give one of them")
+    sources = _sources(paths, last, ema, pick)
+    shares = None if weights is None else _numbers(weights)
+    from holdfast.interop import average as interop
+
+    if ema is not None:
+        shares = interop.ema_weights(ema, len(sources))
+    total = [0]
+    with progress_bar("average", lambda: total[0], after_s=0.5) as bar:
+
+        def progress(new_total: int | None, done: int) -> None:
+            total[0] = total[0] if new_total is None else new_total
+            bar(done)
+
+        done = interop.average(
+            sources,
+            Checkpoint(output),
+            weights=shares,
+            only=only or None,
+            overwrite=overwrite,
+            method=None if ema is None else f"ema {ema:g}",
+            progress=progress,
+        )
+    if as_json:
+        print_json(_document(done))
+    else:
+        _print(done)
+
+
+def _sources(paths: Sequence[str], last: int | None, ema: float | None, pick: Pick) -> list[Checkpoint]:
+    if len(paths) == 1:
+        storage, checkpoint = find(paths[0])
+        if checkpoint is not None or (last is None and ema is None):
+            raise ConfigError(
+                f"{paths[0]} is one {'run' if checkpoint is None else 'checkpoint'}: give several checkpoints, or a "
+                "run with --last N or --ema DECAY"
+            )
+        if pick.is_given:
+            raise ConfigError("--best and --step choose one checkpoint of a run: --last N takes several")
+        return _of_run(run_at(storage, paths[0]), last)
+    if last is not None:
+        raise ConfigError(f"--last {last} takes the last checkpoints of one run: give one PATH")
+    return [choose(path, pick) for path in paths]
+
+
+def _of_run(catalog: Catalog, last: int | None) -> list[Checkpoint]:
+    """Return the checkpoints of a run in the order of their steps, without those that a resume went back behind."""
+    rows = [
+        {"attempt": record.attempt, "step": record.step, "name": record.name} for record in reversed(catalog.records())
+    ]
+    attempts = {attempt.attempt: attempt for attempt in catalog.index.attempts}
+    names = [row["name"] for row in sorted(live_rows(rows, attempts), key=lambda row: row["step"] or 0)]
+    names = names if last is None else names[-last:]
+    if len(names) < (last or 2):
+        raise CheckpointError(
+            f"the run {catalog.storage.uri} has {len(names)} good checkpoints in the line of its newest one, "
+            f"{last or 2} are needed: Keep(last=...) decides how many stay"
+        )
+    return [Checkpoint.at(catalog.storage, name) for name in names]
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--weights {text!r}: give numbers separated by commas, such as 0.5,0.3,0.2") from None
+
+
+def _document(done: Averaged) -> dict[str, Any]:
+    return {
+        "checkpoint": done.checkpoint.uri,
+        "sources": [{"checkpoint": one.uri, "step": step, "share": share} for one, step, share in done.sources],
+        "averaged": list(done.averaged),
+        "from_last": list(done.from_last),
+        "unlike": list(done.unlike),
+        "not_finite": list(done.not_finite),
+        "left_out": list(done.left_out),
+    }
+
+
+def _print(done: Averaged) -> None:
+    from rich.text import Text
+
+    out = console()
+
+    def say(text: str, style: str = "") -> None:
+        out.print(Text(printable(text), style=style), soft_wrap=True)
+
+    say(f"{done.checkpoint.uri}  average of {len(done.sources)} checkpoints", "bold")
+    for one, step, share in done.sources:
+        say(f"  {number(share):>8}  {one.uri}" + ("" if step is None else f"  step {step}"))
+    say(f"{len(done.averaged)} tensors averaged, {len(done.from_last)} others taken from the last one")
+    for names, what in (
+        (done.unlike, "not the same in all, and taken from the last one"),
+        (done.not_finite, "has NaN or infinities in the average"),
+    ):
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            say(f"  {what}: {', '.join(names[:_SHOWN])}{more}", "yellow")
+    if done.left_out:
+        say(f"  left out: {', '.join(done.left_out)}", "dim")

@@ -1,0 +1,336 @@
+"""Average the weights of several checkpoints into a new one, window by window."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..checkpoint.handle import Checkpoint
+from ..errors import ConfigError, StateMismatchError, StoragePermissionError
+from ..state import arrays
+from ..state.selection import Selection
+from .alone import check_free, write_alone
+from .blobs import Blob
+from .boxes import WINDOW, Part, check_parts, fill, windows
+from .contents import Contents, read_contents
+from .part import Row
+from .source import Source
+
+__all__ = ["MOST", "Averaged", "average", "ema_weights"]
+
+MOST = 200
+"""Checkpoints that are averaged at once, at most."""
+_AT_ONCE = WINDOW // 8  # elements: as float64 they are one window
+_SHOWN = 8
+_ODD = ("float8_e8m0fnu", "float4_e2m1fn_x2")  # scales that are powers of two, two numbers in a byte
+_MODELS = ("model", "state/model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Averaged:
+    """What `average` has made.
+
+    Attributes:
+        checkpoint: the committed checkpoint.
+        sources: (checkpoint, its step, its share), the last one last.
+        averaged: names of the tensors that were averaged.
+        from_last: names of those that are as in the last one, because they hold no floating numbers.
+        unlike: of these, those of more than one element that are not the same in all, such as quantised weights.
+        not_finite: averaged tensors with NaN or infinities in them.
+        left_out: items of the last checkpoint that the new one does not have.
+    """
+
+    checkpoint: Checkpoint
+    sources: tuple[tuple[Checkpoint, int | None, float], ...]
+    averaged: tuple[str, ...]
+    from_last: tuple[str, ...]
+    unlike: tuple[str, ...]
+    not_finite: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+def ema_weights(decay: float, count: int) -> list[float]:
+    """Return the share of each of ``count`` checkpoints in their exponential moving average, the oldest first.
+
+    The average begins as the oldest one; each further one x makes it ``decay * average + (1 - decay) * x``.
+
+    Raises:
+        ConfigError: the decay is not within 0 and 1.
+
+    Example:
+        >>> ema_weights(0.5, 3)
+        [0.25, 0.25, 0.5]
+    """
+    if not 0 <= decay < 1:
+        raise ConfigError(f"decay {decay}: give a number from 0 (the last one alone) to below 1, such as 0.9")
+    return [(1.0 if at == 0 else 1 - decay) * decay ** (count - 1 - at) for at in range(count)]
+
+
+def average(
+    sources: Sequence[Checkpoint],
+    destination: Checkpoint,
+    *,
+    weights: Sequence[float] | None = None,
+    only: Sequence[str] | None = None,
+    overwrite: bool = False,
+    method: str | None = None,
+    progress: Callable[[int | None, int], object] = lambda total, done: None,
+) -> Averaged:
+    """Write a checkpoint with the average of the models of several; durable and committed on return, or not there.
+
+    Floating tensors are summed in float64 and rounded to their own dtype once; other tensors and plain data come from
+    the last source. Optimizers and the rest of a state are left out: an average of them means nothing. Goes window by
+    window: the memory (about 150 MB) depends neither on the size of the checkpoints nor on how many they are.
+
+    Args:
+        sources: at least two; of any layouts and numbers of ranks.
+        destination: the new checkpoint; local or on an object store.
+        weights: share of each source, 0 or more; divided by their sum. None takes all alike.
+        only: names or globs of what is written; None takes the modules, or "model".
+        overwrite: replace a committed checkpoint at the destination.
+        method: what to note in the manifest about where the weights come from.
+        progress: called once with (bytes to be read, 0), then with (None, bytes just read).
+
+    Raises:
+        ConfigError: the arguments do not go together, or nobody knows what the model is.
+        StateMismatchError: names or shapes of the sources do not match.
+        CheckpointExistsError: there is a checkpoint at the destination.
+        CorruptCheckpointError: stored bytes are damaged.
+    """
+    shares = _shares(sources, weights)
+    check_free(destination, overwrite=overwrite)
+    with contextlib.ExitStack() as stack:
+        for one in sources:
+            with contextlib.suppress(StoragePermissionError):  # nobody deletes where nobody may write
+                stack.enter_context(one.hold())
+        contents = [read_contents(one) for one in sources]
+        last = contents[-1]
+        tree, left_out = _selected(last, only)
+        names = list(dict.fromkeys(last.original(name) for name in _names(tree)))
+        if not names:
+            raise ConfigError(f"{sources[-1].uri}: what is chosen holds no tensors: choose with only=... (--only)")
+        _check_alike(contents, names, only, tree)
+        opened = [stack.enter_context(Source(one.storage.child(one.directory), share=len(sources))) for one in sources]
+        floating = [name for name in names if _is_averaged(last, name)]
+        progress(sum(one.nbytes(name) for one in contents for name in floating), 0)
+        not_finite: dict[str, None] = {}
+        rows = []
+        for name in names:
+            blob = opened[-1].named(name)
+            if name in floating:
+                parts = partial(_mean, name, blob, opened, shares, not_finite, lambda done: progress(None, done))
+                blob = Blob(name, blob.dtype, blob.shape, parts, blob.itemsize)
+            rows.append(Row(name, blob, blob.shape))
+        own = [name for name in names if name not in floating]
+        many = [name for name in own if math.prod(last.tensor(name).shape) > 1]  # one number is a counter
+        unlike = [name for name in many if not _all_same(name, contents, opened)]
+        told = [
+            {"checkpoint": one.checkpoint.uri, "id": one.manifest.checkpoint_id, "step": one.manifest.step, "share": w}
+            for one, w in zip(contents, shares, strict=True)
+        ]
+        aliases = {name: target for name in _names(tree) if (target := last.original(name)) != name}
+        write_alone(
+            destination,
+            rows,
+            aliases,
+            tree,
+            step=last.manifest.step,
+            epoch=last.manifest.epoch,
+            extra={"average": {"method": method or ("weighted" if weights else "uniform"), "sources": told}},
+            overwrite=overwrite,
+        )
+    return Averaged(
+        checkpoint=destination,
+        sources=tuple((one, side.manifest.step, w) for one, side, w in zip(sources, contents, shares, strict=True)),
+        averaged=tuple(floating),
+        from_last=tuple(own),
+        unlike=tuple(unlike),
+        not_finite=tuple(not_finite),
+        left_out=tuple(left_out),
+    )
+
+
+def _shares(sources: Sequence[Checkpoint], weights: Sequence[float] | None) -> list[float]:
+    if not 2 <= len(sources) <= MOST:
+        raise ConfigError(f"an average of {len(sources)} checkpoints: give 2 to {MOST}")
+    given = [1.0] * len(sources) if weights is None else [float(one) for one in weights]
+    if len(given) != len(sources):
+        raise ConfigError(f"{len(given)} weights for {len(sources)} checkpoints: give one for each, in their order")
+    if not all(0 <= one < math.inf for one in given) or not 0 < sum(given) < math.inf:
+        raise ConfigError(
+            f"weights {', '.join(f'{one:g}' for one in given)}: give numbers from 0 on, not all of them 0"
+        )
+    return [one / math.fsum(given) for one in given]
+
+
+def _mean(
+    name: str,
+    like: Blob,
+    sources: Sequence[Source],
+    shares: Sequence[float],
+    not_finite: dict[str, None],
+    progress: Callable[[int], object],
+) -> Iterator[memoryview]:
+    """Yield the bytes of the average of one tensor."""
+    stored: list[tuple[list[Part], str, int, float]] = []
+    for source, share in zip(sources, shares, strict=True):
+        blob = source.named(name)
+        boxes = source.boxes(name)
+        check_parts(name, blob.shape, boxes)
+        stored.append((boxes, blob.dtype, blob.itemsize, share))
+    dtype = arrays.dtype_of(like.dtype)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    if not math.prod(like.shape):
+        return
+    buffer = bytearray(min(math.prod(like.shape), _AT_ONCE) * max(size for _, _, size, _ in stored))
+    for window in windows(like.shape, _AT_ONCE):
+        count = math.prod(window.shape)
+        total = torch.zeros(count, dtype=wide)
+        for boxes, kind, size, share in stored:
+            view = memoryview(buffer)[: count * size]
+            if share:  # 0 times NaN is NaN
+                for part in boxes:
+                    fill(view, window, part, size)
+                values = torch.frombuffer(view, dtype=torch.uint8).view(arrays.dtype_of(kind))
+                total.add_(values.to(wide), alpha=share)
+            progress(len(view))
+        if not bool(torch.isfinite(total).all()):
+            not_finite[name] = None
+        yield memoryview(total.to(dtype).view(torch.uint8).numpy().data)
+
+
+def _all_same(name: str, contents: Sequence[Contents], opened: Sequence[Source]) -> bool:
+    last, its = contents[-1], opened[-1].named(name)
+    for one, source in zip(contents[:-1], opened, strict=False):
+        if one.is_same(name, last, name):
+            continue
+        blob = source.named(name)
+        if blob.dtype != its.dtype or not all(
+            left == right for left, right in zip(blob.parts(), its.parts(), strict=True)
+        ):
+            return False
+    return True
+
+
+def _is_averaged(contents: Contents, name: str) -> bool:
+    dtype = contents.tensor(name).dtype
+    found = arrays.dtype_of(dtype)
+    return dtype not in _ODD and (found.is_floating_point or found.is_complex)
+
+
+def _selected(contents: Contents, only: Sequence[str] | None) -> tuple[Any, list[str]]:
+    """Return the chosen part of the structure, and the top-level items of which nothing is chosen."""
+    if contents.tree is None:
+        raise ConfigError(f"{contents.checkpoint.uri} holds files of a user and no state: there is nothing to average")
+    chosen = list(only) if only is not None else _models(contents)
+    selection = Selection(chosen)
+    selection.check(contents.leaves)
+    tree = _pruned(contents.tree, "", selection)
+    kept = {path.partition("/")[0] for path in contents.leaves if selection.takes(path)}
+    items = dict.fromkeys(path.partition("/")[0] for path in contents.leaves)
+    return tree if tree is not None else {}, [item for item in items if item not in kept]
+
+
+def _models(contents: Contents) -> list[str]:
+    """Find what a person means by the model: modules, or what is called so, or all of it if it is tensors alone."""
+    found = list(_modules(contents.tree, ""))
+    if found:
+        return found
+    for name in _MODELS:
+        if any(path.startswith(f"{name}/") for path in contents.leaves):
+            return [name]
+    if all(leaf.kind == "tensor" for leaf in contents.leaves.values()):
+        return list(dict.fromkeys(path.partition("/")[0] for path in contents.leaves))
+    items = ", ".join(dict.fromkeys(path.partition("/")[0] for path in contents.leaves))
+    raise ConfigError(f"{contents.checkpoint.uri} has no model (it has {items}): choose with only=... (--only)")
+
+
+def _modules(node: Any, path: str) -> Iterator[str]:
+    if isinstance(node, dict):
+        tag = node.get("$")
+        if tag == "object":
+            if node["kind"] == "module":
+                yield path
+            else:
+                yield from _modules(node["state"], path)
+            return
+        pairs = node.items() if tag is None else node["v"] if tag in ("dict", "odict", "ddict") else ()
+        for key, child in pairs:
+            yield from _modules(child, f"{path}/{key}" if path else str(key))
+
+
+def _pruned(node: Any, path: str, selection: Selection) -> Any:
+    """Return what is chosen of typed JSON; None if that is nothing."""
+    tag = node.get("$") if isinstance(node, dict) else None
+    if tag == "tensors":
+        keys = [key for key in node["k"] if selection.takes(f"{path}/{key}" if path else key)]
+        return {**node, "k": keys} if keys else None
+    if tag == "object":
+        inner = _pruned(node["state"], path, selection)
+        if inner is None or node["kind"] == "module" or selection.takes(path):
+            return None if inner is None else {**node, "state": inner}
+        return inner  # a part of an object is no object
+    if tag in ("rng", "per_rank"):
+        return None
+    if isinstance(node, dict) and (tag is None or tag in ("dict", "odict", "ddict")):
+        pairs = list(node.items()) if tag is None else node["v"]
+        kept = []
+        for key, child in pairs:
+            inner = _pruned(child, f"{path}/{key}" if path else str(key), selection)
+            if inner is not None:
+                kept.append([key, inner])
+        if not kept and (pairs or not selection.takes(path)):
+            return None
+        return dict(kept) if tag is None else {**node, "v": kept}
+    return node if node is not None and path and selection.takes(path) else None
+
+
+def _names(node: Any) -> Iterator[str]:
+    """Yield the names of all tensors in typed JSON."""
+    if isinstance(node, dict):
+        if node.get("$") == "tensors":
+            yield from (node["at"] + key for key in node["k"])
+        elif node.get("$") == "tensor":
+            yield node["n"]
+        else:
+            for child in node.values():
+                yield from _names(child)
+    elif isinstance(node, list):
+        for child in node:
+            yield from _names(child)
+
+
+def _check_alike(contents: Sequence[Contents], names: Sequence[str], only: Sequence[str] | None, tree: Any) -> None:
+    """Refuse sources whose chosen tensors do not have the names and shapes of the last one."""
+    last = contents[-1]
+    selection = Selection(list(only) if only is not None else _models(last))
+    lines, problems = [], []
+    chosen = {path for path, leaf in last.leaves.items() if leaf.kind == "tensor" and selection.takes(path)}
+    for one in contents[:-1]:
+        mine = {path for path, leaf in one.leaves.items() if leaf.kind == "tensor" and selection.takes(path)}
+        found = [f"{name} is missing" for name in sorted(chosen - mine)]
+        found += [f"{name} is there, and not in the last one" for name in sorted(mine - chosen)]
+        for path in sorted(chosen & mine):
+            before, after = one.tensor(one.leaves[path].value), last.tensor(last.leaves[path].value)
+            if before.shape != after.shape:
+                found.append(f"{path} has the shape {list(before.shape)}, not {list(after.shape)}")
+            elif _is_averaged(one, before.name) != _is_averaged(last, after.name):
+                found.append(f"{path} is {before.dtype}, not {after.dtype}")
+        if found:
+            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            lines.append(f"  {one.checkpoint.uri}: {'; '.join(found[:_SHOWN])}{more}")
+            problems += [f"{one.checkpoint.uri}: {text}" for text in found]
+    if lines:
+        raise StateMismatchError(
+            f"these checkpoints cannot be averaged, for their tensors do not match those of {last.checkpoint.uri}:\n"
+            + "\n".join(lines)
+            + "\n  what to do: average checkpoints of one model; only=... (--only) chooses a part that all have, and "
+            "`holdfast diff A B` shows what differs",
+            problems=tuple(problems),
+        )
