@@ -271,3 +271,12 @@ def test_a_refusal_is_no_empty_answer(root, proxy) -> None:
     assert "s3:AbortMultipartUpload" in invoke("sweep", root, code=1).output
     with pytest.raises(StorageError):
         UnfinishedUploads(resolve(root)).find()
+
+
+def test_doctor_of_a_bucket(root) -> None:
+    """Requests, conditional writes, copies, clock and speed; and nothing is left."""
+    found = as_json("doctor", root, "--bytes", "8MiB")
+    names = {one["name"]: one["level"] for one in found["findings"] if one["part"] == "storage"}
+    assert {"requests", "conditional writes", "listing", "clock", "copies", "write speed", "read speed"} < set(names)
+    assert set(names.values()) <= {"ok", "warn"}
+    assert [info.path for info in resolve(root).list()] == []

@@ -13,6 +13,7 @@ from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError
 
 from .average import average
 from .diff import diff
+from .doctor import doctor
 from .edit import pin, prune, rm, unpin
 from .export import export
 from .import_ import import_
@@ -32,7 +33,7 @@ __all__ = ["cli", "main"]
 
 _GROUPS = {
     "Look": ("ls", "show", "diff", "log", "page", "latest", "best"),
-    "Check": ("verify", "verify-resume"),
+    "Check": ("verify", "verify-resume", "doctor"),
     "Follow": ("watch",),
     "Keep": ("pin", "unpin", "prune", "rm"),
     "Move": ("push", "pull", "cp", "sweep"),
@@ -86,6 +87,7 @@ cli.add_command(average)
 cli.add_command(best)
 cli.add_command(cp)
 cli.add_command(diff)
+cli.add_command(doctor)
 cli.add_command(export)
 cli.add_command(import_)
 cli.add_command(latest)

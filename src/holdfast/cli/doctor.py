@@ -1,0 +1,93 @@
+"""``holdfast doctor``: what a storage and this machine promise and keep."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Generator
+from pathlib import Path
+
+import click
+
+from holdfast._progress import progress_bar
+from holdfast.errors import ConfigError
+from holdfast.storage.resolve import resolve
+
+from .finding import Deadline, Finding
+from .probe_disk import ended_by_sigterm, probe_disk
+from .probe_machine import probe_machine
+from .probe_store import probe_store
+from .terminal import console, print_json, printable
+
+__all__ = ["doctor"]
+
+_LEVELS = {"ok": "green", "warn": "yellow", "bad": "red"}
+_SIZES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+@click.command()
+@click.argument("path")
+@click.option("--bytes", "max_bytes", default="128MiB", show_default=True, help="To write and read for speed; 0: none.")
+@click.option("--seconds", default=20.0, show_default=True, help="No transfer for speed begins after so long.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def doctor(path: str, max_bytes: str, seconds: float, as_json: bool) -> None:
+    """Probe the storage at PATH and this machine, and say what was found, what it means and what to do.
+
+    Writes to a folder of its own and removes it again; no existing file is touched. Status 1 if something has to be
+    mended before training; warnings do not count.
+    """
+    size = _size(max_bytes)
+    storage = resolve(path)
+    deadline = Deadline(seconds)
+    rows: list[tuple[str, Finding]] = []
+    out = None if as_json else console()
+    root = storage.local_root
+    uri = storage.uri
+    with progress_bar("speed", 4 * size if root is not None else None, after_s=1.0) as progress:
+        probes: dict[str, Generator[Finding]] = {
+            "storage": (
+                probe_store(storage, size, deadline, progress)
+                if root is None
+                else probe_disk(Path(root), size, deadline, progress)
+            ),
+            "machine": probe_machine(),
+        }
+        for part, findings in probes.items():
+            with contextlib.closing(findings), ended_by_sigterm():
+                rows += [(part, finding) for finding in findings]
+    counts = {level: sum(one.level == level for _, one in rows) for level in _LEVELS}
+    if out is None:
+        told = [{"part": part, **one.to_json()} for part, one in rows]
+        print_json({"path": uri, "ok": not counts["bad"], "findings": told})
+    else:
+        _print(uri, rows)
+        summary = f"{counts['ok']} fine, {counts['warn']} to know, {counts['bad']} to mend"
+        out.print(summary, style="bold")
+    if counts["bad"]:
+        raise click.exceptions.Exit(1)
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in _SIZES:
+        raise ConfigError(f"--bytes {text}: give a size such as 128MiB or 1GB, or 0")
+    return int(float(match[1]) * _SIZES[match[2]])
+
+
+def _print(uri: str, rows: list[tuple[str, Finding]]) -> None:
+    from rich.text import Text
+
+    out = console()
+    width = max(len(one.name) for _, one in rows)
+    shown = ""
+    for part, one in rows:
+        if part != shown:
+            shown = part
+            title = printable(uri) if part == "storage" else "this machine"
+            out.print(Text(f"{title}", style="bold"), soft_wrap=True)
+        line = Text(f"  {one.level:<5}", style=_LEVELS[one.level]) + Text(f"{one.name:<{width}}  ")
+        line += Text(printable(one.found))
+        line += Text(printable(f"; {one.means}") if one.means else "", style="dim")
+        out.print(line, soft_wrap=True)
+        if one.todo:
+            out.print(Text(f"{'':7}{'':{width}}  to do: {printable(one.todo)}", style="yellow"), soft_wrap=True)

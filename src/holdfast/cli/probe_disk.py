@@ -1,0 +1,426 @@
+"""What a directory promises and keeps: the probes of ``holdfast doctor`` for a local path."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import shutil
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+from holdfast._units import format_bytes, format_duration
+from holdfast.errors import HoldfastError, StorageConflictError, StorageExistsError
+from holdfast.runtime.worker.reflink import clone_file
+from holdfast.storage.base import TEMPORARY, Storage
+from holdfast.storage.local import LocalStorage
+
+from .finding import Deadline, Finding, bad, good, warn
+
+__all__ = [
+    "LEFT",
+    "ended_by_sigterm",
+    "probe_disk",
+    "probe_promises",
+    "rates",
+    "read",
+    "skew_of",
+    "undisturbed",
+    "write",
+]
+
+LEFT = f"{TEMPORARY}holdfast-doctor-"
+"""First characters of the folder that the probes work in: no listing of Holdfast shows it."""
+
+_OLD_S = 900.0
+_COMMITS = 12
+_SLOW_COMMIT_S = 0.1
+_BLOCK = 8 << 20
+_SKEW_WARN_S, _SKEW_BAD_S = 2.0, 25.0  # a lease counts as stale after 30 s
+_FEW_BYTES, _FEW_INODES = 1 << 30, 10_000
+_FAR = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "beegfs", "glusterfs", "9p", "virtiofs", "afs"}
+_VOLATILE = {"tmpfs": "memory", "ramfs": "memory", "overlay": "the writable layer of a container"}
+Progress = Callable[[int], object]
+
+
+def _existing(path: Path) -> Path:
+    """Return a directory, or the nearest one above it that is there."""
+    while not path.is_dir():
+        path = path.parent
+    return path
+
+
+@contextlib.contextmanager
+def _folder_in(place: Path) -> Iterator[Path]:
+    """Give a folder of our own in a directory; it goes again, also on Ctrl-C and within `ended_by_sigterm`.
+
+    Raises:
+        OSError: none can be made.
+    """
+    for old in place.glob(f"{LEFT}*"):  # of one that SIGKILL ended
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > _OLD_S:
+                shutil.rmtree(old)
+
+    folder = Path(tempfile.mkdtemp(prefix=LEFT, dir=place))
+    try:
+        yield folder
+    finally:
+        with undisturbed():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the body as an exception does, so that what it has made is removed."""
+
+    def stop(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    with _handling(signal.SIGTERM, stop):
+        yield
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Let no second Ctrl-C or SIGTERM end the body half-way."""
+    with _handling(signal.SIGINT, signal.SIG_IGN), _handling(signal.SIGTERM, signal.SIG_IGN):
+        yield
+
+
+@contextlib.contextmanager
+def _handling(number: signal.Signals, handler: Any) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def probe_disk(path: Path, max_bytes: int, deadline: Deadline, progress: Progress) -> Generator[Finding]:
+    """Yield what there is to say about a local directory; writes and reads at most ``max_bytes`` each way, twice."""
+    place = _existing(path)
+    kind, device, options = _file_system(place)
+    where = str(place) + ("" if place == path else f" (nearest directory above {path}, which is not there yet)")
+    yield _kind(kind, device, options, where)
+    yield from _room(place)
+    try:
+        with _folder_in(place) as folder:
+            storage = LocalStorage(folder)
+            yield from probe_promises(storage)
+            for probe in (_locks, _direct, _links, _clones, _case):
+                yield probe(folder)
+            yield _clock(folder)
+            yield _commits(storage)
+            if max_bytes:
+                free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
+                size = min(max_bytes, free // 10) // _BLOCK * _BLOCK
+                if size:
+                    yield from _speed(storage, folder, size, deadline, progress)
+    except OSError as error:
+        if isinstance(error, HoldfastError) or error.filename is None:
+            raise
+        yield bad(
+            "write",
+            f"a file cannot be made in {place}: {error.strerror}",
+            "no checkpoint can be saved here",
+            "give this user the right to write (chmod, chown), or another path",
+        )
+
+
+def _file_system(place: Path) -> tuple[str, str, str]:
+    """Return type, device and mount options of the file system that a directory lies in."""
+    best = ("", "unknown", "", "")
+    with contextlib.suppress(OSError):
+        real = os.path.realpath(place)
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            device, mount, kind, options = line.split()[:4]
+            mount = mount.replace("\\040", " ")
+            inside = real == mount or real.startswith(mount.rstrip("/") + "/")
+            if inside and len(mount) >= len(best[0]):
+                best = (mount, kind, device, options)
+    return best[1], best[2], best[3]
+
+
+def _kind(kind: str, device: str, options: str, where: str) -> Finding:
+    found, values = f"{kind} on {device}, {where}", {"type": kind, "device": device, "options": options}
+    if "ro" in options.split(","):
+        return bad("file system", f"{found}, mounted read-only", "nothing can be saved here", "mount it read-write")
+    if kind in _VOLATILE:
+        return warn(
+            "file system",
+            found,
+            f"this is {_VOLATILE[kind]}: checkpoints are gone when that ends, whatever fsync says",
+            "for what has to last, give a path on a disk or a mounted volume, or a bucket",
+            **values,
+        )
+    if kind in _FAR or kind.startswith("fuse"):
+        return good("file system", found, "shared by machines: the probes below say what it keeps", **values)
+    return good("file system", found, "a disk of this machine", **values)
+
+
+def _room(place: Path) -> Generator[Finding]:
+    found = os.statvfs(place)
+    free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    text, values = f"{format_bytes(free)} of {format_bytes(total)} free", {"free_bytes": free, "total_bytes": total}
+    if free < _FEW_BYTES:
+        yield bad(
+            "free space", text, "a save of a model of any size meets a full disk",
+            "free some, `holdfast prune RUN --keep last=3`, or give another path", **values,
+        )  # fmt: skip
+    elif free < total // 20:
+        yield warn(
+            "free space", text, "less than 5 % are free, where many file systems become slow",
+            "`holdfast prune RUN --keep last=3` removes old checkpoints", **values,
+        )  # fmt: skip
+    else:
+        yield good("free space", text, "quotas of a user are not seen here", **values)
+    if found.f_files:
+        text = f"{found.f_favail} of {found.f_files} free"
+        values = {"free": found.f_favail, "total": found.f_files}
+        if found.f_favail < _FEW_INODES:
+            yield bad("inodes", text, "files cannot be made although there is space", "remove small files", **values)
+        else:
+            yield good("inodes", text, "a checkpoint takes about ten files for each rank", **values)
+
+
+def probe_promises(storage: Storage) -> Generator[Finding]:
+    """Try what every storage promises: writes with a condition, listings, copies, deletions."""
+    stale = storage.put("probe/one", b"1")
+    storage.put("probe/one", b"22")
+    tries: list[tuple[str, dict[str, Any]]] = [("if absent", {"if_absent": True})]
+    tries += [("if unchanged", {"if_match": stale})] if stale is not None else []
+    broken = []
+    for name, options in tries:
+        try:
+            storage.put("probe/one", b"333", **options)
+        except (StorageExistsError, StorageConflictError):
+            continue
+        broken.append(name)
+    if broken or not storage.conditional:
+        yield warn(
+            "conditional writes",
+            f"not enforced ({', '.join(broken) or 'the store ignores the headers'})",
+            "Holdfast looks before it writes instead: two trainers that start one run in one moment could both take it",
+            "start one trainer for each run, or use a store that has conditional writes",
+        )
+    else:
+        yield good("conditional writes", "kept", "of two trainers that start one run, one wins")
+    names = sorted(info.path for info in storage.list("probe"))
+    if names != ["probe/one"] or len(storage.read("probe/one")) < 2:
+        yield bad(
+            "listing", f"{names} right after a write of probe/one", "the newest checkpoint may not be found",
+            "use a storage that shows what was written at once",
+        )  # fmt: skip
+    else:
+        yield good("listing", "shows what was just written", "a resume finds the newest checkpoint")
+
+
+def _locks(folder: Path) -> Finding:
+    try:
+        import fcntl
+    except ImportError:  # pragma: no cover - Windows
+        return warn("locks", "this platform has none", "two trainers of one run are told apart later", "")
+    path = folder / "lock"
+    with path.open("w") as one, path.open("w") as other:
+        try:
+            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return good("locks", "flock works", "a second trainer of a run on this machine is refused at once")
+        except OSError as error:
+            what = f"flock fails: {error.strerror}"
+        else:
+            what = "flock lets two have the same lock"
+    return warn("locks", what, "the lease of a run goes by its heartbeat alone: a dead trainer is known after 30 s",
+                "mount the file system with locks, if it has any")  # fmt: skip
+
+
+def _direct(folder: Path) -> Finding:
+    with (folder / "direct").open("wb") as file:
+        try:
+            fd = os.open(file.name, os.O_WRONLY | getattr(os, "O_DIRECT", 0) | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            fd = -1
+        if fd >= 0 and hasattr(os, "O_DIRECT"):
+            try:
+                os.write(fd, mmap.mmap(-1, 4096))
+            except OSError:
+                pass
+            else:
+                return good("O_DIRECT", "works", "large files go to the disk without filling the page cache")
+            finally:
+                os.close(fd)
+    return good("O_DIRECT", "not here", "large files go through the page cache, which takes memory and some time")
+
+
+def _links(folder: Path) -> Finding:
+    (folder / "file").write_bytes(b"x")
+    try:
+        os.link(folder / "file", folder / "linked")
+    except OSError as error:
+        return warn("hard links", f"not here: {error.strerror}",
+                    "files that did not change are written again by every save", "")  # fmt: skip
+    return good("hard links", "work", "files that did not change take no further space")
+
+
+def _clones(folder: Path) -> Finding:
+    (folder / "original").write_bytes(b"x" * 4096)
+    try:
+        clone_file(str(folder / "original"), str(folder / "clone"))
+    except OSError:
+        return good("reflinks", "not here", "directories of a user are taken over by a copy")
+    return good("reflinks", "work", "directories of a user are taken over without a copy")
+
+
+def _case(folder: Path) -> Finding:
+    (folder / "Case").write_bytes(b"x")
+    if (folder / "case").exists():
+        return warn("names", "upper and lower case are the same", "runs whose names differ in case alone clash",
+                    "give runs names that differ in more")  # fmt: skip
+    return good("names", "upper and lower case differ", "every name of a run or item is its own")
+
+
+def _clock(folder: Path) -> Finding:
+    before = time.time()
+    (folder / "clock").write_bytes(b"x")
+    skew = (folder / "clock").stat().st_mtime - (before + time.time()) / 2
+    return skew_of(skew, "the file system")
+
+
+def skew_of(skew: float, whose: str) -> Finding:
+    """Judge by how many seconds the clock of a storage is ahead of ours."""
+    text = f"{whose} is {abs(skew):.2f} s {'ahead' if skew > 0 else 'behind'}"
+    if abs(skew) < _SKEW_WARN_S:
+        return good("clock", text, "ages and leases are right", skew_s=skew)
+    if abs(skew) < _SKEW_BAD_S:
+        return warn("clock", text, "ages are wrong by as much", "set the clocks by NTP (chrony)", skew_s=skew)
+    return bad("clock", text, "the lease of a living trainer on another machine may look stale after 30 s",
+               "set the clocks by NTP (chrony) on all machines", skew_s=skew)  # fmt: skip
+
+
+def _commits(storage: Storage) -> Finding:
+    times = []
+    for number in range(_COMMITS):
+        start = time.perf_counter()
+        storage.put(f"commit/{number % 2}", b"x" * 4096)
+        times.append(time.perf_counter() - start)
+    middle, worst = statistics.median(times), max(times)
+    text = f"{format_duration(middle)}, at worst {format_duration(worst)}"
+    values = {"median_s": middle, "worst_s": worst}
+    if middle > _SLOW_COMMIT_S:
+        return warn(
+            "fsync and rename", text, "a save takes some of these one after the other, outside of training",
+            "save less often than every few seconds, or give a faster disk", **values,
+        )  # fmt: skip
+    if middle < 2e-5:
+        return warn("fsync and rename", text, "fsync does not wait for a disk: a power cut may lose what was saved",
+                    "do not disable barriers or fsync (eatmydata, libeatmydata, nobarrier)", **values)  # fmt: skip
+    return good("fsync and rename", text, "what a commit of a small file takes", **values)
+
+
+def _speed(storage: Storage, folder: Path, size: int, deadline: Deadline, progress: Progress) -> Generator[Finding]:
+    """Compare what Holdfast reaches with plain direct writes and reads of the same bytes."""
+    buffer = mmap.mmap(-1, _BLOCK)
+    buffer.write(os.urandom(1 << 16) * (_BLOCK >> 16))
+    raw = folder / "raw"
+
+    def raw_write() -> int:
+        done = 0
+        fd = _open(raw, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            while done < size and (done == 0 or deadline.left_s > 0):
+                done += os.write(fd, buffer)
+                progress(_BLOCK)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return done
+
+    def raw_read() -> int:
+        done = 0
+        fd = _open(raw, os.O_RDONLY)
+        try:
+            while deadline.left_s > 0 and (count := os.preadv(fd, [buffer], done)):
+                done += count
+                progress(count)
+        finally:
+            os.close(fd)
+        return done
+
+    limit = rates(raw_write)
+    written = limit[0]
+    if written:
+        yield _judged("write", rates(lambda: write(storage, written, buffer, deadline, progress)), limit)
+        limit = rates(raw_read)
+        with contextlib.suppress(OSError), (folder / "bulk").open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        yield _judged("read", rates(lambda: read(storage, deadline, progress)), limit)
+
+
+def write(storage: Storage, size: int, buffer: mmap.mmap, deadline: Deadline, progress: Progress) -> int:
+    """Write an object of about ``size`` bytes as a save does; durable on return. Returns its bytes."""
+    with storage.create("bulk", size) as writer:
+        done = 0
+        while done < size:
+            writer.write(memoryview(buffer)[: min(_BLOCK, size - done)])
+            done += min(_BLOCK, size - done)
+            progress(_BLOCK)
+            if deadline.left_s < -5:
+                break
+    return done
+
+
+def read(storage: Storage, deadline: Deadline, progress: Progress) -> int:
+    """Read that object as a load does; returns the bytes read."""
+    view = memoryview(bytearray(_BLOCK))
+    with storage.open("bulk") as reader:
+        done = 0
+        while done < reader.size and (done == 0 or deadline.left_s > 0):
+            part = view[: min(_BLOCK, reader.size - done)]
+            reader.will_read(done, min(reader.ahead_bytes, reader.size - done))
+            reader.read_into(done, part)
+            done += len(part)
+            progress(len(part))
+    return done
+
+
+def rates(work: Callable[[], int]) -> tuple[int, float]:
+    """Return how many bytes some work took care of, and bytes a second."""
+    start = time.perf_counter()
+    done = work()
+    return done, done / max(time.perf_counter() - start, 1e-9)
+
+
+def _judged(name: str, ours: tuple[int, float], limit: tuple[int, float]) -> Finding:
+    """Judge a speed by that of plain calls."""
+    share = ours[1] / max(limit[1], 1.0)
+    text = f"{format_bytes(int(ours[1]))}/s, {share:.0%} of plain calls ({format_bytes(int(limit[1]))}/s)"
+    text += f", {format_bytes(ours[0])}"
+    values: dict[str, Any] = {"bytes_per_s": ours[1], "limit_bytes_per_s": limit[1], "bytes": ours[0]}
+    means = f"10 GB take {format_duration(10e9 / max(ours[1], 1.0))}"
+    if share < 0.5:
+        return warn(f"{name} speed", text, f"{means}, and the disk could do more",
+                    "probe again while nothing else uses the disk; where it stays so, report it", **values)  # fmt: skip
+    return good(f"{name} speed", text, means, **values)
+
+
+def _open(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0) | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags | os.O_CLOEXEC, 0o600)

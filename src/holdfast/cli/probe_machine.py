@@ -1,0 +1,165 @@
+"""What this machine gives: memory for the copy of the state, limits, versions; probes of ``holdfast doctor``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import holdfast
+from holdfast._units import format_bytes, format_duration
+from holdfast.errors import HoldfastError
+from holdfast.writer.arena import can_share_memory
+from holdfast.writer.client import WriterClient
+
+from .finding import Finding, bad, good, warn
+
+try:
+    import resource
+except ImportError:  # pragma: no cover - Windows
+    resource = None  # type: ignore[assignment]
+
+__all__ = ["free_memory", "probe_machine"]
+
+_FEW_BYTES = 1 << 30
+_FEW_SHM = 1 << 30
+_FEW_FILES = 1024
+_PROBED_PIN = 64 << 20
+
+
+def probe_machine() -> Generator[Finding]:
+    """Yield what there is to say about this machine."""
+    yield _versions()
+    yield _cores()
+    yield _memory()
+    yield _sharing()
+    yield _writer()
+    yield from _shm()
+    yield from _limits()
+    yield from _gpus()
+
+
+def _versions() -> Finding:
+    versions = {"python": platform.python_version(), "holdfast": holdfast.__version__}
+    for name in ("torch", "numpy", "obstore", "safetensors"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    text = ", ".join(f"{name} {number}" for name, number in versions.items())
+    if "torch" not in versions:
+        return bad("versions", text, "nothing can be saved or loaded without torch", "pip install torch", **versions)
+    return good("versions", f"{text}; {platform.system()} {platform.release()}", "", **versions)
+
+
+def _cores() -> Finding:
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if count < 2:
+        return warn("cores", f"{count}", "writing a checkpoint and training take turns on it",
+                    "give the process two cores or more", count=count)  # fmt: skip
+    return good("cores", f"{count}", "a checkpoint is written beside the training", count=count)
+
+
+def free_memory() -> int | None:
+    """Return the bytes this process and its children may still take, by the kernel and the control group."""
+    rows = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        rows.append(int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024)
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            rows.append(int(Path(limit).read_text()) - int(Path(used).read_text()))  # "max" is no number
+    return min(rows) if rows else None
+
+
+def _memory() -> Finding:
+    free = free_memory()
+    if free is None:
+        return good("memory", "unknown on this platform", "a save needs memory for one copy of the state")
+    text = f"{format_bytes(max(free, 0))} free"
+    if free < _FEW_BYTES:
+        return warn("memory", text, "a save needs memory for one copy of the state",
+                    "give the process more, or Checkpointer(max_staging_bytes=...)", free_bytes=free)  # fmt: skip
+    means = "a copy of the state up to this size fits, less what training itself takes"
+    return good("memory", text, means, free_bytes=free)
+
+
+def _sharing() -> Finding:
+    if can_share_memory():
+        return good("memfd", "works", "the copy is shared with the writer process, without /dev/shm")
+    return warn("memfd", "not here", "the writer is a thread of the training process: saving takes time from training",
+                "use Linux 3.17 or newer, and a container whose seccomp profile allows memfd_create")  # fmt: skip
+
+
+def _writer() -> Finding:
+    start = time.perf_counter()
+    try:
+        client = WriterClient.start()
+        try:
+            process = client.process_id
+        finally:
+            client.close()
+    except (HoldfastError, OSError) as error:
+        return bad("writer", f"does not start: {error}", "nothing can be saved", "see the message")
+    took = time.perf_counter() - start
+    kind = "thread" if process is None else "process"
+    return good("writer", f"a {kind}, started and ended in {format_duration(took)}", "", kind=kind, seconds=took)
+
+
+def _shm() -> Generator[Finding]:
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return
+    free = found.f_bavail * found.f_frsize
+    text = f"{format_bytes(free)} free"
+    if free < _FEW_SHM:
+        yield warn("/dev/shm", text, "Holdfast does not use it, but workers of a DataLoader die with a bus error",
+                   "docker run --shm-size=8g, or an emptyDir of medium Memory", free_bytes=free)  # fmt: skip
+    else:
+        yield good("/dev/shm", text, "for the workers of a DataLoader; Holdfast does not use it", free_bytes=free)
+
+
+def _limits() -> Generator[Finding]:
+    if resource is None:
+        return
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files != resource.RLIM_INFINITY and files < _FEW_FILES:
+        yield warn("open files", f"at most {files}", "many ranks or loader workers may run out of them",
+                   "ulimit -n 65536", limit=files)  # fmt: skip
+    else:
+        yield good("open files", f"at most {_limit(files)}", "enough", limit=files)
+    size = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if size != resource.RLIM_INFINITY:
+        yield bad("file size", f"at most {format_bytes(size)}", "a save of larger files is killed by SIGXFSZ",
+                  "ulimit -f unlimited", limit_bytes=size)  # fmt: skip
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    text = "unlimited" if locked == resource.RLIM_INFINITY else format_bytes(locked)
+    yield good("locked memory", text, "pinning for a GPU goes through its driver and is not bound by it", limit=locked)
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if resource is not None and value == resource.RLIM_INFINITY else str(value)
+
+
+def _gpus() -> Generator[Finding]:
+    if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")):
+        return
+    from holdfast.state.pinning import try_pinning
+
+    try:
+        devices, seconds = try_pinning(_PROBED_PIN)
+    except (RuntimeError, OSError, ImportError) as error:
+        yield warn("GPU", f"there is one, and torch cannot use it: {str(error).splitlines()[0]}",
+                   "training runs on the CPU", "nvidia-smi shows the driver; install a torch that fits it")  # fmt: skip
+        return
+    rate = _PROBED_PIN / max(seconds, 1e-9)
+    yield good(
+        "GPU", f"{', '.join(devices)}; memory is pinned at {format_bytes(int(rate))}/s",
+        "the copy of the state is pinned once, and copied beside the training", pinned_bytes_per_s=rate,
+    )  # fmt: skip
