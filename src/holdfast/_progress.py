@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["progress_bar"]
+__all__ = ["progress_bar", "told_bar"]
 
 Total = int | Callable[[], int | None] | None
 
 
 @contextlib.contextmanager
 def progress_bar(
-    label: str, total: Total = None, *, show: bool | None = None, after_s: float = 0.0
+    label: str, total: Total = None, *, show: bool | None = None, after_s: float = 0.0, counts: bool = False
 ) -> Iterator[Callable[[int], None]]:
     """Give a function that takes the bytes just done, from any thread, and draw how far that is.
 
@@ -28,6 +28,7 @@ def progress_bar(
         total: bytes in all, or a function asked for them once the bar is drawn; None if nobody knows.
         show: True or False; None draws only if stderr is a terminal.
         after_s: draw nothing before this time, so that what is quick leaves no trace.
+        counts: things are counted, not bytes.
 
     Example:
         >>> with progress_bar("load", 100, show=False) as progress:
@@ -36,11 +37,26 @@ def progress_bar(
     if not (sys.stderr.isatty() if show is None else show):
         yield _ignore
         return
-    bar = _Bar(label, total, after_s)
+    bar = _Bar(label, total, after_s, counts=counts)
     try:
         yield bar.update
     finally:
         bar.stop()
+
+
+@contextlib.contextmanager
+def told_bar(label: str, *, after_s: float = 0.5) -> Iterator[Callable[[int | None, int], None]]:
+    """Give a function that takes (bytes in all, 0) when these are known, and (None, bytes just done)."""
+    total: list[int | None] = [None]
+    with progress_bar(label, lambda: total[0], after_s=after_s) as bar:
+
+        def progress(new_total: int | None, done: int) -> None:
+            if new_total is None:
+                bar(done)
+            else:
+                total[0] = new_total
+
+        yield progress
 
 
 def _ignore(nbytes: int) -> None:
@@ -48,8 +64,10 @@ def _ignore(nbytes: int) -> None:
 
 
 class _Bar:
-    def __init__(self, label: str, total: Total, after_s: float) -> None:
-        self._label, self._total = label, total
+    def __init__(self, label: str, total: Total, after_s: float, *, counts: bool) -> None:
+        # Names come from files, and a terminal obeys escape codes.
+        self._label = "".join(c if c.isprintable() else "\ufffd" for c in label)
+        self._total, self._counts = total, counts
         self._from = time.monotonic() + after_s
         self._done = 0
         self._lock = threading.Lock()
@@ -83,8 +101,11 @@ class _Bar:
         drawn = parts.Progress(
             parts.TextColumn("{task.description}", markup=False),
             parts.BarColumn(),
-            parts.DownloadColumn(binary_units=True),
-            parts.TransferSpeedColumn(),
+            *(
+                [parts.MofNCompleteColumn()]
+                if self._counts
+                else [parts.DownloadColumn(binary_units=True), parts.TransferSpeedColumn()]
+            ),
             parts.TimeRemainingColumn(),
             console=Console(stderr=True),
         )

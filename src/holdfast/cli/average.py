@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from holdfast._progress import progress_bar
+from holdfast._progress import told_bar
 from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.history import live_rows
@@ -61,13 +61,7 @@ def average(
 
     if ema is not None:
         shares = interop.ema_weights(ema, len(sources))
-    total = [0]
-    with progress_bar("average", lambda: total[0], after_s=0.5) as bar:
-
-        def progress(new_total: int | None, done: int) -> None:
-            total[0] = total[0] if new_total is None else new_total
-            bar(done)
-
+    with told_bar("average") as progress:
         done = interop.average(
             sources,
             Checkpoint(output),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from holdfast._progress import progress_bar
+from holdfast._progress import told_bar
 from holdfast._units import format_bytes
 from holdfast.checkpoint.handle import Checkpoint
 
@@ -57,13 +57,7 @@ def diff(
 
     sides = _sides(a, b, pick)
     limits = Tolerance(absolute=tolerance, relative=rtol)
-    total = [0]
-    with progress_bar("compare", lambda: total[0], after_s=0.5) as bar:
-
-        def progress(new_total: int | None, done: int) -> None:
-            total[0] = total[0] if new_total is None else new_total
-            bar(done)
-
+    with told_bar("compare") as progress:
         found = compare(*sides, only=only or None, skip=skip or None, tolerance=limits, progress=progress)
     if as_json:
         print_json({**_document(found), "tolerance": tolerance, "rtol": rtol})

@@ -11,12 +11,12 @@ import click
 
 from holdfast._progress import progress_bar
 from holdfast.errors import ConfigError
-from holdfast.storage.resolve import resolve
 
 from .finding import Deadline, Finding
 from .probe_disk import ended_by_sigterm, probe_disk
 from .probe_machine import probe_machine
 from .probe_store import probe_store
+from .targets import reach
 from .terminal import console, print_json, printable
 
 __all__ = ["doctor"]
@@ -37,7 +37,7 @@ def doctor(path: str, max_bytes: str, seconds: float, as_json: bool) -> None:
     mended before training; warnings do not count.
     """
     size = _size(max_bytes)
-    storage = resolve(path)
+    storage = reach(path)
     deadline = Deadline(seconds)
     rows: list[tuple[str, Finding]] = []
     out = None if as_json else console()

@@ -19,7 +19,7 @@ from holdfast.config import Keep
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.storage.resolve import resolve
 
-from .targets import Pick, choose, find, pick_options, run_at
+from .targets import Pick, choose, find, pick_options, reach, run_at
 from .terminal import console, print_json, printable
 
 __all__ = ["pin", "prune", "rm", "unpin"]
@@ -136,7 +136,7 @@ def prune(run: str, rules: str | None, yes: bool, as_json: bool) -> None:
     The newest one, pinned ones, the one resumed from and those that another process holds always stay. The run must not
     be training: its own retention deletes then. Without --yes nothing is deleted.
     """
-    storage = resolve(run)
+    storage = reach(run)
     catalog = run_at(storage, run)
     keep = _rules(rules, catalog)
     records = {record.name: record for record in catalog.records()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from holdfast._progress import told_bar
 from holdfast._units import format_bytes
 
 from .targets import Pick, choose, pick_options
@@ -44,19 +45,21 @@ def export(
     safetensors, hf: the weights. torch: everything, in one file for torch.load. dcp: everything, as a directory of
     torch.distributed.checkpoint. Checkpoints of many ranks are put together.
     """
-    from holdfast.interop.export import export as write
+    from holdfast.interop.export import watched_export
 
     source = choose(path, pick)
-    done = write(
-        source,
-        destination,
-        to=kind,
-        only=only or None,
-        item=item,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        overwrite=overwrite,
-    )
+    with told_bar(f"export {source.name}") as progress:
+        done = watched_export(
+            source,
+            destination,
+            to=kind,
+            only=only or None,
+            item=item,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            progress=progress,
+        )
     if as_json:
         files = [{"path": name, "bytes": size} for name, size in done.files]
         left_out = [{"path": where, "why": why} for where, why in done.left_out]

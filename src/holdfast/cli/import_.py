@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from holdfast._progress import told_bar
+
 from .terminal import console, print_json, printable
 
 __all__ = ["import_"]
@@ -28,9 +30,10 @@ def import_(source: str, destination: str, kind: str, trusted: bool, overwrite: 
 
     Says what was taken over and what was not. Nothing in a pickle is run, unless --trusted says so.
     """
-    from holdfast.interop.import_ import import_checkpoint
+    from holdfast.interop.import_ import watched_import
 
-    done = import_checkpoint(source, destination, format=kind, trusted=trusted, overwrite=overwrite)
+    with told_bar("import") as progress:
+        done = watched_import(source, destination, format=kind, trusted=trusted, overwrite=overwrite, progress=progress)
     if as_json:
         print_json(
             {

@@ -17,9 +17,8 @@ from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.record import flat_metrics
 from holdfast.checkpoint.retention import is_number
 from holdfast.errors import ConfigError, UnknownMetricError
-from holdfast.storage.resolve import resolve
 
-from .targets import run_at
+from .targets import reach, run_at
 from .terminal import console, fits, number, print_json, printable, strict, table
 
 __all__ = ["log"]
@@ -41,7 +40,7 @@ def log(run: str, metrics: tuple[str, ...], kind: str, tail: int | None, plot: s
     """
     if plot is not None and (metrics or kind != "table" or as_json):
         raise ConfigError("--plot METRIC draws that metric alone: leave out --metric, --format and --json")
-    catalog = run_at(resolve(run), run)
+    catalog = run_at(reach(run), run)
     rows = _rows(catalog)
     count = Counter(name for row in rows for name in row["metrics"])
     for name in (*metrics, *([plot] if plot is not None else [])):

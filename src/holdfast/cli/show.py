@@ -35,7 +35,7 @@ def show(path: str, tensors: bool, as_json: bool, pick: Pick) -> None:
 
     PATH is a checkpoint, or a run: then its newest one is shown, or the one that --best or --step names.
     """
-    show_checkpoint(choose(path, pick), tensors=tensors, as_json=as_json)
+    show_checkpoint(choose(path, pick, warns=False), tensors=tensors, as_json=as_json)
 
 
 def show_checkpoint(checkpoint: Checkpoint, *, tensors: bool, as_json: bool) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import click
 
+from holdfast._progress import progress_bar
 from holdfast._units import format_duration, parse_span
 from holdfast.errors import ConfigError
-from holdfast.storage.resolve import resolve
 from holdfast.storage.unfinished import UnfinishedUploads
 
+from .targets import reach
 from .terminal import age, console, print_json, printable
 
 __all__ = ["sweep"]
@@ -31,15 +33,10 @@ def sweep(uri: str, older: str, dry_run: bool, as_json: bool) -> None:
     older_s = parse_span(older.strip().lower().replace(" ", ""))
     if older_s is None:
         raise ConfigError(f"--older {older}: give a time such as 1d, 12h or 30min")
-    uploads = UnfinishedUploads(resolve(uri))
+    uploads = UnfinishedUploads(reach(uri))
     now = time.time()
-    rows: list[dict[str, Any]] = []
-    for upload in uploads.find():
-        is_old = now - upload.started > older_s
-        if is_old and not dry_run:
-            uploads.remove(upload)
-        state = "kept" if not is_old else "would be removed" if dry_run else "removed"
-        rows.append({"path": upload.path, "started": upload.started, "upload_id": upload.upload_id, "state": state})
+    with progress_bar("sweep", after_s=1.0, counts=True) as progress:
+        rows = [_swept(uploads, upload, now - older_s, dry_run=dry_run, progress=progress) for upload in uploads.find()]
     if as_json:
         print_json({"uri": uri, "older_s": older_s, "dry_run": dry_run, "uploads": rows})
         return
@@ -49,3 +46,15 @@ def sweep(uri: str, older: str, dry_run: bool, as_json: bool) -> None:
     removed = sum(row["state"] != "kept" for row in rows)
     done = "would be removed" if dry_run else "removed"
     out.print(f"{removed} of {len(rows)} unfinished uploads {done} (those begun over {format_duration(older_s)} ago)")
+
+
+def _swept(
+    uploads: UnfinishedUploads, upload: Any, before: float, *, dry_run: bool, progress: Callable[[int], None]
+) -> dict[str, Any]:
+    """Remove one upload if it is old; says what became of it."""
+    is_old = upload.started < before
+    if is_old and not dry_run:
+        uploads.remove(upload)
+    progress(1)
+    state = "kept" if not is_old else "would be removed" if dry_run else "removed"
+    return {"path": upload.path, "started": upload.started, "upload_id": upload.upload_id, "state": state}

@@ -12,12 +12,14 @@ from holdfast.checkpoint.catalog import Catalog, is_remains
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.lease import is_claim
 from holdfast.checkpoint.record import Record, flat_metrics
-from holdfast.checkpoint.runindex import RUN_FILE
+from holdfast.checkpoint.runindex import RUN_FILE, RunIndex
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError, UnknownMetricError
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
-__all__ = ["Pick", "choose", "find", "pick_options", "ranking", "run_at"]
+from .terminal import printable
+
+__all__ = ["Pick", "choose", "find", "pick_options", "ranking", "reach", "run_at", "warn_of_quarantine"]
 
 _Command = Callable[..., None]
 _SHOWN = 8
@@ -79,13 +81,28 @@ def pick_options(*, whole: bool) -> Callable[[_Command], _Command]:
     return decorate
 
 
+def reach(path: str) -> Storage:
+    """Return the storage rooted at ``path``; where no credentials are found, say where they were looked for.
+
+    Before the network is asked: what it answers without them takes long, and says little.
+    """
+    storage = resolve(path)
+    if places := storage.credentials_missing_in():
+        click.echo(
+            f"holdfast: no credentials for {storage.uri} in {', '.join(places)}; going on with the role of this "
+            "machine, if it has one",
+            err=True,
+        )
+    return storage
+
+
 def find(path: str) -> tuple[Storage, Checkpoint | None]:
     """Return the storage rooted at ``path``, and the checkpoint if the path is one (complete or not).
 
     Raises:
         CheckpointNotFoundError: there is nothing.
     """
-    storage = resolve(path)
+    storage = reach(path)
     root = storage.local_root
     if root is not None and root.is_file():
         return storage, Checkpoint(path)
@@ -102,10 +119,11 @@ def find(path: str) -> tuple[Storage, Checkpoint | None]:
     return storage, None
 
 
-def choose(path: str, pick: Pick) -> Checkpoint:
+def choose(path: str, pick: Pick, *, warns: bool = True) -> Checkpoint:
     """Return the checkpoint that is meant: the one at ``path``, or of the run there the one asked for.
 
-    Which one of a run is taken without having been asked for is said on stderr.
+    Which one of a run is taken without having been asked for is said on stderr, and so is, unless ``warns`` is false,
+    that the one at ``path`` is quarantined.
 
     Raises:
         CheckpointNotFoundError: there is nothing at ``path``.
@@ -116,11 +134,21 @@ def choose(path: str, pick: Pick) -> Checkpoint:
     if checkpoint is not None:
         if pick.is_given:
             raise ConfigError(f"{path} is one checkpoint: --newest, --best and --step choose among those of a run")
+        if warns:
+            warn_of_quarantine(checkpoint)
         return checkpoint
     record = _pick(run_at(storage, path), pick)
     if not pick.is_given:
         click.echo(f"holdfast: {storage.uri} is a run: its newest checkpoint, {record.name}, is taken", err=True)
     return Checkpoint.at(storage, record.name)
+
+
+def warn_of_quarantine(checkpoint: Checkpoint) -> None:
+    """Say on stderr why a checkpoint is never resumed from, if that is so."""
+    why = RunIndex.load(checkpoint.storage, head_only=True).quarantined.get(checkpoint.directory)
+    if why is not None:
+        text = f"holdfast: {checkpoint.uri} is quarantined, no resume takes it: {why}"
+        click.echo(printable(text), err=True)
 
 
 def run_at(storage: Storage, path: str) -> Catalog:

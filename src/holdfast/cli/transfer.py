@@ -19,7 +19,7 @@ from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, Conf
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
-from .targets import Pick, choose, find, pick_options
+from .targets import Pick, choose, find, pick_options, reach, warn_of_quarantine
 from .terminal import console, print_json, printable
 
 __all__ = ["cp", "pull", "push"]
@@ -107,6 +107,7 @@ class _Job:
 
 def _copy(source: str, target: str, *, overwrite: bool, verify: bool, as_json: bool, pick: Pick) -> None:
     begun = time.monotonic()
+    reach(target)
     job = _job(source, target, pick, overwrite=overwrite)
     try:
         with progress_bar(f"copy {job.source.rstrip('/').rpartition('/')[2]}", job.plan.total_bytes) as progress:
@@ -135,6 +136,7 @@ def _job(source: str, target: str, pick: Pick, *, overwrite: bool) -> _Job:
         if plan.is_run:
             return _run_job(storage, plan, target, overwrite=overwrite)
         checkpoint = Checkpoint(source)
+    warn_of_quarantine(checkpoint)
     return _one_job(checkpoint, target, overwrite=overwrite)
 
 
@@ -245,6 +247,7 @@ def _print(document: dict[str, Any]) -> None:
     if foreign:
         checked += f"; {foreign} without a manifest of Holdfast: nothing to check against"
     done = _said(click.get_current_context().info_name or "")
+    done = done if document["error"] is None else f"not all {done}"
     head = f"{done} to {document['target']}: {_bytes(document)} in {format_duration(document['seconds'])}"
     out.print(Text(f"{head} ({checked})" if document["error"] is None else head, style="bold"), soft_wrap=True)
     if document["error"] is not None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import click
 
+from holdfast._progress import progress_bar
 from holdfast._units import format_bytes
 from holdfast.checkpoint.catalog import Catalog, is_remains
 from holdfast.checkpoint.handle import Checkpoint
@@ -26,9 +25,8 @@ from .terminal import console, print_json, printable
 
 __all__ = ["verify"]
 
-_BAR_BYTES = 64 << 20  # less is done before anybody could read the bar
+_QUIET_S = 0.5
 _LEVELS = 3  # of folders within folders: save_folder of many runs, with file names that lead into sub-folders
-_Progress = Callable[[int], None]
 
 
 @click.command()
@@ -69,7 +67,7 @@ def _one(checkpoint: Checkpoint, deep: bool) -> dict[str, Any]:
         total = (
             checkpoint.size_bytes if deep and checkpoint.storage.exists(f"{checkpoint.directory}/manifest.json") else 0
         )
-        with _bar(total, checkpoint.name) as progress:
+        with progress_bar(f"verify {checkpoint.name}", total, after_s=_QUIET_S) as progress:
             found = verify_checkpoint(checkpoint.storage, checkpoint.directory, deep=deep, progress=progress)
     return _row(checkpoint.uri, checkpoint.name, found, ok=found.ok)
 
@@ -95,9 +93,14 @@ def _folder(catalog: Catalog, deep: bool) -> Iterator[dict[str, Any]]:
     storage = catalog.storage
     records = {record.name: record.size for record in catalog.records()}
     names = [*records, *sorted((catalog.bad().keys() | catalog.others.keys()) - records.keys())]
-    with _bar(sum(records.values()) if deep else 0, storage.uri) as progress:
+    label = f"verify {storage.uri.rstrip('/').rpartition('/')[2]}"
+    with progress_bar(
+        label, sum(records.values()) if deep else len(names), after_s=_QUIET_S, counts=not deep
+    ) as progress:
         for name in names:
-            found = verify_checkpoint(storage, name, deep=deep, progress=progress)
+            found = verify_checkpoint(storage, name, deep=deep, progress=progress if deep else None)
+            if not deep:
+                progress(1)
             row = _row(_uri(storage, name), name, found, ok=found.ok)
             yield {**row, "quarantined": catalog.index.quarantined.get(name)}
     for name in catalog.incomplete:
@@ -191,13 +194,3 @@ def _print(rows: list[dict[str, Any]], deep: bool) -> None:
     if len(rows) > 1:
         how = "every byte" if deep else "manifests and sizes; --deep reads every byte"
         out.print(Text(f"{checked} checked ({how}), {bad or 'no'} problem{'s' * (bad != 1)}", style="bold"))
-
-
-@contextmanager
-def _bar(total: int, label: str) -> Iterator[_Progress | None]:
-    """A progress bar on stderr, if somebody is there to see it."""
-    if total < _BAR_BYTES or not sys.stderr.isatty():
-        yield None
-        return
-    with click.progressbar(length=total, label=label, file=sys.stderr, show_pos=False) as bar:
-        yield bar.update

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..checkpoint.handle import Checkpoint
@@ -40,6 +40,7 @@ def write_alone(
     epoch: float | None = None,
     extra: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    progress: Callable[[int], object] | None = None,
 ) -> None:
     """Write and commit; durable on return. After a failure there is what was there before.
 
@@ -52,13 +53,14 @@ def write_alone(
         epoch: epoch to record.
         extra: plain data for the manifest.
         overwrite: replace a committed checkpoint.
+        progress: told the bytes of tensors just written.
 
     Raises:
         CheckpointExistsError: there is one, and ``overwrite`` is false.
     """
     # Nobody holds a lease here: what others have left, or are about to commit, goes after a commit that shuts them out.
     replaced = look_before(target.storage, target.directory)
-    writer = PartWriter(target.storage, target.directory, f"{new_start_id()}-1")
+    writer = PartWriter(target.storage, target.directory, f"{new_start_id()}-1", progress=progress)
     try:
         part = writer.write(rows, aliases)
         state = writer.state(dumps(tree))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.handle import Checkpoint
@@ -17,7 +18,7 @@ from .source import Source
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FORMATS", "Exported", "export"]
+__all__ = ["FORMATS", "Exported", "export", "watched_export"]
 
 FORMATS = ("safetensors", "torch", "dcp", "hf")
 _HF_SHARD = 5_000_000_000  # what transformers takes
@@ -93,6 +94,26 @@ def export(
         >>> torch.load(f"{folder}/mine.pt", weights_only=True)
         {'model': {'weight': tensor([1., 1., 1.])}, 'step': 5}
     """
+    return watched_export(
+        checkpoint, destination, to=to, only=only, item=item, dtype=dtype, max_shard_size=max_shard_size,
+        overwrite=overwrite, verify=verify,
+    )  # fmt: skip
+
+
+def watched_export(
+    checkpoint: str | os.PathLike[str] | Checkpoint,
+    destination: str | os.PathLike[str],
+    *,
+    to: str,
+    only: str | Iterable[str] | None = None,
+    item: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str | None = None,
+    overwrite: bool = False,
+    verify: bool = True,
+    progress: Callable[[int | None, int], object] = lambda total, done: None,
+) -> Exported:
+    """Do what `export` does; ``progress`` is told (bytes to be read, 0), then (None, bytes just read)."""
     if to not in FORMATS:
         raise ConfigError(f"cannot export to {to!r}: use one of {', '.join(FORMATS)}")
     if to in ("torch", "dcp") and (item is not None or max_shard_size is not None):
@@ -107,20 +128,24 @@ def export(
     else:
         folder = Folder(target.storage, target.directory, overwrite=overwrite)
     storage = of.storage.child(of.directory)
-    with Source(storage, only=only, dtype=_dtype(dtype), verify=verify) as source:
+    told = partial(progress, None)
+    with Source(storage, only=only, dtype=_dtype(dtype), verify=verify, progress=told) as source:
         left_out = _ranks_left_out(source)
         if to == "torch":
             from .to_torch import write_torch
 
+            progress(source.nbytes, 0)
             count = write_torch(folder, target.name, source)
         elif to == "dcp":
             from .to_dcp import write_dcp
 
+            progress(source.nbytes, 0)
             count = write_dcp(folder, source)
         else:
             from .to_safetensors import WEIGHTS_NAME, weights, write_safetensors
 
             tensors, without = weights(source, item, keep_ties=to == "safetensors")
+            progress(sum(source.named(blob.name).nbytes for blob in tensors.values()), 0)
             limit = _bytes(max_shard_size) if max_shard_size is not None else (_HF_SHARD if to == "hf" else None)
             name = target.name if is_file else WEIGHTS_NAME
             write_safetensors(folder, tensors, name=name, max_shard_bytes=limit)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from ..checkpoint.handle import Checkpoint
 from ..errors import ConfigError, CorruptCheckpointError
@@ -17,7 +19,7 @@ from .from_torch import from_lightning, from_torch
 from .gathered import Gathered
 from .to_dcp import METADATA_NAME
 
-__all__ = ["SOURCES", "Imported", "import_checkpoint"]
+__all__ = ["SOURCES", "Imported", "import_checkpoint", "watched_import"]
 
 SOURCES = ("auto", "safetensors", "torch", "dcp", "hf", "lightning", "deepspeed")
 
@@ -79,6 +81,19 @@ def import_checkpoint(
         >>> import_checkpoint(f"{folder}/old.pt", f"{folder}/new").checkpoint.keys()
         ['model', 'epoch']
     """
+    return watched_import(source, destination, format=format, trusted=trusted, overwrite=overwrite)
+
+
+def watched_import(
+    source: str | os.PathLike[str] | Checkpoint,
+    destination: str | os.PathLike[str],
+    *,
+    format: str = "auto",  # noqa: A002 - the word that people use
+    trusted: bool = False,
+    overwrite: bool = False,
+    progress: Callable[[int | None, int], object] = lambda total, done: None,
+) -> Imported:
+    """Do what `import_checkpoint` does; ``progress`` is told (bytes to write, 0), then (None, bytes just written)."""
     if format not in SOURCES:
         raise ConfigError(f"cannot import from {format!r}: use one of {', '.join(SOURCES)}")
     target = Checkpoint(destination)
@@ -98,6 +113,7 @@ def import_checkpoint(
         except RecursionError as error:
             raise CorruptCheckpointError(f"{of.uri}: values in it are nested too deeply, or hold themselves") from error
         gathered.tie_equal()
+        progress(sum(row.blob.nbytes for row in gathered.rows), 0)
         write_alone(
             target,
             gathered.rows,
@@ -106,6 +122,7 @@ def import_checkpoint(
             step=gathered.step,
             epoch=gathered.epoch,
             overwrite=overwrite,
+            progress=partial(progress, None),
         )
     return Imported(
         checkpoint=target, source=of.uri, format=kind, taken=tuple(gathered.taken), not_taken=tuple(gathered.not_taken)

@@ -6,7 +6,7 @@ For bytes that come one tensor at a time from somewhere else: no writer process,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -50,9 +50,19 @@ class PartWriter:
         directory: of the checkpoint, inside the storage.
         save_id: of this rank alone, so that ranks need not agree on one.
         rank: the writing rank.
+        progress: told the bytes of tensors just written.
     """
 
-    def __init__(self, storage: Storage, directory: str, save_id: str, *, rank: int = 0) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        directory: str,
+        save_id: str,
+        *,
+        rank: int = 0,
+        progress: Callable[[int], object] | None = None,
+    ) -> None:
+        self._progress = progress
         self._storage, self._directory, self._save_id, self._rank = storage, directory, save_id, rank
         self._entries: list[FileEntry] = []
         self._tables = bytearray()
@@ -134,6 +144,8 @@ class PartWriter:
                 for view in row.blob.parts():
                     hasher.update(view)
                     sink(view)
+                    if self._progress is not None:
+                        self._progress(len(view))
                 start, shape = (None, None) if row.box is None else (row.box.start, row.box.shape)
                 piece = Piece(template, offset, row.blob.nbytes, start, shape)
                 before = tensors[row.name].pieces if row.name in tensors else ()

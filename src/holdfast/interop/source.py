@@ -6,7 +6,7 @@ stand-in, so whatever keeps identities keeps ties.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ class Source:
         dtype: floating tensors are converted to it on the way; arrays are not.
         rank: whose own values (`PerRank`) are given out.
         verify: check every byte against its digest.
+        progress: told the bytes of tensors just read.
         share: how many others are open beside this one; each has so much less memory and fewer open files.
 
     Attributes:
@@ -51,8 +52,10 @@ class Source:
         dtype: torch.dtype | None = None,
         rank: int = 0,
         verify: bool = True,
+        progress: Callable[[int], object] | None = None,
         share: int = 1,
     ) -> None:
+        self._progress = progress
         self.stored = open_stored(storage, rank=rank)
         selection = Selection(only)
         selection.check(paths(self.stored))
@@ -68,6 +71,24 @@ class Source:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the tree, tied ones once."""
+        names: set[str] = set()
+
+        def leaf(value: Any, path: str) -> Any:
+            if isinstance(value, TensorRef):
+                names.add(self.stored.aliases.get(value.name, value.name))
+                return None
+            if isinstance(value, ObjectNode):
+                return to_plain(value.state, leaf, path=path)
+            if isinstance(value, PerRankNode):
+                return to_plain((self.stored.per_rank or {}).get(value.key), leaf, path=path)
+            return NotImplemented
+
+        to_plain(self.stored.tree, leaf)
+        return sum(self.named(name).nbytes for name in names)
 
     def close(self) -> None:
         """Close the files; idempotent."""
@@ -141,6 +162,8 @@ class Source:
 
     def _read(self, file: str, start: int, tensor: str, offset: int, view: memoryview) -> None:
         self._files.read(file, start + offset, view, tensor)
+        if self._progress is not None:
+            self._progress(len(view))
 
     def _tensor_at(self, file: str, start: int, stop: int) -> str | None:
         for entry in self.stored.entries.values():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 
-__all__ = ["SECRETS", "Place", "find_place", "split_settings"]
+__all__ = ["SECRETS", "Place", "find_place", "looked_for", "split_settings"]
 
 # Options that are credentials: kept out of descriptions. Options are named as obstore names its configuration.
 SECRETS = frozenset(
@@ -80,6 +80,28 @@ _OCI: _Table = {
     "access_key_id": ("OCI_ACCESS_KEY_ID", "AWS_ACCESS_KEY_ID"),
     "secret_access_key": ("OCI_SECRET_ACCESS_KEY", "AWS_SECRET_ACCESS_KEY"),
 }
+# Store -> (settings that stand for credentials or say that none are needed, variables and files of others that do).
+_OTHERWISE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "S3Store": (
+        ("skip_signature",),
+        ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
+    ),
+    "GCSStore": (
+        ("service_account", "application_credentials", "skip_signature"),
+        ("~/.config/gcloud/application_default_credentials.json",),
+    ),
+    "AzureStore": (
+        ("use_emulator", "use_azure_cli"),
+        ("AZURE_FEDERATED_TOKEN_FILE",),
+    ),
+}
+_NAMED = {
+    "s3": (*_S3["access_key_id"], *_S3["secret_access_key"], "AWS_PROFILE", "~/.aws/credentials", "~/.aws/config"),
+    "oci": (*_OCI["access_key_id"], *_OCI["secret_access_key"]),
+    "gs": (*_HMAC["access_key_id"], *_HMAC["secret_access_key"], *_GCS["application_credentials"],
+           *_GCS["service_account"], *_GCS["service_account_key"]),
+    "az": (*_AZURE["account_key"], *_AZURE["sas_key"], *_AZURE["token"], *_AZURE["client_secret"]),
+}  # fmt: skip
 _SETTINGS = frozenset({"allow_bucket_creation", "endpoint_override", "region", "scheme"})
 # A bucket, or a bucket and what it belongs to: container@account.dfs.core.windows.net, bucket@namespace.
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._$-]*(@[A-Za-z0-9._-]+)?")
@@ -170,6 +192,20 @@ def find_place(uri: str, options: Mapping[str, object], secrets: Mapping[str, st
         secrets={name: value for name, value in sorted(found.items()) if name in SECRETS},
         extra={"S3Store": "s3", "GCSStore": "gcs", "AzureStore": "azure"}[store],
     )
+
+
+def looked_for(place: Place) -> tuple[str, ...]:
+    """Name the variables and files in which credentials were looked for; () if some were found, or none are needed.
+
+    Asks nobody: the role of a machine may still let it in.
+    """
+    settings, others = _OTHERWISE[place.store]
+    if place.secrets or any(place.options.get(name, "false") != "false" for name in settings):
+        return ()
+    for other in others:
+        if os.path.exists(os.path.expanduser(other)) if other.startswith("~") else os.environ.get(other):
+            return ()
+    return (*_NAMED["az" if place.scheme == "abfs" else place.scheme], *others)
 
 
 def _text(value: object) -> str:

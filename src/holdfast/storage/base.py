@@ -315,6 +315,13 @@ class Storage(ABC):
         """Return the credentials that `describe` leaves out: told to processes of ours in memory, never written."""
         return None
 
+    def credentials_missing_in(self) -> tuple[str, ...]:
+        """Name the variables and files in which credentials were looked for; () if some were found or none are needed.
+
+        Contacts nobody.
+        """
+        return ()
+
     @property
     def conditional(self) -> bool:
         """Whether `put` with a condition has one winner among all processes and machines, as the lease of a run wants.

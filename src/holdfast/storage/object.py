@@ -29,7 +29,7 @@ from ._object_conditions import MARK, conditions_of, landed
 from ._object_delete import Deleter
 from ._object_errors import NO_BUCKET, errors_of, said
 from ._object_io import ObjectWriter
-from ._object_place import SECRETS, find_place, split_settings
+from ._object_place import SECRETS, find_place, looked_for, split_settings
 from ._object_read import list_all, open_reader, read_version
 from .base import TEMPORARY, FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix
 
@@ -250,6 +250,10 @@ class ObjectStorage(Storage):
     def secrets(self) -> dict[str, str] | None:
         """Return the credentials, for the memory of another process of ours alone."""
         return self._place.secrets or None
+
+    def credentials_missing_in(self) -> tuple[str, ...]:
+        """Name what holds no credentials; the role of the machine may still have some."""
+        return looked_for(self._place)
 
     def child(self, path: str) -> ObjectStorage:
         """Return the same bucket seen from deeper below, with the same connections."""

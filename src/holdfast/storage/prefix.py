@@ -94,6 +94,10 @@ class PrefixStorage(Storage):
         """Return what the parent has left."""
         return self._parent.free_bytes()
 
+    def credentials_missing_in(self) -> tuple[str, ...]:
+        """Name what of the parent holds no credentials."""
+        return self._parent.credentials_missing_in()
+
     def child(self, path: str) -> Storage:
         """Return the parent seen from deeper below."""
         prefix = check_prefix(path)
