@@ -15,6 +15,7 @@ import holdfast as hf
 from holdfast import _progress
 from holdfast._progress import progress_bar
 from holdfast.cli.targets import reach
+from holdfast.cli.terminal import Listing
 
 ODD = "a\x1b[31mb"
 
@@ -155,3 +156,25 @@ def test_names_of_new_commands_are_no_escape_codes(tmp_path) -> None:
         result = invoke(*arguments, code=code)
         assert "\x1b" not in result.stdout + result.stderr
         assert "[31m" in result.stdout + result.stderr
+
+
+def test_a_listing_is_aligned_and_coloured_where_that_is_seen(monkeypatch) -> None:
+    """Also with names that are two columns wide; without colours in a pipe and under NO_COLOR."""
+    from rich.cells import cell_len
+    from rich.console import Console
+
+    listing = Listing([("name", "left"), ("step", "right"), ("state", "left")])
+    listing.add(["日本", "5", "ok"], last="green")
+    listing.add([ODD, "12345", ""], style="dim")
+    for is_terminal, no_color in ((False, False), (True, True), (True, False)):
+        text = io.StringIO()
+        out = Console(file=text, force_terminal=is_terminal, no_color=no_color, width=40)
+        assert listing.print(out, fitting=True)
+        assert ("\x1b[32mok" in text.getvalue()) == (is_terminal and not no_color)
+        assert ("\x1b" in text.getvalue()) == (is_terminal and not no_color)
+    plain = io.StringIO()
+    listing.print(Console(file=plain, width=40))
+    header, first, second = plain.getvalue().splitlines()
+    assert cell_len(first.partition("ok")[0]) == header.index("state")
+    assert second.index("12345") + 5 == header.index("step") + 4
+    assert not listing.print(Console(file=io.StringIO(), width=15), fitting=True)

@@ -13,9 +13,6 @@ from holdfast._progress import progress_bar
 from holdfast.errors import ConfigError
 
 from .finding import Deadline, Finding
-from .probe_disk import ended_by_sigterm, probe_disk
-from .probe_machine import probe_machine
-from .probe_store import probe_store
 from .targets import reach
 from .terminal import console, print_json, printable
 
@@ -36,6 +33,10 @@ def doctor(path: str, max_bytes: str, seconds: float, as_json: bool) -> None:
     Writes to a folder of its own and removes it again; no existing file is touched. Status 1 if something has to be
     mended before training; warnings do not count.
     """
+    from .probe_disk import ended_by_sigterm, probe_disk  # here: half of what they need no other command does
+    from .probe_machine import probe_machine
+    from .probe_store import probe_store
+
     size = _size(max_bytes)
     storage = reach(path)
     deadline = Deadline(seconds)

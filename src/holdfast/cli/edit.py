@@ -20,7 +20,7 @@ from holdfast.errors import CheckpointError, ConfigError
 from holdfast.storage.resolve import resolve
 
 from .targets import Pick, choose, find, pick_options, reach, run_at
-from .terminal import console, print_json, printable
+from .terminal import console, painted, print_json, printable
 
 __all__ = ["pin", "prune", "rm", "unpin"]
 
@@ -159,9 +159,9 @@ def prune(run: str, rules: str | None, yes: bool, as_json: bool) -> None:
         print_json({"path": storage.uri, "keep": keep.to_json(), "dry_run": not yes, "checkpoints": rows})
         return
     out = console()
-    for row in printable(rows):
-        style = "red" if row["state"] != "kept" else None
-        out.print(f"{row['name']}  {row['state']}, {row['why']}  {format_bytes(row['bytes'])}", style=style)
+    for row in rows:
+        line = printable(f"{row['name']}  {row['state']}, {row['why']}  {format_bytes(row['bytes'])}")
+        out.file.write(painted(out, line, "red" if row["state"] != "kept" else "") + "\n")
     _sum([row for row in rows if row["state"] != "kept"], len(rows), done=yes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -17,7 +18,7 @@ from holdfast.storage.base import Storage
 from .runs import runs_of, say_unknown, show_runs
 from .show import show_checkpoint
 from .targets import find, ranking
-from .terminal import age, console, fits, number, print_json, printable, table
+from .terminal import Listing, age, console, number, print_json, printable
 
 __all__ = ["ls"]
 
@@ -51,7 +52,7 @@ def ls(path: str, metric: str | None, mode: str | None, as_json: bool) -> None:
     if as_json:
         print_json(document)
     else:
-        _print(printable(document))
+        _print(document)
 
 
 def _document(catalog: Catalog, metric: str | None, mode: str | None) -> dict[str, Any]:
@@ -115,7 +116,7 @@ def _print(document: dict[str, Any]) -> None:
     out = console()
     rows = document["checkpoints"]
     good = sum("step" in row and "reason" not in row for row in rows)
-    out.print(Text(document["path"], style="bold"))
+    out.print(Text(printable(document["path"]), style="bold"))
     if not rows:
         out.print("no checkpoints")
         return
@@ -130,22 +131,18 @@ def _print(document: dict[str, Any]) -> None:
         parts.append("finished")
     if document["index_rebuilt"]:
         parts.append("run.json unusable, rebuilt by scan")
-    out.print(Text(" · ".join(parts), style="dim"))
+    out.print(Text(printable(" · ".join(parts)), style="dim"))
     out.print()
     metrics = _metrics(rows, document["metric"])
-    made = _table(rows, metrics)
-    while metrics and not fits(out, made):
-        made = _table(rows, metrics := metrics[:-1])
-    out.print(made)
+    while not _listing(rows, metrics).print(out, fitting=bool(metrics)):
+        metrics.pop()
     for row in rows:
         if "reason" in row:
-            out.print(Text(f"{row['name']}: {row['reason']}", style="red"))
+            out.print(Text(printable(f"{row['name']}: {row['reason']}"), style="red"))
 
 
-def _table(rows: list[dict[str, Any]], metrics: list[str]) -> Any:
+def _listing(rows: list[dict[str, Any]], metrics: list[str]) -> Listing:
     """Make the table, without the columns that would say the same in every row."""
-    from rich.text import Text
-
     full = [row for row in rows if "step" in row]
     optional = {
         "epoch": any(row["epoch"] is not None for row in full),
@@ -153,7 +150,8 @@ def _table(rows: list[dict[str, Any]], metrics: list[str]) -> Any:
         "new": any(row["new_bytes"] != row["size_bytes"] for row in full),
     }
     titles = [title for title in ("step", "epoch", "attempt", "age", "size", "new") if optional.get(title, True)]
-    made = table([("checkpoint", "left")] + [(title, "right") for title in [*titles, *metrics]] + [("state", "left")])
+    made = Listing([("checkpoint", "left"), *((title, "right") for title in (*titles, *metrics)), ("state", "left")])
+    now = time.time()
     for row in rows:
         cells = [""] * (len(titles) + len(metrics))
         if "step" in row:
@@ -161,7 +159,7 @@ def _table(rows: list[dict[str, Any]], metrics: list[str]) -> Any:
                 "step": number(row["step"]),
                 "epoch": number(row["epoch"]),
                 "attempt": number(row["attempt"] or None),
-                "age": age(row["created"]),
+                "age": age(row["created"], now),
                 "size": format_bytes(row["size_bytes"]),
                 "new": format_bytes(row["new_bytes"]),
             }
@@ -169,8 +167,11 @@ def _table(rows: list[dict[str, Any]], metrics: list[str]) -> Any:
                 number(metric_value(row["metrics"], name)) for name in metrics
             ]
         marks = ", ".join(row.get("marks", [])) if row["state"] == "ok" else ""
-        state = Text(marks or row["state"], style=_COLOURS.get(row["state"], "dim"))
-        made.add_row(row["name"], *cells, state, style="" if row["state"] == "ok" else "dim")
+        made.add(
+            [row["name"], *cells, marks or row["state"]],
+            style="" if row["state"] == "ok" else "dim",
+            last=_COLOURS.get(row["state"], "dim"),
+        )
     return made
 
 

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["age", "console", "fits", "number", "print_json", "printable", "strict", "table"]
+__all__ = ["Listing", "age", "console", "fits", "number", "painted", "print_json", "printable", "strict", "table"]
 
 _PIPE_WIDTH = 160
+_LONG = 1000
+_CODES = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2"}
+_AS_THEY_ARE = frozenset({str, int, bool, type(None)})  # asked first: there may be a million of them
 
 
 def console() -> Console:
@@ -45,13 +48,62 @@ def fits(out: Console, made: Table) -> bool:
     return Measurement.get(out, out.options.update(max_width=10_000), made).maximum <= out.width
 
 
+class Listing:
+    """A plain table for thousands of rows, which those of rich take seconds for.
+
+    Args:
+        columns: (title, "left" | "right").
+    """
+
+    def __init__(self, columns: Sequence[tuple[str, str]]) -> None:
+        self._sides = [side for _, side in columns]
+        self._rows: list[tuple[Sequence[str], str, str]] = []
+        self.add([title for title, _ in columns], style="dim", last="dim")
+
+    def add(self, cells: Sequence[str], *, style: str = "", last: str = "") -> None:
+        """Add a row: texts, the style of all cells, and that of the last one."""
+        self._rows.append(([cell if cell.isprintable() else printable(cell) for cell in cells], style, last))
+
+    def print(self, out: Console, *, fitting: bool = False) -> bool:
+        """Print all rows.
+
+        Args:
+            out: where.
+            fitting: print nothing, and return False, where the lines would be too long for it.
+        """
+        from rich.cells import cell_len
+
+        wide = [[len(cell) if cell.isascii() else cell_len(cell) for cell in cells] for cells, _, _ in self._rows]
+        widths = [max(column) for column in zip(*wide, strict=True)]
+        if fitting and sum(widths) + 2 * (len(widths) - 1) > out.width:
+            return False
+        lines = []
+        for (cells, style, last), sizes in zip(self._rows, wide, strict=True):
+            padded = [
+                " " * (width - size) + cell if side == "right" else cell + " " * (width - size)
+                for cell, size, width, side in zip(cells, sizes, widths, self._sides, strict=True)
+            ]
+            line, end = "  ".join(padded[:-1]) + "  ", padded[-1].rstrip()
+            lines.append((painted(out, line, style) + painted(out, end, last or style)).rstrip())
+        out.file.write("\n".join(lines) + "\n")
+        return True
+
+
+def painted(out: Console, text: str, style: str) -> str:
+    """Give a printable text a colour, or "dim", where ``out`` shows that: in a tenth of the time of rich."""
+    return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if style and text and out.is_terminal and not out.no_color else text
+
+
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print one JSON document."""
-    click.echo(json.dumps(strict(document), indent=2, allow_nan=False, default=str))
+    """Print one JSON document, indented unless it is so long that nobody reads it."""
+    is_long = any(isinstance(value, list) and len(value) > _LONG for value in document.values())
+    click.echo(json.dumps(strict(document), indent=None if is_long else 2, allow_nan=False, default=str))
 
 
 def strict(value: Any) -> Any:
     """Replace NaN and infinities, which JSON lacks, by their names."""
+    if type(value) in _AS_THEY_ARE:
+        return value
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
