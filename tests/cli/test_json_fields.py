@@ -121,7 +121,9 @@ def test_looking(run, trained) -> None:  # noqa: F811
     check("latest, best", told("latest", run, "--json"), told("best", run, "--metric", "val", "--json"))
     check("verify", told("verify", run, "--json", code=0), told("verify", run / "step_20", "--json"))
     missing = told("show", trained / "nowhere", "--json", code=2)
-    check("errors", missing)
+    check(
+        "errors", missing, told("log", trained, "--tail", "-5", "--json", code=2), told("diff", run, "--json", code=2)
+    )
 
 
 def test_keeping(run) -> None:  # noqa: F811

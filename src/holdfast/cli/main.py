@@ -53,6 +53,10 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            if "--json" in sys.argv:
+                print_json({"error": "UsageError", "message": error.format_message()})
+            raise
         except HoldfastError as error:
             # What the user typed is wrong, or what it names is.
             code = 2 if isinstance(error, (ConfigError, CheckpointNotFoundError)) else 1

@@ -117,7 +117,7 @@ def average(
             raise ConfigError(f"{sources[-1].uri}: what is chosen holds no tensors: choose with only=... (--only)")
         _check_alike(contents, names, only, tree)
         opened = [stack.enter_context(Source(one.storage.child(one.directory), share=len(sources))) for one in sources]
-        floating = [name for name in names if _is_averaged(last, name)]
+        floating = dict.fromkeys(name for name in names if _is_averaged(last, name))
         progress(sum(one.nbytes(name) for one in contents for name in floating), 0)
         not_finite: dict[str, None] = {}
         rows = []
