@@ -18,6 +18,7 @@ import torch
 import holdfast as hf
 from holdfast.checkpointer.schedule import Deadline
 from holdfast.checkpointer.signals import StopSignals
+from holdfast.errors import ConfigError
 
 TRAINER = """
 import sys, time, threading, run_kit as kit, holdfast as hf
@@ -317,6 +318,36 @@ def test_a_near_deadline_saves_and_stops(spec: object, tmp_path: Path) -> None:
         kit.train(tmp_path, 100, every=None, deadline=spec)
     assert caught.value.code == 85
     assert kit.steps(tmp_path) == [1]
+
+
+def test_the_end_of_a_slurm_job_is_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """deadline="slurm": SLURM's variable, else what squeue says; no deadline outside of a job or without a limit."""
+
+    def end() -> float:
+        return hf.Checkpointer(tmp_path, deadline="slurm").options.deadline.at - time.monotonic()
+
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    assert end() == float("inf")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with pytest.raises(ConfigError, match="SLURM_JOB_END_TIME is not set, and `squeue"):
+        end()
+    (tmp_path / "bin").mkdir()
+    squeue = tmp_path / "bin/squeue"
+    squeue.write_text("#!/bin/sh\necho $TOLD\n")
+    squeue.chmod(0o755)
+    for told, least, most in (
+        (datetime.fromtimestamp(time.time() + 900).isoformat(timespec="seconds"), 600, 901), ("N/A", 1e9, float("inf")),
+    ):  # fmt: skip
+        monkeypatch.setenv("TOLD", told)
+        assert least < end() <= most
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 500))
+    assert 200 < end() <= 501
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert end() == float("inf")  # rank 0's counts
 
 
 def test_a_deadline_far_away_changes_nothing(tmp_path: Path) -> None:
