@@ -135,7 +135,9 @@ class Cluster:
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait()
-        for pid in _processes_of(node) if and_its_jobs else ():
+        pids = list(_processes_of(node)) if and_its_jobs else []
+        # What watches over a step goes first: it must not tell of the end of the step.
+        for pid in [*_watchers_of(pids), *pids]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -194,12 +196,22 @@ def wait_until(there: Callable[[], bool], limit_s: float, say: Callable[[], str]
 
 
 def _processes_of(node: str) -> Iterator[int]:
-    """Yield the processes that jobs run on a node, and what watches over them there."""
+    """Yield the processes that jobs run on a node."""
     mark = f"SLURMD_NODENAME={node}".encode()
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if mark in (path / "environ").read_bytes().split(b"\0"):
                 yield int(path.name)
+
+
+def _watchers_of(pids: list[int]) -> set[int]:
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+            if Path(f"/proc/{parent}/comm").read_text().startswith("slurmstepd"):
+                found.add(parent)
+    return found
 
 
 def _free_ports(count: int) -> list[int]:
