@@ -114,6 +114,36 @@ def test_a_live_owner_is_named_at_once(start, tmp_path) -> None:
         assert part in message
 
 
+def test_the_earlier_life_of_our_slurm_job_is_waited_for(start, tmp_path, monkeypatch) -> None:
+    """A requeued job waits until the life before has ended; another job, or the same life, is refused at once."""
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "c")
+    owner = start("theirs")
+    owner.go()
+    assert owner.answer() == "held\n"
+    storage = LocalStorage(tmp_path)
+    waits: list[float] = []
+
+    def end_owner(pause_s: float) -> None:
+        waits.append(pause_s)
+        if owner.process.poll() is None:
+            owner.process.kill()
+            owner.process.wait()
+
+    with pytest.raises(RunBusyError, match="One process at a time"):
+        Lease.acquire(storage, make_owner("same-life"), sleep=end_owner)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with pytest.raises(RunBusyError, match=r"an earlier life of the same SLURM job.*scontrol requeue 17"):
+        Lease.acquire(storage, make_owner("impatient"), wait_s=0, sleep=end_owner)
+    monkeypatch.setenv("SLURM_JOB_ID", "18")
+    with pytest.raises(RunBusyError, match="One process at a time"):
+        Lease.acquire(storage, make_owner("other-job"), sleep=end_owner)
+    assert not waits
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    Lease.acquire(storage, make_owner("next"), sleep=end_owner).release()
+    assert len(waits) == 1
+
+
 def test_an_owner_killed_is_taken_over_at_once(start, tmp_path) -> None:
     """After kill -9 of the owner the next one starts without waiting for a time-out."""
     holder = start("theirs")

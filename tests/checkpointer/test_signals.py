@@ -18,6 +18,7 @@ import torch
 import holdfast as hf
 from holdfast.checkpointer.schedule import Deadline
 from holdfast.checkpointer.signals import StopSignals
+from holdfast.errors import ConfigError
 
 TRAINER = """
 import sys, time, threading, run_kit as kit, holdfast as hf
@@ -110,13 +111,52 @@ def test_signals_at_many_random_moments(name: str, mode: str, round_: int, tmp_p
 
 
 @pytest.mark.slow
-def test_ctrl_c_reaches_loader_workers_too_and_the_step_is_saved(tmp_path: Path) -> None:
-    """A terminal sends SIGINT to the whole process group: workers leave the first one to the trainer."""
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+def test_a_signal_reaches_loader_workers_too_and_the_step_is_saved(name: str, tmp_path: Path) -> None:
+    """A terminal sends SIGINT to the whole process group, SLURM any signal to all of a job: workers leave the first."""
     process = kit.start(TRAINER, tmp_path, "workers", 10**9)
     kit.wait_for(process, "ready")
     time.sleep(0.4)
-    os.killpg(process.pid, signal.SIGINT)
-    check_stopped(tmp_path, "SIGINT", kit.finish(process))
+    os.killpg(process.pid, getattr(signal, name))
+    check_stopped(tmp_path, name, kit.finish(process))
+
+
+ENDING = """
+import os, signal, sys, time, torch, holdfast as hf, holdfast.checkpointer.signals as ours
+
+ours._HOLD_S = 1e6 if sys.argv[2] != "worker" else 0.2
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 100
+    def __getitem__(self, index): return os.getpid()
+
+loader = torch.utils.data.DataLoader(Data(), num_workers=1, persistent_workers=True)
+ck = hf.Checkpointer(sys.argv[1], {"x": 1}, every=None).start()
+batches = iter(loader)
+worker = int(next(batches))
+print("ready", flush=True)
+if sys.argv[2] == "pool":
+    import multiprocessing
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        pool.apply(int, "1")  # its end is SIGTERM, and waits
+if sys.argv[2] == "worker":
+    os.kill(worker, signal.SIGTERM)
+    try:
+        while True:
+            next(batches)
+            time.sleep(0.01)
+            batches = batches if batches._num_yielded < 90 else iter(loader)
+    except (RuntimeError, OSError):
+        print("the worker is dead", flush=True)
+"""
+
+
+@pytest.mark.parametrize("mode", ["exit", *(pytest.param(one, marks=pytest.mark.slow) for one in ("pool", "worker"))])
+def test_children_end_as_they_would_without_us(mode: str, tmp_path: Path) -> None:
+    """A script that ends in the middle of a run, a pool that is left, a worker that somebody kills: nothing hangs."""
+    code, out, err = kit.finish(kit.start(ENDING, tmp_path, mode))
+    assert code == 0, err
+    assert ("the worker is dead" in out) == (mode == "worker")
 
 
 def test_a_second_ctrl_c_exits_at_once(tmp_path: Path) -> None:
@@ -278,6 +318,36 @@ def test_a_near_deadline_saves_and_stops(spec: object, tmp_path: Path) -> None:
         kit.train(tmp_path, 100, every=None, deadline=spec)
     assert caught.value.code == 85
     assert kit.steps(tmp_path) == [1]
+
+
+def test_the_end_of_a_slurm_job_is_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """deadline="slurm": SLURM's variable, else what squeue says; no deadline outside of a job or without a limit."""
+
+    def end() -> float:
+        return hf.Checkpointer(tmp_path, deadline="slurm").options.deadline.at - time.monotonic()
+
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    assert end() == float("inf")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with pytest.raises(ConfigError, match="SLURM_JOB_END_TIME is not set, and `squeue"):
+        end()
+    (tmp_path / "bin").mkdir()
+    squeue = tmp_path / "bin/squeue"
+    squeue.write_text("#!/bin/sh\necho $TOLD\n")
+    squeue.chmod(0o755)
+    for told, least, most in (
+        (datetime.fromtimestamp(time.time() + 900).isoformat(timespec="seconds"), 600, 901), ("N/A", 1e9, float("inf")),
+    ):  # fmt: skip
+        monkeypatch.setenv("TOLD", told)
+        assert least < end() <= most
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 500))
+    assert 200 < end() <= 501
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert end() == float("inf")  # rank 0's counts
 
 
 def test_a_deadline_far_away_changes_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 
@@ -15,6 +16,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import holdfast as hf
+from holdfast.errors import StorageError
+from holdfast.interop.sink import Folder
 from holdfast.state.torch_plain import from_plain
 from holdfast.storage.local import LocalStorage
 from holdfast.storage.memory import MemoryStorage
@@ -244,3 +247,18 @@ def test_a_replaced_export_leaves_nothing_behind(tmp_path, sizes) -> None:
     assert sorted(one.name for one in (tmp_path / "out").iterdir()) == sorted(name for name, _ in done.files)
     back = hf.import_checkpoint(tmp_path / "out", tmp_path / "back").checkpoint
     assert hf.load(back)["model"]["w"].tolist() == [1.0] * 300
+
+
+def test_a_directory_swapped_for_a_link_while_a_file_is_written(tmp_path) -> None:
+    """Its last rename stays in the directory that the file was begun in: nothing behind the link is replaced."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "w.bin").write_bytes(b"precious")
+    folder = Folder(LocalStorage(tmp_path / "top"), "deep")
+    with contextlib.suppress(StorageError), folder.create("w.bin", 3) as sink:
+        sink(memoryview(b"abc"))
+        partial = next((tmp_path / "top/deep").iterdir()).name
+        (tmp_path / "top/deep").rename(tmp_path / "top/away")
+        (tmp_path / "top/deep").symlink_to(outside)
+        (outside / partial).write_bytes(b"theirs")
+    assert (outside / "w.bin").read_bytes() == b"precious"

@@ -194,3 +194,19 @@ def test_answers_that_end_early(proxy, storage, kind):
     proxy.inject(Fault(kind=kind, method="GET"))
     with pytest.raises(StorageError):
         storage.read("big")
+
+
+@pytest.mark.parametrize("compares", ["bare", "nothing right"])
+def test_a_store_that_compares_etags_without_their_quotes(storage, monkeypatch, compares):
+    """Etags are sent as the store wants them, as radosgw does; one that refuses every etag keeps no conditions."""
+    from holdfast.storage import _object_conditions
+
+    def refuses(storage, key, mode):
+        tag = None if mode == "create" else mode["e_tag"]
+        right = storage._obs.head(storage._store, key)["e_tag"].strip('"')
+        return compares != "bare" or tag != right
+
+    monkeypatch.setattr(_object_conditions, "_known", {})
+    monkeypatch.setattr(_object_conditions, "_refuses", refuses)
+    assert storage.conditional is (compares == "bare")
+    assert _object_conditions.as_condition(storage, '"abc"') == ("abc" if compares == "bare" else '"abc"')

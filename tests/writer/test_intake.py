@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -393,3 +394,29 @@ def test_a_run_is_needed_where_one_is_meant(root: Path, client: WriterClient, so
     assert [name for name, _ in result.deleted] == ["checkpoint_000001"]
     assert [row[0] for row in client.run_op("records").result(20)] == ["checkpoint_000002"]
     assert not (root / "checkpoint_000001").exists(), "files of users go with their checkpoint"
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_directory_swapped_for_a_link_moves_nobody_elses_file(
+    back: bool, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user puts a link where an owned directory was, after it was listed, or while its files are put back."""
+    outside = kit.make_files(tmp_path / "outside", {"data.pt": b"2" * 9000})
+    source = kit.make_files(tmp_path / "source", {"deep/data.pt": b"1" * 9000, "deep/last.pt": b"3" * 9000})
+    precious = (outside / "data.pt").stat().st_ino
+    before = LocalStorage.adopt
+
+    def swap(storage: LocalStorage, path: str, target: str) -> bool:
+        if target.endswith("last.pt" if back else "data.pt"):
+            monkeypatch.setattr(LocalStorage, "adopt", before)
+            (source / "deep").rename(tmp_path / "away")
+            (source / "deep").symlink_to(outside)
+            if back:
+                (outside / "data.pt").rename(outside / "hidden.pt")
+                raise StorageError("the disk fails")
+        return before(storage, path, target)
+
+    monkeypatch.setattr(LocalStorage, "adopt", swap)
+    with WriterClient.start(thread=True) as client, suppress(HoldfastError):
+        take(client, LocalStorage(root), {0: source}, owned=True)
+    assert [path.stat().st_ino for path in outside.iterdir()] == [precious]

@@ -10,6 +10,7 @@ what is found                           outcome
 ======================================  ==========================================================
 nobody, released, or owner known dead   taken at once
 owner's trainer alive                   `RunBusyError` at once
+an earlier life of our SLURM job        waited for, up to ``wait_s``: the scheduler ends it, or has
 trainer gone, its writer still writes   waited for, up to ``wait_s``
 owner on another host                   counter moves: busy; stands still for 30 s: taken over
 ======================================  ==========================================================
@@ -36,6 +37,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from holdfast._log import get_logger
+from holdfast._slurm import job_life
 from holdfast._units import format_duration
 from holdfast.errors import (
     RunBusyError,
@@ -143,8 +145,10 @@ def make_owner(start_id: str, *, trainer_pid: int | None = None) -> dict[str, An
 def _complete(owner: Mapping[str, Any]) -> dict[str, Any]:
     pid = int(owner.get("pid") or os.getpid())
     trainer = int(owner.get("trainer_pid") or pid)
+    job = job_life()
     return {
         **machine(),
+        **({} if job is None else {"slurm_job": job[0], "slurm_restarts": job[1]}),
         "pid": pid,
         "pid_birth": birth(pid),
         "trainer_pid": trainer,
@@ -223,7 +227,7 @@ class Lease:
             while not lease._try(watch):
                 first_look = first_look or time.monotonic()
                 waited = time.monotonic() - begun
-                if watch.is_alive() or waited >= wait_s:
+                if (watch.is_alive() and not _is_earlier_life(watch.owner, lease.owner)) or waited >= wait_s:
                     raise RunBusyError(_busy(storage, lease._path, watch, lease.owner, waited))
                 sleep(_POLL_S)
         except BaseException:
@@ -608,6 +612,14 @@ def _name(owner: Mapping[str, Any]) -> str:
     return f"process {owner.get('pid')} on {owner.get('host')}"
 
 
+def _is_earlier_life(owner: Mapping[str, Any] | None, mine: Mapping[str, Any]) -> bool:
+    """Whether SLURM has requeued the job of the owner, and we are what it started then."""
+    if owner is None or mine.get("slurm_job") is None or owner.get("slurm_job") != mine["slurm_job"]:
+        return False
+    before = owner.get("slurm_restarts")
+    return type(before) is int and before < mine["slurm_restarts"]
+
+
 def _busy(storage: Storage, path: str, watch: _Watch, mine: Mapping[str, Any], waited: float) -> str:
     owner = watch.owner
     head = f"{'the run' if path == LEASE_FILE else 'a file name in'} {storage.uri} is in use"
@@ -615,6 +627,13 @@ def _busy(storage: Storage, path: str, watch: _Watch, mine: Mapping[str, Any], w
         return f"{head}: its lock is held by another process that has not written {path}; try again"
     trainer = owner.get("trainer_pid")
     who = f"{head} by {_name(owner)} (trainer {trainer}, since {owner.get('started')}, start {owner.get('start_id')})"
+    if watch.is_alive() and _is_earlier_life(owner, mine):
+        job = mine["slurm_job"].rpartition("/")[2]
+        return (
+            f"{who}: an earlier life of the same SLURM job, which has not ended since the job was requeued; waited "
+            f"{format_duration(waited)} for it. SLURM has lost the node that it runs on, and not ended it there: stop "
+            f"it with `kill {trainer}` on {owner.get('host')}, then `scontrol requeue {job}`"
+        )
     if watch.is_alive() and all(owner.get(key) == mine[key] for key in _PROCESS):
         return f"{who}, by this very process: close() what saves there, or give this one another directory"
     if watch.is_alive():

@@ -65,7 +65,8 @@ class Checkpointer(Listing):
             speed of the disk, and uploaded in the background. A path, or a `Mirror` with its rules; see
             docs/storage.md.
         max_staging_bytes: bound of the memory a save may use; None takes one copy of the state.
-        deadline: moment or time span after which this process will be gone; saves and stops before it.
+        deadline: moment or time span after which this process will be gone; saves and stops before it. "slurm": the
+            end of the SLURM job, if there is one.
         exit_code_for_requeue: exit status after a signal or the deadline.
         timeout_s: bound of every wait; of a save of several ranks, from the first rank to the last.
         seed_samples: make random augmentation in ``__getitem__`` a function of (seed, epoch, index).

@@ -6,9 +6,11 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import Any
 
+from .._ranks import current_ranks
+from .._slurm import job_end
 from .._units import Interval, IntervalLike, parse_intervals
 from ..checkpoint.handle import Checkpoint
 from ..config import Keep, Mirror
@@ -139,7 +141,7 @@ class Options:
             when_busy=when_busy,
             on_full=on_full,
             max_staging_bytes=max_staging_bytes,
-            deadline=Deadline(deadline, now=now),
+            deadline=Deadline(_end_of_job() if deadline == "slurm" else deadline, now=now),
             exit_code=exit_code_for_requeue,
             timeout_s=timeout_s,
             seed_samples=seed_samples,
@@ -195,6 +197,12 @@ def sides(root: Storage, mirror: Mirror | None) -> tuple[Storage, Storage | None
         if os.path.commonpath([one, other]) in (one, other):
             raise ConfigError(f"local_dir={one!r} and the run's {other!r} lie in each other: give another local_dir")
     return local, root
+
+
+def _end_of_job() -> datetime | None:
+    """Return when SLURM ends our job; rank 0 asks, whose deadline counts."""
+    end = job_end() if current_ranks().rank == 0 else None
+    return None if end is None else datetime.fromtimestamp(end, timezone.utc)
 
 
 def check_root(storage: Storage) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import contextlib
 import ctypes
+import mmap
 import os
 import signal
 import sys
 import threading
+import time
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -21,6 +26,8 @@ _SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 # Of torchrun's agent; ignored wherever nobody listens to it, unlike those above.
 _AGENT_DIED = getattr(signal, "SIGURG", None)
 _SET_PDEATHSIG, _GET_PDEATHSIG = 1, 2  # of prctl(2)
+_HOLD_S = 20.0  # that a loader worker waits for its trainer to hear of a SIGTERM too
+_TRAINS, _STOPS, _IS_OVER = 0, 1, 2  # what a trainer tells its loader workers
 _INSTALLED: weakref.WeakSet[StopSignals] = weakref.WeakSet()
 
 
@@ -44,12 +51,16 @@ class StopSignals:
         self._before: dict[int, Any] = {}
         self._removed = False
         self._agent: int | None = None
+        self._word: mmap.mmap | None = None  # shared with forked children
 
     def install(self) -> bool:
         """Take the signals over; False if this is not the main thread."""
         if threading.current_thread() is not threading.main_thread():
             _LOG.info("not in the main thread: SIGTERM, SIGUSR1 and SIGINT are left alone")
             return False
+        self._word = mmap.mmap(-1, 1)
+        atexit.unregister(_before_exit)
+        atexit.register(_before_exit)  # before those of all that was imported earlier
         for name in _SIGNALS:
             number = getattr(signal, name)
             self._before[number] = signal.signal(number, self._on_signal)
@@ -63,6 +74,7 @@ class StopSignals:
         """Give the signals back; idempotent."""
         _INSTALLED.discard(self)
         self._removed = True
+        self._tell(_IS_OVER)
         if threading.current_thread() is not threading.main_thread():
             return
         if self._agent is not None:
@@ -92,6 +104,7 @@ class StopSignals:
                 raise KeyboardInterrupt
         if self.received is None:
             self.received = name
+            self._tell(_STOPS)
             again = "; once more to stop at once" if number == signal.SIGINT else ""
             # The same signal may have ended whoever reads our standard error (`| tee log`): no reason not to save.
             with contextlib.suppress(OSError):
@@ -99,19 +112,29 @@ class StopSignals:
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
 
-    def _forget_in_child(self) -> None:
-        """Let a forked loader worker die of SIGTERM as it would without us.
+    def _tell(self, word: int) -> None:
+        if self._word is not None:
+            self._word[0] = word
 
-        Ctrl-C reaches the whole process group: a worker that died of the first one would take the trainer down before
-        it could save. So workers leave that one to the trainer, too.
+    def _forget_in_child(self) -> None:
+        """Leave to the trainer what is meant for it.
+
+        Ctrl-C reaches the whole process group, and batch systems signal every process of a job: a loader worker that
+        died of that would take the trainer down before it could save.
         """
         before, self._before = self._before, {}
         self._removed = True
         for number, handler in before.items():
             if number == signal.SIGINT:
                 signal.signal(number, _FirstInTrainer(handler))
+            elif number == signal.SIGUSR1 and handler in (signal.SIG_DFL, None):
+                signal.signal(number, signal.SIG_IGN)
             else:
                 signal.signal(number, _settable(handler))
+        torch_workers: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
+        set_handlers = getattr(torch_workers, "_set_worker_signal_handlers", None)
+        if before and self._word is not None and set_handlers is not None:
+            torch_workers._set_worker_signal_handlers = _HeldByWorker(self._word, set_handlers).install
 
 
 class _FirstInTrainer:
@@ -124,6 +147,40 @@ class _FirstInTrainer:
         signal.signal(number, _settable(self._before))
         if os.getppid() != self._trainer or os.getpid() != self._pid:
             _pass_on(number, self._before, frame)
+
+
+class _HeldByWorker:
+    """SIGTERM in a forked worker of a `DataLoader`: the first is held while the trainer trains.
+
+    The worker then ends when its trainer asks for no more batches. If the trainer has heard of no such signal by and
+    by, it was meant for the worker alone, which obeys.
+
+    Args:
+        word: what the trainer tells.
+        set_handlers: sets the handlers of torch for a worker, one for SIGTERM among them.
+    """
+
+    def __init__(self, word: mmap.mmap, set_handlers: Callable[[], None]) -> None:
+        self._word, self._set_handlers, self._trainer = word, set_handlers, os.getppid()
+
+    def install(self) -> None:
+        """Stand in for torch's function of this name: the worker calls it at its start."""
+        self._set_handlers()
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._set_handlers()  # the second one is obeyed
+        if os.getppid() != self._trainer or self._word[0] == _IS_OVER:
+            os.kill(os.getpid(), number)
+        elif self._word[0] == _TRAINS:
+            _thread.start_new_thread(self._obey_later, (number,))  # takes no lock, which a handler must not
+
+    def _obey_later(self, number: int) -> None:
+        until = time.monotonic() + _HOLD_S
+        while self._word[0] == _TRAINS and time.monotonic() < until:
+            time.sleep(0.1)
+        if self._word[0] != _STOPS:
+            os.kill(os.getpid(), number)
 
 
 def _tell_of_parent(number: int) -> bool:
@@ -163,6 +220,12 @@ def _pass_on(number: int, handler: Any, frame: FrameType | None) -> None:
 def _settable(handler: Any) -> Any:
     # None stands for a handler that was not set from Python; it cannot be put back.
     return signal.SIG_DFL if handler is None else handler
+
+
+def _before_exit() -> None:
+    # After this `multiprocessing` ends workers by SIGTERM, and waits for them.
+    for one in list(_INSTALLED):
+        one._tell(_IS_OVER)
 
 
 def _after_fork_in_child() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from ..errors import CheckpointExistsError
 from ..storage.base import FileWriter, Storage
+from ..storage.local import door_of
 from ..storage.ops import POSIX, errors_of
 
 __all__ = ["Blocks", "Folder"]
@@ -62,15 +63,18 @@ class Folder:
         On a local disk the file has another name until it is whole; object stores show it only then by themselves.
         """
         self.check_free(name)
-        local = self.storage.local_root
-        there = self.path(f".partial-{os.urandom(4).hex()}-{name}") if local is not None else self.path(name)
+        door = door_of(self.storage)
+        head, _, last = self.path(name).rpartition("/")
+        partial = last if door is None else f".partial-{os.urandom(4).hex()}-{last}"
+        there = f"{head}/{partial}" if head else partial
         with Blocks(self.storage.create(there, size)) as sink:
             yield sink
-        if local is not None:
-            target = str(local / self.path(name))
-            with errors_of("write", target):
-                POSIX.rename(str(local / there), target)
-                POSIX.fsync_dir(os.path.dirname(target))
+        if door is not None:
+            beneath, top = door
+            inside = f"{top}/{head}".strip("/")
+            with errors_of("write", f"{self.uri}/{name}"), beneath.folder(inside) as folder:
+                POSIX.rename(folder.at(partial), folder.at(last))
+                POSIX.fsync_dir(folder.here)
         self.written.append((name, size))
 
     def put(self, name: str, data: bytes) -> None:

@@ -1,7 +1,8 @@
 """Whether a store keeps the promise of conditional writes, and what became of one whose answer was lost.
 
 Some stores that speak S3 take the headers and ignore them: two writers that create the same object would both be told
-that they have won. That is found out by trying, once for each bucket and process.
+that they have won. Others compare etags without the quotes that belong to them (radosgw up to 16 at least), and refuse
+the right one. That is found out by trying, once for each bucket and process.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .._log import get_logger
 from ..errors import StorageError, StorageNotFoundError
@@ -24,17 +25,18 @@ from .together import together
 if TYPE_CHECKING:
     from .object import ObjectStorage
 
-__all__ = ["MARK", "conditions_of", "landed"]
+__all__ = ["MARK", "as_condition", "conditions_of", "landed"]
 
 MARK = "holdfastput"
 """Name of the metadata that says which request wrote an object (Azure allows letters and digits only)."""
 
+_Conditions = Literal["etags", "bare etags", "none"]
 _PROBES = f"{TEMPORARY}probe"
 _OLD = timedelta(minutes=15)
 _LOG = get_logger("storage")
 _REFUSALS = ("AlreadyExistsError", "PreconditionError")
 _lock = threading.Lock()  # of the two below; never held while a store is asked
-_known: dict[tuple[str, str], bool] = {}
+_known: dict[tuple[str, str], _Conditions] = {}
 _asking: dict[tuple[str, str], threading.Lock] = {}
 
 
@@ -44,34 +46,43 @@ def conditions_of(storage: ObjectStorage) -> bool:
     Raises:
         StorageError: the store could not be asked.
     """
-    place = storage._place
-    key = (f"{place.scheme}://{place.netloc}", place.options.get("endpoint", ""))
+    key = _key(storage)
     with _lock:
         if (found := _known.get(key)) is not None:
-            return found
+            return found != "none"
         asking = _asking.setdefault(key, threading.Lock())
     with asking:  # one thread asks, for each store by itself: a slow one holds up nobody else
         found = _known.get(key)
         if found is None:
             found = _known[key] = _try_out(storage)
-            if not found:
+            if found == "none":
                 _LOG.warning(
                     "%s does not enforce conditional writes: Holdfast looks before it writes instead, but two trainers "
                     "that start the same run in the same moment could both take it, and the later commit of two under "
                     "one name wins unnoticed. A single trainer loses nothing.",
                     key[0],
                 )
-        return found
+        return found != "none"
 
 
-def _try_out(storage: ObjectStorage) -> bool:
+def as_condition(storage: ObjectStorage, tag: str) -> str:
+    """Spell an etag as the store wants it in a condition, once `conditions_of` has asked."""
+    return tag.strip('"') if _known.get(_key(storage)) == "bare etags" else tag
+
+
+def _key(storage: ObjectStorage) -> tuple[str, str]:
+    place = storage._place
+    return f"{place.scheme}://{place.netloc}", place.options.get("endpoint", "")
+
+
+def _try_out(storage: ObjectStorage) -> _Conditions:
     folder = f"{storage._prefix}/{_PROBES}" if storage._prefix else _PROBES
     left = _left_behind(storage, folder)
     # Credentials may have the right to write without the one to delete: then the same one serves for ever.
     if left is not None:
         with suppress(StorageNotFoundError):  # somebody removed it meanwhile
-            if _ask(storage, folder, left):
-                return True
+            if (found := _ask(storage, folder, left)) != "none":
+                return found
     return _ask(storage, folder, f"{folder}/{uuid.uuid4().hex}")
 
 
@@ -86,23 +97,29 @@ def _left_behind(storage: ObjectStorage, folder: str) -> str | None:
     return min((meta["path"] for page in pages for meta in page if now - meta["last_modified"] > _OLD), default=None)
 
 
-def _ask(storage: ObjectStorage, folder: str, key: str) -> bool:
+def _ask(storage: ObjectStorage, folder: str, key: str) -> _Conditions:
     obs, store = storage._obs, storage._store
     with storage._errors("write", key):
         try:
-            again_if_broken(lambda: obs.put(store, key, b"1", use_multipart=False, mode="create"))
+            made = again_if_broken(lambda: obs.put(store, key, b"1", use_multipart=False, mode="create"))
         except Exception as error:
             if _is_unsupported(error):
-                return False
+                return "none"
             # A refusal means that it is there: left behind, or by our own first try, whose answer was lost.
             if type(error).__name__ not in _REFUSALS:
                 raise
-        gone = [key]
-        modes: list[Any] = ["create", {storage._tag_name: _wrong_tag(storage)}]
+            made = again_if_broken(lambda: obs.head(store, key))
+        gone, name, tag = [key], storage._tag_name, storage._tag(made) or ""
+        modes: list[Any] = ["create", {name: _wrong_tag(storage)}, {name: tag}]
         asks: list[Callable[[], Any]] = [partial(_refuses, storage, key, mode) for mode in modes]
         try:
             *refused, gone = together(storage, [*asks, lambda: _with_old_ones(storage, folder, key)])
-            return all(refused)
+            if refused == [True, True, False]:
+                return "etags"
+            if refused == [True, True, True] and name == "e_tag":
+                bare = [_refuses(storage, key, {name: one.strip('"')}) for one in (_wrong_tag(storage), tag)]
+                return "bare etags" if bare == [True, False] else "none"
+            return "none"
         finally:
             try:
                 again_if_broken(lambda: obs.delete(store, gone))

@@ -271,7 +271,7 @@ class Storage(ABC):
         Only where the bytes are then the object's alone: no link to them is left under another name.
 
         Args:
-            source: absolute path of the file; it is gone on success.
+            source: absolute path of the file; it is gone on success. An `Inside` names it by its open directory.
             path: where, inside the storage; there must be no object.
 
         Returns:

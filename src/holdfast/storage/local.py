@@ -372,7 +372,7 @@ class LocalStorage(Storage):
             self._ops.fsync_dir(folder.here)
 
         with errors_of("take over", source):
-            found = os.lstat(source)
+            found = self._ops.lstat(source)
             here = os.stat(tree.nearest_existing(os.path.dirname(self._full(path)))).st_dev
             if not stat_module.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_dev != here:
                 return False

@@ -25,7 +25,7 @@ from ..errors import (
 )
 from ._object_again import again_if_broken
 from ._object_client import make_store
-from ._object_conditions import MARK, conditions_of, landed
+from ._object_conditions import MARK, as_condition, conditions_of, landed
 from ._object_delete import Deleter
 from ._object_errors import NO_BUCKET, errors_of, said
 from ._object_io import ObjectWriter
@@ -91,7 +91,7 @@ class ObjectStorage(Storage):
             self._check_first(path, if_absent=if_absent, if_match=if_match)
             return self.put(path, data)
         mark = uuid.uuid4().hex
-        mode = "create" if if_absent else {self._tag_name: if_match}
+        mode = "create" if if_absent or if_match is None else {self._tag_name: as_condition(self, if_match)}
         with self._errors("replace" if if_match else "create", key):
             # The client does not repeat what is not safe to repeat. With the mark it is: it tells what our own first
             # try wrote from another writer's object.

@@ -95,6 +95,11 @@ class Ops:
         """Cut or extend a file."""
         os.ftruncate(fd, size)
 
+    def lstat(self, path: str) -> os.stat_result:
+        """Describe an entry, a link as a link."""
+        name, dir_fd = _at(path)
+        return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+
     def rename(self, source: str, target: str) -> None:
         """Replace ``target`` atomically."""
         (old, old_fd), (new, new_fd) = _at(source), _at(target)

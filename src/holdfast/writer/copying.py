@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from holdfast.errors import StorageError
 from holdfast.format.digest import chunk_digests
+from holdfast.storage._beneath import Inside
 from holdfast.storage.base import BLOCK, FileBatch, Storage
 from holdfast.storage.ops import errors_of
 
@@ -116,9 +117,13 @@ class Copier:
 
 @contextmanager
 def opened(path: str, size: int) -> Iterator[int]:
-    """Open a local file for reading; it must have ``size`` bytes."""
+    """Open a local file for reading, an `Inside` by its directory; it must have ``size`` bytes."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     with errors_of("read", path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if isinstance(path, Inside):
+            fd = os.open(path.name, flags | os.O_NOFOLLOW, dir_fd=path.dir_fd)
+        else:
+            fd = os.open(path, flags)
     try:
         if os.fstat(fd).st_size != size:
             raise changed(path)

@@ -24,8 +24,10 @@ from holdfast.format.digest import file_digest
 from holdfast.format.manifest import MANIFEST_NAME, Manifest
 from holdfast.format.names import join
 from holdfast.format.parts import clear_planned, plan_name, put_plan, read_plan
+from holdfast.storage._beneath import Beneath
 from holdfast.storage.base import FileBatch, Storage
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local import LocalStorage, door_of
+from holdfast.storage.ops import errors_of
 
 from .copying import SMALL_BYTES, Copier, changed, opened
 from .ingest import Item, Plan, contested, merge
@@ -181,8 +183,8 @@ class Intake:
                 return b"" if item.entry is not None else self._copier.digest_object(storage, target)
             storage.delete(target)
         if item.movable:
-            with opened(item.source, item.size) as fd:
-                moving = self._side.run(lambda: storage.adopt(item.source, target))
+            with self._held(item) as source, opened(source, item.size) as fd:
+                moving = self._side.run(lambda: storage.adopt(source, target))
                 try:
                     table = self._tables.get(item.source, b"")
                     if not table and item.entry is None:
@@ -192,6 +194,27 @@ class Intake:
                 if moving.result():
                     return table
         return self._copy(item, target, batch)
+
+    def _inside(self, item: Item) -> tuple[str, str]:
+        """Return the directory that was reported, and the path of a file in it; "" if it was reported by itself."""
+        top = next(source.path for source in self._job.sources if source.rank == item.rank).rstrip("/")
+        return top, item.source[len(top) :].strip("/")
+
+    @contextmanager
+    def _held(self, item: Item) -> Iterator[str]:
+        """Yield a file that may be moved by its directory, reached without links: what is put in the way is no file.
+
+        Else a link that took the place of a directory since `scan` would have somebody else's file moved.
+        """
+        top, inside = self._inside(item)
+        if not inside:
+            yield item.source
+            return
+        head, _, name = inside.rpartition("/")
+        with errors_of("take over", item.source):
+            folder = Beneath(top).folder(head)
+        with folder:
+            yield folder.at(name)
 
     def _copy(self, item: Item, target: str, batch: FileBatch) -> bytes:
         if item.size <= SMALL_BYTES:
@@ -251,10 +274,20 @@ class Intake:
             for item in plan.items if paths else ():
                 target = join(job.directory, item.path)
                 if item.movable and not os.path.lexists(item.source) and storage.exists(target):
-                    home, name = _home(storage, item.source)
-                    home.adopt(os.path.join(storage.uri, target), name)
+                    top, inside = self._inside(item)
+                    home, name = _home(storage, top)
+                    self._put_back(target, home, join(name, inside))
             clear_planned(storage, job.directory, self._plan_name, paths)
             storage.tidy(job.directory)
+
+    def _put_back(self, target: str, home: Storage, path: str) -> None:
+        found = door_of(self._storage)
+        if found is None:
+            return
+        door, prefix = found
+        head, _, name = join(prefix, target).rpartition("/")
+        with door.folder(head) as folder:
+            home.adopt(folder.at(name), path)
 
 
 def _home(storage: Storage, path: str) -> tuple[Storage, str]:
