@@ -31,6 +31,8 @@ __all__ = [
     "Attempt",
     "ReportLog",
     "Told",
+    "highest_attempt",
+    "live_attempts",
     "live_rows",
     "read_lives",
     "read_reports",
@@ -331,6 +333,14 @@ def live_rows(rows: Sequence[Mapping[str, Any]], attempts: Mapping[int, Attempt]
         metrics = {**(earlier.get("metrics") or {}), **(row.get("metrics") or {})}
         merged[key] = {**earlier, **{k: v for k, v in row.items() if v is not None}, "metrics": metrics}
     return list(merged.values())
+
+
+def live_attempts(attempts: Mapping[int, Attempt], begun: set[int]) -> set[int]:
+    """Return the attempts on the path to the newest of those that did anything (``begun``, and all that resumed).
+
+    The others are of branches that a resume went back behind as a whole.
+    """
+    return set(_lineage(attempts, begun))
 
 
 def _lineage(attempts: Mapping[int, Attempt], reported: set[int]) -> dict[int, float]:

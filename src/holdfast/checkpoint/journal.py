@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -70,7 +70,8 @@ class Event:
     def from_json(cls, data: Any) -> Event:
         """Rebuild from `to_json`; raises ValueError, TypeError or KeyError for anything else. Texts are cut."""
         told = {one.name: data[one.name] for one in fields(cls) if one.name in data}
-        event = cls(**{name: _CHECKS[name](value) for name, value in told.items()})
+        values: dict[str, Any] = {name: _CHECKS[name](value) for name, value in told.items()}
+        event = cls(**values)
         if event.what not in _KINDS:
             raise ValueError(f"not an event: {event.what!r}")
         return event
@@ -95,12 +96,12 @@ def _count(value: Any) -> int:
 def _seconds(value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value < 1e15:
         raise TypeError("no number of seconds")
-    return float(value)
+    return round(float(value), 4)
 
 
-_CHECKS = {one.name: _text for one in fields(Event)}
-_CHECKS |= dict.fromkeys(("attempt", "step", "bytes", "reused", "times"), _count)  # type: ignore[arg-type]
-_CHECKS |= dict.fromkeys(("time", "durable_s", "held_s", "lost_s"), _seconds)  # type: ignore[arg-type]
+_CHECKS: dict[str, Callable[[Any], Any]] = {one.name: _text for one in fields(Event)}
+_CHECKS |= dict.fromkeys(("attempt", "step", "bytes", "reused", "times"), _count)
+_CHECKS |= dict.fromkeys(("time", "durable_s", "held_s", "lost_s"), _seconds)
 
 
 def events_from(told: Any) -> list[Event]:
@@ -136,10 +137,10 @@ class Journal:
         self._bytes = 0
 
     def add(self, what: str, **about: Any) -> None:
-        """Note an event of now; a number that is none is left out."""
-        known = {name: value for name, value in about.items() if not (isinstance(value, float) and value != value)}
-        known = {name: round(value, 4) if isinstance(value, float) else value for name, value in known.items()}
-        self.take([{"time": round(time.time(), 3), **known, "what": what}])
+        """Note an event of now."""
+        told = {name: value[:_LONGEST] if isinstance(value, str) else value for name, value in about.items()}
+        known = {name: value for name, value in told.items() if value is not None}
+        self.take([{"time": time.time(), **known, "what": what}])
 
     def take(self, told: Sequence[Mapping[str, Any]]) -> None:
         """Note events as JSON, such as a trainer sends, or an earlier life had waiting."""
@@ -192,4 +193,3 @@ def merged(events: Iterable[Event]) -> list[Event]:
 
 def _is_again(last: Event, event: Event) -> bool:
     return (last.what, last.why, last.attempt) == (event.what, event.why, event.attempt)
-

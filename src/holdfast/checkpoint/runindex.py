@@ -377,7 +377,7 @@ class RunIndex:
         return live_rows(told.rows, told.attempts)
 
     def told(self) -> Told:
-        """Everything that segments and run.json say about reports, attempts and events, where they differ the latter."""
+        """What segments and run.json say about reports, attempts and events; of an attempt run.json knows better."""
         told = read_told(self.storage)
         attempts = {**told.attempts, **{one.attempt: one for one in self.attempts}}
         events = merged([*told.events, *events_from(self.journal.waiting())])
