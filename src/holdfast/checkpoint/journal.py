@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -131,7 +132,7 @@ class Journal:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._events: list[Event] = []
+        self._events: deque[tuple[Event, int]] = deque()  # with the length of its JSON
         self._num_gone = 0  # written for good, or dropped because nothing could be written for long
         self._handed = 0  # being written for good
         self._bytes = 0
@@ -146,27 +147,25 @@ class Journal:
         """Note events as JSON, such as a trainer sends, or an earlier life had waiting."""
         with self._lock:
             for event in events_from([dict(one) for one in told]):
-                last = self._events[-1] if self._events else None
+                last = self._events[-1][0] if self._events else None
                 is_ours = self._num_gone + len(self._events) > self._handed
                 if last is not None and is_ours and event.what in ("lost", "skipped") and _is_again(last, event):
-                    self._events[-1] = replace(event, times=last.times + event.times)
+                    self._events[-1] = replace(event, times=last.times + event.times), self._events[-1][1]
                     continue
-                self._events.append(event)
-                self._bytes += len(json.dumps(event.to_json()))
-            excess = len(self._events) - _MOST_WAITING
-            if excess > 0:
-                self._forget(excess)
+                self._events.append((event, len(json.dumps(event.to_json()))))
+                self._bytes += self._events[-1][1]
+            self._forget(len(self._events) - _MOST_WAITING)
 
     def waiting(self) -> list[dict[str, Any]]:
         """Return what waits as JSON."""
         with self._lock:
-            return [one.to_json() for one in self._events]
+            return [one.to_json() for one, _ in self._events]
 
     def take_out(self) -> tuple[list[dict[str, Any]], int]:
         """Return what waits, and a number to tell `written` once it is in a report segment."""
         with self._lock:
             self._handed = self._num_gone + len(self._events)
-            return [one.to_json() for one in self._events], self._handed
+            return [one.to_json() for one, _ in self._events], self._handed
 
     def written(self, number: int) -> None:
         """Forget what is in a segment by now."""
@@ -179,10 +178,9 @@ class Journal:
         return self._bytes >= _FULL_BYTES
 
     def _forget(self, num: int) -> None:
-        if num > 0:
-            del self._events[:num]
-            self._num_gone += num
-            self._bytes = sum(len(json.dumps(one.to_json())) for one in self._events)
+        for _ in range(num):
+            self._bytes -= self._events.popleft()[1]
+            self._num_gone += 1
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
