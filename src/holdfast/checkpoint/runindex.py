@@ -240,6 +240,11 @@ class RunIndex:
         """Whether a part of what this says is not in the stored run.json, but in the file of changes beside it."""
         return self._has_changes
 
+    @property
+    def may_change_beside(self) -> bool:
+        """Whether the next save may replace the file of changes alone."""
+        return bool(self._base)
+
     def save(self) -> None:
         """Write down what was changed: in run.json itself or, of many rows, beside it. Atomic, durable on return."""
         head = self._head_text()

@@ -126,6 +126,7 @@
       step: row.step, value: at(curve.points, row.step), name: row.name, size: bytes(row.size_bytes),
       state: row.marks.length ? row.marks.join(", ") : row.deleted ? "deleted " + moment(row.deleted) : row.state,
       why: row.why, saved: moment(row.created),
+      area: row.state === "deleted" ? 22 : 45,
       kind: row.state === "ok" ? (row.marks.includes("best") ? "best" : "kept") : row.state === "deleted" ? "deleted" : "bad"}));
     const starts = facts.attempts.filter((one) => one.from_name !== null).map((one) => ({
       step: one.first_step, name: "attempt " + one.attempt, why: "resumed from " + one.from_name}));
@@ -141,7 +142,7 @@
           range: [colour.accent, colour.good, colour.soft, colour.bad]}},
         shape: {field: "kind", type: "nominal", legend: null, scale: {domain: ["kept", "best", "deleted", "bad"],
           range: ["circle", "diamond", "triangle-down", "cross"]}},
-        size: {field: "kind", type: "nominal", legend: null, scale: {domain: ["kept", "best", "deleted", "bad"], range: [45, 60, 22, 45]}},
+        size: {field: "area", type: "quantitative", legend: null, scale: null},
         tooltip: [tip("name", "checkpoint"), {field: "step", type: "quantitative", title: "step"},
           {field: "value", type: "quantitative", title: "value", format: ".5g"}, tip("saved", "saved"), tip("size", "size"),
           tip("state", "state"), tip("why", "why")]}},
@@ -177,7 +178,8 @@
   }
 
   async function draw(box, spec) {
-    const full = {$schema: "https://vega.github.io/schema/vega-lite/v6.json", width: "container", height: 190,
+    // Vega puts its description in the place of the label.
+    const full = {$schema: "https://vega.github.io/schema/vega-lite/v6.json", description: box.getAttribute("aria-label"), width: "container", height: 190,
       autosize: {type: "fit", contains: "padding"}, config: config(colours()), ...spec};
     const {view} = await vegaEmbed(box, full, {actions: false, renderer: "canvas", mode: "vega-lite", loader: {load: refuse}});
     views.push(view);
