@@ -64,15 +64,13 @@ class Event:
 
     def to_json(self) -> dict[str, Any]:
         """Describe as JSON, without what says nothing."""
-        told = {one.name: getattr(self, one.name) for one in fields(self)}
+        told = {name: getattr(self, name) for name in _CHECKS}
         return {name: value for name, value in told.items() if value != _DEFAULTS.get(name)}
 
     @classmethod
     def from_json(cls, data: Any) -> Event:
         """Rebuild from `to_json`; raises ValueError, TypeError or KeyError for anything else. Texts are cut."""
-        told = {one.name: data[one.name] for one in fields(cls) if one.name in data}
-        values: dict[str, Any] = {name: _CHECKS[name](value) for name, value in told.items()}
-        event = cls(**values)
+        event = cls(**{name: _CHECKS[name](value) for name, value in data.items() if name in _CHECKS})
         if event.what not in _KINDS:
             raise ValueError(f"not an event: {event.what!r}")
         return event
@@ -185,8 +183,7 @@ class Journal:
 
 def merged(events: Iterable[Event]) -> list[Event]:
     """Put events of several places into order; those that lie at two places count once."""
-    found = {json.dumps(one.to_json(), sort_keys=True): one for one in events}
-    return sorted(found.values(), key=lambda one: one.time)
+    return sorted(dict.fromkeys(events), key=lambda one: one.time)
 
 
 def _is_again(last: Event, event: Event) -> bool:
