@@ -264,3 +264,52 @@ def test_deleted_by_hand(tmp_path):
     events = told(tmp_path / "run").events
     assert len(of(events, "deleted")) == 1
     assert [one.step for one in of(events, "saved")] == [1, 2, 3, 4, 5]
+
+
+def test_the_loop_trainer_tells_too(tmp_path):
+    """Checkpoint directories of `Trainer`: seconds until durable, seconds held, and what its retention deleted."""
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model = torch.nn.Linear(3, 1)
+    trainer = hf.Trainer(
+        model=model,
+        train_dataloader=DataLoader(TensorDataset(torch.ones(4, 3), torch.ones(4, 1)), batch_size=4),
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss_fn=torch.nn.functional.mse_loss,
+        max_duration="4ep",
+        progress_bar=False,
+        save_folder=str(tmp_path / "run"),
+        save_num_checkpoints_to_keep=2,
+    )
+    trainer.fit()
+    trainer.close()
+    events = told(tmp_path / "run").events
+    assert [one.step for one in of(events, "saved")] == [1, 2, 3, 4] == [one.step for one in of(events, "cost")]
+    assert all(one.held_s > 0 and one.durable_s > 0 for one in of(events, "cost"))
+    assert [one.step for one in of(events, "deleted")] == [1, 2]
+
+
+@pytest.mark.slow
+def test_the_function_trainer_tells_too(tmp_path):
+    """State and directories that workers report."""
+    from holdfast.torch import TorchTrainer
+
+    def train_func():
+        import tempfile
+        from pathlib import Path
+
+        import torch
+
+        import holdfast as hf
+
+        for number in range(2):
+            hf.report({"loss": 1.0 / (number + 1)}, state={"w": torch.ones(100)})
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "notes.txt").write_text("mine")
+            hf.report({"loss": 0.1}, checkpoint=hf.Checkpoint.from_directory(folder))
+
+    config = hf.RunConfig(storage_path=str(tmp_path), name="fit", checkpoint_config=hf.CheckpointConfig(num_to_keep=2))
+    TorchTrainer(train_func, scaling_config=hf.ScalingConfig(num_workers=1), run_config=config).fit()
+    events = told(tmp_path / "fit").events
+    assert sorted((one.step, one.kind) for one in of(events, "saved")) == [(1, "ranks"), (2, "ranks"), (3, "files")]
+    assert [(one.step, one.why) for one in of(events, "deleted")] == [(1, "not among last 2")]

@@ -126,7 +126,7 @@
       step: row.step, value: at(curve.points, row.step), name: row.name, size: bytes(row.size_bytes),
       state: row.marks.length ? row.marks.join(", ") : row.deleted ? "deleted " + moment(row.deleted) : row.state,
       why: row.why, saved: moment(row.created),
-      area: row.state === "deleted" ? 22 : 45,
+      area: row.state === "deleted" ? 30 : 45,
       kind: row.state === "ok" ? (row.marks.includes("best") ? "best" : "kept") : row.state === "deleted" ? "deleted" : "bad"}));
     const starts = facts.attempts.filter((one) => one.from_name !== null).map((one) => ({
       step: one.first_step, name: "attempt " + one.attempt, why: "resumed from " + one.from_name}));
