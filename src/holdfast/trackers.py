@@ -16,9 +16,11 @@ from typing import Any
 
 from ._optional import require
 from .checkpoint.handle import Checkpoint
+from .integrations.artifacts import WandbArtifacts
 from .integrations.tracking import Tracker, finite, numbers
+from .storage.base import Storage
 
-__all__ = ["MLflowTracker", "TensorBoardTracker", "Tracker", "WandbTracker"]
+__all__ = ["MLflowTracker", "TensorBoardTracker", "Tracker", "WandbArtifacts", "WandbTracker"]
 
 
 class MLflowTracker(Tracker):
@@ -64,7 +66,8 @@ class WandbTracker(Tracker):
     """Each checkpoint is a version of one artifact of type "checkpoint": a reference.
 
     Metrics and digest are in its metadata; the newest is in the summary of the run too, under ``holdfast/``. Works
-    offline. Nothing is logged to the history of the run, so its steps are left alone.
+    offline. Nothing is logged to the history of the run, so its steps are left alone. As ``load_object_store`` of the
+    loop trainer it stands for the artifacts of its run's project (`WandbArtifacts`).
 
     Args:
         run: default: the current one when a checkpoint comes.
@@ -76,12 +79,24 @@ class WandbTracker(Tracker):
         super().__init__()
         self._wandb = require("wandb", extra="wandb", purpose="holdfast.trackers.WandbTracker")
         self._run, self._name, self._upload = run, name, upload
+        self._artifacts: WandbArtifacts | None = None  # it holds what was downloaded
 
-    def record(self, checkpoint: Checkpoint) -> None:
-        """Log it."""
+    def locate(self, path: str) -> tuple[Storage, str]:
+        """Return where an artifact of this project lies (`WandbArtifacts.locate`)."""
+        run = self._active()
+        if self._artifacts is None:
+            self._artifacts = WandbArtifacts(run.entity or None, run.project or None)
+        return self._artifacts.locate(path)
+
+    def _active(self) -> Any:
         run = self._run or self._wandb.run
         if run is None:
             raise RuntimeError("there is no run of wandb: call wandb.init() first, or give WandbTracker(run)")
+        return run
+
+    def record(self, checkpoint: Checkpoint) -> None:
+        """Log it."""
+        run = self._active()
         told = {"uri": checkpoint.uri, "digest": checkpoint.digest or "", "step": checkpoint.step or 0}
         artifact = self._wandb.Artifact(
             self._name or f"checkpoint-{run.id}",

@@ -87,6 +87,51 @@ def test_hovering_tells_of_a_checkpoint(page):
     assert hurt == "undefined"
 
 
+def test_deleted_checkpoints_stay_as_marks(page):
+    """What retention deleted is still on the curves; hovering says when it went and by which rule."""
+    facts = json.loads(page.read_text().split('type="application/json">')[1].split("</script>")[0])
+    gone = [row for row in facts["checkpoints"] if row["state"] == "deleted"]
+    assert gone
+    assert all(row["why"] == "not among last 2, best 2 by val" and row["deleted"] for row in gone)
+    find = """(async () => {
+      const canvas = document.querySelector('.draw canvas'), place = canvas.getBoundingClientRect();
+      for (let x = place.left; x < place.right; x += 2) for (let y = place.top; y < place.bottom; y += 3) {
+        for (const Kind of [PointerEvent, MouseEvent]) {
+          const name = Kind === PointerEvent ? 'pointermove' : 'mousemove';
+          canvas.dispatchEvent(new Kind(name, {clientX: x, clientY: y, bubbles: true}));
+        }
+        const tip = document.querySelector('#vg-tooltip-element.visible');
+        if (tip && tip.textContent.includes('not among last 2')) return tip.textContent;
+      }
+      return '';
+    })()"""
+    (tip,) = fine(browse(page, ["wait", f"{DRAWN} >= 1"], ["eval", find]))
+    assert "deleted 20" in tip
+    assert any(row["name"] in tip for row in gone)
+
+
+def test_what_saving_took(page):
+    """Two charts of seconds and bytes, with the figures in words; what went is listed by rule; lineage is drawn."""
+    drawn, labels, said, branches, cards = fine(
+        browse(
+            page,
+            ["scroll", 900],
+            ["wait", "document.querySelectorAll('#saving .draw canvas').length === 2"],
+            ["eval", "document.querySelectorAll('#saving .draw canvas').length"],
+            ["eval", "[...document.querySelectorAll('#saving .draw')].map(one => one.getAttribute('aria-label'))"],
+            ["eval", "document.querySelector('#saving .said').textContent"],
+            ["eval", "document.querySelectorAll('svg.lives .branch').length"],
+            ["eval", "[...document.querySelectorAll('.card dt')].map(one => one.textContent)"],
+        )
+    )
+    assert drawn == 2
+    assert "training held" in labels[0]
+    assert "written" in labels[1]
+    assert "deleted: not among last 2, best 2 by val" in said
+    assert branches == 1, "the second life went on from the first"
+    assert {"Saves", "Lost to saving", "Written"} <= set(cards)
+
+
 def test_sorting_filtering_and_what_a_reload_keeps(page):
     """A click sorts, another one turns it; the filter narrows; a reload keeps both, and the place on the page."""
     by_step = "#checkpoints thead th:nth-child(3) button"

@@ -92,6 +92,7 @@ class Catalog:
         hidden: directories of the run whose names begin with a dot, with a "/" at the end; not looked for on a disk.
         rebuilt: True when run.json was unusable although there are checkpoints.
         holds_resumed: whether retention leaves the checkpoint alone that this attempt went on from.
+        side: "local" or "remote" in a mirrored run, else "".
     """
 
     def __init__(self, storage: Storage, index: RunIndex | None = None, *, doomed: Collection[str] = ()) -> None:
@@ -113,6 +114,7 @@ class Catalog:
         self._doomed = frozenset(doomed)
         self.rebuilt = False
         self.holds_resumed = True
+        self.side = ""
         self._says_unranked = True
         self._unpacked: dict[str, tuple[list[Any], Record]] = {}
         # What retention has looked at, and what it has not yet: names of rows, those that cannot be used, those held.
@@ -472,11 +474,17 @@ class Catalog:
                 failed = True
         gone = {one.name for one in deleted}
         self.index.rows.update({name: row for name, row in rows.items() if name not in gone | self._half.keys()})
+        for verdict in deleted:
+            self._note_deleted(verdict, rows.get(verdict.name))
         # What failed is tried again with the next save, not at once.
         self.is_behind = not failed and len(gone) + spared < len(doomed) + len(half)
         if full:
             self.index.save()
         return deleted[::-1]
+
+    def _note_deleted(self, verdict: Verdict, row: list[Any] | None) -> None:
+        about = {} if row is None else {"attempt": row[1], "step": max(row[2], 0)}
+        self.index.journal.add("deleted", name=verdict.name, why=verdict.why, kind=self.side, **about)
 
     def _confirmed(self, *, is_announced: bool) -> bool:
         if not is_announced and self.confirm is not None:

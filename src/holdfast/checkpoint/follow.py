@@ -26,7 +26,7 @@ from holdfast.storage.resolve import resolve
 from .catalog import Catalog
 from .handle import Checkpoint
 from .record import Record
-from .runindex import RUN_FILE
+from .runindex import CHANGES_FILE, RUN_FILE
 from .upkeep import upkeep
 
 __all__ = ["follow"]
@@ -147,7 +147,8 @@ class _Watched:
         self.storage = storage
         self._clock = clock
         self._catalog: Catalog | None = None
-        self._etag: str | None = None
+        self._etag: tuple[str | None, ...] = ()
+        self._has_changes = False  # of many checkpoints, a save may replace the file of changes alone
         self._names: int | None = None
         self._looks = 0
         self._since: float | None = None  # when the storage was first found away
@@ -174,19 +175,25 @@ class _Watched:
 
     def _look(self) -> Catalog | None:
         try:
-            etag = self.storage.stat(RUN_FILE).etag
+            etag: tuple[str | None, ...] = (self.storage.stat(RUN_FILE).etag,)
         except FileNotFoundError:
             return None  # not begun
+        if self._has_changes:
+            with contextlib.suppress(FileNotFoundError):
+                etag += (self.storage.stat(CHANGES_FILE).etag,)
         root = self.storage.local_root
         with contextlib.suppress(OSError):  # the index is a cache: a commit may be there before it
             names = None if root is None else root.stat().st_mtime_ns
-            same = etag is not None and (etag, names) == (self._etag, self._names)
+            same = None not in etag and (etag, names) == (self._etag, self._names)
             self._looks += 1
             if same and self._looks % _LOOK_AGAIN:
                 return None
             self._names = names
-        self._etag = etag
-        return Catalog(self.storage)
+        catalog = Catalog(self.storage)
+        if self._has_changes == catalog.index.may_change_beside:
+            self._etag = etag
+        self._has_changes = catalog.index.may_change_beside
+        return catalog
 
     def settle(self) -> None:
         """Have the index of a finished run know what followers have reported, if nobody else does it now."""

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -21,9 +22,23 @@ from holdfast.errors import ConfigError, StorageNotFoundError
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
+from .journal import MOST_READ, Event, Journal, events_from
 from .record import from_plain, to_plain
 
-__all__ = ["LOGS", "REPORTS", "Attempt", "ReportLog", "live_rows", "read_lives", "read_reports", "unused_start_id"]
+__all__ = [
+    "LOGS",
+    "REPORTS",
+    "Attempt",
+    "ReportLog",
+    "Told",
+    "highest_attempt",
+    "live_attempts",
+    "live_rows",
+    "read_lives",
+    "read_reports",
+    "read_told",
+    "unused_start_id",
+]
 
 REPORTS = "reports"
 LOGS = "logs"
@@ -104,6 +119,7 @@ class ReportLog:
         before: attempts before, which have ended by now; written along, for they could not know their own end.
         notes: what the run has noted so far.
         file_id: start id in the names of the segments, if it is not that of the attempt.
+        journal: events that are written along.
     """
 
     def __init__(
@@ -115,7 +131,9 @@ class ReportLog:
         before: Sequence[Attempt] = (),
         notes: Mapping[str, Any] | None = None,
         file_id: str | None = None,
+        journal: Journal | None = None,
     ) -> None:
+        self._journal = Journal() if journal is None else journal
         self._file_id = file_id or attempt.start_id
         if not re.fullmatch(r"[^-/]+", self._file_id):
             raise ConfigError(f"start id {attempt.start_id!r}: use letters and digits, it becomes part of file names")
@@ -149,6 +167,10 @@ class ReportLog:
         if not lines:
             return
         self._buffer += b"".join(lines)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the events that wait, and what else is new; durable on return."""
         self._put()
         if len(self._buffer) >= SEGMENT_BYTES:
             self._full.append((self._segment(), len(self._buffer), 0))
@@ -160,7 +182,16 @@ class ReportLog:
         return _Segment(self._attempt.attempt, self._file_id, self._number, self._number)
 
     def _put(self) -> None:
-        self._storage.put(self._segment().path, bytes(self._buffer))
+        events, number = self._journal.take_out()
+        before = len(self._buffer)
+        if events:  # older versions read a line of notes in which nothing is noted
+            self._buffer += _line({"notes": {}, "events": events})
+        try:
+            self._storage.put(self._segment().path, bytes(self._buffer))
+        except BaseException:
+            del self._buffer[before:]  # they still wait
+            raise
+        self._journal.written(number)
 
     def _merge(self) -> None:
         """Merge the newest full segments while sixteen of one level stand in a row."""
@@ -178,24 +209,46 @@ class ReportLog:
             self._full[-FAN_IN:] = [(merged, size, level + 1)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What the segments of a run say.
+
+    Attributes:
+        rows: reports in the order written.
+        attempts: by number.
+        run_id: "" if none is noted.
+        notes: what the run keeps under names.
+        events: what happened to the run, the newest `MOST_READ` of it.
+    """
+
+    rows: list[dict[str, Any]]
+    attempts: dict[int, Attempt]
+    run_id: str
+    notes: dict[str, Any]
+    events: list[Event]
+
+
 def read_reports(storage: Storage) -> tuple[list[dict[str, Any]], dict[int, Attempt], str]:
     """Read all segments: rows in the order written, attempts by number, and the run id ("" if none is noted).
 
     Damaged lines are left out and said.
     """
-    rows, attempts, run_id, _ = _read(storage)
-    return rows, attempts, run_id
+    told = read_told(storage)
+    return told.rows, told.attempts, told.run_id
 
 
 def read_lives(storage: Storage) -> tuple[dict[int, Attempt], str, dict[str, Any]]:
     """Read attempts by number, run id and notes from the segments."""
-    return _read(storage)[1:]
+    told = read_told(storage)
+    return told.attempts, told.run_id, told.notes
 
 
-def _read(storage: Storage) -> tuple[list[dict[str, Any]], dict[int, Attempt], str, dict[str, Any]]:
+def read_told(storage: Storage) -> Told:
+    """Read all segments. Damaged lines are left out and said."""
     rows: list[dict[str, Any]] = []
     attempts: dict[int, Attempt] = {}
     notes: dict[str, Any] = {}
+    events: deque[Event] = deque(maxlen=MOST_READ)
     run_id = ""
     covered: tuple[int, str, int] | None = None
     wanted: list[_Segment] = []
@@ -218,6 +271,7 @@ def _read(storage: Storage) -> tuple[list[dict[str, Any]], dict[int, Attempt], s
                     run_id = str(row.get("run_id") or run_id)
                 elif "notes" in row:
                     notes |= dict(row["notes"])
+                    events += events_from(row.get("events"))
                 else:
                     row["metrics"] = from_plain(row.get("metrics") or {})
                     rows.append(_sound({**row, "attempt": int(row["attempt"])}))
@@ -225,7 +279,7 @@ def _read(storage: Storage) -> tuple[list[dict[str, Any]], dict[int, Attempt], s
                 damaged += 1
         if damaged:
             _log.warning("%s/%s: %d damaged lines left out", storage.uri, segment.path, damaged)
-    return rows, attempts, run_id, notes
+    return Told(rows=rows, attempts=attempts, run_id=run_id, notes=notes, events=list(events))
 
 
 def _read_one(storage: Storage, segment: _Segment) -> bytes:
@@ -279,6 +333,14 @@ def live_rows(rows: Sequence[Mapping[str, Any]], attempts: Mapping[int, Attempt]
         metrics = {**(earlier.get("metrics") or {}), **(row.get("metrics") or {})}
         merged[key] = {**earlier, **{k: v for k, v in row.items() if v is not None}, "metrics": metrics}
     return list(merged.values())
+
+
+def live_attempts(attempts: Mapping[int, Attempt], begun: set[int]) -> set[int]:
+    """Return the attempts on the path to the newest of those that did anything (``begun``, and all that resumed).
+
+    The others are of branches that a resume went back behind as a whole.
+    """
+    return set(_lineage(attempts, begun))
 
 
 def _lineage(attempts: Mapping[int, Attempt], reported: set[int]) -> dict[int, float]:

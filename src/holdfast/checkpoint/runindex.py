@@ -28,12 +28,14 @@ from .history import (
     MAX_ATTEMPT,
     Attempt,
     ReportLog,
+    Told,
     highest_attempt,
     live_rows,
     read_lives,
-    read_reports,
+    read_told,
     unused_start_id,
 )
+from .journal import Journal, events_from, merged
 from .record import COLUMNS
 from .rows import Rows
 
@@ -65,6 +67,7 @@ class RunIndex:
         keep: the retention rules applied last, as JSON; for display only.
         notes: small JSON values that whoever runs the training keeps here.
         damage: why the stored file could not be used; None when it was fine. "missing" for a new run.
+        journal: events that are not in a report segment yet; written along by `save` and with the next report.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -77,6 +80,7 @@ class RunIndex:
         self.keep: dict[str, Any] | None = None
         self.notes: dict[str, Any] = {}
         self.damage: str | None = None
+        self.journal = Journal()
         self._log: ReportLog | None = None
         # Of the run.json that is stored: the id that changes refer to ("" if it has none), its head, what was touched
         # since, and whether there is a file of changes.
@@ -151,6 +155,11 @@ class RunIndex:
         self.rows.update({row[0]: row for row in rows})
         self._touched.clear()
         self._base = body.get("changes", "")
+        self._take_events(body)
+
+    def _take_events(self, body: dict[str, Any]) -> None:
+        told = body.get("events")
+        self.journal.take([one for one in told if isinstance(one, dict)] if isinstance(told, list) else [])
 
     def _take_changes(self) -> bool:
         """Read what was changed since run.json was written; False if there is nothing that belongs to it."""
@@ -181,6 +190,8 @@ class RunIndex:
         self.rows.update({row[0]: row for row in rows})
         for name in gone:
             self.rows.pop(name)
+        self.journal = Journal()  # those in run.json are here as well, or in a segment by now
+        self._take_events(body)
 
     def _head_text(self) -> str:
         return json.dumps(self._head_json(), default=str)
@@ -207,27 +218,39 @@ class RunIndex:
     def _bytes(self, rows: str, base: str) -> bytes:
         first = json.dumps(self._head_json(), indent=1, default=str)[:-2].encode()
         changes = f',\n "changes": "{base}"' if base else ""
-        second = f' "columns": {json.dumps(COLUMNS)}{changes},\n "rows": {rows}'.encode()
+        second = f' "columns": {json.dumps(COLUMNS)}{changes}{self._events_text()},\n "rows": {rows}'.encode()
         ends = bytes_digest(first).encode(), bytes_digest(second).encode()
         return first + _HEAD_END + ends[0] + b'",\n' + second + _ROWS_END + ends[1] + b'"\n}\n'
 
-    def _changes(self) -> bytes:
+    def _changes(self) -> tuple[bytes, int]:
+        """Return what run-changes.json shall be, and how much of that are events, whose number is bounded by itself."""
         gone = sorted(name for name in self._touched if name not in self.rows)
         rows = [self.rows[name] for name in sorted(self._touched) if name in self.rows]
         first = json.dumps({"of": self._base, "gone": gone, "rows": rows}, separators=(",", ":"))[:-1].encode()
-        return first + _CHANGES_END + bytes_digest(first).encode() + b'"}\n'
+        events = self._events_text().encode()
+        first += events
+        return first + _CHANGES_END + bytes_digest(first).encode() + b'"}\n', len(events)
+
+    def _events_text(self) -> str:
+        waiting = self.journal.waiting()
+        return f',\n "events": {json.dumps(waiting, separators=(",", ":"))}' if waiting else ""
 
     @property
     def has_changes(self) -> bool:
         """Whether a part of what this says is not in the stored run.json, but in the file of changes beside it."""
         return self._has_changes
 
+    @property
+    def may_change_beside(self) -> bool:
+        """Whether the next save may replace the file of changes alone."""
+        return bool(self._base)
+
     def save(self) -> None:
         """Write down what was changed: in run.json itself or, of many rows, beside it. Atomic, durable on return."""
         head = self._head_text()
         if self._base and self.damage is None and head == self._head:
-            changes = self._changes()
-            if len(changes) <= _MANY_BYTES:
+            changes, events_bytes = self._changes()
+            if len(changes) - events_bytes <= _MANY_BYTES:
                 self.storage.put(CHANGES_FILE, changes)
                 self._has_changes = True
                 return
@@ -275,7 +298,9 @@ class RunIndex:
         self.attempts.append(attempt)
 
         def begin_log() -> None:
-            self._log = ReportLog(self.storage, attempt, self.run_id, before=before, notes=self.notes)
+            self._log = ReportLog(
+                self.storage, attempt, self.run_id, before=before, notes=self.notes, journal=self.journal
+            )
 
         # Each of the two is enough to number the next attempt above this one.
         together(self.storage, [self.save, begin_log])
@@ -287,7 +312,8 @@ class RunIndex:
         if all(one.attempt != attempt.attempt for one in self.attempts):  # run.json was lost as well
             self.attempts.append(attempt)
         # Segments of their own: the earlier ones must not be replaced.
-        self._log = ReportLog(self.storage, attempt, self.run_id, file_id=unused_start_id(self.storage, attempt))
+        file_id = unused_start_id(self.storage, attempt)
+        self._log = ReportLog(self.storage, attempt, self.run_id, file_id=file_id, journal=self.journal)
 
     def resumed(self, name: str, *, step: int, attempt: int | None = None) -> None:
         """Note what the current attempt goes on from.
@@ -345,10 +371,22 @@ class RunIndex:
             raise RuntimeError("report before register_attempt")
         self._log.write(rows)
 
+    def flush_journal(self) -> None:
+        """Write the events that wait into the open segment; for when `Journal.is_full`."""
+        if self._log is not None:
+            self._log.flush()
+
     def history(self) -> list[dict[str, Any]]:
         """Every report that still counts, oldest first (see `live_rows`)."""
-        rows, noted, _ = read_reports(self.storage)
-        return live_rows(rows, {**noted, **{one.attempt: one for one in self.attempts}})
+        told = self.told()
+        return live_rows(told.rows, told.attempts)
+
+    def told(self) -> Told:
+        """What segments and run.json say about reports, attempts and events; of an attempt run.json knows better."""
+        told = read_told(self.storage)
+        attempts = {**told.attempts, **{one.attempt: one for one in self.attempts}}
+        events = merged([*told.events, *events_from(self.journal.waiting())])
+        return replace(told, attempts=attempts, events=events)
 
     def rebuild_attempts(self) -> None:
         """Recover run id, attempts and notes from the report segments."""

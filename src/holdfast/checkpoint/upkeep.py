@@ -36,6 +36,8 @@ def upkeep(storage: Storage, *, wait_s: float = 5.0) -> Iterator[Catalog]:
         catalog = Catalog(storage, doomed=lease.predecessor.doomed)
         catalog.announce = beat.announce
         yield catalog
+        if catalog.index.journal.waiting():
+            catalog.index.save()  # what was deleted, and why
         beat.verify()
     finally:
         beat.close()

@@ -265,7 +265,8 @@ class Course:
             return
         if not stopped:
             saver.on_the_side(client.run_op("finished", info={"step": step, "epoch": self._progress.epoch}))
-        saver.on_the_side(client.run_op("close_run", reason="stopped" if stopped else "finished"))
+        details = {"last_step": step, **self.pace.stop_details()}
+        saver.on_the_side(client.run_op("close_run", reason="stopped" if stopped else "finished", details=details))
         saver.finish()
 
     def end_after(self, reason: str, client: WriterClient) -> None:
@@ -275,7 +276,9 @@ class Course:
         def close() -> None:
             if not saver.leads:
                 return
-            saver.on_the_side(client.run_op("close_run", reason="stopped" if self.pace.stopping else reason))
+            details = {"last_step": self._progress.step, **self.pace.stop_details()}
+            why = "stopped" if self.pace.stopping else reason
+            saver.on_the_side(client.run_op("close_run", reason=why, details=details))
 
         def flush() -> None:
             self.log.flush(self._progress, saver)

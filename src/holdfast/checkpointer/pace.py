@@ -36,6 +36,13 @@ class Pace:
         """Whether the run is to end as after a signal."""
         return self.stopping or self._signals.received is not None
 
+    def stop_details(self) -> dict[str, str]:
+        """Say what asked the run to stop, for its history; nothing if nothing did."""
+        received = self._signals.received
+        if received is not None:
+            return {"stop": received}
+        return {"stop": "deadline"} if self.stopping else {}
+
     def stepped(self, now: float, *, step_s: float, save_s: float) -> bool:
         """Tell, as cheaply as can be, whether the step just done may call for anything."""
         return self.call(now, step_s=step_s, save_s=save_s) is not None

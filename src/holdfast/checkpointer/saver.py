@@ -101,6 +101,7 @@ class Saver:
         self._side: list[Future[Any]] = []  # reports and late metrics on their way
         self._ended = threading.Event()  # something that `settle` has to take in
         self._number = 0
+        self._told = (0.0, 0.0)  # seconds blocked and lost that the run's journal has
         self._num_lost = self._lost_in_a_row = 0
         self._retry = False
         self._stuck = False  # the time for a save was up: it is not waited for as long again
@@ -147,6 +148,7 @@ class Saver:
         """
         if self.when_busy == "skip" and not force and self._is_busy(step):
             self.stats.skipped += 1
+            self._note("skipped", step=step)
             _LOG.info("step %d: the save of step %d is still being written; this one is skipped", step, self.last_step)
             return False
         self.settle(wait_for_it=True)
@@ -311,10 +313,23 @@ class Saver:
         stats.seconds_to_durable.append((pending.durable or time.perf_counter()) - pending.started)
         stats.last_durable_step = max(stats.last_durable_step, pending.step)
         stats.seconds_lost += self.clock.take_lost()
+        held, lost = stats.seconds_blocked, stats.seconds_lost
+        self._note(
+            "cost", step=pending.step, name=result.name, durable_s=stats.seconds_to_durable[-1],
+            held_s=held - self._told[0], lost_s=lost - self._told[1],
+        )  # fmt: skip
+        self._told = (held, lost)
         self.deleted.extend(result.deleted)
         self.snapshotter.observe(result.unchanged)
         if self.leads and (self.remote is None or not self.remote.staged):  # that one tells of what has arrived
             self.announcer.tell(Checkpoint.at(self.storage, result.directory))
+
+    def _note(self, what: str, **about: Any) -> None:
+        """Tell the run's journal what only the trainer knows; nobody waits for it, nothing fails for it."""
+        if self.leads:
+            event = {"what": what, "time": time.time(), "attempt": self.opened.attempt, **about}
+            with contextlib.suppress(HoldfastError):
+                self.client.run_op("journal", events=[event])
 
     def _leave_out(self, error: StorageError, step: int) -> None:
         self.stats.skipped += 1

@@ -22,6 +22,7 @@ from .log import log
 from .ls import ls
 from .page import page
 from .show import show
+from .stats import stats
 from .sweep import sweep
 from .terminal import print_json, printable
 from .transfer import cp, pull, push
@@ -32,7 +33,7 @@ from .watch import watch
 __all__ = ["cli", "main"]
 
 _GROUPS = {
-    "Look": ("ls", "show", "diff", "log", "page", "latest", "best"),
+    "Look": ("ls", "show", "diff", "log", "stats", "page", "latest", "best"),
     "Check": ("verify", "verify-resume", "doctor"),
     "Follow": ("watch",),
     "Keep": ("pin", "unpin", "prune", "rm"),
@@ -104,6 +105,7 @@ cli.add_command(pull)
 cli.add_command(push)
 cli.add_command(rm)
 cli.add_command(show)
+cli.add_command(stats)
 cli.add_command(sweep)
 cli.add_command(unpin)
 cli.add_command(verify)

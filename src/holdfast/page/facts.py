@@ -6,11 +6,13 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.history import Attempt, live_rows, read_reports
-from holdfast.checkpoint.record import Record, flat_metrics, timestamp
+from holdfast.checkpoint.costs import Deletion, Save, attempt_rows, deletions, saves, stats
+from holdfast.checkpoint.history import live_attempts, live_rows
+from holdfast.checkpoint.record import Record, flat_metrics
 from holdfast.checkpoint.retention import best_of, decide, is_number
 from holdfast.checkpoint.run_state import run_state
 from holdfast.checkpoint.runindex import RUN_FILE
@@ -18,8 +20,9 @@ from holdfast.config import Keep
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError, HoldfastError, StorageError
 from holdfast.format.commit import read_manifest
 from holdfast.storage.base import Storage
+from holdfast.storage.together import together
 
-from .thinning import thin
+from .thinning import MOST_POINTS, thin
 
 __all__ = ["collect", "folder_facts", "run_facts"]
 
@@ -54,12 +57,13 @@ def run_facts(storage: Storage) -> dict[str, Any]:
         first), ``attempts``, ``warnings``, ``state`` and ``live`` (whether somebody trains now).
     """
     catalog = Catalog(storage)
-    rows, told, _ = read_reports(storage)
-    attempts = {**told, **{one.attempt: one for one in catalog.index.attempts}}
-    live = live_rows(rows, attempts)
+    told = catalog.index.told()
+    live = live_rows(told.rows, told.attempts)
     curves, warnings = _curves(live)
     records = catalog.records()
-    checkpoints = _checkpoints(catalog, records, live)
+    made = saves(told.events, records)
+    is_remote = storage.local_root is None
+    sums = stats(told, records, is_remote=is_remote)
     state = run_state(catalog)
     return {
         "kind": "run",
@@ -73,10 +77,14 @@ def run_facts(storage: Storage) -> dict[str, Any]:
         "ranking": _ranking(catalog.index.keep),
         "reports": len(live),
         "metrics": curves,
-        "checkpoints": checkpoints,
+        "checkpoints": _checkpoints(catalog, records, live, made, deletions(told.events, is_remote=is_remote)),
         "size_bytes": sum(record.size for record in records),
         "new_bytes": sum(record.size - record.reused for record in records),
-        "attempts": _attempts(attempts, rows),
+        "attempts": _attempts(
+            sums.pop("attempts"),
+            live_attempts(told.attempts, {row["attempt"] for row in told.rows} | {one.attempt for one in made}),
+        ),
+        "saving": {**sums, "curves": _saving_curves(made)},
         "newest": _newest(storage, records),
         "warnings": [*_warnings(catalog), *warnings],
     }
@@ -85,33 +93,16 @@ def run_facts(storage: Storage) -> dict[str, Any]:
 def folder_facts(storage: Storage, names: Sequence[str]) -> dict[str, Any]:
     """Describe several runs, the children ``names`` of ``storage``, so that they can be compared."""
     runs, curves, warnings = [], defaultdict(list), []
-    for name in names:
-        try:
-            facts = run_facts(storage.child(name))
-        except HoldfastError as error:
-            warnings.append(f"{name} cannot be read: {error}")
+    found = together(storage, [partial(_overview, storage.child(name), name) for name in names])
+    for name, run in zip(names, found, strict=True):
+        if isinstance(run, str):
+            warnings.append(f"{name} cannot be read: {run}")
             continue
-        for curve in facts["metrics"]:
-            points = thin(curve["points"], _CURVE_OF_RUN)
-            curves[curve["name"]].append({"run": name, "points": points, "count": curve["count"]})
-        good = [row for row in facts["checkpoints"] if row["state"] == "ok"]
-        best = next((row for row in good if "best" in row["marks"]), None)
-        runs.append(
-            {
-                "name": name,
-                "uri": facts["uri"],
-                "state": facts["state"],
-                "step": max((row["step"] for row in good), default=None),
-                "created": max((row["created"] for row in good), default=None),
-                "count": len(good),
-                "size_bytes": facts["size_bytes"],
-                "attempts": len(facts["attempts"]),
-                "best": None if best is None else best["name"],
-                "metrics": {curve["name"]: curve["points"][-1][1] for curve in facts["metrics"]},
-                "warnings": len(facts["warnings"]),
-            }
-        )
-        warnings += [f"{name}: {text}" for text in facts["warnings"]]
+        for curve in run.pop("curves"):
+            curves[curve["name"]].append({"run": name, "points": curve["points"], "count": curve["count"]})
+        said = run.pop("said")
+        runs.append({**run, "warnings": len(said)})
+        warnings += [f"{name}: {text}" for text in said]
     shared = sorted(curves.items(), key=lambda item: (-len(item[1]), item[0]))[:_MOST_CURVES]
     return {
         "kind": "folder",
@@ -125,10 +116,45 @@ def folder_facts(storage: Storage, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def _overview(storage: Storage, name: str) -> dict[str, Any] | str:
+    """Describe one run among others, no more of it than is shown; why it cannot be read otherwise."""
+    try:
+        catalog = Catalog(storage)
+        told = catalog.index.told()
+        state = run_state(catalog)
+    except HoldfastError as error:
+        return str(error)
+    curves, said = _curves(live_rows(told.rows, told.attempts), _CURVE_OF_RUN)
+    records = catalog.records()
+    ranking = _ranking(catalog.index.keep)
+    best = best_of(records, ranking.get("metric"), ranking.get("mode", "min"))
+    made = saves(told.events, records)
+    attempts = attempt_rows(told, made)
+    source = attempts[0]["from_name"] if attempts else None
+    return {
+        "name": name,
+        "uri": storage.uri,
+        "state": {"word": state.word, "text": state.text},
+        "step": max((record.step for record in records), default=None),
+        "created": max((record.created for record in records), default=None),
+        "count": len(records),
+        "size_bytes": sum(record.size for record in records),
+        "attempts": len(attempts),
+        "from": source,
+        "saves": len(made),
+        "lost_s": math.fsum(one.lost_s or 0.0 for one in made) if any(one.lost_s for one in made) else None,
+        "lost_steps": sum(row["lost_steps"] for row in attempts),
+        "best": None if best is None else best.name,
+        "metrics": {curve["name"]: curve["points"][-1][1] for curve in curves},
+        "curves": curves,
+        "said": [*_warnings(catalog), *said],
+    }
+
+
 # ---- curves
 
 
-def _curves(live: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+def _curves(live: Iterable[Mapping[str, Any]], most: int = MOST_POINTS) -> tuple[list[dict[str, Any]], list[str]]:
     """One curve for each metric that has numbers at steps, those with most points first; and what was left out."""
     points: dict[str, list[tuple[float, float]]] = defaultdict(list)
     odd: Counter[str] = Counter()
@@ -145,7 +171,7 @@ def _curves(live: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], li
                 odd[name] += 1
     shown = sorted(points, key=lambda name: (-len(points[name]), name))
     curves = [
-        {"name": name, "points": thin(sorted(points[name])), "count": len(points[name]), "odd": odd[name]}
+        {"name": name, "points": thin(sorted(points[name]), most), "count": len(points[name]), "odd": odd[name]}
         for name in shown[:_MOST_CURVES]
     ]
     warnings = [f"{name}: {count} of its values are NaN or infinite and not drawn" for name, count in odd.items()]
@@ -154,10 +180,25 @@ def _curves(live: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], li
     return curves, warnings
 
 
+def _saving_curves(made: Sequence[Save]) -> dict[str, list[tuple[float, float]]]:
+    """What each save took, in seconds and bytes, over the steps; empty where nobody has told."""
+    told = {name: [(one.step, getattr(one, name)) for one in made] for name in ("durable_s", "held_s", "lost_s")}
+    told["written_bytes"] = [(one.step, None if one.size is None else one.size - (one.reused or 0)) for one in made]
+    told["reused_bytes"] = [(one.step, one.reused) for one in made]
+    known = {name: sorted(point for point in points if point[1] is not None) for name, points in told.items()}
+    return {name: thin(points) for name, points in known.items()}
+
+
 # ---- checkpoints
 
 
-def _checkpoints(catalog: Catalog, good: Sequence[Record], live: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _checkpoints(
+    catalog: Catalog,
+    good: Sequence[Record],
+    live: Iterable[Mapping[str, Any]],
+    made: Iterable[Save],
+    gone: Mapping[tuple[int, str], Deletion],
+) -> list[dict[str, Any]]:
     """All that are or were there, newest first: good ones with why they are kept, bad ones, and those deleted since."""
     keep = catalog.index.keep
     ranking = _ranking(keep)
@@ -177,15 +218,32 @@ def _checkpoints(catalog: Catalog, good: Sequence[Record], live: Iterable[Mappin
         {**_bare(name), "state": "incomplete", "why": "a save that never ended", "marks": []}
         for name in catalog.incomplete
     ]
-    there = {row["name"] for row in rows}
+    rows += _deleted({row["name"] for row in rows}, live, made, gone)
+    return sorted(rows, key=lambda row: (-(row["attempt"] or 0), -(row["step"] or 0), row["name"]))
+
+
+def _deleted(
+    there: set[str],
+    live: Iterable[Mapping[str, Any]],
+    made: Iterable[Save],
+    gone: Mapping[tuple[int, str], Deletion],
+) -> list[dict[str, Any]]:
+    """Those that were there once, as far as the journal or a report names them."""
+    rows: dict[str, dict[str, Any]] = {}
+    for one in made:
+        if one.name not in there:
+            sizes = {"size_bytes": one.size, "new_bytes": None if one.size is None else one.size - (one.reused or 0)}
+            rows[one.name] = {**_bare(one.name), "attempt": one.attempt, "step": one.step, "created": one.time, **sizes}
+    for (attempt, name), end in gone.items():
+        if name not in there:
+            known = rows.setdefault(name, {**_bare(name), "attempt": attempt or None, "step": end.step})
+            known |= {"why": end.why, "deleted": end.time}
     for row in live:
         name = str(row.get("checkpoint") or "")
         if name and name not in there:
-            there.add(name)
-            metrics = {**flat_metrics(row["metrics"])}
-            gone = {"step": row.get("step"), "epoch": row.get("epoch"), "created": row.get("time"), "metrics": metrics}
-            rows.append({**_bare(name), **gone, "state": _GONE, "why": "", "marks": []})
-    return sorted(rows, key=lambda row: (-(row["attempt"] or 0), -(row["step"] or 0), row["name"]))
+            known = rows.setdefault(name, {**_bare(name), "step": row.get("step"), "created": row.get("time")})
+            known |= {"epoch": row.get("epoch"), "metrics": {**known["metrics"], **flat_metrics(row["metrics"])}}
+    return [{"why": "", **row, "state": _GONE, "marks": []} for row in rows.values()]
 
 
 def _row(record: Record) -> dict[str, Any]:
@@ -203,7 +261,7 @@ def _row(record: Record) -> dict[str, Any]:
 
 def _bare(name: str) -> dict[str, Any]:
     columns = ("attempt", "step", "epoch", "created", "size_bytes", "new_bytes")
-    return {"name": name, **dict.fromkeys(columns), "metrics": {}}
+    return {"name": name, **dict.fromkeys(columns), "metrics": {}, "deleted": None}
 
 
 def _rules(keep: Mapping[str, Any] | None) -> Keep:
@@ -243,35 +301,17 @@ def _newest(storage: Storage, records: Sequence[Record]) -> dict[str, Any] | Non
 # ---- attempts
 
 
-def _attempts(attempts: Mapping[int, Attempt], rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each start of the run, and how many of its steps a later start had to do again."""
-    last: dict[int, float] = {}
+def _attempts(rows: Sequence[dict[str, Any]], on_path: set[int]) -> list[dict[str, Any]]:
+    """Each start of the run, what its end has cost, and where it stands in the lineage.
+
+    "line" is "fresh", "resumed" (from a checkpoint of this run) or "another run"; "is_live" is False for a branch that
+    a later start went back behind.
+    """
+    found = []
     for row in rows:
-        if is_number(row.get("step")):
-            last[row["attempt"]] = max(last.get(row["attempt"], -math.inf), row["step"])
-    found: list[dict[str, Any]] = []
-    for number in sorted(attempts):
-        one, source = attempts[number], attempts[number].resumed_from
-        found.append(
-            {
-                "attempt": number,
-                "started": timestamp(one.started) or None,
-                "ended": timestamp(one.ended or "") or None,
-                "reason": one.reason,
-                "host": one.host,
-                "pid": one.pid,
-                "from_name": None if source is None else str(source["name"]),
-                "from_attempt": None if source is None else source.get("attempt"),
-                "first_step": 0 if source is None else source["step"],
-                "last_step": last.get(number),
-                "lost_steps": 0,
-            }
-        )
-    by_number = {row["attempt"]: row for row in found}
-    for row in found:
-        before = by_number.get(row["from_attempt"] or row["attempt"] - 1)
-        if before is not None and row is not before and before["last_step"] is not None:
-            before["lost_steps"] = max(before["lost_steps"], before["last_step"] - row["first_step"] + 1, 0)
+        outside = row["from_name"] is not None and row["from_attempt"] is None
+        line = "fresh" if row["from_name"] is None else "another run" if outside else "resumed"
+        found.append({**row, "line": line, "is_live": row["attempt"] in on_path})
     return found
 
 

@@ -7,7 +7,7 @@
   const kept = recall();
   const FIRST_ROWS = 200;
   let zoom = kept.zoom || null;
-  const views = [];
+  const views = [], redraws = [];
 
   // ---- small helpers
 
@@ -44,7 +44,7 @@
     for (const [size, unit] of [[86400, "d"], [3600, "h"], [60, "min"]]) {
       if (seconds >= size) return (seconds / size).toFixed(seconds < 10 * size ? 1 : 0) + " " + unit;
     }
-    return Math.round(seconds) + " s";
+    return (seconds < 10 ? Number(seconds.toPrecision(2)) : Math.round(seconds)) + " s";
   }
 
   function section(title, ...children) {
@@ -124,7 +124,9 @@
     const line = curve.points.map(([step, value]) => ({step, value}));
     const marks = facts.checkpoints.filter((row) => row.step !== null && row.state !== "incomplete").map((row) => ({
       step: row.step, value: at(curve.points, row.step), name: row.name, size: bytes(row.size_bytes),
-      state: row.marks.length ? row.marks.join(", ") : row.state, why: row.why, saved: moment(row.created),
+      state: row.marks.length ? row.marks.join(", ") : row.deleted ? "deleted " + moment(row.deleted) : row.state,
+      why: row.why, saved: moment(row.created),
+      area: row.state === "deleted" ? 30 : 45,
       kind: row.state === "ok" ? (row.marks.includes("best") ? "best" : "kept") : row.state === "deleted" ? "deleted" : "bad"}));
     const starts = facts.attempts.filter((one) => one.from_name !== null).map((one) => ({
       step: one.first_step, name: "attempt " + one.attempt, why: "resumed from " + one.from_name}));
@@ -135,11 +137,12 @@
     const layer = [
       {data: {values: line}, params: [GRID], mark: {type: "line", clip: true, color: colour.accent, strokeWidth: 1.5, interpolate: "linear"},
         encoding: {x, y}},
-      {data: {values: marks}, mark: {type: "point", filled: true, clip: true, size: 45, opacity: 0.9},
+      {data: {values: marks}, mark: {type: "point", filled: true, clip: true, opacity: 0.9},
         encoding: {x, y, color: {field: "kind", type: "nominal", legend: null, scale: {domain: ["kept", "best", "deleted", "bad"],
           range: [colour.accent, colour.good, colour.soft, colour.bad]}},
         shape: {field: "kind", type: "nominal", legend: null, scale: {domain: ["kept", "best", "deleted", "bad"],
-          range: ["circle", "diamond", "stroke", "cross"]}},
+          range: ["circle", "diamond", "triangle-down", "cross"]}},
+        size: {field: "area", type: "quantitative", legend: null, scale: null},
         tooltip: [tip("name", "checkpoint"), {field: "step", type: "quantitative", title: "step"},
           {field: "value", type: "quantitative", title: "value", format: ".5g"}, tip("saved", "saved"), tip("size", "size"),
           tip("state", "state"), tip("why", "why")]}},
@@ -149,6 +152,19 @@
         encoding: {x, tooltip: [tip("name", "start"), tip("why", "how")]}});
     }
     return {layer};
+  }
+
+  // What each save took: one line for each series that anybody has told of.
+  function savingSpec(series, format) {
+    const colour = colours();
+    const values = series.flatMap(([title, points]) => points.map(([step, value]) => ({step, value, series: title})));
+    const titles = series.filter(([, points]) => points.length).map(([title]) => title);
+    return {data: {values}, params: [GRID], mark: {type: "line", clip: true, strokeWidth: 1.2, point: {size: 18}},
+      encoding: {
+        x: {field: "step", type: "quantitative", title: "step", axis: {format: "~s", tickCount: 6, labelOverlap: true}},
+        y: {field: "value", type: "quantitative", title: null, scale: {zero: true, nice: true}, axis: {tickCount: 5, labelOverlap: true, format}},
+        color: {field: "series", type: "nominal", scale: {domain: titles, range: [colour.accent, colour.warn, colour.bad].slice(0, titles.length)}},
+        tooltip: [{field: "series", type: "nominal", title: "what"}, {field: "step", type: "quantitative"}, {field: "value", type: "quantitative", format}]}};
   }
 
   function folderSpec(metric) {
@@ -162,7 +178,8 @@
   }
 
   async function draw(box, spec) {
-    const full = {$schema: "https://vega.github.io/schema/vega-lite/v6.json", width: "container", height: 190,
+    // Vega puts its description in the place of the label.
+    const full = {$schema: "https://vega.github.io/schema/vega-lite/v6.json", description: box.getAttribute("aria-label"), width: "container", height: 190,
       autosize: {type: "fit", contains: "padding"}, config: config(colours()), ...spec};
     const {view} = await vegaEmbed(box, full, {actions: false, renderer: "canvas", mode: "vega-lite", loader: {load: refuse}});
     views.push(view);
@@ -204,8 +221,12 @@
         box, make("div", {class: "soft"}, thinned)));
       boxes.push([box, metric]);
     }
-    // Only what is near the screen is drawn: the rest comes when it is scrolled to, or printed.
-    const drawOne = (box, metric) => draw(box, facts.kind === "run" ? runSpec(metric) : folderSpec(metric));
+    drawLazily(boxes.map(([box, metric]) => [box, () => facts.kind === "run" ? runSpec(metric) : folderSpec(metric)]));
+  }
+
+  // Only what is near the screen is drawn: the rest comes when it is scrolled to, or printed.
+  function drawLazily(boxes) {
+    const drawOne = (box, spec) => draw(box, spec());
     const wanted = new Map(boxes);
     const watcher = new IntersectionObserver((entries) => {
       for (const entry of entries) {
@@ -216,12 +237,39 @@
       }
     }, {rootMargin: "300px"});
     boxes.forEach(([box]) => watcher.observe(box));
-    function redraw() {
-      views.splice(0).forEach((view) => view.finalize());
-      for (const [box, metric] of boxes) if (!wanted.has(box)) drawOne(box, metric);
-    }
-    addEventListener("beforeprint", () => { for (const [box, metric] of wanted) drawOne(box, metric); wanted.clear(); });
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+    redraws.push(() => { for (const [box, spec] of boxes) if (!wanted.has(box)) drawOne(box, spec); });
+    addEventListener("beforeprint", () => { for (const [box, spec] of wanted) drawOne(box, spec); wanted.clear(); });
+  }
+
+  function redraw() {
+    views.splice(0).forEach((view) => view.finalize());
+    for (const again of redraws) again();
+  }
+
+  // ---- what saving took
+
+  function saving() {
+    const told = facts.saving, curves = told.curves;
+    if (!told.saves) return;
+    const grid = make("div", {class: "charts"});
+    const boxes = [];
+    const chart = (title, text, series, format) => {
+      if (!series.some(([, points]) => points.length)) return;
+      const box = make("div", {class: "draw", role: "img", "aria-label": `${title}: ${text}`});
+      grid.append(make("div", {class: "chart"}, make("h3", {}, title), box, make("div", {class: "soft"}, text)));
+      boxes.push([box, () => savingSpec(series, format)]);
+    };
+    const seconds = (name, title) => told[name].count ? `${title} ${number(told[name].p50)} s in the middle, ${number(told[name].max)} s at most` : "";
+    chart("Seconds per save", [seconds("durable_s", "durable after"), seconds("held_s", "training held"), seconds("lost_s", "training lost")].filter(Boolean).join("; "),
+      [["until durable", curves.durable_s], ["training held", curves.held_s], ["training lost", curves.lost_s]], "~s");
+    chart("Bytes per save", `${bytes(told.bytes_written)} written, ${bytes(told.bytes_reused)} shared with the checkpoint before`,
+      [["written", curves.written_bytes], ["shared", curves.reused_bytes]], "~s");
+    const said = [...Object.entries(told.lost_why).map(([why, times]) => `${number(times)} lost: ${why}`),
+      ...(told.skipped_saves ? [`${number(told.skipped_saves)} left out while the one before was being written`] : []),
+      ...Object.entries(told.deleted_by).map(([why, times]) => `${number(times)} deleted: ${why}`)];
+    const made = section("Saving", grid, said.length ? make("ul", {class: "said"}, ...said.slice(0, 20).map((text) => make("li", {}, text))) : null);
+    made.id = "saving";
+    drawLazily(boxes);
   }
 
   // ---- attempts
@@ -245,11 +293,14 @@
     svg.setAttribute("viewBox", `0 0 ${width} ${shown.length * row + 22}`);
     svg.setAttribute("role", "img");
     svg.setAttribute("aria-label", `${all.length} starts of the run; ${number(lost)} steps had to be done again`);
+    const places = new Map(shown.map((one, number_) => [one.attempt, number_ * row]));
     shown.forEach((one, number_) => {
       const top = number_ * row;
       const end = one.last_step ?? one.first_step;
+      const parent = places.get(one.from_attempt);
+      if (parent !== undefined) put("line", {class: "branch", x1: x(one.first_step), x2: x(one.first_step), y1: parent + 3, y2: top + 3});
       put("text", {x: 0, y: top + 13}, "attempt " + one.attempt);
-      put("rect", {class: "kept", x: x(one.first_step), y: top + 3, width: Math.max(2, x(end - one.lost_steps) - x(one.first_step)), height: row - 7});
+      put("rect", {class: one.is_live ? "kept" : "kept left", x: x(one.first_step), y: top + 3, width: Math.max(2, x(end - one.lost_steps) - x(one.first_step)), height: row - 7});
       if (one.lost_steps) put("rect", {class: "lost", x: x(end - one.lost_steps), y: top + 3, width: Math.max(2, x(end) - x(end - one.lost_steps)), height: row - 7});
     });
     put("line", {class: "axis", x1: left, x2: width - 10, y1: shown.length * row + 2, y2: shown.length * row + 2});
@@ -258,11 +309,14 @@
     const rows = all.slice().reverse().map((one) => make("tr", {},
       make("td", {class: "number"}, one.attempt), make("td", {}, moment(one.started)),
       make("td", {}, one.started && one.ended ? span(one.ended - one.started) : ""),
-      make("td", {class: "why"}, one.reason ?? (one.ended ? "" : "no word of its end")),
-      make("td", {class: "name"}, one.from_name === null ? "a fresh start" : one.from_name),
+      make("td", {class: "why"}, [one.reason ?? (one.ended ? "" : "no word of its end"), one.stop].filter(Boolean).join(", "),
+        one.is_live ? null : make("div", {class: "soft"}, "a branch that was left")),
+      make("td", {class: "why"}, one.from_name === null ? "a fresh start" : one.from_name,
+        one.line === "another run" ? make("div", {class: "soft"}, "a checkpoint of another run") : null),
       make("td", {class: "number"}, number(one.first_step)), make("td", {class: "number"}, number(one.last_step)),
-      make("td", {class: "number"}, one.lost_steps ? number(one.lost_steps) : ""), make("td", {class: "name"}, `${one.host} ${one.pid || ""}`)));
-    const titles = [["attempt", 1], ["started (UTC)"], ["lasted"], ["how it ended"], ["went on from"], ["first step", 1], ["last step", 1], ["steps done again", 1], ["where"]];
+      make("td", {class: "number"}, one.lost_steps ? number(one.lost_steps) : ""),
+      make("td", {class: "number"}, one.lost_s ? span(one.lost_s) : ""), make("td", {class: "number"}, one.down_s === null ? "" : span(one.down_s)), make("td", {class: "name"}, `${one.host} ${one.pid || ""}`)));
+    const titles = [["attempt", 1], ["started (UTC)"], ["lasted"], ["how it ended"], ["went on from"], ["first step", 1], ["last step", 1], ["steps done again", 1], ["time done again", 1], ["until the next", 1], ["where"]];
     section(lost ? `Attempts: ${number(lost)} steps had to be done again` : "Attempts", svg, make("div", {class: "wide"}, make("table", {},
       make("thead", {}, make("tr", {}, ...titles.map(([title, isNumber]) => make("th", {scope: "col", class: isNumber ? "number" : null}, title)))),
       make("tbody", {}, ...rows))));
@@ -362,7 +416,8 @@
   function checkpointTable() {
     const rows = facts.checkpoints;
     const full = rows.filter((row) => row.state === "ok");
-    const state = (row) => row.marks.length ? row.marks.join(", ") : row.state;
+    const gone = rows.some((row) => row.state === "deleted");
+    const state = (row) => row.marks.length ? row.marks.join(", ") : row.deleted ? "deleted " + moment(row.deleted) : row.state;
     const columns = [
       {title: "checkpoint", class: "name", text: (row) => row.name},
       {title: "", text: () => "", cell: (row) => row.state === "deleted" ? "" : copier(path(row.name))},
@@ -370,7 +425,7 @@
     if (full.some((row) => row.epoch !== null)) columns.push({title: "epoch", number: true, value: (row) => row.epoch, text: (row) => number(row.epoch)});
     if (new Set(full.map((row) => row.attempt)).size > 1) columns.push({title: "attempt", number: true, value: (row) => row.attempt, text: (row) => number(row.attempt)});
     columns.push({title: "state", text: state, cell: (row) => make("span", {class: "state " + row.state}, state(row))},
-      {title: "why kept, or what is wrong", class: "why", text: (row) => row.why});
+      {title: gone ? "why kept, deleted, or what is wrong" : "why kept, or what is wrong", class: "why", text: (row) => row.why});
     columns.push({title: "saved (UTC)", value: (row) => row.created, text: (row) => moment(row.created)},
       {title: "size", number: true, value: (row) => row.size_bytes, text: (row) => bytes(row.size_bytes)});
     if (full.some((row) => row.new_bytes !== row.size_bytes)) columns.push({title: "new on disk", number: true, value: (row) => row.new_bytes, text: (row) => bytes(row.new_bytes)});
@@ -391,6 +446,9 @@
       {title: "checkpoints", number: true, value: (row) => row.count, text: (row) => number(row.count)},
       {title: "size", number: true, value: (row) => row.size_bytes, text: (row) => bytes(row.size_bytes)},
       {title: "attempts", number: true, value: (row) => row.attempts, text: (row) => number(row.attempts)}];
+    if (rows.some((row) => row.lost_steps)) columns.push({title: "steps done again", number: true, value: (row) => row.lost_steps, text: (row) => number(row.lost_steps)});
+    if (rows.some((row) => row.lost_s !== null)) columns.push({title: "lost to saving, s", number: true, value: (row) => row.lost_s, text: (row) => number(row.lost_s)});
+    if (rows.some((row) => row.from !== null)) columns.push({title: "began from", class: "name", text: (row) => row.from ?? ""});
     for (const name of metricNames(rows)) columns.push({title: "last " + name, number: true, value: (row) => row.metrics[name], text: (row) => number(row.metrics[name])});
     table("checkpoints", "Runs", columns, rows);
   }
@@ -402,20 +460,26 @@
     const good = facts.checkpoints.filter((row) => row.state === "ok");
     const best = good.find((row) => row.marks.includes("best"));
     const newest = good.find((row) => row.marks.includes("newest"));
-    const sum = facts.newest;
+    const sum = facts.newest, told = facts.saving;
+    const source = facts.attempts.length ? facts.attempts[0].from_name : null;
     cards([
       ["Newest checkpoint", newest ? "step " + number(newest.step) : "none", newest ? `${newest.name}, ${span(facts.written - newest.created)} old` : ""],
       ["Best by " + (facts.ranking.metric || ""), best ? number(best.metrics[facts.ranking.metric]) : "", best ? best.name : ""],
       ["Checkpoints", number(good.length), "kept: " + facts.keep],
       ["Size", bytes(facts.size_bytes), facts.new_bytes !== facts.size_bytes ? bytes(facts.new_bytes) + " on disk, the rest is shared" : ""],
-      ["Starts", number(facts.attempts.length), ""],
+      ["Starts", number(facts.attempts.length), told.lost_steps ? `${number(told.lost_steps)} steps done again` + (told.failure_s ? ", " + span(told.failure_s) : "") : ""],
+      ["Began from", source === null ? "" : source.split("/").slice(-1)[0], source],
+      ["Saves", number(told.saves), [told.lost_saves ? number(told.lost_saves) + " lost" : "", told.deleted ? number(told.deleted) + " deleted since" : ""].filter(Boolean).join(", ")],
+      ["Lost to saving", told.lost_s.count ? span(told.lost_s.sum) : "", `training held ${span(told.held_s.sum)}`],
+      ["Written", bytes(told.bytes_written), told.bytes_reused ? bytes(told.bytes_reused) + " shared instead" : ""],
       ["Reported rows", number(facts.reports), ""],
       ["Ranks", sum ? number(sum.world_size) : "", sum ? Object.entries(sum.versions).map(([name, version]) => `${name} ${version}`).join(", ") : ""],
     ]);
   }
   warnings();
   charts();
-  if (facts.kind === "run") { lives(); checkpointTable(); } else runTable();
+  if (facts.kind === "run") { saving(); lives(); checkpointTable(); } else runTable();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   page.append(make("footer", {}, `Written by holdfast page at ${moment(facts.written)} UTC from ${facts.uri}. ` +
     (facts.reload_s && facts.live ? `It loads itself again every ${facts.reload_s} s.` : "")));
 

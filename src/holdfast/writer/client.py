@@ -320,8 +320,9 @@ class WriterClient:
         checkpoints; the names of those that are gone), "confirm" (names: the caller is about to delete these by itself;
         fails if the run is not ours any more). For mirrored runs: "follow" (since: a version; the state of the
         mirror, as soon as it has another version; later ones are higher, also those of a writer that is started again).
+        "journal" (events: JSON of `holdfast.checkpoint.journal.Event`; done at once, written with the next save).
 
-        All but "report" and "follow" run after the saves submitted before them.
+        All but "report", "follow" and "journal" run after the saves submitted before them.
         """
         if op == "next_attempt":
             args.setdefault("start_id", secrets.token_hex(4))  # so that a repeated call is known again

@@ -88,7 +88,7 @@ def commit_in_place(storage: Storage, job: IngestJob, run: Run | None, side: Sid
     except HoldfastError as error:
         _LOG.warning("%s is committed, but its plan stays there for now: %s", job.directory, error)
     seconds["total"] = time.perf_counter() - start
-    return outcome(job.directory, manifest, run, seconds=seconds, bytes_written=written)
+    return outcome(job.directory, manifest, run, seconds=seconds, bytes_written=written, kind="in place")
 
 
 def _manifest_there(storage: Storage, job: IngestJob, run: Run | None) -> Manifest | None:

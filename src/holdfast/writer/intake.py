@@ -95,7 +95,13 @@ class Intake:
         self._clean()
         self._seconds["total"] = time.perf_counter() - start
         return outcome(
-            job.directory, manifest, run, seconds=self._seconds, bytes_written=self._written, warnings=warnings
+            job.directory,
+            manifest,
+            run,
+            seconds=self._seconds,
+            bytes_written=self._written,
+            warnings=warnings,
+            kind="files",
         )
 
     # ---- steps

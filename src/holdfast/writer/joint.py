@@ -308,7 +308,10 @@ class Joint:
                 self._discard(one)
                 if self._staged is not None:
                     self._staged.let_go(one.job.save_id)
-            self._answers.say_failed(one.call, error_from_json(outcome["error"]))
+            error = error_from_json(outcome["error"])
+            if one.job.run and (run := self._answers.run) is not None:
+                run.note_lost(one.job.directory, one.job.manifest, error)
+            self._answers.say_failed(one.call, error)
         else:
             assert one.result is not None
             value = outcome["value"] or {}

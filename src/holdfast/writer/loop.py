@@ -246,6 +246,9 @@ class WriterLoop:
         """Pass on what need not wait for the saves before it, and is answered later."""
         if header["op"] == "report":
             run.report(header["call"], header["args"]["rows"], self._answer_many)
+        elif header["op"] == "journal":
+            run.take_events(header["args"]["events"])
+            self.say_done(header["call"], None)
         elif header["op"] == "follow":
             run.follow(header["args"]["since"], lambda state: self.say_done(header["call"], state))
         else:
@@ -284,6 +287,7 @@ class WriterLoop:
             try:
                 result = make(self.run_of(job))
             except Exception as error:  # noqa: BLE001 - a thread edge: the future of the job carries it
+                self.note_lost(job, error)
                 self.say_failed(call, error)
             else:
                 self.say_done(call, result.to_json(), (result.manifest,))
@@ -295,6 +299,11 @@ class WriterLoop:
         if job.run and self._run is None:
             raise HoldfastError("a save of a run needs an open run: call open_run first")
         return self._run if job.run else None
+
+    def note_lost(self, job: SaveJob | IngestJob | PartsJob, error: BaseException) -> None:
+        """Let the run, if it is open here, know that a save of it failed."""
+        if self._run is not None and job.run:
+            self._run.note_lost(job.directory, job.manifest, error)
 
     @property
     def run(self) -> Run | None:
@@ -318,6 +327,7 @@ class WriterLoop:
             if job.joint:
                 self._joined().failed(job, error)
             else:
+                self.note_lost(job, error)
                 self.say_failed(call, error)
         else:
             self._end_windows(call, task.source, None)

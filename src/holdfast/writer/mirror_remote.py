@@ -135,6 +135,9 @@ class RemoteRun:
         known = {one.attempt: one for one in (*older.attempts, *newer.attempts)}
         local.attempts = [known[number] for number in sorted(known)]
         local.notes, local.finished = {**older.notes, **newer.notes}, newer.finished
+        # One journal: what happens at the remote comes back to it with the report segments of the local side.
+        local.journal.take(index.journal.waiting())
+        index.journal, self.catalog.side = local.journal, "remote"
 
     def register(self, waiting: Sequence[Record]) -> list[str]:
         """Write the new attempt down before anything is trained, and sweep what dead lives left.

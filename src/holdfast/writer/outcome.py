@@ -52,11 +52,15 @@ def outcome(
     warnings: Sequence[str] = (),
     data: bytes | None = None,
     is_new: bool = False,
+    kind: str = "state",
 ) -> SaveResult:
     """Record a commit in its run, apply retention there, and describe it.
 
-    ``data`` is the manifest as written; nothing can lie beside a checkpoint that ``is_new``.
+    ``data`` is the manifest as written; nothing can lie beside a checkpoint that ``is_new``. ``kind`` is how it was
+    made (`holdfast.checkpoint.journal.Event`).
     """
+    if run is not None:
+        run.note_saved(directory, manifest, kind=kind, durable_s=seconds.get("total"))
     return SaveResult(
         directory=directory,
         manifest=manifest.to_bytes() if data is None else data,

@@ -89,7 +89,7 @@ def commit_parts(storage: Storage, job: PartsJob, run: Run | None, *, again: boo
     except HoldfastError as error:
         _LOG.warning("%s is committed, but part files stay there for now: %s", job.directory, error)
     seconds["total"] = time.perf_counter() - start
-    return outcome(job.directory, manifest, run, seconds=seconds, data=data)
+    return outcome(job.directory, manifest, run, seconds=seconds, data=data, kind="ranks")
 
 
 def _collect(storage: Storage, job: PartsJob) -> list[PartSummary]:

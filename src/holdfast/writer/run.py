@@ -129,6 +129,7 @@ class Run:
         last = None if index.damage is not None else index.current
         if far is not None:
             far.join(index)
+            catalog.side = "local"
         if again is None:
             above = 0 if far is None else far.highest_attempt
             attempt = self._register(start_id, above=above, reported=reported)
@@ -186,6 +187,7 @@ class Run:
     def arrived(self, name: str, manifest: Manifest, then: Callable[[], object] = lambda: None) -> None:
         """Record a staged save that has been committed at the remote, then call ``then``; for any thread."""
         self._reports.flush()
+        self.note_saved(name, manifest, kind="ranks")
         with self._lock:
             self.committed(name, manifest)
             then()
@@ -282,12 +284,36 @@ class Run:
                 if self._mirror is not None:
                     self._mirror.committed(record)
                 self._retain()
+                self._flush_journal()
             except RunBusyError:
                 raise
             except HoldfastError as error:
                 _LOG.warning("%s is committed, but the index of the run could not be written: %s", name, error)
             self._confirm()
             return self._told()
+
+    # ---- the journal: nothing here writes or fails
+
+    def note_saved(self, name: str, manifest: Manifest, *, kind: str, durable_s: float | None = None) -> None:
+        """Note that a checkpoint was committed."""
+        about = {"attempt": manifest.attempt, "step": manifest.step or 0, "bytes": manifest.total_bytes}
+        journal = self._catalog.index.journal
+        journal.add("saved", name=name, kind=kind, reused=manifest.reused_bytes, durable_s=durable_s, **about)
+
+    def note_lost(self, name: str, fields: Mapping[str, Any], error: BaseException) -> None:
+        """Note that a save with these fields of a manifest failed."""
+        about = {"attempt": fields.get("attempt") or 0, "step": fields.get("step") or 0}
+        self._catalog.index.journal.add("lost", name=name, why=f"{type(error).__name__}: {error}", **about)
+
+    def take_events(self, events: Any) -> None:
+        """Take what the trainer knows of its saves; may be called by any thread."""
+        self._catalog.index.journal.take([one for one in events if isinstance(one, dict)])
+
+    def _flush_journal(self) -> None:
+        index = self._catalog.index
+        if index.journal.is_full:
+            with self._segments, contextlib.suppress(StorageError):  # it is tried again, and old events are dropped
+                index.flush_journal()
 
     def _announce(self, doomed: Collection[str]) -> None:
         """Say what is about to be deleted; the same request tells that what was committed before it counts."""

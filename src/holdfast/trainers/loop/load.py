@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -52,7 +52,7 @@ from .of_composer import as_ours, is_composers
 from .ranks import Ranks
 from .state import State
 
-__all__ = ["LoadOptions", "Report", "load_from", "load_path", "place_of"]
+__all__ = ["LoadOptions", "Locator", "Report", "load_from", "load_path", "place_of"]
 
 _LOG = get_logger("trainer")
 # What has to fit for training to go on; anything else that does not fit is said.
@@ -119,8 +119,20 @@ class Report:
         block.show()
 
 
+@runtime_checkable
+class Locator(Protocol):
+    """Finds checkpoints by names of its own, such as those of artifacts."""
+
+    def locate(self, path: str) -> tuple[Storage, str]:
+        """Return the storage that holds what ``path`` names, and its name there."""
+
+
 def load_path(
-    path: str | os.PathLike[str], state: State, *, options: LoadOptions, object_store: Storage | None = None
+    path: str | os.PathLike[str],
+    state: State,
+    *,
+    options: LoadOptions,
+    object_store: Storage | Locator | None = None,
 ) -> Report:
     """Load what is at ``path`` into ``state``.
 
@@ -139,12 +151,15 @@ def load_path(
     return found[0]
 
 
-def place_of(path: str | os.PathLike[str], state: State, object_store: Storage | None) -> tuple[Storage, str]:
+def place_of(path: str | os.PathLike[str], state: State, object_store: Storage | Locator | None) -> tuple[Storage, str]:
     """Return where a checkpoint lies; links are followed."""
     text = os.fspath(path)
     for variable, value in (("run_name", state.run_name), ("rank", 0), ("local_rank", 0), ("node_rank", 0)):
         text = text.replace("{" + variable + "}", str(value))
-    if object_store is not None:
+    if isinstance(object_store, Locator):
+        storage, name = object_store.locate(text)
+        object_store = None
+    elif object_store is not None:
         # Of a whole URI the path counts: the store is the bucket.
         storage, name = object_store, (text.partition("://")[2].partition("/")[2] or text).strip("/")
     else:

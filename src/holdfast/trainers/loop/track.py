@@ -18,6 +18,7 @@ from ...checkpointer.stats import Stats
 from ...checkpointer.team import ANSWER_MARGIN_S
 from ...errors import HoldfastError, StorageError, StorageFullError, UnsupportedStateError
 from ...state.snapshot import Snapshotter
+from ...writer.messages import SaveResult
 from .anatomy import as_torch_file, expand
 from .files import FileImage
 from .folder import Folder
@@ -58,6 +59,7 @@ class Track:
         self.stats = Stats()
         self.lost: StorageError | None = None  # why the last save was left out, if it was
         self._lost_in_a_row = 0
+        self._held_s = 0.0  # by the save under way
 
     def glance(self) -> None:
         """Take in a save that has ended; costs nothing while none has.
@@ -125,7 +127,8 @@ class Track:
         except PASSING as error:
             self._leave_out(error)
             return
-        self.stats.seconds_blocked += time.perf_counter() - begun
+        self._held_s = time.perf_counter() - begun
+        self.stats.seconds_blocked += self._held_s
         if durable is None:
             after()
             return
@@ -203,8 +206,9 @@ class Track:
                 self._folder.claims.end()
 
     def _take_note(self, durable: Future[Any], begun: float, step: int, after: Callable[[], object]) -> None:
+        held_s = self._held_s
         try:
-            durable.result()
+            result = durable.result()
         except StorageFullError:
             if self._container == "directory":
                 self._room_made()  # for the next one: the state has gone on
@@ -213,6 +217,8 @@ class Track:
         self.stats.saves += 1
         self.stats.seconds_to_durable.append(time.perf_counter() - begun)
         self.stats.last_durable_step = step
+        if isinstance(result, SaveResult) and self._ranks.leads:
+            self._note_cost(result.name, step, held_s)
         try:
             after()
         except PASSING as error:  # the save itself is not lost
@@ -220,6 +226,15 @@ class Track:
                 "the checkpoint of batch %d is saved, but its link, its upload or the deletion of older ones was not "
                 "done, %s (%s): the next save does that", step, state_of(error), error,
             )  # fmt: skip
+
+    def _note_cost(self, name: str, step: int, held_s: float) -> None:
+        """Tell the run's journal what the writer does not know; nobody waits for it, nothing fails for it."""
+        folder = self._folder
+        event = {"what": "cost", "time": time.time(), "attempt": folder.attempt, "name": name, "step": step}
+        event |= {"held_s": held_s, "durable_s": self.stats.seconds_to_durable[-1]}
+        if folder.client is not None:
+            with contextlib.suppress(HoldfastError):
+                folder.client.run_op("journal", events=[event])
 
     def settle(self) -> None:
         """Wait for the save under way; raises what failed.

@@ -22,6 +22,7 @@ from ...storage.resolve import resolve, split_uri
 from .arguments import OF_UPLOADER, check_path
 from .finder import Found
 from .folder import storage_prefix
+from .load import Locator
 from .loggers import Logger, LoggerDestination
 
 if TYPE_CHECKING:
@@ -278,18 +279,18 @@ def _storage(uri: str, arguments: Mapping[str, Any] | None) -> Storage:
     return LibcloudObjectStore(**dict(arguments))
 
 
-def as_object_store(given: Any) -> Storage:
-    """Return the storage that ``load_object_store`` means.
+def as_object_store(given: Any) -> Storage | Locator:
+    """Return the storage that ``load_object_store`` means, or what finds it from a ``load_path``.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is neither.
     """
     if isinstance(given, RemoteUploaderDownloader):
         return given.storage
-    if isinstance(given, Storage):
+    if isinstance(given, (Storage, Locator)):
         return given
     raise ConfigError(
         f"load_object_store is a {type(given).__name__}: give a holdfast.storage.LibcloudObjectStore, a "
-        "RemoteUploaderDownloader or what holdfast.storage.resolve('s3://bucket') returns; or none, and the whole URI "
-        "as load_path"
+        "RemoteUploaderDownloader, a holdfast.trackers.WandbArtifacts or what holdfast.storage.resolve('s3://bucket') "
+        "returns; or none, and the whole URI as load_path"
     )

@@ -1,0 +1,88 @@
+"""The figures of runs as OpenMetrics text, which Prometheus and others collect (version 1.0.0 of that format)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+__all__ = ["openmetrics"]
+
+# Name (its end is the unit), kind, what it says.
+_FAMILIES = (
+    ("holdfast_step", "gauge", "Step of the newest checkpoint."),
+    ("holdfast_last_durable_timestamp_seconds", "gauge", "When the newest checkpoint was committed."),
+    ("holdfast_training", "gauge", "1 while somebody trains the run."),
+    ("holdfast_checkpoints", "gauge", "Checkpoints that are there."),
+    ("holdfast_size_bytes", "gauge", "Bytes that the checkpoints take."),
+    ("holdfast_free_bytes", "gauge", "Free space of the storage."),
+    ("holdfast_durable_seconds", "summary", "From the start of a save to its commit."),
+    ("holdfast_saves", "counter", "Checkpoints that were committed."),
+    ("holdfast_lost_saves", "counter", "Saves that failed."),
+    ("holdfast_skipped_saves", "counter", "Saves that were due and left out."),
+    ("holdfast_deleted_checkpoints", "counter", "Checkpoints that were deleted."),
+    ("holdfast_held_seconds", "counter", "Time that saves held the training loop."),
+    ("holdfast_lost_seconds", "counter", "Held time, and what steps took longer while saves were written."),
+    ("holdfast_written_bytes", "counter", "Bytes that saves wrote."),
+    ("holdfast_reused_bytes", "counter", "Bytes that checkpoints share with the one before."),
+    ("holdfast_attempts", "counter", "Starts of the run."),
+    ("holdfast_failures", "counter", "Starts that ended in a failure."),
+    ("holdfast_lost_steps", "counter", "Steps that had to be done again."),
+)
+_UNITS = ("seconds", "bytes")
+_QUANTILES = (("0.5", "p50"), ("0.95", "p95"))
+
+
+def openmetrics(runs: Iterable[tuple[Mapping[str, str], Mapping[str, Any]]]) -> str:
+    """Write the figures of runs as text that ends in ``# EOF``.
+
+    Args:
+        runs: labels and figures of each; the names of the figures are those of the families above without
+            ``holdfast_``, ``durable_seconds`` is a summary (`costs.summary`). A figure that is None is left out.
+
+    Example:
+        >>> print(openmetrics([({"run": "gpt"}, {"step": 7})]))
+        # TYPE holdfast_step gauge
+        # HELP holdfast_step Step of the newest checkpoint.
+        holdfast_step{run="gpt"} 7
+        # EOF
+        <BLANKLINE>
+    """
+    told = list(runs)
+    lines = []
+    for name, kind, what in _FAMILIES:
+        samples = [line for labels, figures in told for line in _samples(name, kind, labels, figures)]
+        if samples:
+            unit = name.rpartition("_")[2]
+            lines += [f"# TYPE {name} {kind}", *([f"# UNIT {name} {unit}"] if unit in _UNITS else [])]
+            lines += [f"# HELP {name} {what}", *samples]
+    return "\n".join([*lines, "# EOF", ""])
+
+
+def _samples(name: str, kind: str, labels: Mapping[str, str], figures: Mapping[str, Any]) -> list[str]:
+    value = figures.get(name.removeprefix("holdfast_"))
+    if value is None:
+        return []
+    if kind != "summary":
+        return [_line(name + ("_total" if kind == "counter" else ""), labels, value)]
+    quantiles = [
+        _line(name, {**labels, "quantile": place}, value[key]) for place, key in _QUANTILES if value[key] is not None
+    ]
+    return [*quantiles, _line(f"{name}_count", labels, value["count"]), _line(f"{name}_sum", labels, value["sum"])]
+
+
+def _line(name: str, labels: Mapping[str, str], value: float) -> str:
+    told = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+    return f"{name}{{{told}}} {_number(value)}"
+
+
+def _escaped(text: str) -> str:
+    # A file name that is no UTF-8 has surrogates in it, which cannot be written.
+    whole = text.encode("utf-8", "replace").decode()
+    return whole.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+def _number(value: float) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+    return repr(value)

@@ -1,0 +1,212 @@
+"""``holdfast stats``: what saving has cost a run, and what its failures have."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from holdfast._units import format_bytes, format_duration
+from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.costs import stats as sum_up
+from holdfast.checkpoint.openmetrics import openmetrics
+from holdfast.checkpoint.run_state import run_state
+from holdfast.errors import ConfigError, HoldfastError, StorageError
+from holdfast.storage.base import Storage
+from holdfast.storage.ops import translate
+from holdfast.storage.resolve import resolve
+
+from .runs import runs_of
+from .targets import run_at
+from .terminal import console, print_json, printable, table
+
+__all__ = ["stats"]
+
+_TIMES = (("durable_s", "until durable"), ("held_s", "training held"), ("lost_s", "training lost"))
+_WORST = 5
+
+
+@click.command()
+@click.argument("run")
+@click.option("--openmetrics", "target", metavar="FILE", help="Write FILE for Prometheus instead; replaced as a whole.")
+@click.option("--watch", is_flag=True, help="With --openmetrics: write it again and again until no run is trained.")
+@click.option("--every", default=15.0, show_default=True, help="With --watch: seconds between looks.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def stats(run: str, target: str | None, watch: bool, every: float, as_json: bool) -> None:
+    """Say what checkpointing has cost RUN, or each run of a folder: time, bytes, deletions, failures.
+
+    "held" is the time that saves held the training loop, "lost" adds what steps took longer while a save was being
+    written. What a run did before it kept a journal is known in part only.
+    """
+    storage = resolve(run)
+    if watch and target is None:
+        raise ConfigError("--watch writes a file again and again: name it with --openmetrics FILE")
+    if every < 1:
+        raise ConfigError(f"--every {every:g}: give at least one second")
+    if target is not None:
+        if as_json:
+            raise ConfigError("--openmetrics writes a file and --json prints: give one of them")
+        _export(storage, run, target, every if watch else None)
+        return
+    found = _look(storage, run)
+    if len(found) == 1 and found[0]["name"] is None:
+        print_json(found[0]) if as_json else _show(printable(found[0]))
+    elif as_json:
+        print_json({"path": storage.uri, "kind": "folder", "runs": found})
+    else:
+        _show_folder(printable(storage.uri), printable(found))
+
+
+def _look(storage: Storage, path: str) -> list[dict[str, Any]]:
+    """Describe the run at a path, or the runs in a folder; those have names."""
+    catalog = Catalog(storage)
+    names = runs_of(catalog)
+    if not names or catalog.records():
+        return [_describe(run_at(storage, path), None)]
+    found = []
+    for name in names:
+        try:
+            found.append(_describe(Catalog(storage.child(name)), name))
+        except HoldfastError as error:
+            click.echo(printable(f"holdfast: {name} cannot be read: {error}"), err=True)
+    return found
+
+
+def _describe(catalog: Catalog, name: str | None) -> dict[str, Any]:
+    storage, state = catalog.storage, run_state(catalog)
+    records = catalog.records()
+    newest = records[0] if records else None
+    return {
+        "path": storage.uri,
+        "name": name,
+        "run_id": catalog.index.run_id,
+        "state": state.word,
+        "live": state.is_live,
+        "checkpoints": len(records),
+        "newest_step": None if newest is None else newest.step,
+        "newest_time": None if newest is None or not newest.created else newest.created,
+        "size_bytes": sum(record.size - record.reused for record in records),
+        "free_bytes": storage.free_bytes(),
+        **sum_up(catalog.index.told(), records, is_remote=storage.local_root is None),
+    }
+
+
+def _show(told: Mapping[str, Any]) -> None:
+    from rich.text import Text
+
+    out = console()
+    out.print(Text(told["path"], style="bold") + Text(f"  {told['state']}", style="dim"))
+    failed = f", {told['lost_saves']} lost" if told["lost_saves"] else ""
+    left_out = f", {told['skipped_saves']} skipped while the one before was written" if told["skipped_saves"] else ""
+    out.print(f"{told['saves']} saves{failed}{left_out}; {told['checkpoints']} checkpoints are there")
+    written, reused = format_bytes(told["bytes_written"]), format_bytes(told["bytes_reused"])
+    out.print(f"{written} written, {reused} shared with the checkpoint before instead")
+    out.print()
+    made = table([("seconds", "left"), *((one, "right") for one in ("saves", "in all", "mean", "p50", "p95", "max"))])
+    for name, title in _TIMES:
+        one = told[name]
+        if one["count"]:
+            figures = [f"{one[key]:.3g}" for key in ("mean", "p50", "p95", "max")]
+            made.add_row(title, str(one["count"]), f"{one['sum']:.4g}", *figures)
+    if made.row_count:
+        out.print(made)
+        out.print()
+    for why, times in list(told["lost_why"].items())[:_WORST]:
+        out.print(Text(f"lost {times} x: {why}", style="red"))
+    for why, times in told["deleted_by"].items():
+        out.print(f"{times} deleted: {why}")
+    out.print(_failures(told))
+
+
+def _failures(told: Mapping[str, Any]) -> str:
+    said = f"{len(told['attempts'])} starts, {told['failures']} ended in a failure"
+    if told["lost_steps"]:
+        said += f": {told['lost_steps']:g} steps ({format_duration(told['failure_s'])}) had to be done again"
+    if told["down_s"]:
+        said += f", {format_duration(told['down_s'])} between the end of one and the next"
+    return said
+
+
+def _show_folder(uri: str, found: list[dict[str, Any]]) -> None:
+    from rich.text import Text
+
+    out = console()
+    out.print(Text(uri, style="bold") + Text(f"  {len(found)} runs", style="dim"))
+    out.print()
+    titles = ("saves", "lost", "held s", "lost s", "durable p50 s", "written", "deleted", "failures", "steps again")
+    made = table([("run", "left"), ("state", "left"), *((title, "right") for title in titles)])
+    for told in found:
+        p50 = told["durable_s"]["p50"]
+        figures = [f"{told[name]['sum']:.3g}" if told[name]["count"] else "-" for name in ("held_s", "lost_s")]
+        made.add_row(
+            told["name"],
+            told["state"],
+            str(told["saves"]),
+            str(told["lost_saves"]),
+            *figures,
+            "-" if p50 is None else f"{p50:.3g}",
+            format_bytes(told["bytes_written"]),
+            str(told["deleted"]),
+            str(told["failures"]),
+            f"{told['lost_steps']:g}",
+        )
+    out.print(made)
+
+
+def _export(storage: Storage, path: str, target: str, every: float | None) -> None:
+    while True:
+        try:
+            found = _look(storage, path)
+        except StorageError as error:
+            if every is None:
+                raise
+            click.echo(printable(f"holdfast: {error}"), err=True)  # the next look may succeed
+        else:
+            _replace(target, openmetrics([(_labels(one), _figures(one)) for one in found]))
+            if every is None or not any(one["live"] for one in found):
+                return
+        time.sleep(every or 0)
+
+
+def _labels(told: Mapping[str, Any]) -> dict[str, str]:
+    name = told["name"] or told["path"].rstrip("/").rpartition("/")[2] or told["path"]
+    return {"run": name, "run_id": told["run_id"]}
+
+
+def _figures(told: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "step": told["newest_step"],
+        "last_durable_timestamp_seconds": told["newest_time"],
+        "training": int(told["state"] == "training"),
+        "checkpoints": told["checkpoints"],
+        "size_bytes": told["size_bytes"],
+        "free_bytes": told["free_bytes"],
+        "durable_seconds": told["durable_s"],
+        "saves": told["saves"],
+        "lost_saves": told["lost_saves"],
+        "skipped_saves": told["skipped_saves"],
+        "deleted_checkpoints": told["deleted"],
+        "held_seconds": told["held_s"]["sum"],
+        "lost_seconds": told["lost_s"]["sum"],
+        "written_bytes": told["bytes_written"],
+        "reused_bytes": told["bytes_reused"],
+        "attempts": len(told["attempts"]),
+        "failures": told["failures"],
+        "lost_steps": told["lost_steps"],
+    }
+
+
+def _replace(target: str, text: str) -> None:
+    """Replace the file in one step, so that nobody collects half of it."""
+    path = Path(target)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(path)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        raise translate(error, "write", target) from error
