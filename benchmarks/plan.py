@@ -16,6 +16,7 @@ from holdfast.checkpointer.identity import manifest_fields
 from holdfast.format.boxes import Box
 from holdfast.format.commit import PartSummary
 from holdfast.format.index import Index
+from holdfast.format.index_group import IndexFile, read_indexes
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.names import join
 from holdfast.format.parts import put_part
@@ -162,7 +163,8 @@ def _index(rank: int, world: int, held: int) -> bytes:
 def _reshard(indexes: list[bytes], world: int) -> None:
     """Do what a rank of three quarters as many does with all indexes: unite them, check them, plan what it reads."""
     stored = Stored(MemoryStorage("plan"), Manifest(**{**_fields(), "world_size": world}))
-    unite(stored, [Index.from_bytes(data, save_id=_ID) for data in indexes])
+    texts = (IndexFile(f"index-{rank:05d}-{_ID}.json", _ID, data) for rank, data in enumerate(indexes))
+    unite(stored, read_indexes(texts, stored.files))
     targets = Targets(stored)
     rows = world // _REPLICAS * 8
     wanted = Box((0, 0), (-(-rows // max(1, world // _REPLICAS * 3 // 4)), _WIDTH))
@@ -178,8 +180,8 @@ def _own(indexes: list[bytes]) -> None:
     """Do what a rank does with its own index and that of rank 0, which is all it needs in the layout it has saved."""
     for data in indexes:
         for entry in Index.from_bytes(data, save_id=_ID).tensors.values():
-            boxes = tuple([box_of(piece, entry.shape) for piece in entry.pieces])
-            if not Cuts(entry.shape, boxes).make_up(boxes[0]):
+            boxes = [box_of(piece, entry.shape) for piece in entry.pieces]
+            if not Cuts.of(entry.shape, boxes).make_up(boxes[0]):
                 raise AssertionError(f"{entry.name}: its own box is not there")
 
 
