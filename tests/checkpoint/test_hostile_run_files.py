@@ -11,6 +11,7 @@ from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.external import External, holders
 from holdfast.checkpoint.fence import _digest
 from holdfast.checkpoint.lease import Lease, make_owner
+from holdfast.checkpoint.sidecar import read_sidecar
 from holdfast.errors import CorruptCheckpointError
 from holdfast.format.commit import PartSummary, commit, read_manifest
 from holdfast.format.digest import bytes_digest
@@ -144,4 +145,11 @@ def test_a_hold_of_anybody(run, what):
     external.look()
     assert external.spared <= {"step_00000001"}
     assert holders(run).keys() <= {"step_00000001"}
+    assert start(run) == [1]
+
+
+def test_a_sidecar_that_nests_deep(run):
+    """Its checkpoint counts as pinned until it goes."""
+    plant(run, "step_00000001/.metrics.json", DEEP)
+    assert read_sidecar(run, "step_00000001").pinned
     assert start(run) == [1]

@@ -393,7 +393,7 @@ class Checkpoint:
             return dict(json.loads(self._storage.read(self._metadata_path())))
         except StorageNotFoundError:
             return {}
-        except (ValueError, TypeError) as error:
+        except (RecursionError, ValueError, TypeError) as error:
             raise CorruptCheckpointError(
                 f"{self.uri}: {METADATA_FILE} is not a JSON object ({error}); set_metadata() replaces it",
                 file=METADATA_FILE,
