@@ -8,8 +8,10 @@ import pytest
 
 from holdfast.checkpoint import lease as lease_module
 from holdfast.checkpoint.catalog import Catalog
+from holdfast.checkpoint.external import External, holders
 from holdfast.checkpoint.fence import _digest
 from holdfast.checkpoint.lease import Lease, make_owner
+from holdfast.checkpoint.sidecar import read_sidecar
 from holdfast.errors import CorruptCheckpointError
 from holdfast.format.commit import PartSummary, commit, read_manifest
 from holdfast.format.digest import bytes_digest
@@ -130,4 +132,24 @@ def test_a_number_that_leaves_none_above_it(run, name):
 def test_an_index_with_a_hole(run):
     """It is rebuilt."""
     plant(run, "run.json", HOLE)
+    assert start(run) == [1]
+
+
+@pytest.mark.parametrize(
+    "what", [DEEP, HOLE, "[1]", "7", json.dumps({"pid": [], "host": 3, "at_most_s": float("nan")})]
+)
+def test_a_hold_of_anybody(run, what):
+    """It counts as a hold that says nothing, or is passed over; nobody fails on it."""
+    plant(run, ".external/hold-step_00000001-0123456789abcdef.json", what)
+    external = External(run)
+    external.look()
+    assert external.spared <= {"step_00000001"}
+    assert holders(run).keys() <= {"step_00000001"}
+    assert start(run) == [1]
+
+
+def test_a_sidecar_that_nests_deep(run):
+    """Its checkpoint counts as pinned until it goes."""
+    plant(run, "step_00000001/.metrics.json", DEEP)
+    assert read_sidecar(run, "step_00000001").pinned
     assert start(run) == [1]

@@ -267,3 +267,10 @@ def test_a_refused_generator_says_what_to_save_and_that_is_exact(make, take, put
     hf.save(tmp_path / "saved", {"one": take(one)})
     put(other, hf.load(tmp_path / "saved")["one"])
     assert other.random() == one.random()
+
+
+@pytest.mark.parametrize("name", ["|04", "|O", "<f8,<f8", "M8[s]", 4, "<f" + "8" * 50])
+def test_words_of_a_generator_have_a_plain_dtype(name):
+    """Anything else would go to the parser of NumPy, which raises what it likes."""
+    with pytest.raises(ValueError, match="no dtype of a generator"):
+        rng._arrays({"state": {"dtype": name, "data": b"12345678"}})

@@ -12,6 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from holdfast.format.boxes import Box, flaw
 from holdfast.format.index import Piece
+from holdfast.state import cuts
 from holdfast.state import spans as spans_module
 from holdfast.state.boxes import Cut, held
 from holdfast.state.reader import read_tensors
@@ -154,6 +155,11 @@ def test_reads_along_the_first_dimension_are_little_more_than_what_is_needed():
                 assert read <= 1.10 * local_tensor(live).nbytes
 
 
+def by_arrays(shape, boxes):
+    """Ask the arrays: nothing is wrong, or look yourself."""
+    return cuts._flaw(shape, cuts.Cuts.of(shape, boxes).boxes)
+
+
 @settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_boxes_that_do_not_make_up_the_whole_are_found(data):
@@ -172,14 +178,17 @@ def test_boxes_that_do_not_make_up_the_whole_are_found(data):
         else:
             boxes.append(Box(start, size))
     assert flaw(shape, boxes) is None
+    assert by_arrays(shape, boxes) == ""
     full = [number for number, box in enumerate(boxes) if all(box.shape)]
     chosen = data.draw(st.sampled_from(full))
     rest = boxes[:chosen] + boxes[chosen + 1 :]
     assert "missing" in flaw(shape, rest)
     assert "twice" in flaw(shape, [*boxes, boxes[chosen]])
+    assert by_arrays(shape, rest) is by_arrays(shape, [*boxes, boxes[chosen]]) is None
     other = data.draw(st.sampled_from(full))
     if boxes[other].shape == boxes[chosen].shape and other != chosen:
         assert "missing and as many are stored twice" in flaw(shape, [*rest, boxes[other]])
+        assert by_arrays(shape, [*rest, boxes[other]]) is None
 
 
 def test_a_range_that_two_boxes_want_is_read_once():

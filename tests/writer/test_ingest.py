@@ -49,11 +49,15 @@ def of_ranks(files: dict[int, dict[str, bytes]]) -> tuple[Plan, dict[str, int]]:
     return merged(*(contents(rank, named) for rank, named in files.items()), data=data)
 
 
-def test_directories_without_files_are_named() -> None:
-    """They are not stored, and nobody has to find that out by looking."""
-    plan, _ = merged(contents(0, {"a": b"1"}, bare=("runs/", "x/y/")), contents(1, {"b": b"2"}, bare=("runs/",)))
-    (warning,) = plan.warnings
-    assert "not stored (runs/, x/y/)" in warning
+def test_directories_without_files_are_kept() -> None:
+    """Those that hold nothing on any rank, without those that others lie in; no warning."""
+    one = contents(0, {"a": b"1"}, bare=("runs", "x/y", "b"))
+    plan, _ = merged(one, contents(1, {"b/c": b"2"}, bare=("runs", "x")))
+    assert plan.folders == ("runs", "x/y")
+    assert plan.warnings == ()
+    assert Plan.from_json(plan.to_json()).folders == plan.folders
+    with pytest.raises(ConfigError, match=r"'a' is a file of rank 0 .* and a directory of rank 1"):
+        merged(one, contents(1, {}, bare=("a/b",)))
 
 
 def test_distinct_names_all_stay() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import time
@@ -32,7 +33,7 @@ from holdfast.errors import (
 from holdfast.format.commit import read_manifest
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.format.names import join
-from holdfast.storage.base import Storage
+from holdfast.storage.base import ObjectInfo, Storage
 
 from ._process import birth, is_dead, machine
 from .fence import is_fence, newest_fence
@@ -46,6 +47,7 @@ EXTERNAL = ".external"
 _NAME = re.compile(r"(hold|changed)-(.+)-[0-9a-f]{16}(?:\.json)?")
 _DECIDED_S, _PAUSE_S = 5.0, 0.1  # an owner that has announced a deletion carries it out or takes it back by then
 _AT_MOST_S = 3600.0  # of a hold that does not say, or cannot be read
+_MAX_BYTES = 1 << 16  # of a hold
 _log = get_logger("catalog")
 
 
@@ -64,7 +66,7 @@ class _Seen:
     def is_over(self) -> bool:
         """Whether its process is known to be gone, or has held for longer than it said."""
         at_most = self.body.get("at_most_s")
-        limit = at_most if isinstance(at_most, (int, float)) else _AT_MOST_S
+        limit = at_most if isinstance(at_most, (int, float)) and math.isfinite(at_most) else _AT_MOST_S
         return is_dead(self.body) or time.monotonic() - self.since > limit
 
 
@@ -101,7 +103,7 @@ class External:
                     self._new.add(info.path)
                     changed.add(match[2])
                 continue
-            known = self._seen.get(info.path) or _Seen(time.monotonic(), _read(self._storage, info.path))
+            known = self._seen.get(info.path) or _Seen(time.monotonic(), _read(self._storage, info))
             if known.is_over():
                 with contextlib.suppress(StorageError):
                     self._storage.delete(info.path)
@@ -184,7 +186,7 @@ def holders(storage: Storage) -> dict[str, list[str]]:
     for info in storage.list(EXTERNAL, recursive=False):
         match = _NAME.fullmatch(info.path.rpartition("/")[2])
         if match is not None and match[1] == "hold":
-            body = _read(storage, info.path)
+            body = _read(storage, info)
             if not is_dead(body):
                 found.setdefault(match[2], []).append(f"process {body.get('pid', '?')} on {body.get('host', '?')}")
     return found
@@ -217,10 +219,10 @@ def _is_doomed(storage: Storage, name: str) -> bool:
     return fence is not None and name in fence.dead
 
 
-def _read(storage: Storage, path: str) -> dict[str, Any]:
+def _read(storage: Storage, info: ObjectInfo) -> dict[str, Any]:
     try:
-        return dict(json.loads(storage.read(path)))
+        return dict(json.loads(storage.read(info.path))) if info.size <= _MAX_BYTES else {}
     except StorageNotFoundError:
         return {"at_most_s": 0}  # given back just now
-    except (StorageError, ValueError, TypeError):
+    except (StorageError, ValueError, TypeError, RecursionError):
         return {}

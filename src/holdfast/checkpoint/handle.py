@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from holdfast.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
@@ -22,7 +23,7 @@ from holdfast.errors import (
     NotLocalError,
     StorageNotFoundError,
 )
-from holdfast.format.commit import read_manifest, read_manifest_bytes, remove
+from holdfast.format.commit import make_folders, read_manifest, read_manifest_bytes, remove
 from holdfast.format.manifest import Manifest, body_digest
 from holdfast.storage.base import Storage, check_path
 from holdfast.storage.local import LocalStorage
@@ -197,8 +198,9 @@ class Checkpoint:
     def as_directory(self) -> Iterator[str]:
         """Give a local directory with the files, to be read only.
 
-        Local: the real path, nothing is copied. Remote: downloaded once per machine, shared by all processes on it,
-        removed after the last of them. A one-file checkpoint: a directory that holds it under its own name.
+        Local: the real path, nothing is copied; directories without files are made if they are missing. Remote:
+        downloaded once per machine, shared by all processes on it, removed after the last of them. A one-file
+        checkpoint: a directory that holds it under its own name.
         """
         if self._storage.local_root is None:
             if self._is_file():
@@ -213,6 +215,9 @@ class Checkpoint:
                 yield directory
         else:
             self._require()
+            with contextlib.suppress(CheckpointError):
+                # A copy made with other tools, or a process that ended right after the commit, may have lost them.
+                make_folders(self._storage, self._name, read_manifest(self._storage, self._name))
             yield self.path
 
     def open(self, name: str) -> BinaryIO:
@@ -388,7 +393,7 @@ class Checkpoint:
             return dict(json.loads(self._storage.read(self._metadata_path())))
         except StorageNotFoundError:
             return {}
-        except (ValueError, TypeError) as error:
+        except (RecursionError, ValueError, TypeError) as error:
             raise CorruptCheckpointError(
                 f"{self.uri}: {METADATA_FILE} is not a JSON object ({error}); set_metadata() replaces it",
                 file=METADATA_FILE,

@@ -58,7 +58,7 @@ def read_sidecar(storage: Storage, name: str) -> Sidecar:
     try:
         body = json.loads(data)
         return Sidecar(metrics=from_plain(dict(body.get("metrics") or {})), pinned=bool(body.get("pinned")))
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         _log.warning("%s/%s is damaged (%s): the checkpoint counts as pinned until it goes", storage.uri, path, error)
         return Sidecar(pinned=True)
 

@@ -20,7 +20,7 @@ from holdfast.errors import (
     StorageFullError,
     StorageNotFoundError,
 )
-from holdfast.format.commit import read_manifest, read_manifest_bytes, sweep
+from holdfast.format.commit import make_folders, read_manifest, read_manifest_bytes, sweep
 from holdfast.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from holdfast.format.names import REMOVING_NAME, SIDECARS, check_links, join, start_id_of
 from holdfast.storage.base import Storage
@@ -135,6 +135,8 @@ def copy_checkpoint(
     copy.bring_sidecars(is_new=is_new)
     if raw is not None and before is None:
         copy.commit(raw)
+    if raw is not None:
+        make_folders(target, directory, Manifest.from_bytes(raw))
     left = (stale or {}).keys() - {file.path for file in files}
     if left and raw is not None and _manifest_at(target, directory) != raw:
         return copy.copied  # somebody replaced ours, and cleans up

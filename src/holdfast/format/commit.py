@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from typing import Any
 
+from .._log import get_logger
 from ..errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -20,6 +21,7 @@ from ..errors import (
     FormatVersionError,
     IncompleteCheckpointError,
     StorageConflictError,
+    StorageError,
     StorageExistsError,
     StorageNotFoundError,
 )
@@ -36,12 +38,14 @@ __all__ = [
     "commit",
     "commit_manifest",
     "look_before",
+    "make_folders",
     "read_manifest",
     "read_manifest_bytes",
     "remove",
     "sweep",
 ]
 
+_LOG = get_logger("format")
 _FIELDS = frozenset(item.name for item in fields(Manifest)) - {"files", "total_bytes", "reused_bytes", "writers"}
 
 
@@ -118,12 +122,12 @@ def look_before(storage: Storage, directory: str) -> Replaced:
             etag = storage.stat(join(directory, MANIFEST_NAME)).etag
         except StorageNotFoundError:
             return "", frozenset()
-        return etag, _listed(storage, directory)
+        return etag, _listed(storage, directory)[0]
 
     looks: list[Callable[[], Any]] = [manifest, lambda: _names(storage, directory)]
     (etag, listed), names = together(storage, looks)
     if etag == "" and REMOVING_NAME in names:  # what a removal that was cut off in its middle had still to remove
-        listed = _listed(storage, directory, REMOVING_NAME)
+        listed, _ = _listed(storage, directory, REMOVING_NAME)
     beside = names & {REMOVING_NAME, *SIDECARS}
     return Replaced(etag=etag, stale=listed | _only_ours(names), is_clear=etag == "" and not beside)
 
@@ -301,14 +305,30 @@ def remove(storage: Storage, directory: str) -> None:
     Only what Holdfast wrote or listed goes; files that somebody put into the directory later stay. Safe to repeat
     after a crash, and fine if there is nothing.
     """
-    listed = _listed(storage, directory)
-    if not listed:
-        listed = _listed(storage, directory, REMOVING_NAME)  # an earlier try has failed after its first step
-    elif any(start_id_of(path) is None for path in listed):
+    listed, folders = _listed(storage, directory)
+    if not listed and not folders:
+        listed, folders = _listed(storage, directory, REMOVING_NAME)  # an earlier try failed after its first step
+    elif folders or any(start_id_of(path) is None for path in listed):
         # User files have names that tell nothing: after a crash only this list says that they are ours to remove.
         storage.put(join(directory, REMOVING_NAME), _read_bytes(storage, join(directory, MANIFEST_NAME)))
     storage.delete(join(directory, MANIFEST_NAME))
-    _finish_removal(storage, directory, listed)
+    _finish_removal(storage, directory, listed, folders)
+
+
+def make_folders(storage: Storage, directory: str, manifest: Manifest) -> None:
+    """Make the directories of a checkpoint that hold nothing, as far as they are not there: on a local disk.
+
+    After the commit: the manifest says which there are, so none is lost with a process that dies in between. A storage
+    that cannot be written to does without.
+    """
+    root = storage.local_root
+    if root is None or not manifest.empty_directories:
+        return
+    paths = [join(directory, folder) for folder in manifest.empty_directories]
+    try:
+        storage.make_directories([path for path in paths if not (root / path).is_dir()])
+    except StorageError as error:
+        _LOG.warning("%s: a directory without files cannot be made: %s", join(storage.uri, directory), error)
 
 
 def sweep(storage: Storage, directory: str, keep_start_id: str | None = None) -> list[str]:
@@ -328,8 +348,8 @@ def sweep(storage: Storage, directory: str, keep_start_id: str | None = None) ->
         return []
     except IncompleteCheckpointError:
         if storage.exists(join(directory, REMOVING_NAME)):
-            listed = _listed(storage, directory, REMOVING_NAME)
-            _finish_removal(storage, directory, listed)
+            listed, folders = _listed(storage, directory, REMOVING_NAME)
+            _finish_removal(storage, directory, listed, folders)
             return sorted(listed)
         listed = frozenset()
     stale = {path for path in _ours(storage, directory) - listed if start_id_of(path) != keep_start_id}
@@ -369,13 +389,13 @@ def _read_bytes(storage: Storage, path: str) -> bytes:
     return bytes(buffer)
 
 
-def _listed(storage: Storage, directory: str, name: str = MANIFEST_NAME) -> frozenset[str]:
-    """Return the files that a manifest lists; none if it cannot be read."""
+def _listed(storage: Storage, directory: str, name: str = MANIFEST_NAME) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Return the files and empty directories that a manifest lists; none if it cannot be read."""
     try:
-        data = _read_bytes(storage, join(directory, name))
-        return frozenset(entry.path for entry in Manifest.from_bytes(data).files)
+        manifest = Manifest.from_bytes(_read_bytes(storage, join(directory, name)))
+        return frozenset(entry.path for entry in manifest.files), manifest.empty_directories
     except (StorageNotFoundError, CorruptCheckpointError, FormatVersionError):
-        return frozenset()
+        return frozenset(), ()
 
 
 def _names(storage: Storage, directory: str) -> frozenset[str]:
@@ -393,8 +413,10 @@ def _ours(storage: Storage, directory: str) -> frozenset[str]:
     return _only_ours(_names(storage, directory))
 
 
-def _finish_removal(storage: Storage, directory: str, listed: frozenset[str]) -> None:
+def _finish_removal(storage: Storage, directory: str, listed: frozenset[str], folders: Iterable[str]) -> None:
     _delete(storage, directory, listed | _ours(storage, directory) | set(SIDECARS))
+    for folder in folders:
+        storage.tidy(join(directory, folder))  # unless somebody has put a file there
     storage.delete(join(directory, REMOVING_NAME))
 
 

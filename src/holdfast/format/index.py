@@ -7,7 +7,7 @@ File names hold ``{save_id}`` in place of the id of the save, so that one index 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -40,12 +40,12 @@ class Piece(NamedTuple):
 
 
 class TensorEntry(NamedTuple):
-    """One tensor: torch-like dtype name, global shape, and its pieces in this index."""
+    """One tensor: torch-like dtype name, global shape, and its pieces in this index, or in those of all writers."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
 
 
 # Half the time of calling the class, whose __new__ is a Python function.
@@ -125,10 +125,11 @@ class Index:
         """
         with paused_gc():
             body = loads(data, max_bytes=_MAX_INDEX, max_depth=_MAX_DEPTH, where=where)
-            return cls._from_body(body, where=where, save_id=save_id, sizes=sizes)
+            return cls.from_body(body, where=where, save_id=save_id, sizes=sizes)
 
     @classmethod
-    def _from_body(cls, body: Any, *, where: str, save_id: str | None, sizes: Mapping[str, int] | None) -> Index:
+    def from_body(cls, body: Any, *, where: str, save_id: str | None, sizes: Mapping[str, int] | None) -> Index:
+        """Check what was decoded; arguments and errors are those of `from_bytes`."""
         try:
             version, writer = body["index"], body["writer"]
             if type(version) is not int or type(writer) is not int or not 0 <= writer < _LIMIT or version < 1:

@@ -18,9 +18,11 @@ from .names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, check_path
 from .strict_json import dumps, loads
 
 __all__ = [
+    "EMPTY_DIRECTORIES",
     "FORMAT",
     "FORMAT_VERSION",
     "MANIFEST_NAME",
+    "MAX_FOLDERS",
     "MAX_MANIFEST_BYTES",
     "ROLES",
     "FileEntry",
@@ -31,6 +33,10 @@ __all__ = [
 FORMAT = "holdfast-checkpoint"
 FORMAT_VERSION = "1.0"
 MAX_MANIFEST_BYTES = 64 << 20
+EMPTY_DIRECTORIES = "empty_directories"
+"""Where ``extra`` names directories that hold no file: a list of paths, without those that others lie in."""
+MAX_FOLDERS = 200_000
+"""So many directories without a file may a checkpoint have, with all that they lie in."""
 ROLES = ("tensors", "index", "state", "digests", "user", "rank")
 
 _CLOSING = re.compile(rb',\n"body_digest": "(xxh3:[0-9a-f]{32})"\n}\n')
@@ -160,6 +166,7 @@ class Manifest:
         body = b"{\n" + b",\n".join(lines)
         try:
             _check_files(self.files, MANIFEST_NAME)
+            _check_folders(self.extra, self.files, MANIFEST_NAME)
             for entry in self.files:
                 check_path(entry.path, where=MANIFEST_NAME)
         except CorruptCheckpointError as error:
@@ -190,6 +197,11 @@ class Manifest:
     def file(self, path: str) -> FileEntry | None:
         """Return the entry of a file, None if it is not part of the checkpoint."""
         return next((entry for entry in self.files if entry.path == path), None)
+
+    @property
+    def empty_directories(self) -> tuple[str, ...]:
+        """Directories that hold no file, relative to the checkpoint."""
+        return tuple(self.extra.get(EMPTY_DIRECTORIES, ()))
 
     def with_role(self, role: str) -> tuple[FileEntry, ...]:
         """Return the files of one role."""
@@ -234,6 +246,7 @@ def _from_tree(cls: type[Manifest], tree: dict[str, Any], where: str) -> Manifes
     wrong = [name for name, check in _CHECKS.items() if name in values and not check(values[name])]
     if wrong:
         raise _corrupt(where, f"malformed field {wrong[0]!r}: {str(values[wrong[0]])[:120]}")
+    _check_folders(values["extra"], files, where)
     return cls(**values)
 
 
@@ -247,6 +260,24 @@ def _check_files(files: tuple[FileEntry, ...], where: str) -> None:
             table = by_path.get(path)
             if table is None or table.role != "digests" or offset + 8 * num_chunks(entry.size) > table.size:
                 raise _corrupt(where, f"the chunk digests of {entry.path} are not where it says ({path}, {offset})")
+
+
+def _check_folders(extra: Mapping[str, Any], files: tuple[FileEntry, ...], where: str) -> None:
+    """Refuse directories that lie outside, are too many, or would be where a file is."""
+    folders = extra.get(EMPTY_DIRECTORIES, [])
+    if not folders and isinstance(folders, (list, tuple)):
+        return
+    if not isinstance(folders, (list, tuple)) or not all(isinstance(one, str) for one in folders):
+        raise _corrupt(where, f"malformed field {EMPTY_DIRECTORIES!r}: {str(folders)[:120]}")
+    if sum(one.count("/") + 1 for one in folders) > MAX_FOLDERS:
+        raise _corrupt(where, f"it lists more than {MAX_FOLDERS} directories without a file")
+    taken = {*_UNLISTED, *(entry.path for entry in files)}
+    for folder in folders:
+        head = check_path(folder, where=where)
+        while head and head not in taken:
+            head = head.rpartition("/")[0]
+        if head:
+            raise _corrupt(where, f"the directory {folder[:200]!r} would be where the file {head[:200]!r} is")
 
 
 def _is_count(value: object) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import struct
 import sys
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from .values import RNG, RngSentinel
 __all__ = ["REFUSALS", "RNG", "RngSentinel", "capture", "plain", "python_entry", "restore", "set_devices"]
 
 _MASK = (1 << 64) - 1
+_DTYPE = re.compile(r"[<>|=][iufb]\d")
 _WORDS = struct.Struct("<625I")  # 624 words of the Mersenne Twister and the position in them
 # What a malformed or foreign entry makes the setters below raise: it is listed as not restored, never half trusted.
 REFUSALS = (
@@ -141,6 +143,8 @@ def _arrays(value: Any) -> Any:
     if value.keys() == {"dtype", "data"}:
         import numpy as np
 
+        if not isinstance(value["dtype"], str) or not _DTYPE.fullmatch(value["dtype"]):
+            raise ValueError(f"{str(value['dtype'])[:40]!a} is no dtype of a generator's words")  # NumPy runs a parser
         return np.frombuffer(value["data"], dtype=value["dtype"]).copy()
     return {key: _arrays(item) for key, item in value.items()}
 

@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -16,9 +17,11 @@ from ..format.codec import decode, loads
 from ..format.commit import read_manifest
 from ..format.digest import chunk_digests, file_digest
 from ..format.division import disagreement
-from ..format.index import Index, Piece, TensorEntry
+from ..format.index import Index, TensorEntry
+from ..format.index_group import IndexFile, IndexGroup, read_indexes
 from ..format.manifest import FileEntry, Manifest
 from ..format.merge import merged
+from ..format.pieces import FileNumbers, Pieces, PieceTable
 from ..format.schema import check_node, check_object, check_parts
 from ..storage.base import Storage
 from ..storage.together import together
@@ -52,6 +55,7 @@ class Stored:
         parts: the files of the ranks that stored values of their own.
         own: names of the tensors of ``per_rank``, if several ranks wrote this checkpoint: on each rank they are other
             ones, so no tie of theirs to a common one is stored.
+        files: numbers of the files that tables of pieces name.
     """
 
     storage: Storage
@@ -66,8 +70,9 @@ class Stored:
     own: frozenset[str] = frozenset()
     resized: int | None = None
     parts: dict[int, FileEntry] = field(default_factory=dict)
+    files: FileNumbers = field(default_factory=FileNumbers)
     _said: bool = False
-    _indexes: list[Index] = field(default_factory=list)
+    _indexes: list[Index | IndexGroup] = field(default_factory=list)
     _unread: list[FileEntry] = field(default_factory=list)  # indexes of other ranks, which may not be needed
     _lazy_digests: bool = False
     _keys: list[tuple[str, bool, str]] = field(default_factory=list)  # of values per rank, in the structure
@@ -104,9 +109,9 @@ class Stored:
             return False
         sizes = {entry.path: entry.size for entry in self.manifest.files}
         self._read_ahead(self._unread)
-        found = [*self._indexes, *(self._read_index(entry, sizes) for entry in self._unread)]
+        found = [*self._indexes, *self._read_indexes(self._unread, sizes)]
         self._unread, self._indexes, self.entries, self.aliases = [], [], {}, {}
-        unite(self, sorted(found, key=attrgetter("writer")))
+        unite(self, found)
         _check_lost(self)
         return True
 
@@ -154,15 +159,9 @@ class Stored:
         self._read_ahead(entries)
         return {entry.path: self._checked(entry) for entry in entries}
 
-    def _read_index(self, entry: FileEntry, sizes: Mapping[str, int]) -> Index:
-        data = self._checked(entry)
-        index = Index.from_bytes(data, where=entry.path, save_id=_save_id(entry.path), sizes=sizes)
-        missing = [path for path in index.files if path not in sizes]
-        if missing:
-            raise CorruptCheckpointError(
-                f"{entry.path} refers to {missing[0]}, which the manifest does not list", file=entry.path
-            )
-        return index
+    def _read_indexes(self, entries: Sequence[FileEntry], sizes: Mapping[str, int]) -> list[Index | IndexGroup]:
+        texts = (IndexFile(entry.path, _save_id(entry.path), self._checked(entry)) for entry in entries)
+        return read_indexes(texts, self.files, sizes=sizes)
 
     def say_borrowed(self) -> None:
         """Log, once, that values kept per rank come from another rank than this one."""
@@ -207,12 +206,10 @@ def open_stored(storage: Storage, *, rank: int = 0, world_size: int | None = Non
     stored._read_ahead([*ahead, *(tables_of if not stored._unread else ())])
     if not own_first:
         stored.digests = Digests(dict(_tables(manifest.files, stored._checked_all(tables_of))))
-    indexes: list[Index] = []
+    indexes = stored._read_indexes([entry for entry in listed if entry.path not in unread], sizes)
     trees: list[tuple[int, str, Any]] = []
     for entry in manifest.files:
-        if entry.role == "index" and entry.path not in unread:
-            indexes.append(stored._read_index(entry, sizes))
-        elif entry.role == "state":
+        if entry.role == "state":
             tree = loads(stored._checked(entry), max_bytes=_MAX_JSON, where=entry.path)
             trees.append((entry.writer, entry.path, tree))
     if not trees:
@@ -239,42 +236,65 @@ def _check_lost(stored: Stored) -> None:
             stored.entry(min(lost))
 
 
-def unite(stored: Stored, indexes: Sequence[Index]) -> None:
+def unite(stored: Stored, indexes: Sequence[Index | IndexGroup]) -> None:
     """Put the indexes of all writers together; those of some of them if others are left for later.
 
     Raises:
         CorruptCheckpointError: one is missing, or two of them do not go together.
     """
-    if len(indexes) == 1 and indexes[0].division is None and stored.is_complete:
-        stored.entries, stored.aliases = indexes[0].tensors, indexes[0].aliases
+    groups = [one for one in indexes if isinstance(one, IndexGroup)]
+    ones = sorted([one for one in indexes if isinstance(one, Index)], key=attrgetter("writer"))
+    if len(ones) == 1 and not groups and ones[0].division is None and stored.is_complete:
+        stored.entries, stored.aliases = ones[0].tensors, ones[0].aliases
         return
     where = stored.storage.uri
     if not stored.is_complete:
         stored._indexes = list(indexes)
-    elif problem := disagreement({index.writer: index.division for index in indexes}):
-        raise CorruptCheckpointError(f"{where}: {problem}: this checkpoint is damaged; use another one")
+    else:
+        divisions = {index.writer: index.division for index in ones}
+        divisions.update((writer, group.first.division) for group in groups for writer in group.writers)
+        if problem := disagreement(divisions):
+            raise CorruptCheckpointError(f"{where}: {problem}: this checkpoint is damaged; use another one")
     entries, aliases = stored.entries, stored.aliases
-    if any(index.division is not None and index.division.alike is not None for index in indexes):
-        indexes = _apart(indexes, where)
-    pieces: dict[str, list[Piece]] = {}  # of tensors that several ranks have boxes of
-    for index in indexes:
+    if any(index.division is not None and index.division.alike is not None for index in ones):
+        ones = _apart(ones, where)
+    firsts = [*ones, *[group.first for group in groups]]
+    blocks: dict[str, list[Any]] = {}  # pieces of tensors that several ranks have boxes of
+
+    def add(index: Index, name: str, entry: TensorEntry, block: Any) -> None:
+        before = entries.get(name)
+        if before is None and name not in aliases:
+            entries[name] = entry
+            if block is not entry.pieces:
+                blocks[name] = [block]
+            return
+        there = blocks.get(name)
+        if there is None and before is not None and _in_boxes(before):
+            there = blocks[name] = [before.pieces]
+        if before is None or there is None or before[1:3] != entry[1:3] or not _in_boxes(entry):
+            raise _twice(where, name, index, firsts)
+        there.append(block)
+
+    for index in ones:
         for name, entry in index.tensors.items():
-            before = entries.get(name)
-            if before is None and name not in aliases:
-                entries[name] = entry
-                continue
-            there = pieces.get(name)
-            if there is None and before is not None and _in_boxes(before):
-                there = pieces[name] = list(before.pieces)
-            if before is None or there is None or before[1:3] != entry[1:3] or not _in_boxes(entry):
-                raise _twice(where, name, index, indexes)
-            there.extend(entry.pieces)
-        for name, original in index.aliases.items():
-            # Boxes of tied tensors are tied on each rank.
-            if name in entries or aliases.setdefault(name, original) != original:
-                raise _twice(where, name, index, indexes)
-    for name, found in pieces.items():
-        entries[name] = entries[name]._replace(pieces=tuple(found))
+            add(index, name, entry, entry.pieces)
+        _tie(stored, index, firsts)
+    for group in groups:
+        for entry, block in group.blocks():
+            add(group.first, entry.name, entry, block)
+        _tie(stored, group.first, firsts)
+    table = PieceTable(stored.files)
+    for name, found in blocks.items():
+        plain = all(isinstance(one, tuple) for one in found)
+        pieces = tuple(chain.from_iterable(found)) if plain else table.pieces(found, len(entries[name].shape))
+        entries[name] = entries[name]._replace(pieces=pieces)
+
+
+def _tie(stored: Stored, index: Index, indexes: Sequence[Index]) -> None:
+    for name, original in index.aliases.items():
+        # Boxes of tied tensors are tied on each rank.
+        if name in stored.entries or stored.aliases.setdefault(name, original) != original:
+            raise _twice(stored.storage.uri, name, index, indexes)
 
 
 def _apart(indexes: Sequence[Index], where: str) -> list[Index]:
@@ -323,7 +343,9 @@ def _twice(where: str, name: str, second: Index, indexes: Sequence[Index]) -> Co
 
 
 def _in_boxes(entry: TensorEntry) -> bool:
-    return None not in [piece[3] for piece in entry[3]]  # their `box_start`, by number: a million pieces take a while
+    pieces = entry[3]
+    # Their `box_start`, by number: a million pieces take a while.
+    return isinstance(pieces, Pieces) or None not in [piece[3] for piece in pieces]
 
 
 def _save_id(index_path: str) -> str:

@@ -7,6 +7,7 @@ import torch
 from ..errors import CorruptCheckpointError
 from ..format.boxes import Box
 from ..format.index import Piece, TensorEntry
+from ..format.pieces import Pieces
 from . import arrays
 from .cuts import Cuts
 from .reader import ReadRequest
@@ -115,9 +116,7 @@ class Targets:
             entry = self.stored.entry(entry.name)
             cuts = self._cuts_of(entry)
         if entry.name not in self._complete:
-            rows, width = zip(entry.pieces, cuts.counts, cuts.boxes, strict=True), dtype.itemsize
-            short = [box for piece, count, box in rows if piece[2] != count * width]
-            problem = f"its bytes do not make {entry.dtype} {list(short[0].shape)}" if short else None
+            problem = _wrong_sizes(entry, cuts, dtype)
             if not problem and self.stored.is_complete:
                 problem = cuts.problem
             if problem:
@@ -130,17 +129,36 @@ class Targets:
                 self._complete.add(entry.name)
         for wanted, target in parts:
             for number, common in cuts.overlaps(wanted):
-                piece, box = entry.pieces[number], cuts.boxes[number]
+                piece, box = entry.pieces[number], cuts.box(number)
                 self.requests.extend(spans(entry.name, piece, box, common, _within(target, wanted, common), dtype))
 
     def _cuts_of(self, entry: TensorEntry) -> Cuts:
-        # By identity: in one index boxes that are alike are one object, and to compare a million of them takes seconds.
-        key = entry.shape, *[id(piece[3]) for piece in entry.pieces], *[id(piece[4]) for piece in entry.pieces]
+        # By identity: boxes that are alike are one object, and to compare a million of them takes seconds.
+        shape, pieces = entry.shape, entry.pieces
+        key: tuple[object, ...]
+        if isinstance(pieces, Pieces):
+            key = shape, id(pieces.boxes)  # the entries keep these alive
+        else:
+            key = shape, *[id(piece[3]) for piece in pieces], *[id(piece[4]) for piece in pieces]
         found = self._cuts.get(key)
         if found is None:
-            boxes = tuple([box_of(piece, entry.shape) for piece in entry.pieces])  # these keep the objects alive
-            found = self._cuts[key] = Cuts(entry.shape, boxes)
+            if isinstance(pieces, Pieces):
+                found = Cuts(shape, pieces.boxes)
+            else:
+                found = Cuts.of(shape, [box_of(piece, shape) for piece in pieces])
+            self._cuts[key] = found
         return found
+
+
+def _wrong_sizes(entry: TensorEntry, cuts: Cuts, dtype: torch.dtype) -> str | None:
+    """Return why the bytes of some piece do not make its box; None if all do."""
+    pieces, width = entry.pieces, dtype.itemsize
+    if isinstance(pieces, Pieces):
+        wrong = pieces.nbytes != cuts.counts_array * width
+        short = wrong.nonzero()[0].tolist() if wrong.any() else []
+    else:
+        short = [at for at, piece in enumerate(pieces) if piece[2] != cuts.counts[at] * width]
+    return f"its bytes do not make {entry.dtype} {list(cuts.box(short[0]).shape)}" if short else None
 
 
 def _whole(shape: tuple[int, ...]) -> Box:

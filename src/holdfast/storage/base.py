@@ -401,6 +401,9 @@ class Storage(ABC):
         """Remove every object below the directory ``prefix``; "" empties the storage."""
         self.delete_many([info.path for info in self.list(prefix)])
 
+    def make_directories(self, paths: Iterable[str]) -> None:  # noqa: B027 - objects lie in no directories
+        """Make directories that hold nothing, where there are such: on a local disk; a bucket has none."""
+
     def tidy(self, directory: str) -> None:  # noqa: B027 - nothing to do where a put leaves nothing behind
         """Remove what dead writers left directly in ``directory``: unfinished `put`s, and itself if it is empty."""
 

@@ -316,6 +316,13 @@ class LocalStorage(Storage):
             if prefix:
                 self._prune(inside)
 
+    def make_directories(self, paths: Iterable[str]) -> None:
+        """Make directories that hold nothing; see `Storage.make_directories`. One behind a link is refused."""
+        for path in paths:
+            inside = self._below(check_path(path))
+            with errors_of("make the directory", self._door.full(inside)):
+                self._in_directory(inside, lambda _: None)
+
     def tidy(self, directory: str) -> None:
         """Remove temporary files of dead writers, and the directory if that leaves it empty; see `Storage.tidy`."""
         inside = self._below(check_path(directory))

@@ -75,6 +75,10 @@ class PrefixStorage(Storage):
         """Remove everything below ``prefix``; see `Storage.delete_tree`."""
         self._parent.delete_tree(posixpath.join(self._prefix, check_prefix(prefix)))
 
+    def make_directories(self, paths: Iterable[str]) -> None:
+        """Make directories that hold nothing; see `Storage.make_directories`."""
+        self._parent.make_directories([posixpath.join(self._prefix, check_path(path)) for path in paths])
+
     def tidy(self, directory: str) -> None:
         """Remove what dead writers left; see `Storage.tidy`."""
         self._parent.tidy(posixpath.join(self._prefix, check_prefix(directory)))

@@ -69,6 +69,7 @@ class Plan:
         metadata: bytes of its `.metadata.json`, if it has one.
         fields: of the manifest, where the source that is a checkpoint knows better than the job.
         warnings: what the user should hear.
+        folders: directories that hold nothing on any rank.
     """
 
     items: tuple[Item, ...] = ()
@@ -76,6 +77,7 @@ class Plan:
     metadata: bytes | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Describe this plan."""
@@ -85,6 +87,7 @@ class Plan:
             "metadata": None if self.metadata is None else base64.b64encode(self.metadata).decode(),
             "fields": encode(dict(self.fields)),
             "warnings": list(self.warnings),
+            "folders": list(self.folders),
         }
 
     @classmethod
@@ -97,6 +100,7 @@ class Plan:
             metadata=None if metadata is None else base64.b64decode(metadata),
             fields=decode(data["fields"]),
             warnings=tuple(data["warnings"]),
+            folders=tuple(data.get("folders", ())),
         )
 
 
@@ -125,6 +129,7 @@ def merge(sources: Sequence[Contents], digests: Mapping[tuple[int, str], str]) -
     manifest = order[0].manifest if order else None
     files = list(_files(order))
     taken = _names(files)
+    folders = _folders(order, taken)
     items: list[Item] = []
     keepers: dict[str, Found] = {}
     renamed: dict[str, list[tuple[int, str]]] = {}
@@ -152,8 +157,8 @@ def merge(sources: Sequence[Contents], digests: Mapping[tuple[int, str], str]) -
             *_about_names(renamed),
             *_about_metadata(metadata),
             *_about_checkpoints(order),
-            *_about_bare(order),
         ),
+        folders=folders,
     )
 
 
@@ -201,6 +206,32 @@ def _names(files: Iterable[Found]) -> set[str]:
     return {*names, *folders, MANIFEST_NAME, REMOVING_NAME, *SIDECARS}
 
 
+def _folders(sources: Sequence[Contents], taken: set[str]) -> tuple[str, ...]:
+    """Directories that hold nothing on any rank; they are added to ``taken``."""
+    files = {one.name: one for one in _files(sources)}
+    inside = taken - files.keys()  # directories that hold something on some rank
+    found: set[str] = set()
+    for source in sources:
+        for name in source.bare:
+            head = name
+            while head and head not in files:
+                head = posixpath.dirname(head)
+            if head:
+                raise ConfigError(
+                    f"{head!r} is a file of rank {files[head].rank} ({files[head].source}) and a directory of rank "
+                    f"{source.rank}: the directories of all ranks are merged into one; use other names"
+                )
+            if name not in inside:
+                found.add(name)
+    above: set[str] = set()
+    for name in found:
+        head = name
+        while (head := posixpath.dirname(head)) and head not in above:
+            above.add(head)
+    taken |= found | above
+    return tuple(sorted(found - above))
+
+
 def _same(one: Found, other: Found, digests: Mapping[tuple[int, str], str]) -> bool:
     return one.size == other.size and _digest(one, digests) == _digest(other, digests)
 
@@ -232,17 +263,6 @@ def _about_names(renamed: Mapping[str, Sequence[tuple[int, str]]]) -> list[str]:
     return [
         f"several ranks reported different files under one name, so all were kept: {'; '.join(told)}{more}. "
         "Give files that differ between ranks distinct names, such as model-rank3.pt"
-    ]
-
-
-def _about_bare(order: Sequence[Contents]) -> list[str]:
-    bare = sorted({name for one in order for name in one.bare})
-    if not bare:
-        return []
-    more = f" and {len(bare) - _NAMED} more" if len(bare) > _NAMED else ""
-    return [
-        f"directories without a file are not stored ({', '.join(bare[:_NAMED])}{more}), as in a bucket: make them "
-        "where they are needed, or put a file into them"
     ]
 
 

@@ -63,12 +63,12 @@ def commit_in_place(storage: Storage, job: IngestJob, run: Run | None, side: Sid
         try:
             # Says whose the digest file is if the commit does not come. Nothing else is ours to remove.
             put_plan(storage, job.directory, job.save_id, [listing.digests_path], {})
-            _list(storage, job, before, listing, Copier(side))
+            folders = _list(storage, job, before, listing, Copier(side))
             seconds["digest"] = time.perf_counter() - start
             written = listing.put_digests(storage, job.directory)
             if run is not None:
                 run.before_commit()
-            fields = manifest_fields(job.manifest, {} if before is None else known_fields(before))
+            fields = manifest_fields(job.manifest, {} if before is None else known_fields(before), folders=folders)
             manifest = commit(
                 storage,
                 job.directory,
@@ -112,9 +112,11 @@ def _manifest_there(storage: Storage, job: IngestJob, run: Run | None) -> Manife
     return manifest
 
 
-def _list(storage: Storage, job: IngestJob, before: Manifest | None, listing: Listing, copier: Copier) -> None:
-    """Digest what no manifest describes; gather the rest."""
-    _check_links(storage, job)
+def _list(
+    storage: Storage, job: IngestJob, before: Manifest | None, listing: Listing, copier: Copier
+) -> tuple[str, ...]:
+    """Digest what no manifest describes; gather the rest. Returns the directories that hold nothing."""
+    folders = _check_links(storage, job)
     known: dict[str, FileEntry] = {} if before is None else {entry.path: entry for entry in before.files}
     for entry in known.values():
         listing.add(entry)
@@ -141,21 +143,24 @@ def _list(storage: Storage, job: IngestJob, before: Manifest | None, listing: Li
     for name in others:
         table = copier.digest_object(storage, join(job.directory, name))
         listing.add_file(name, names[name], table, writer=0)
+    return folders
 
 
-def _check_links(storage: Storage, job: IngestJob) -> None:
+def _check_links(storage: Storage, job: IngestJob) -> tuple[str, ...]:
+    """Refuse links; returns the directories that hold nothing."""
     if storage.local_root is None:
-        return
+        return ()
     home = os.path.join(storage.local_root, job.directory)
     if not os.path.isdir(home):
-        return
-    found = scan(IngestSource(rank=0, path=home, owned=True)).files
-    links = [one.name for one in found if not one.movable]
+        return ()
+    found = scan(IngestSource(rank=0, path=home, owned=True))
+    links = [one.name for one in found.files if not one.movable]
     if links:
         raise ConfigError(
             f"{home}: {', '.join(links[:_NAMED])} is reached through a link: what is committed where it lies must lie "
             "there itself; copy it (cp -rL), or report the directory without NO_UPLOAD"
         )
+    return found.bare
 
 
 def _is_fit(name: str) -> bool:

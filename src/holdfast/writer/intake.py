@@ -19,7 +19,7 @@ from holdfast.errors import (
     HoldfastError,
     StorageFullError,
 )
-from holdfast.format.commit import commit
+from holdfast.format.commit import commit, make_folders
 from holdfast.format.digest import file_digest
 from holdfast.format.manifest import MANIFEST_NAME, Manifest
 from holdfast.format.names import join
@@ -92,6 +92,7 @@ class Intake:
             except BaseException:
                 self._undo()
                 raise
+        make_folders(self._storage, job.directory, manifest)
         self._clean()
         self._seconds["total"] = time.perf_counter() - start
         return outcome(
@@ -131,7 +132,7 @@ class Intake:
         with self._timed("commit"):
             if run is not None:
                 run.before_commit()
-            fields = manifest_fields(job.manifest, plan.fields)
+            fields = manifest_fields(job.manifest, plan.fields, folders=plan.folders)
             void = None if run is None else run.void_at(job.directory)
             return commit(storage, job.directory, fields, listing.parts(), void=void), plan.warnings
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from holdfast.format.commit import PartSummary
 from holdfast.format.digest import CHUNK, bytes_digest, file_digest
-from holdfast.format.manifest import FileEntry, Manifest
+from holdfast.format.manifest import EMPTY_DIRECTORIES, FileEntry, Manifest
 from holdfast.format.names import join
 from holdfast.storage.base import Storage
 
@@ -79,8 +79,16 @@ def known_fields(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def manifest_fields(given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the manifest fields of a job with `known_fields` (empty for files that were no checkpoint)."""
+def manifest_fields(
+    given: Mapping[str, Any], known: Mapping[str, Any], *, folders: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Merge the manifest fields of a job with `known_fields` (empty for files that were no checkpoint).
+
+    Args:
+        given: of the job.
+        known: of the checkpoint that it was.
+        folders: directories that hold nothing.
+    """
     merged = dict(given)
     if known:
         merged["world_size"] = known["world_size"]
@@ -88,4 +96,6 @@ def manifest_fields(given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[
             merged["epoch"] = known["epoch"]
         for name in ("versions", "extra"):
             merged[name] = {**known[name], **given.get(name, {})}
+    if folders:
+        merged["extra"] = {**merged.get("extra", {}), EMPTY_DIRECTORIES: list(folders)}
     return merged

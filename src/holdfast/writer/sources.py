@@ -14,7 +14,7 @@ from holdfast.errors import (
     FormatVersionError,
     StorageError,
 )
-from holdfast.format.manifest import MAX_MANIFEST_BYTES, FileEntry, Manifest
+from holdfast.format.manifest import MAX_FOLDERS, MAX_MANIFEST_BYTES, FileEntry, Manifest
 from holdfast.format.names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, check_path
 from holdfast.format.parts import is_passing
 from holdfast.storage.base import TEMPORARY
@@ -60,7 +60,7 @@ class Contents:
         metadata: bytes of its `.metadata.json`.
         manifest: the manifest of a source that is a Holdfast checkpoint.
         manifest_file: that manifest as a file.
-        bare: sub-directories that hold no file.
+        bare: sub-directories that hold nothing.
     """
 
     rank: int
@@ -74,7 +74,7 @@ class Contents:
 def scan(source: IngestSource) -> Contents:
     """List a source. Reads names and sizes, its metadata and, if it has one, its manifest.
 
-    Links are resolved: what they lead to is part of the source. Directories without files are not, and are named.
+    Links are resolved: what they lead to is part of the source. Directories without files are named.
 
     Raises:
         CheckpointNotFoundError: there is nothing.
@@ -104,6 +104,7 @@ def scan(source: IngestSource) -> Contents:
     if manifest is None:
         files = tuple(one for one in found if one.name != METADATA)
         return _checked(source, Contents(rank=source.rank, files=files, metadata=metadata, bare=tuple(sorted(bare))))
+    bare = sorted({*bare, *manifest.empty_directories})
     contents = _of_checkpoint(source, found, manifest)
     return _checked(
         source,
@@ -113,7 +114,7 @@ def scan(source: IngestSource) -> Contents:
             metadata=metadata,
             manifest=manifest,
             manifest_file=next(one for one in found if one.name == MANIFEST_NAME),
-            bare=tuple(sorted(bare)),
+            bare=tuple(bare),
         ),
     )
 
@@ -124,7 +125,7 @@ def _walk(
     with os.scandir(directory) as entries:
         listed = list(entries)
     if not listed and prefix:
-        bare.append(prefix)
+        bare.append(prefix.rstrip("/"))
     for entry in listed:
         name = prefix + entry.name
         linked = entry.is_symlink()
@@ -219,19 +220,26 @@ def _of_checkpoint(source: IngestSource, found: list[Found], manifest: Manifest)
 def _checked(source: IngestSource, contents: Contents) -> Contents:
     """Refuse names that no checkpoint can have."""
     bad = []
-    for one in contents.files:
+    for name in (*[one.name for one in contents.files], *contents.bare):
         try:
-            one.name.encode()
-            check_path(one.name, where=source.path)
+            name.encode()
+            check_path(name, where=source.path)
         except (UnicodeEncodeError, CorruptCheckpointError):
-            bad.append(one.name)
+            bad.append(name)
             continue
-        if any(part.startswith(TEMPORARY) for part in one.name.split("/")):
-            bad.append(one.name)
+        if any(part.startswith(TEMPORARY) for part in name.split("/")):
+            bad.append(name)
+    own = (MANIFEST_NAME, REMOVING_NAME, *SIDECARS)
+    bad += [name for name in contents.bare if name.partition("/")[0] in own]
+    if sum(name.count("/") + 1 for name in contents.bare) > MAX_FOLDERS:
+        raise ConfigError(
+            f"{source.path} (rank {source.rank}): {len(contents.bare)} directories hold nothing, more than the "
+            f"{MAX_FOLDERS} that a checkpoint may have with those they lie in: remove them before report()"
+        )
     if bad:
         more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
         raise ConfigError(
-            f"{source.path} (rank {source.rank}): files of a checkpoint cannot be called "
+            f"{source.path} (rank {source.rank}): files and directories of a checkpoint cannot be called "
             f"{', '.join(ascii(name) for name in bad[:_NAMED])}{more}: use names in UTF-8, without backslashes, that "
             f"do not start with {TEMPORARY!r}"
         )
