@@ -16,7 +16,7 @@ from ...errors import (
     TrainingError,
 )
 from ...writer.messages import RunOpened
-from ..engine import Exited, Received, Started
+from ..engine import Capacity, Exited, Placed, Received, Started, Unable
 from ..failure import error_from_wire
 from .actions import (
     Action,
@@ -47,6 +47,7 @@ from .finder import Found
 from .plan import Plan
 from .policy import Cause, GiveUp
 from .reports import Reports
+from .room import Room
 from .starts import Start, choose_start
 from .states import RunState, check_transition
 from .watch import find_trouble, next_check
@@ -86,7 +87,8 @@ class Controller:
         self._suspect: tuple[str, Crew] | None = None
         self.first = self._start = Start()
         self._answer_until: float | None = None  # when the run itself has to have answered
-        self._waiting = False  # for the time of the next start
+        self._waiting = False  # for the time of the next start, and for room
+        self._room = Room(plan)
         self._not_before = 0.0
         self._last_sign = 0.0
         self._ending: Ending | None = None
@@ -110,7 +112,11 @@ class Controller:
             self._on_outcome(event)
         elif isinstance(event, StopRequested):
             self._on_stop(event.why)
-        elif isinstance(event, (Started, Received, Exited)):
+        elif isinstance(event, Capacity):
+            self._room.told(event, now)
+        elif isinstance(event, Unable):
+            self._fatal(event.error)
+        elif isinstance(event, (Placed, Started, Received, Exited)):
             self._on_worker(event)
         if not self.state.is_end:
             self._advance()
@@ -126,7 +132,8 @@ class Controller:
             times.append(next_check(self._crew, self.reports, self.commits, self._limits, self._last_sign))
             times.append(self._ending.deadline if self._ending is not None else None)
         elif self._waiting:
-            times.append(self._not_before)
+            room = self._room.deadline()
+            times.append(self._not_before if room is None or self._now < self._not_before else room)
         return min((time for time in times if time is not None), default=None)
 
     # -- outcomes ------------------------------------------------------------------------------------------------
@@ -186,26 +193,37 @@ class Controller:
             self._out.append(self._start.resumed)
         if not self.restarts:
             self.first = self._start
-        else:
-            workers = f"{self._plan.num_workers} worker{'s' if self._plan.num_workers > 1 else ''}"
-            self._say(f"starting {workers} again from {self._start.words} (attempt {self.attempt})")
         self._clock.end("find", self._now)
         self._waiting = True
+        self._room.wait(self._now)
 
     # -- workers -------------------------------------------------------------------------------------------------
 
-    def _start_group(self) -> None:
+    def _seek_room(self) -> None:
+        """Start the group if there is room for it; say what is waited for, and give up in the end."""
+        size = self._room.size(self._now)
+        if size is not None:
+            self._start_group(size)
+        elif (error := self._room.error(self._now)) is not None:
+            self._end(RunState.ERRORED, first_line(error), error)
+        elif (line := self._room.words(self._now)) is not None:
+            self._say(line)
+
+    def _start_group(self, size: int) -> None:
         self._waiting = False
-        self._crew = Crew(self._plan.num_workers, self._now)
-        board = Board(self._plan.num_workers, self._start.step + 1)
+        if self.restarts:
+            workers = f"{size} worker{'s' if size > 1 else ''}"
+            self._say(f"starting {workers} again from {self._start.words} (attempt {self.attempt})")
+        self._crew = Crew(size, self._now)
+        board = Board(size, self._start.step + 1)
         parent = self._start.kept.checkpoint_id if self._start.kept is not None else None
         self.commits.begin(board, run_id=self._run_id, attempt=self.attempt, start_id=self._start_id, parent=parent)
         self.reports.begin(board)
         self._last_sign, self._ending = self._now, None
         self._become(RunState.SCHEDULING)
-        self._out.append(StartGroup(attempt=self.attempt))
+        self._out.append(StartGroup(attempt=self.attempt, num_workers=size))
 
-    def _on_worker(self, event: Started | Received | Exited) -> None:
+    def _on_worker(self, event: Placed | Started | Received | Exited) -> None:
         crew, rank = self._crew, event.rank
         if crew is None:
             return
@@ -217,9 +235,20 @@ class Controller:
                 self._fail(rank, crew.failures[rank])
             return
         crew.heard[rank] = self._last_sign = self._now
+        if isinstance(event, Placed):
+            crew.placed[rank] = event
+            return
         if isinstance(event, Started):
             crew.started.add(rank)
-            self._out.append(self._start.begin(self._plan, rank, attempt=self.attempt, start_id=self._start_id))
+            begin = self._start.begin(
+                self._plan,
+                rank,
+                size=crew.size,
+                placed=crew.placed.get(rank),
+                attempt=self.attempt,
+                start_id=self._start_id,
+            )
+            self._out.append(begin)
             return
         header, attachments = event.message.header, event.message.attachments
         on = header["on"]
@@ -227,6 +256,7 @@ class Controller:
             crew.running.add(rank)
             if crew.all_running and self.state is RunState.SCHEDULING:
                 self._clock.end("start", self._now)
+                self._room.satisfied()
                 self._become(RunState.RUNNING)
         elif on == "finished":
             crew.finished.add(rank)
@@ -320,7 +350,7 @@ class Controller:
             self._end(RunState.ERRORED, text, TrainingError(text))
             return
         if self._waiting and self._now >= self._not_before:
-            self._start_group()
+            self._seek_room()
         if self._crew is not None and self._teardown is None:
             self.commits.advance()
             self.reports.advance(self._now)
@@ -349,7 +379,7 @@ class Controller:
             self._suspect, self._crew = (name, crew), None
             self._ask(FindStart(deep=(name,)))
         else:
-            self._decide(crew)
+            self._decide(crew, free=crew.unplaced)
 
     def _damaged(self, crew: Crew) -> str | None:
         """Name the checkpoint that this group started from if it failed over damaged bytes before its first report."""
