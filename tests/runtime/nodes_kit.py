@@ -32,6 +32,7 @@ class FakeNodes:
     Attributes:
         agents: the process of each node's agent.
         launched: nodes in the order in which agents were started.
+        preludes: code that an agent runs first, by node.
     """
 
     host = "127.0.0.1"
@@ -42,7 +43,7 @@ class FakeNodes:
         self.launched: list[str] = []
         self._numbers: dict[int, subprocess.Popen[bytes]] = {}
         self._post: Callable[[NodeEvent], Any] = lambda _: None
-        self.dead: set[str] = set()
+        self.preludes: dict[str, str] = {}
 
     def open(self, post: Callable[[NodeEvent], Any]) -> None:
         self._post = post
@@ -58,11 +59,10 @@ class FakeNodes:
 
     def launch(self, node: str, call: AgentCall) -> None:
         self.launched.append(node)
-        if node in self.dead:
-            return
         paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         process = subprocess.Popen(
-            [sys.executable, "-c", _AGENT, json.dumps(asdict(call))], env={**os.environ, "PYTHONPATH": paths}
+            [sys.executable, "-c", self.preludes.get(node, "") + _AGENT, json.dumps(asdict(call))],
+            env={**os.environ, "PYTHONPATH": paths},
         )
         self.agents[node] = self._numbers[call.number] = process
 
