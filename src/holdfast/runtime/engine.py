@@ -17,6 +17,7 @@ from holdfast.writer.wire import Message
 
 __all__ = [
     "Capacity",
+    "Draining",
     "Engine",
     "Event",
     "Exited",
@@ -30,8 +31,9 @@ __all__ = [
     "Woken",
 ]
 
-Reason: TypeAlias = Literal["process", "node", "unreachable", "unplaced"]
-"""Why a worker has ended: its process did; its node did, or the agent there; the node was given up though it may be
+Reason: TypeAlias = Literal["process", "node", "drained", "unreachable", "unplaced"]
+"""Why a worker has ended: its process did; its node did, or the agent there; so did a node
+that had said that it would; the node was given up though it may be
 alive; or there was no place to start it."""
 
 
@@ -126,6 +128,19 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Draining:
+    """Nodes are about to go, with these ranks on them.
+
+    Attributes:
+        ranks: of the group that runs.
+        detail: which nodes, and how soon, for people.
+    """
+
+    ranks: tuple[int, ...]
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Unable:
     """The engine cannot run this at all, whatever is tried again: the run ends with ``error``."""
 
@@ -152,7 +167,7 @@ class TaskEnded:
     error: BaseException | None
 
 
-Event: TypeAlias = Placed | Started | Received | Exited | Capacity | Unable | Woken | TaskEnded
+Event: TypeAlias = Placed | Started | Received | Exited | Capacity | Draining | Unable | Woken | TaskEnded
 
 
 class Engine(Protocol):

@@ -50,6 +50,7 @@ Resumable: TypeAlias = Checkpoint | str | os.PathLike[str] | Mapping[str, Any]
 _HOME = "~/holdfast_results"
 _REPORT_TIMEOUT = "HOLDFAST_REPORT_TIMEOUT_S"
 _PLACEMENT_TIMEOUT = "HOLDFAST_PLACEMENT_TIMEOUT_S"
+_GROW_AFTER = "HOLDFAST_GROW_AFTER_S"
 _NOT_TAKEN = {
     "backend_config": "the process group is gloo on CPUs and nccl on GPUs; start another one in train_func",
     "dataset_config": "use prepare_data_loader in train_func",
@@ -275,7 +276,10 @@ class TorchTrainer:
 
     def _limits(self, failure: FailureConfig) -> Limits:
         limits = Limits(
-            report_s=_seconds(_REPORT_TIMEOUT), place_s=_seconds(_PLACEMENT_TIMEOUT), hang_s=failure.hang_timeout_s
+            report_s=_seconds(_REPORT_TIMEOUT),
+            place_s=_seconds(_PLACEMENT_TIMEOUT),
+            grow_after_s=_seconds(_GROW_AFTER, "60"),
+            hang_s=failure.hang_timeout_s,
         )
         task = None if self._validation is None else self._validation.task_config
         return limits if task is None or task.timeout_s is None else replace(limits, validation_s=task.timeout_s)
@@ -361,8 +365,8 @@ def _default_name(function: Any) -> str:
     return f"{plain}-{datetime.now().astimezone():%Y-%m-%d}-{secrets.token_hex(3)}"
 
 
-def _seconds(name: str) -> float:
-    text = os.environ.get(name, "600")
+def _seconds(name: str, default: str = "600") -> float:
+    text = os.environ.get(name, default)
     try:
         seconds = float(text)
     except ValueError:

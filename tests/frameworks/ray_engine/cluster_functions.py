@@ -96,6 +96,30 @@ def steps(config: dict[str, Any]) -> None:
             time.sleep(600)
 
 
+def agreed(config: dict[str, Any]) -> None:
+    """Train until there is a second attempt, and a few steps more; save when asked to, and not else."""
+    import torch
+    import torch.distributed as dist
+
+    context = hf.get_context()
+    rank, step = context.get_world_rank(), 0
+    if (checkpoint := hf.get_checkpoint()) is not None:
+        step = hf.load(checkpoint)["step"]
+    note(config, start=step)
+    last = None if attempt() == 1 else step + config["go_on"]
+    while last is None or step < last:
+        if context.get_world_size() > 1:
+            dist.all_reduce(torch.ones(1))
+        time.sleep(0.02 + 0.02 * rank)
+        step += 1
+        Path(config["folder"], f"begun-{rank}").touch()
+        if hf.should_save():
+            hf.report({"step": step}, state={"step": step})
+            Path(config["folder"], f"saved-{attempt()}-{rank}").write_text(str(step))
+        else:
+            hf.report({"step": step})
+
+
 def directories(config: dict[str, Any]) -> None:
     """Report a directory of this node's own, from every rank."""
     import tempfile

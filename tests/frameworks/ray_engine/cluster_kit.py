@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from cluster_functions import parent
 from ray.cluster_utils import Cluster
 
 import holdfast as hf
@@ -47,9 +48,17 @@ class Nodes:
         self._added.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
 
-    def holding(self, node_id: str) -> Any:
-        """Give the node with this id."""
-        return next(node for node in self._added if node.node_id == node_id)
+    def of(self, agent: int) -> Any:
+        """Give the node that an agent is on: it is a child of the raylet."""
+        raylet = parent(agent)
+        return next(node for node in self._added if node.all_processes["raylet"][0].process.pid == raylet)
+
+    def drain(self, node: Any, seconds: float) -> None:
+        """Announce that a node goes, as a cloud does that wants a machine back."""
+        client = ray._raylet.GcsClient(address=self.address)
+        deadline = int((time.time() + seconds) * 1000)
+        accepted, why = client.drain_node(node.node_id, 2, "spot", deadline)  # 2: preemption
+        assert accepted, why
 
     def remove_all(self) -> None:
         """Remove all nodes, and wait until the cluster knows it."""

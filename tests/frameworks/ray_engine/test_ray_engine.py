@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import ray
-from cluster_functions import digits, directories, many_reports, notes, steps
+from cluster_functions import agreed, digits, directories, many_reports, notes, steps
 from cluster_kit import LIMIT_S, Nodes, kill, trainer, wait_gone, wait_until
 
 import holdfast as hf
@@ -44,13 +44,13 @@ def fitting(made: TorchTrainer) -> Iterator[Future[hf.Result]]:
     assert not thread.is_alive()
 
 
-def waiting(root: Path, workers: int, future: Future[Any] | None = None) -> list[dict[str, Any]]:
-    """Wait until all workers of the first attempt wait; where they are."""
+def waiting(root: Path, workers: int, future: Future[Any], mark: str = "waiting") -> list[dict[str, Any]]:
+    """Wait until all workers of the first attempt have left a mark; where they are."""
 
     def met() -> bool:
-        if future is not None and future.done():
+        if future.done():
             future.result()
-        return len(list(root.glob("waiting-*"))) == workers
+        return len(list(root.glob(f"{mark}-*"))) == workers
 
     wait_until(met, "the workers wait")
     return notes(root, 1)
@@ -137,9 +137,8 @@ def test_node_killed_with_a_spare(nodes: Nodes, tmp_path: Path) -> None:
     nodes.add(1, 1, 1)
     with fitting(trainer(tmp_path, steps, failures=1, config={"wait_at": 2})) as future:
         first = waiting(tmp_path, 2, future)
-        lost = min(node_ids(first))
         begun = time.monotonic()
-        nodes.kill(nodes.holding(lost))
+        nodes.kill(nodes.of(first[0]["agent"]))
         wait_gone(first[0]["pid"])
         print(f"the ranks of the lost node ended after {time.monotonic() - begun:.1f} s")
     result = future.result()
@@ -147,15 +146,6 @@ def test_node_killed_with_a_spare(nodes: Nodes, tmp_path: Path) -> None:
     assert {one["start"] for one in second} == {3}
     assert first[1]["agent"] in {one["agent"] for one in second}
     assert (result.metrics["step"], result.metrics["total"]) == (6, 21)
-
-
-def node_ids(found: list[dict[str, Any]]) -> list[str]:
-    """Give the nodes of agents."""
-    ids = []
-    for one in found:
-        environment = Path(f"/proc/{one['agent']}/environ").read_bytes().split(b"\0")
-        ids += [part.partition(b"=")[2].decode() for part in environment if part.startswith(b"RAY_NODE_ID=")]
-    return ids
 
 
 def test_node_killed_without_a_spare(nodes: Nodes, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +159,7 @@ def test_node_killed_without_a_spare(nodes: Nodes, tmp_path: Path, capfd: pytest
 
     with fitting(trainer(tmp_path, steps, failures=1, config={"wait_at": 2})) as future:
         first = waiting(tmp_path, 2, future)
-        nodes.kill(nodes.holding(min(node_ids(first))))
+        nodes.kill(nodes.of(first[0]["agent"]))
         wait_until(said, "it says what it waits for")
         nodes.add(1)
     assert future.result().metrics["total"] == 21
@@ -181,7 +171,7 @@ def test_node_killed_elastic(nodes: Nodes, tmp_path: Path) -> None:
     nodes.add(1, 1)
     with fitting(trainer(tmp_path, steps, workers=(1, 2), failures=1, config={"wait_at": 2})) as future:
         first = waiting(tmp_path, 2, future)
-        nodes.kill(nodes.holding(min(node_ids(first))))
+        nodes.kill(nodes.of(first[0]["agent"]))
     result = future.result()
     second = notes(tmp_path, 2)
     assert [(one["size"], one["start"]) for one in second] == [(1, 3)]
@@ -251,3 +241,43 @@ def test_ray_client_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     monkeypatch.setenv("RAY_ADDRESS", "ray://somewhere:10001")
     with pytest.raises(hf.ConfigError, match="ray job submit"):
         trainer(tmp_path, steps).fit()
+
+
+def test_node_drained(nodes: Nodes, tmp_path: Path) -> None:
+    """All ranks save at one step before a node goes; that is a preemption, no failure, and loses no step."""
+    nodes.add(1, 1, 1)
+    with fitting(trainer(tmp_path, agreed, config={"go_on": 2})) as future:
+        first = waiting(tmp_path, 2, future, "begun")
+        leaving = nodes.of(first[0]["agent"])
+        nodes.drain(leaving, 15)
+        wait_until(lambda: future.done() or list(tmp_path.glob("saved-1-*")), "the ranks save")
+        wait_gone(first[0]["pid"])
+        nodes.kill(leaving)
+    result = future.result()
+    assert len({path.read_text() for path in tmp_path.glob("saved-1-*")}) == 1
+    steps_done = list(result.metrics_dataframe["step"])
+    assert steps_done == list(range(1, len(steps_done) + 1))
+    assert [one.reason for one in result.attempts][:1] != [""]
+
+
+def test_grows_when_a_node_is_added(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range saves at one step and goes on with more workers; no step is lost or done twice."""
+    monkeypatch.setenv("HOLDFAST_GROW_AFTER_S", "1")
+    nodes.add(1)
+    with fitting(trainer(tmp_path, agreed, workers=(1, 2), config={"go_on": 2})) as future:
+        first = waiting(tmp_path, 1, future, "begun")
+        nodes.add(1)
+    result = future.result()
+    second = notes(tmp_path, 2)
+    assert {one["size"] for one in second} == {2}
+    assert second[0]["agent"] == first[0]["agent"] or second[1]["agent"] == first[0]["agent"]
+    steps_done = list(result.metrics_dataframe["step"])
+    assert steps_done == list(range(1, len(steps_done) + 1))
+
+
+def test_drain_of_a_node_of_somebody_else(nodes: Nodes, tmp_path: Path) -> None:
+    """It changes nothing."""
+    _, _, other = nodes.add(1, 1, 0)
+    nodes.drain(other, 30)
+    assert trainer(tmp_path, steps).fit().metrics["total"] == 21
+    assert notes(tmp_path, 2) == []

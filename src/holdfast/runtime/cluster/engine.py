@@ -24,7 +24,20 @@ from holdfast.errors import ConfigError, HoldfastError, TrainingError
 from holdfast.storage.base import Storage
 from holdfast.writer.wire import Message
 
-from ..engine import Capacity, Event, Exited, GroupSpec, Placed, Reason, Received, Started, TaskEnded, Unable, Woken
+from ..engine import (
+    Capacity,
+    Draining,
+    Event,
+    Exited,
+    GroupSpec,
+    Placed,
+    Reason,
+    Received,
+    Started,
+    TaskEnded,
+    Unable,
+    Woken,
+)
 from ..failure import error_from_wire
 from ..local.logs import LogText, shown_and_kept
 from .agent import BEAT_S, version
@@ -101,6 +114,7 @@ class ClusterEngine:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._places: tuple[Place, ...] = ()
         self._missing = ""
+        self._draining: set[str] = set()
         self._suspects: set[str] = set()  # nodes whose agent is gone, until another one is there
         self._links: dict[str, Link] = {}
         self._calls: dict[int, str] = {}  # number of an agent that was started -> node
@@ -377,8 +391,20 @@ class ClusterEngine:
         elif isinstance(event, PlacesChanged):
             self._places, self._missing = tuple(event.places), event.missing
             self._suspects &= {place.node for place in self._places}
+            self._drain(event.draining)
         else:
             self._on_agent_failed(event)
+
+    def _drain(self, draining: Mapping[str, float]) -> None:
+        new = draining.keys() - self._draining
+        self._draining = set(draining)
+        group = self._group
+        if group is None or not new:
+            return
+        ranks = tuple(rank for rank, child in group.ranks.items() if child.node in new)
+        if ranks:
+            soon = ", ".join(f"{short(node)} goes in {draining[node]:.0f} s" for node in sorted(new))
+            self._ready.append(Draining(ranks=ranks, detail=soon))
 
     def _on_agent_failed(self, event: AgentFailed) -> None:
         node = self._calls.pop(event.number, None)
@@ -414,6 +440,8 @@ class ClusterEngine:
 
     def _give_up(self, node: str, why: str, reason: Reason) -> None:
         group = self._group
+        if node in self._draining:
+            reason = "drained"
         for child in list(group.ranks.values()) if group is not None else ():
             if child.node == node:
                 self._exit(child, why=why, reason=reason)
@@ -527,7 +555,8 @@ class ClusterEngine:
             self._links[group.ranks[0].node].tell({"do": "listen", "group": group.number})
 
     def _usable(self) -> list[Place]:
-        return [place for place in self._places if place.node not in self._suspects]
+        out = self._suspects | self._draining
+        return [place for place in self._places if place.node not in out]
 
     def _tell_capacity(self) -> None:
         if not self._places and not self._missing:
@@ -536,6 +565,8 @@ class ClusterEngine:
         detail = f"there is room for {len(found)}"
         lost = sorted({short(p.node, p.address) for p in self._places if p.node in self._suspects})
         detail += f"; {', '.join(lost)} is lost" if lost else ""
+        going = sorted({short(p.node, p.address) for p in self._places if p.node in self._draining})
+        detail += f"; {', '.join(going)} is about to go" if going else ""
         detail += f"; {self._missing}" if self._missing else ""
         told = Capacity(num_workers=len(found), detail=detail)
         if told != self._told:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from .places import Place
@@ -30,10 +30,17 @@ class AgentCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacesChanged:
-    """These are the places for workers now; ``missing`` says for people why there are not more."""
+    """The places for workers now.
+
+    Attributes:
+        places: all of them.
+        missing: why there are not more, for people.
+        draining: nodes that are about to go: seconds until then, when that was seen. Nothing is started there any more.
+    """
 
     places: Sequence[Place]
     missing: str = ""
+    draining: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

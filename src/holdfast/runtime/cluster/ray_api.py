@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast.errors import ConfigError
 
 from .nodes import AgentCall
 
 __all__ = ["NodeFacts", "RayApi", "connect", "is_wanted"]
 
+_LOG = get_logger("runtime")
 _CLIENT = (
     "a driver over Ray Client (ray://) is not on the cluster: its nodes cannot connect to it. Submit the script as a "
     "job (ray job submit -- python train.py), or run it on a node of the cluster"
@@ -76,6 +79,8 @@ class RayApi:
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
+        self._state: Any = getattr(getattr(getattr(ray, "_private", None), "state", None), "state", None)
+        self._said = False
         self._agent = ray.remote(num_cpus=0, max_restarts=0)(_AgentActor)
         self._slot = ray.remote(max_restarts=0)(_SlotActor)
 
@@ -91,6 +96,18 @@ class RayApi:
             for node in self._ray.nodes()
             if node["Alive"]
         }
+
+    def draining(self) -> dict[str, float]:
+        """Return the nodes that are about to go, with the seconds until then; nothing where this Ray does not tell."""
+        try:
+            found = self._state.get_draining_nodes()
+        except AttributeError as error:  # it is private to Ray
+            if not self._said:
+                _LOG.warning("this Ray does not tell which nodes are being drained; they end like lost ones: %s", error)
+            self._said = True
+            return {}
+        now = time.time()
+        return {node: max(0.0, deadline / 1000 - now) if deadline else 3600.0 for node, deadline in found.items()}
 
     def reserve(self, bundles: Sequence[Mapping[str, float]], strategy: str, labels: Mapping[str, str] | None) -> Any:
         """Ask for a placement group; it is made when there is room.

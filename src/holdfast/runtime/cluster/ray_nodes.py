@@ -164,8 +164,11 @@ class RayNodes:
                         address = alive[node].address
                         places.append(Place(node=node, address=address, number=first + bundle, gpus=gpus))
         missing = self._missing(alive) if len(places) < self._wanted.most else ""
-        told = PlacesChanged(places=tuple(places), missing=missing)
-        if told != self._told:
+        draining = {node: left for node, left in self._api.draining().items() if node in alive}
+        told = PlacesChanged(places=tuple(places), missing=missing, draining=draining)
+        # Seconds that go by are no news.
+        known = self._told
+        if known is None or (told.places, missing, set(draining)) != (known.places, known.missing, set(known.draining)):
             self._told = told
             self._post(told)
 

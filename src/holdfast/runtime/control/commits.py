@@ -46,6 +46,7 @@ class Commits:
         untold: (rank, error) of background saves that failed when the rank could not be told any more.
         attempt: number of the attempt that runs.
         size: number of its workers.
+        just_saved: whether each commit of this group since the last look was an agreed save.
     """
 
     def __init__(self, plan: Plan, out: list[Action]) -> None:
@@ -57,6 +58,7 @@ class Commits:
         self.heard = Heard(plan.num_workers, wanted=plan.has_callbacks)
         self.untold: list[tuple[int, BaseException]] = []
         self.attempt = 0
+        self.just_saved: list[bool] = []
         self._under_way: dict[str, tuple[Report, Board]] = {}
         self._wanted: set[str] = set()
         self._ranking: set[str] = set()  # validated; what their metrics cost others is not known yet
@@ -69,7 +71,7 @@ class Commits:
     def begin(self, board: Board, *, run_id: str, attempt: int, start_id: str, parent: str | None) -> None:
         """Begin with the reports of a new group."""
         self.board, self.untold, self.attempt, self._start_id = board, [], attempt, start_id
-        self.size = len(board.entered)
+        self.size, self.just_saved = len(board.entered), []
         self.heard.begin(self.size)
         self._newest, self._parents = parent, {}
         self._fields = {
@@ -183,6 +185,7 @@ class Commits:
         fields, name = action.manifest, result.name
         if board is self.board:
             self._newest = fields["checkpoint_id"]
+            self.just_saved.append(report.agreed)
         self.deleted(gone for gone, _ in result.deleted)
         self.shelf.committed(
             Kept(

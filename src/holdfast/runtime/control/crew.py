@@ -59,6 +59,8 @@ class Crew:
         died: ranks whose process ended without a word, before anybody killed it: the root of what others say.
         preempted: one of them had been told to go.
         unplaced: there was no room for one of them.
+        moved: why they were ended although nothing had failed, with the cause that counts; None: they were not.
+        running_since: when train_func was running on all of them; None before.
         heard: when each rank last gave a sign of life.
     """
 
@@ -73,6 +75,8 @@ class Crew:
         self.failures: dict[int, BaseException] = {}
         self.died: set[int] = set()
         self.preempted = self.unplaced = False
+        self.moved: tuple[Cause, str] | None = None
+        self.running_since: float | None = None
         self.heard = [now] * size
 
     @property
@@ -103,6 +107,8 @@ class Crew:
     @property
     def cause(self) -> Cause:
         """Why it ended before its time."""
+        if self.moved is not None:
+            return self.moved[0]
         return Cause.PREEMPTION if self.preempted else Cause.FAILURE
 
     @property
@@ -114,7 +120,7 @@ class Crew:
     @property
     def is_explained(self) -> bool:
         """Whether waiting a moment longer could not tell more about the cause."""
-        return bool(self.died) or len(self.dead) == self.size
+        return bool(self.died) or self.moved is not None or len(self.dead) == self.size
 
     def odd_ends(self, entered: Sequence[int]) -> str | None:
         """Say which ranks left by ``sys.exit`` while others did not; None if there are none.
@@ -153,6 +159,8 @@ class Crew:
 
     def summary(self) -> str:
         """Write the roots of the failure in one line."""
+        if self.moved is not None:
+            return self.moved[1]
         roots = [rank for rank in self.causes if rank in self.died or not self.died]
         return "; ".join(f"rank {rank}: {first_line(self.failures[rank])[:_MAX_SHOWN]}" for rank in roots)
 
@@ -165,7 +173,7 @@ def describe_exit(exited: Exited) -> tuple[TrainingError, bool]:
     """Make an error of a worker's end without a word, and tell whether it was a preemption."""
     number, where = exited.signal, f" on {exited.node}" if exited.node else ""
     if exited.reason != "process":
-        return TrainingError(f"the worker{where} is lost: {exited.detail}"), False
+        return TrainingError(f"the worker{where} is lost: {exited.detail}"), exited.reason == "drained"
     if number is not None:
         known = number in signal.valid_signals() and number in set(signal.Signals)
         name = signal.Signals(number).name if known else f"signal {number}"

@@ -20,6 +20,7 @@ class Limits:
     Attributes:
         place_s: how long room for the workers is waited for.
         settle_capacity_s: how long a number of workers below the largest is looked at before it is taken.
+        grow_after_s: how long a group has run at least before it is ended in order to grow.
         start_s: from the start of a group until train_func runs on all ranks.
         report_s: from the first rank that enters a report with data until the last one does.
         settle_s: how long the exit of another worker is waited for that may have caused the error of the first one.
@@ -33,6 +34,7 @@ class Limits:
 
     place_s: float = 600.0
     settle_capacity_s: float = 3.0
+    grow_after_s: float = 60.0
     start_s: float = 600.0
     report_s: float = 600.0
     settle_s: float = 1.0

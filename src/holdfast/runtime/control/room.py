@@ -77,6 +77,13 @@ class Room:
             "Add nodes, end what else runs there, or ask for less in ScalingConfig; the same command again goes on"
         )
 
+    def growth(self, size: int, running_since: float) -> float | None:
+        """When a group of ``size`` that runs since ``running_since`` should become larger; None: it should not."""
+        if self.num_workers is None or min(self.num_workers, self._policy.most) <= size:
+            return None
+        limits = self._plan.limits
+        return max(self._since + limits.settle_capacity_s, running_since + limits.grow_after_s)
+
     @property
     def _wanted(self) -> str:
         least, most = self._policy.least, self._policy.most

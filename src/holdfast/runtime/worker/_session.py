@@ -206,6 +206,10 @@ class Session:
             for row in answer().header["value"]["checkpoints"]
         ]
 
+    def should_save(self) -> bool:
+        """See `holdfast.should_save`."""
+        return self._link.agreement.ask()
+
     @property
     def report_timeout_s(self) -> float:
         """How long ranks wait for one another."""

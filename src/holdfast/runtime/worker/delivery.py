@@ -201,4 +201,5 @@ class Delivery:
             "time": time.time(),
             "name": request.name,
             "validation": request.validation,
+            **({"agreed": True} if self._link.agreement.reached else {}),
         }
