@@ -52,7 +52,7 @@ def train(config: dict[str, Any]) -> None:
                 dist.all_reduce(parameter.grad)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter -= 0.1 * (parameter.grad if parameter.grad is not None else 0)
+                parameter.sub_(parameter.grad if parameter.grad is not None else 0, alpha=0.1)
         state["used"][batch] += 1
         state["step"] = step + 1
         metrics = {"step": step + 1, "workers": size, "loss": float(loss), "used": int(state["used"].sum())}

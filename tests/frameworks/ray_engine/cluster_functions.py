@@ -70,7 +70,7 @@ def digits(config: dict[str, Any]) -> None:
             for parameter in model.parameters():
                 assert parameter.grad is not None
                 dist.all_reduce(parameter.grad)
-                parameter -= 0.1 * parameter.grad / size
+                parameter.sub_(parameter.grad / size, alpha=0.1)
         hf.report({"loss": loss.item()}, state={"model": model})
 
 
