@@ -87,7 +87,8 @@ def trainer(root: Path, function: Any, *, workers: Any = 2, failures: int = 0, *
         train_loop_config={"folder": str(root), **options.pop("config", {})},
         scaling_config=hf.ScalingConfig(num_workers=workers, **scaling),
         run_config=hf.RunConfig(
-            name="run", storage_path=root, failure_config=hf.FailureConfig(max_failures=failures), **options
+            **{"name": "run", "storage_path": root, **options},
+            failure_config=hf.FailureConfig(max_failures=failures),
         ),
     )
 

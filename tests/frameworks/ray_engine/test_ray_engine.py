@@ -18,8 +18,10 @@ import pytest
 import ray
 from cluster_functions import agreed, digits, directories, many_reports, notes, steps
 from cluster_kit import LIMIT_S, Nodes, kill, trainer, wait_gone, wait_until
+from object_kit import BUCKET, KEY, SECRET, moto_bucket, s3_environment
 
 import holdfast as hf
+from holdfast.storage.object import ObjectStorage
 from holdfast.torch import TorchTrainer
 
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -281,3 +283,43 @@ def test_drain_of_a_node_of_somebody_else(nodes: Nodes, tmp_path: Path) -> None:
     nodes.drain(other, 30)
     assert trainer(tmp_path, steps).fit().metrics["total"] == 21
     assert notes(tmp_path, 2) == []
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def fit_in_a_task(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    (folder / "task").write_text(str(os.getpid()))
+    return dict(trainer(folder, steps, config=config, scaling={"engine": "auto"}).fit().metrics)
+
+
+def test_inside_a_task(nodes: Nodes, tmp_path: Path) -> None:
+    """It works there, and if the task's process dies, nothing of it is left."""
+    nodes.add(1, 1)
+    future = fit_in_a_task.remote(tmp_path, {"wait_at": 2})
+    wait_until(lambda: len(list(tmp_path.glob("waiting-*"))) == 2, "the workers wait")
+    kill(int((tmp_path / "task").read_text()))
+    for one in notes(tmp_path, 1):
+        wait_gone(one["pid"])
+    with pytest.raises(ray.exceptions.WorkerCrashedError):
+        ray.get(future)
+    wait_until(lambda: not live_groups(), "the placement groups are gone")
+    assert ray.get(fit_in_a_task.remote(tmp_path, {}))["total"] == 21
+
+
+def test_secrets_stay_in_the_connection(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials of a storage reach the workers, and are in no log, argument or environment that Ray knows of."""
+    nodes.add(1)
+    with moto_bucket(), pytest.MonkeyPatch.context() as patch:
+        for name in s3_environment(endpoint := os.environ["AWS_ENDPOINT_URL"]):
+            patch.delenv(name)
+        options = {"endpoint": endpoint, "access_key_id": KEY, "secret_access_key": SECRET, "region": "us-east-1"}
+        result = trainer(
+            tmp_path, steps, workers=1, storage_path="", storage_filesystem=ObjectStorage(f"s3://{BUCKET}", options)
+        ).fit()
+        assert result.metrics["total"] == 21
+        logs = {info.path for info in result.checkpoint.storage.list("run/logs")} if result.checkpoint else set()
+    assert any(path.endswith("rank-0.log") for path in logs)
+    session = Path(ray._private.worker.global_worker.node.get_session_dir_path())
+    texts = [path.read_bytes() for path in session.rglob("*") if path.is_file()]
+    texts += [path.read_bytes() for name in ("cmdline", "environ") for path in Path("/proc").glob(f"[0-9]*/{name}")]
+    assert len(texts) > 20
+    assert not any(SECRET.encode() in text for text in texts)

@@ -81,6 +81,11 @@ class RayApi:
         self._ray = ray
         self._state: Any = getattr(getattr(getattr(ray, "_private", None), "state", None), "state", None)
         self._said = False
+        # What a task asks for outlives the task: an actor that asks in its place ends with the task's process, and what
+        # it has asked for ends with it.
+        context = ray.get_runtime_context()
+        in_task = context.get_task_id() is not None and context.get_actor_id() is None
+        self._keeper: Any = ray.remote(num_cpus=0, max_restarts=0)(_KeeperActor).remote() if in_task else None
         self._agent = ray.remote(num_cpus=0, max_restarts=0)(_AgentActor)
         self._slot = ray.remote(max_restarts=0)(_SlotActor)
 
@@ -125,7 +130,10 @@ class RayApi:
                     "with 2.47: install a newer one, or use resources_per_worker with a custom resource"
                 )
             more["bundle_label_selector"] = [dict(labels)] * len(bundles)
-        return placement_group([dict(bundle) for bundle in bundles], strategy=strategy, **more)
+        wanted = [dict(bundle) for bundle in bundles]
+        if self._keeper is None:
+            return placement_group(wanted, strategy=strategy, **more)
+        return self._ray.get(self._keeper.reserve.remote(wanted, strategy, more))
 
     def bundles(self, group: Any) -> dict[int, str]:
         """Return the node of each bundle that has one; it may be dead."""
@@ -163,9 +171,23 @@ class RayApi:
         """Return what an actor returned; raises what it raised, or how it died."""
         return self._ray.get(ref, timeout=10)
 
+    def close(self) -> None:
+        """End what this object has started for itself."""
+        if self._keeper is not None:
+            self.kill(self._keeper)
+
     def kill(self, actor: Any) -> None:
         """End an actor at once."""
         self._ray.kill(actor, no_restart=True)
+
+
+class _KeeperActor:
+    """Owns placement groups."""
+
+    def reserve(self, bundles: list[dict[str, float]], strategy: str, more: dict[str, Any]) -> Any:
+        from ray.util.placement_group import placement_group
+
+        return placement_group(bundles, strategy=strategy, **more)
 
 
 class _AgentActor:

@@ -207,6 +207,11 @@ class RayNodes:
             except Exception as error:  # noqa: BLE001 - the cluster may be gone; the group goes with this driver
                 _LOG.debug("a placement group was not given back: %s", error)
 
+        try:
+            self._api.close()
+        except Exception as error:  # noqa: BLE001 - as above
+            _LOG.debug("the owner of the placement groups was not ended: %s", error)
+
     def _kill(self, actor: Any) -> None:
         try:
             self._api.kill(actor)
