@@ -2,8 +2,8 @@
 
     HOLDFAST_RAY_PYTHON -m benchmarks.ray_cluster [--tools holdfast,ray] [--cases start,worker,node,rate]
 
-Not part of `make bench`: it needs an interpreter with `ray[train]`, torch and Holdfast. Each case runs on a warm cluster
-of a head without CPUs and three nodes of one CPU, one of them a spare. Prints JSON lines.
+Not part of `make bench`: it needs an interpreter with `ray[train]`, torch and Holdfast. Each case runs on a warm
+cluster of a head without CPUs and three nodes of two CPUs, one of them a spare. Prints JSON lines.
 """
 
 from __future__ import annotations

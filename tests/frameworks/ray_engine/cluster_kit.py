@@ -43,6 +43,10 @@ class Nodes:
         self._cluster.wait_for_nodes(timeout=LIMIT_S)
         return added
 
+    def add_with_gpus(self, *, cpus: int, gpus: int) -> None:
+        """Add a node that says it has GPUs."""
+        self._added.append(self._cluster.add_node(num_cpus=cpus, num_gpus=gpus, object_store_memory=_STORE))
+
     def kill(self, node: Any) -> None:
         """End a raylet without a word."""
         self._added.remove(node)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 _HERE = Path(__file__).resolve().parent
-_TRAINERS = _HERE.parents[1] / "trainers"
-sys.path[:0] = [str(_HERE), str(_TRAINERS)]
+_OTHERS = [str(_HERE.parents[1] / name) for name in ("trainers", "runtime")]
+sys.path[:0] = [str(_HERE), *_OTHERS]
 
 from cluster_kit import Nodes, start_head  # noqa: E402 - found by the line above
 
@@ -20,7 +20,7 @@ from cluster_kit import Nodes, start_head  # noqa: E402 - found by the line abov
 def head() -> Iterator[Nodes]:
     """The head node, which the driver is on and no worker."""
     with pytest.MonkeyPatch.context() as patch:
-        paths = [str(_HERE), str(_TRAINERS), os.environ.get("PYTHONPATH", "")]
+        paths = [str(_HERE), *_OTHERS, os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
         patch.setenv("OMP_NUM_THREADS", "1")
         nodes = start_head()

@@ -18,9 +18,13 @@ import pytest
 import ray
 from cluster_functions import agreed, digits, directories, many_reports, notes, steps
 from cluster_kit import LIMIT_S, Nodes, kill, trainer, wait_gone, wait_until
+from engine_kit import Driver
 from object_kit import BUCKET, KEY, SECRET, moto_bucket, s3_environment
 
 import holdfast as hf
+from holdfast.runtime.cluster.engine import ClusterEngine
+from holdfast.runtime.cluster.ray_api import connect
+from holdfast.runtime.cluster.ray_nodes import RayNodes, Wanted
 from holdfast.storage.object import ObjectStorage
 from holdfast.torch import TorchTrainer
 
@@ -313,7 +317,7 @@ def test_secrets_stay_in_the_connection(nodes: Nodes, tmp_path: Path, monkeypatc
             patch.delenv(name)
         options = {"endpoint": endpoint, "access_key_id": KEY, "secret_access_key": SECRET, "region": "us-east-1"}
         result = trainer(
-            tmp_path, steps, workers=1, storage_path="", storage_filesystem=ObjectStorage(f"s3://{BUCKET}", options)
+            tmp_path, steps, workers=1, storage_path="runs", storage_filesystem=ObjectStorage(f"s3://{BUCKET}", options)
         ).fit()
         assert result.metrics["total"] == 21
         logs = {info.path for info in result.checkpoint.storage.list("run/logs")} if result.checkpoint else set()
@@ -323,3 +327,20 @@ def test_secrets_stay_in_the_connection(nodes: Nodes, tmp_path: Path, monkeypatc
     texts += [path.read_bytes() for name in ("cmdline", "environ") for path in Path("/proc").glob(f"[0-9]*/{name}")]
     assert len(texts) > 20
     assert not any(SECRET.encode() in text for text in texts)
+
+
+def test_accelerators_of_a_node(head: Nodes, nodes: Nodes) -> None:
+    """Workers see all accelerators that the run has on their node, in the order of their ranks, and no others."""
+    nodes.add_with_gpus(cpus=2, gpus=3)
+    wanted = Wanted(least=2, most=2, resources={"CPU": 1.0, "GPU": 1.0})
+    engine = ClusterEngine(RayNodes(connect(), wanted), entry="engine_peer:serve")
+    try:
+        driver = Driver(engine)
+        driver.start(2, use_gpu=True)
+        seen = [driver.run(rank, lambda channel, facts: os.environ["CUDA_VISIBLE_DEVICES"]) for rank in (0, 1)]
+        assert seen[0] == seen[1]
+        assert len({*seen[0].split(",")} & {"0", "1", "2"}) == 2
+        assert seen[0].split(",") == sorted(seen[0].split(","))
+        driver.clear()
+    finally:
+        engine.close()

@@ -504,6 +504,8 @@ class ClusterEngine:
         if self._storage is not None:
             storage, marker = self._storage, self._marker(link)
             threading.Thread(target=_remove, args=(storage, marker), name="holdfast-probe", daemon=True).start()
+        if self._links.get(link.node) is not link:
+            return  # it has been lost meanwhile
         if why and self._storage is not None:
             host = (link.facts or {}).get("host", "")
             error = ConfigError(

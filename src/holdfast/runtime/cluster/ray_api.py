@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import os
+import socket
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,13 +84,12 @@ class RayApi:
         self._ray = ray
         self._state: Any = getattr(getattr(getattr(ray, "_private", None), "state", None), "state", None)
         self._said = False
-        # What a task asks for outlives the task: an actor that asks in its place ends with the task's process, and what
-        # it has asked for ends with it.
-        context = ray.get_runtime_context()
-        in_task = context.get_task_id() is not None and context.get_actor_id() is None
-        self._keeper: Any = ray.remote(num_cpus=0, max_restarts=0)(_KeeperActor).remote() if in_task else None
         self._agent = ray.remote(num_cpus=0, max_restarts=0)(_AgentActor)
         self._slot = ray.remote(max_restarts=0)(_SlotActor)
+        # What a task asks for belongs to its job and outlives its process.
+        context = ray.get_runtime_context()
+        in_task = context.get_task_id() is not None and context.get_actor_id() is None
+        self._keeper = _Keeper(ray, self.host) if in_task else None
 
     @property
     def host(self) -> str:
@@ -133,13 +135,20 @@ class RayApi:
         wanted = [dict(bundle) for bundle in bundles]
         if self._keeper is None:
             return placement_group(wanted, strategy=strategy, **more)
-        return self._ray.get(self._keeper.reserve.remote(wanted, strategy, more))
+        return self._keeper.reserve(wanted, strategy, more)
 
-    def bundles(self, group: Any) -> dict[int, str]:
-        """Return the node of each bundle that has one; it may be dead."""
-        table = self._ray.util.placement_group_table(group)
-        placed = table.get("bundles_to_node_id") or {}
-        return {int(number): node for number, node in placed.items() if node}
+    def bundles(self, groups: Sequence[Any]) -> list[dict[int, str]]:
+        """Return, for each placement group, the node of each bundle that has one; it may be dead. One question."""
+        util = self._ray.util
+        if len(groups) == 1:
+            tables = [util.placement_group_table(groups[0])]
+        else:
+            every = util.placement_group_table()
+            tables = [every.get(group.id.hex(), {}) for group in groups]
+        return [
+            {int(number): node for number, node in (table.get("bundles_to_node_id") or {}).items() if node}
+            for table in tables
+        ]
 
     def release(self, group: Any) -> None:
         """Give a placement group back."""
@@ -174,15 +183,44 @@ class RayApi:
     def close(self) -> None:
         """End what this object has started for itself."""
         if self._keeper is not None:
-            self.kill(self._keeper)
+            self._keeper.close()
 
     def kill(self, actor: Any) -> None:
         """End an actor at once."""
         self._ray.kill(actor, no_restart=True)
 
 
+class _Keeper:
+    """Asks for placement groups in place of a task, so that they end with the task's process.
+
+    A detached actor owns them, and ends when its connection to this process does; nothing is said on that connection.
+    """
+
+    def __init__(self, ray: Any, host: str) -> None:
+        self._ray = ray
+        self._listener = socket.create_server((host, 0))
+        options = {"num_cpus": 0, "lifetime": "detached", "namespace": "holdfast", "name": f"keeper-{uuid.uuid4().hex}"}
+        self._actor = ray.remote(_KeeperActor).options(max_restarts=0, max_concurrency=2, **options).remote()
+        self._actor.watch.remote(host, self._listener.getsockname()[1])
+
+    def reserve(self, bundles: list[dict[str, float]], strategy: str, more: dict[str, Any]) -> Any:
+        return self._ray.get(self._actor.reserve.remote(bundles, strategy, more))
+
+    def close(self) -> None:
+        self._listener.close()
+        self._ray.kill(self._actor, no_restart=True)
+
+
 class _KeeperActor:
     """Owns placement groups."""
+
+    def watch(self, host: str, port: int) -> None:
+        """Wait for the end of the process that listens there, and end too: what this actor owns goes with it."""
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=30) as connection:
+            connection.settimeout(None)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.recv(1)
+        os._exit(0)
 
     def reserve(self, bundles: list[dict[str, float]], strategy: str, more: dict[str, Any]) -> Any:
         from ray.util.placement_group import placement_group

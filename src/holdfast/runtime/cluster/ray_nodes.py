@@ -18,6 +18,7 @@ __all__ = ["RayNodes", "Wanted"]
 
 _LOG = get_logger("runtime")
 _LOOK_S = 0.25
+_IDLE_S = 1.0  # where all places are there already
 _CLOSE_S = 10.0
 
 
@@ -106,7 +107,8 @@ class RayNodes:
             self._reserve()
             while not self._stop.is_set():
                 self._round()
-                self._poke.wait(_LOOK_S)
+                waits = self._told is None or self._told.missing
+                self._poke.wait(_LOOK_S if waits else _IDLE_S)
                 self._poke.clear()
         except HoldfastError as error:
             self._post(Refused(error=error))
@@ -156,8 +158,10 @@ class RayNodes:
     def _tell_places(self) -> None:
         alive = self._api.nodes()
         places = []
-        for group, first in self._groups:
-            for bundle, node in self._api.bundles(group).items():
+        for (group, first), bundles in zip(
+            self._groups, self._api.bundles([group for group, _ in self._groups]), strict=True
+        ):
+            for bundle, node in bundles.items():
                 if node in alive:
                     gpus = self._gpus(first + bundle, group, bundle, node)
                     if gpus is not None:
