@@ -125,6 +125,8 @@ class ClusterEngine:
         self._silent: set[tuple[str, int, int]] = set()  # streams that have ended while their other one has not
         self._tasks: dict[int, tuple[_Child, bytes, dict[str, str]]] = {}
         self._waiting: dict[int, list[tuple[dict[str, Any], tuple[bytes, ...]]]] = {}  # sent before it was forked
+        self._markers: set[str] = set()  # files of ours in the storage that nodes are to see
+        self._cleaning: list[threading.Thread] = []
         self._group: _Group | None = None
         self._numbers = 0
         self._told: Capacity | None = None
@@ -242,6 +244,7 @@ class ClusterEngine:
         self._nodes.close()
         for sinks in self._outputs.values():
             _end_output(sinks)
+        self._clean_up()
         self._selector.close()
         self._group = None
         self._links.clear()
@@ -491,6 +494,7 @@ class ClusterEngine:
     def _probe(self, link: Link, storage: Storage) -> None:
         """Leave something in the storage and have the node look for it; in a thread."""
         marker = self._marker(link)
+        self._markers.add(marker)
         try:
             storage.put(marker, b"Written by the driver; nodes look whether they see it.\n")
         except Exception as error:  # noqa: BLE001 - a thread edge; a storage that takes nothing fails by itself soon
@@ -502,8 +506,7 @@ class ClusterEngine:
 
     def _probed(self, link: Link, why: str) -> None:
         if self._storage is not None:
-            storage, marker = self._storage, self._marker(link)
-            threading.Thread(target=_remove, args=(storage, marker), name="holdfast-probe", daemon=True).start()
+            self._remove(self._marker(link))
         if self._links.get(link.node) is not link:
             return  # it has been lost meanwhile
         if why and self._storage is not None:
@@ -517,6 +520,21 @@ class ClusterEngine:
             return
         link.ready = True
         self._suspects.discard(link.node)
+
+    def _remove(self, marker: str) -> None:
+        """Remove what a node was to see; in a thread, it may be slow."""
+        if marker in self._markers and self._storage is not None:
+            self._markers.discard(marker)
+            thread = threading.Thread(target=_remove, args=(self._storage, marker), name="holdfast-probe", daemon=True)
+            thread.start()
+            self._cleaning.append(thread)
+
+    def _clean_up(self) -> None:
+        deadline = time.monotonic() + _CLOSE_S
+        for marker in list(self._markers):
+            self._remove(marker)
+        for thread in self._cleaning:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _marker(self, link: Link) -> str:
         return f"{PROBE}{self._token[:16]}/{link.number}"
