@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from engine_suite import EngineTests
 from nodes_kit import FakeNodes
 
@@ -9,6 +10,7 @@ from holdfast.runtime.cluster.engine import ClusterEngine
 from holdfast.runtime.engine import Engine
 
 
+@pytest.mark.slow  # the same behaviours as on one machine, which the local engine shows in the ordinary suite
 class TestClusterEngine(EngineTests):
     @classmethod
     def make_engine(cls) -> Engine:
