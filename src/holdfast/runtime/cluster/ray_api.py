@@ -88,7 +88,8 @@ class RayApi:
         self._slot = ray.remote(max_restarts=0)(_SlotActor)
         # What a task asks for belongs to its job and outlives its process.
         context = ray.get_runtime_context()
-        in_task = context.get_task_id() is not None and context.get_actor_id() is None
+        works = getattr(getattr(context, "worker", None), "mode", None) == ray.WORKER_MODE  # a driver would be warned
+        in_task = works and context.get_task_id() is not None and context.get_actor_id() is None
         self._keeper = _Keeper(ray, self.host) if in_task else None
 
     @property
