@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from .runtime.worker.session import local_rank as local_rank
     from .runtime.worker.session import report as report
     from .runtime.worker.session import save_checkpoint as save_checkpoint
+    from .runtime.worker.session import should_save as should_save
     from .runtime.worker.session import world_rank as world_rank
     from .runtime.worker.session import world_size as world_size
     from .trainers.callbacks import UserCallback as UserCallback
@@ -93,6 +94,7 @@ _HOME = {
     "load_checkpoint": "runtime.worker.session",
     "report": "runtime.worker.session",
     "save_checkpoint": "runtime.worker.session",
+    "should_save": "runtime.worker.session",
     "CheckpointUploadMode": "runtime.types",
     "ReportedCheckpoint": "runtime.types",
     "ReportedCheckpointStatus": "runtime.types",

@@ -150,18 +150,16 @@ class Mirror:
         return float(parse_interval(self.warn_after).value)
 
 
-_CLUSTER = "it comes with a cluster engine; the local one starts all workers on this machine"
+_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
 @_removed(
     trainer_resources="the controller runs in your own process and needs none, leave it out",
-    placement_strategy=_CLUSTER,
-    label_selector=_CLUSTER,
-    bundle_label_selector=_CLUSTER,
-    accelerator_type=_CLUSTER,
+    bundle_label_selector="it is called label_selector",
+    accelerator_type="ask for it in resources_per_worker, as in {'accelerator_type:A100': 0.001}",
     use_tpu="TPUs are not supported, use_gpu=True asks for GPUs",
     topology="TPUs are not supported, use_gpu=True asks for GPUs",
-    elastic_resize_monitor_interval_s="elastic ranges are not supported; start again with another num_workers",
+    elastic_resize_monitor_interval_s="the cluster is looked at all the time, leave it out",
 )
 @dataclass(frozen=True, slots=True)
 class ScalingConfig:
@@ -173,38 +171,59 @@ class ScalingConfig:
 
     Attributes:
         num_workers: number of worker processes; the world size. 0: the train function runs in this process, for a
-            debugger.
+            debugger. On Ray ``(least, most)`` is elastic: as many as there is room for.
         use_gpu: whether each worker gets a GPU of its own.
         resources_per_worker: amounts by name, such as ``{"CPU": 4}``, for engines that schedule; the local engine
             takes no notice of them.
-        engine: "local" (processes of this machine) or "auto".
+        engine: "local" (processes of this machine), "ray" (a Ray cluster that is there), or "auto": Ray where this
+            process is connected to a cluster or RAY_ADDRESS names one, else local.
+        placement_strategy: of Ray's placement groups: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
+        label_selector: labels that Ray nodes must have.
     """
 
-    num_workers: int = 1
+    num_workers: int | tuple[int, int] = 1
     use_gpu: bool = False
     resources_per_worker: Mapping[str, float] | None = None
     engine: str = "auto"
+    placement_strategy: str = field(default="PACK", kw_only=True)
+    label_selector: Mapping[str, str] | None = field(default=None, kw_only=True)
+
+    @property
+    def most_workers(self) -> int:
+        """The most workers that a group may have."""
+        return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
 
     def __post_init__(self) -> None:
         if isinstance(self.num_workers, (tuple, list)):
-            raise ConfigError(
-                f"ScalingConfig(num_workers={self.num_workers!r}): elastic ranges are not supported, give one number"
-            )
-        if not _is_int(self.num_workers) or self.num_workers < 0:
+            self._check_range(tuple(self.num_workers))
+        elif not _is_int(self.num_workers) or self.num_workers < 0:
             raise ConfigError(
                 f"ScalingConfig(num_workers={self.num_workers!r}): give a whole number of at least 1, or 0 to run the "
                 "train function in this process"
             )
         if not isinstance(self.use_gpu, bool):
             raise ConfigError(f"ScalingConfig(use_gpu={self.use_gpu!r}): give True or False")
-        if self.engine == "ray":
-            raise ConfigError(
-                "ScalingConfig(engine='ray'): the Ray engine comes in a later version; use 'local' (or 'auto'), which "
-                "starts the workers on this machine"
-            )
-        if self.engine not in ("auto", "local"):
-            raise ConfigError(f"ScalingConfig(engine={self.engine!r}): use 'local' or 'auto'")
+        if self.engine not in ("auto", "local", "ray"):
+            raise ConfigError(f"ScalingConfig(engine={self.engine!r}): use 'local', 'ray' or 'auto'")
+        if self.engine == "ray" and self.num_workers == 0:
+            raise ConfigError("ScalingConfig(num_workers=0, engine='ray'): 0 runs it in this process; leave engine out")
+        if self.placement_strategy not in _STRATEGIES:
+            names = ", ".join(map(repr, _STRATEGIES))
+            raise ConfigError(f"ScalingConfig(placement_strategy={self.placement_strategy!r}): use one of {names}")
+        labels = self.label_selector
+        if labels is not None and not (
+            isinstance(labels, Mapping) and all(isinstance(part, str) for item in labels.items() for part in item)
+        ):
+            raise ConfigError(f"ScalingConfig(label_selector={labels!r}): give labels by name, as in {{'zone': 'a'}}")
         self._check_resources()
+
+    def _check_range(self, given: tuple[Any, ...]) -> None:
+        shown = f"ScalingConfig(num_workers={given!r})"
+        if len(given) != 2 or not all(_is_int(one) for one in given) or not 1 <= given[0] <= given[1]:
+            raise ConfigError(f"{shown}: give one number, or (least, most) with 1 <= least <= most")
+        if self.engine == "local":
+            raise ConfigError(f"{shown}: an elastic range needs engine='ray'; on one machine give one number")
+        object.__setattr__(self, "num_workers", given)
 
     def _check_resources(self) -> None:
         resources = self.resources_per_worker

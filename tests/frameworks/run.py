@@ -21,7 +21,7 @@ from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parents[1]
-_PROCESSES = {"ray_tune": "0"}  # each process of pytest would start a Ray of its own
+_PROCESSES = {"ray_engine": "0", "ray_tune": "0"}  # each process of pytest would start a Ray of its own
 
 
 def main() -> int:

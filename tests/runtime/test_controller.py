@@ -34,7 +34,7 @@ def test_a_fresh_run_starts() -> None:
     play.open()
     assert play.out == [FindStart()]
     play.found()
-    assert play.out == [StartGroup(attempt=1)]
+    assert play.out == [StartGroup(attempt=1, num_workers=2)]
     assert play.state is RunState.SCHEDULING
     for rank in range(2):
         play.feed(Started(rank=rank, pid=1))
@@ -51,7 +51,7 @@ def test_a_fresh_run_starts() -> None:
 def test_a_run_resumes_from_its_newest_checkpoint() -> None:
     """Workers get it, reports go on behind it, and the index notes it before anything starts."""
     play = Play().open().found(kept("a", 3), kept("b", 5))
-    assert play.out == [Resumed(name="b", step=5, attempt=1), StartGroup(attempt=1)]
+    assert play.out == [Resumed(name="b", step=5, attempt=1), StartGroup(attempt=1, num_workers=2)]
     play.feed(Started(rank=0, pid=1))
     header = play.only(Begin).header
     assert header["checkpoint"] == location("b")

@@ -16,7 +16,7 @@ from holdfast.torch import PreparedLoader, get_device, get_devices, prepare_data
 def configurations() -> hf.RunConfig:
     """Every argument has its type, also through the check for removed ones."""
     scaling = hf.ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"CPU": 2})
-    assert_type(scaling.num_workers, int)
+    assert_type(scaling.num_workers, int | tuple[int, int])
     keep = hf.CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="acc", checkpoint_score_order="max").retention
     assert_type(keep, hf.Keep)
     assert_type(hf.CheckpointStrategy(num_to_keep=0).retention, hf.Keep)

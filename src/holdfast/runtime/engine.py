@@ -1,7 +1,8 @@
 """What the controller needs of an engine, and the events that an engine delivers.
 
 An engine starts one group of workers at a time, carries messages, and tells of exits. It decides nothing: what a death
-means is the controller's business. `holdfast.runtime.local.engine` runs workers on this machine.
+means is the controller's business. `holdfast.runtime.local.engine` runs workers on this machine,
+`holdfast.runtime.cluster.engine` on the nodes of a cluster.
 """
 
 from __future__ import annotations
@@ -10,11 +11,30 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from holdfast.writer.wire import Message
 
-__all__ = ["Engine", "Event", "Exited", "GroupSpec", "Received", "Started", "TaskEnded", "Woken"]
+__all__ = [
+    "Capacity",
+    "Draining",
+    "Engine",
+    "Event",
+    "Exited",
+    "GroupSpec",
+    "Placed",
+    "Reason",
+    "Received",
+    "Started",
+    "TaskEnded",
+    "Unable",
+    "Woken",
+]
+
+Reason: TypeAlias = Literal["process", "node", "drained", "unreachable", "unplaced"]
+"""Why a worker has ended: its process did; its node did, or the agent there; so did a node
+that had said that it would; the node was given up though it may be
+alive; or there was no place to start it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +54,27 @@ class GroupSpec:
     environment: Mapping[int, Mapping[str, str]] = field(default_factory=lambda: MappingProxyType({}))
     log_directory: Path | None = None
     use_gpu: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Where a rank is started; comes before its `Started`. Engines of one machine may leave it out.
+
+    Attributes:
+        rank: among all workers.
+        node: id of the node; ranks that follow one another share nodes.
+        address: of the node, for people.
+        local_rank: rank among the workers of the node.
+        local_size: number of them.
+        node_rank: number of the node among those of the group.
+    """
+
+    rank: int
+    node: str
+    address: str = ""
+    local_rank: int
+    local_size: int
+    node_rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +102,49 @@ class Exited:
         exit_code: exit status, None when a signal ended it or when the status is not known.
         signal: number of the signal that ended it.
         detail: what else is known, for people: the end of its error output, or why it could not be started.
+        node: where it ran, for people; "" on a single machine.
+        reason: what ended it.
     """
 
     rank: int
     exit_code: int | None
     signal: int | None
     detail: str = ""
+    node: str = ""
+    reason: Reason = "process"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """How many workers there is room for now, those that run included; comes each time that changes.
+
+    Attributes:
+        num_workers: places that a group could be started on.
+        detail: what there is and what is missing, for people.
+    """
+
+    num_workers: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draining:
+    """Nodes are about to go, with these ranks on them.
+
+    Attributes:
+        ranks: of the group that runs.
+        detail: which nodes, and how soon, for people.
+    """
+
+    ranks: tuple[int, ...]
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unable:
+    """The engine cannot run this at all, whatever is tried again: the run ends with ``error``."""
+
+    error: BaseException
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +167,15 @@ class TaskEnded:
     error: BaseException | None
 
 
-Event: TypeAlias = Started | Received | Exited | Woken | TaskEnded
+Event: TypeAlias = Placed | Started | Received | Exited | Capacity | Draining | Unable | Woken | TaskEnded
 
 
 class Engine(Protocol):
     """Runs worker groups for one controller; every method but `wake` belongs to the controller's thread.
 
-    Each rank of a started group yields Started once (unless it could not be started), then Received for each message
-    in order, then Exited once and last.
+    Each rank of a started group yields Started once (unless it could not be started, and with Placed before it where
+    there are nodes), then Received for each message in order, then Exited once and last. An engine that has to find
+    places says with Capacity how many there are, first of all.
     """
 
     def start(self, spec: GroupSpec) -> None:

@@ -32,7 +32,6 @@ from ..runtime.control.policy import FailurePolicy
 from ..runtime.control.result import Result
 from ..runtime.control.stops import Stops
 from ..runtime.control.words import say
-from ..runtime.local.engine import LocalEngine
 from ..runtime.local.inline import InlineEngine
 from ..runtime.location import describe_location, pack_secrets
 from ..runtime.transit import pack_call, pack_value, takes_config
@@ -41,6 +40,7 @@ from ..storage.base import Storage
 from ..storage.local import as_given
 from ..storage.resolve import resolve
 from .callbacks import RunContext
+from .engines import make_engine, runs_on_ray, threads
 
 __all__ = ["TorchTrainer"]
 
@@ -49,6 +49,8 @@ Resumable: TypeAlias = Checkpoint | str | os.PathLike[str] | Mapping[str, Any]
 
 _HOME = "~/holdfast_results"
 _REPORT_TIMEOUT = "HOLDFAST_REPORT_TIMEOUT_S"
+_PLACEMENT_TIMEOUT = "HOLDFAST_PLACEMENT_TIMEOUT_S"
+_GROW_AFTER = "HOLDFAST_GROW_AFTER_S"
 _NOT_TAKEN = {
     "backend_config": "the process group is gloo on CPUs and nccl on GPUs; start another one in train_func",
     "dataset_config": "use prepare_data_loader in train_func",
@@ -59,7 +61,7 @@ _NOT_TAKEN = {
 
 
 class TorchTrainer:
-    """Runs ``train_func`` on ``num_workers`` workers of this machine.
+    """Runs ``train_func`` on ``num_workers`` workers: of this machine, or on the nodes of a Ray cluster.
 
     Workers are processes of their own with a process group (gloo, or nccl with GPUs) among them. Nothing needs an
     ``if __name__ == "__main__"``: a closure or lambda, a script or a notebook will do. When a worker fails, all are
@@ -156,7 +158,7 @@ class TorchTrainer:
         name = self._run.name or _default_name(self._function)
         storage = self._root(name)
         inline = InlineEngine() if self._scaling.num_workers == 0 else None
-        engine = inline or LocalEngine(num_workers=self._scaling.num_workers)  # loads torch while we go on
+        engine = inline or make_engine(self._scaling, storage)  # loads torch while we go on
         try:
             options = self._options(name, storage)
             driver = Driver(self._plan(name, storage), options, storage, engine)
@@ -251,12 +253,16 @@ class TorchTrainer:
         failure = self._run.failure_config or FailureConfig()
         score, strategy = _scores(self._run.checkpoint_config)
         location, memory, _ = self._first
+        count, on_ray = self._scaling.num_workers, runs_on_ray(self._scaling)
         return Plan(
             run_name=name,
             storage=storage.describe() or {},
             uri=storage.uri,
-            num_workers=self._scaling.num_workers or 1,
-            inline=self._scaling.num_workers == 0,
+            num_workers=self._scaling.most_workers or 1,
+            min_workers=count[0] if isinstance(count, tuple) else None,
+            finds_places=on_ray,
+            where="on the Ray cluster" if on_ray else "on this machine",
+            inline=count == 0,
             policy=FailurePolicy(max_failures=failure.max_failures, max_preemptions=failure.max_preemptions),
             limits=self._limits(failure),
             score=score,
@@ -269,19 +275,23 @@ class TorchTrainer:
         )
 
     def _limits(self, failure: FailureConfig) -> Limits:
-        limits = Limits(report_s=_report_timeout(), hang_s=failure.hang_timeout_s)
+        limits = Limits(
+            report_s=_seconds(_REPORT_TIMEOUT),
+            place_s=_seconds(_PLACEMENT_TIMEOUT),
+            grow_after_s=_seconds(_GROW_AFTER, "60"),
+            hang_s=failure.hang_timeout_s,
+        )
         task = None if self._validation is None else self._validation.task_config
         return limits if task is None or task.timeout_s is None else replace(limits, validation_s=task.timeout_s)
 
     def _options(self, name: str, storage: Storage) -> Options:
-        cores = (self._scaling.resources_per_worker or {}).get("CPU")
         if self._validation is not None:
             pack_value(self._validation.fn, "validation")  # refused now, not after the first checkpoint
         return Options(
             blob=b"" if self._scaling.num_workers == 0 else pack_call(self._function, self._config),
             keep=_keep(self._run.checkpoint_config),
             use_gpu=self._scaling.use_gpu,
-            environment={} if not cores else {"OMP_NUM_THREADS": str(max(1, int(cores)))},
+            environment=threads(self._scaling),
             secrets=pack_secrets(storage, *self._first[2]),
             validation=self._validation,
             callbacks=self._run.callbacks or (),
@@ -355,14 +365,14 @@ def _default_name(function: Any) -> str:
     return f"{plain}-{datetime.now().astimezone():%Y-%m-%d}-{secrets.token_hex(3)}"
 
 
-def _report_timeout() -> float:
-    text = os.environ.get(_REPORT_TIMEOUT, "600")
+def _seconds(name: str, default: str = "600") -> float:
+    text = os.environ.get(name, default)
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise ConfigError(f"{_REPORT_TIMEOUT}={text!r}: give a positive number of seconds")
+        raise ConfigError(f"{name}={text!r}: give a positive number of seconds")
     return seconds
 
 

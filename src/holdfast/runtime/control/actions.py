@@ -178,9 +178,10 @@ class CommitUploaded(Commit):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartGroup:
-    """Start all workers."""
+    """Start so many workers."""
 
     attempt: int
+    num_workers: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

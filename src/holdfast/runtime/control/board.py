@@ -57,6 +57,7 @@ class Report:
         validation: False, True, or arguments of the validation.
         sealed: ranks whose writer has all of their part.
         durable: ranks whose part is stored.
+        agreed: it is the save that all ranks agreed on before they move.
     """
 
     index: int
@@ -70,6 +71,7 @@ class Report:
     sealed: set[int] = field(default_factory=set)
     durable: set[int] = field(default_factory=set)
     stage: Stage = Stage.OPEN
+    agreed: bool = False
 
     @property
     def kind(self) -> str:

@@ -45,16 +45,20 @@ class Commits:
         heard: what callbacks hear of reports.
         untold: (rank, error) of background saves that failed when the rank could not be told any more.
         attempt: number of the attempt that runs.
+        size: number of its workers.
+        just_saved: whether each commit of this group since the last look was an agreed save.
     """
 
     def __init__(self, plan: Plan, out: list[Action]) -> None:
         self._plan, self._out = plan, out
         self.shelf = Shelf(first_number=1 if plan.strategy is not None else 0)
+        self.size = plan.num_workers
         self.board = Board(plan.num_workers)
         self.validations = Validations(timeout_s=plan.limits.validation_s)
         self.heard = Heard(plan.num_workers, wanted=plan.has_callbacks)
         self.untold: list[tuple[int, BaseException]] = []
         self.attempt = 0
+        self.just_saved: list[bool] = []
         self._under_way: dict[str, tuple[Report, Board]] = {}
         self._wanted: set[str] = set()
         self._ranking: set[str] = set()  # validated; what their metrics cost others is not known yet
@@ -67,12 +71,13 @@ class Commits:
     def begin(self, board: Board, *, run_id: str, attempt: int, start_id: str, parent: str | None) -> None:
         """Begin with the reports of a new group."""
         self.board, self.untold, self.attempt, self._start_id = board, [], attempt, start_id
-        self.heard.begin()
+        self.size, self.just_saved = len(board.entered), []
+        self.heard.begin(self.size)
         self._newest, self._parents = parent, {}
         self._fields = {
             "run_id": run_id,
             "attempt": attempt,
-            "world_size": self._plan.num_workers,
+            "world_size": self.size,
             "versions": dict(self._plan.versions),
         }
 
@@ -180,6 +185,7 @@ class Commits:
         fields, name = action.manifest, result.name
         if board is self.board:
             self._newest = fields["checkpoint_id"]
+            self.just_saved.append(report.agreed)
         self.deleted(gone for gone, _ in result.deleted)
         self.shelf.committed(
             Kept(
@@ -193,7 +199,7 @@ class Commits:
         self._out += [Say(line=f"{name}: {text}") for text in result.warnings if text not in self._warned]
         self._warned.update(result.warnings)
         location = self._plan.location(name)
-        for rank in range(self._plan.num_workers) if board is self.board else ():
+        for rank in range(self.size) if board is self.board else ():
             entry = report.entries.get(rank)
             if entry is not None and entry.call is not None and not report.in_parts:
                 self._out.append(Answer(rank=rank, call=entry.call, value={"checkpoint": location}))

@@ -16,7 +16,7 @@ from ...errors import (
     TrainingError,
 )
 from ...writer.messages import RunOpened
-from ..engine import Exited, Received, Started
+from ..engine import Capacity, Draining, Exited, Placed, Received, Started, Unable
 from ..failure import error_from_wire
 from .actions import (
     Action,
@@ -44,9 +44,11 @@ from .commits import Commits
 from .crew import Clock, Crew, first_line, training_failed
 from .ending import Ending, Teardown
 from .finder import Found
+from .handover import Handover
 from .plan import Plan
 from .policy import Cause, GiveUp
 from .reports import Reports
+from .room import Room
 from .starts import Start, choose_start
 from .states import RunState, check_transition
 from .watch import find_trouble, next_check
@@ -86,8 +88,10 @@ class Controller:
         self._suspect: tuple[str, Crew] | None = None
         self.first = self._start = Start()
         self._answer_until: float | None = None  # when the run itself has to have answered
-        self._waiting = False  # for the time of the next start
+        self._waiting = False  # for the time of the next start, and for room
+        self._room = Room(plan)
         self._not_before = 0.0
+        self._handover: Handover | None = None
         self._last_sign = 0.0
         self._ending: Ending | None = None
         self._rows_lost = False
@@ -110,7 +114,14 @@ class Controller:
             self._on_outcome(event)
         elif isinstance(event, StopRequested):
             self._on_stop(event.why)
-        elif isinstance(event, (Started, Received, Exited)):
+        elif isinstance(event, Capacity):
+            self._room.told(event, now)
+        elif isinstance(event, Draining):
+            if self._crew is not None and self._teardown is None:
+                self._hand_over(self._crew, Cause.PREEMPTION, event.detail)
+        elif isinstance(event, Unable):
+            self._fatal(event.error)
+        elif isinstance(event, (Placed, Started, Received, Exited)):
             self._on_worker(event)
         if not self.state.is_end:
             self._advance()
@@ -125,8 +136,10 @@ class Controller:
         elif self._crew is not None:
             times.append(next_check(self._crew, self.reports, self.commits, self._limits, self._last_sign))
             times.append(self._ending.deadline if self._ending is not None else None)
+            times.append(self._growth(self._crew))
         elif self._waiting:
-            times.append(self._not_before)
+            room = self._room.deadline()
+            times.append(self._not_before if room is None or self._now < self._not_before else room)
         return min((time for time in times if time is not None), default=None)
 
     # -- outcomes ------------------------------------------------------------------------------------------------
@@ -186,26 +199,37 @@ class Controller:
             self._out.append(self._start.resumed)
         if not self.restarts:
             self.first = self._start
-        else:
-            workers = f"{self._plan.num_workers} worker{'s' if self._plan.num_workers > 1 else ''}"
-            self._say(f"starting {workers} again from {self._start.words} (attempt {self.attempt})")
         self._clock.end("find", self._now)
         self._waiting = True
+        self._room.wait(self._now)
 
     # -- workers -------------------------------------------------------------------------------------------------
 
-    def _start_group(self) -> None:
+    def _seek_room(self) -> None:
+        """Start the group if there is room for it; say what is waited for, and give up in the end."""
+        size = self._room.size(self._now)
+        if size is not None:
+            self._start_group(size)
+        elif (error := self._room.error(self._now)) is not None:
+            self._end(RunState.ERRORED, first_line(error), error)
+        elif (line := self._room.words(self._now)) is not None:
+            self._say(line)
+
+    def _start_group(self, size: int) -> None:
         self._waiting = False
-        self._crew = Crew(self._plan.num_workers, self._now)
-        board = Board(self._plan.num_workers, self._start.step + 1)
+        if self.restarts:
+            workers = f"{size} worker{'s' if size > 1 else ''}"
+            self._say(f"starting {workers} again from {self._start.words} (attempt {self.attempt})")
+        self._crew = Crew(size, self._now)
+        board = Board(size, self._start.step + 1)
         parent = self._start.kept.checkpoint_id if self._start.kept is not None else None
         self.commits.begin(board, run_id=self._run_id, attempt=self.attempt, start_id=self._start_id, parent=parent)
         self.reports.begin(board)
-        self._last_sign, self._ending = self._now, None
+        self._last_sign, self._ending, self._handover = self._now, None, None
         self._become(RunState.SCHEDULING)
-        self._out.append(StartGroup(attempt=self.attempt))
+        self._out.append(StartGroup(attempt=self.attempt, num_workers=size))
 
-    def _on_worker(self, event: Started | Received | Exited) -> None:
+    def _on_worker(self, event: Placed | Started | Received | Exited) -> None:
         crew, rank = self._crew, event.rank
         if crew is None:
             return
@@ -217,9 +241,20 @@ class Controller:
                 self._fail(rank, crew.failures[rank])
             return
         crew.heard[rank] = self._last_sign = self._now
+        if isinstance(event, Placed):
+            crew.placed[rank] = event
+            return
         if isinstance(event, Started):
             crew.started.add(rank)
-            self._out.append(self._start.begin(self._plan, rank, attempt=self.attempt, start_id=self._start_id))
+            begin = self._start.begin(
+                self._plan,
+                rank,
+                size=crew.size,
+                placed=crew.placed.get(rank),
+                attempt=self.attempt,
+                start_id=self._start_id,
+            )
+            self._out.append(begin)
             return
         header, attachments = event.message.header, event.message.attachments
         on = header["on"]
@@ -227,6 +262,10 @@ class Controller:
             crew.running.add(rank)
             if crew.all_running and self.state is RunState.SCHEDULING:
                 self._clock.end("start", self._now)
+                self._room.satisfied()
+                crew.running_since = self._now
+                if self._handover is not None:
+                    self._handover.begin(self._out)
                 self._become(RunState.RUNNING)
         elif on == "finished":
             crew.finished.add(rank)
@@ -236,6 +275,9 @@ class Controller:
         elif on == "failed":
             told = error_from_wire(header["error"], attachments[0] if attachments else b"")
             self._fail(rank, told, settle_s=self._limits.settle_s)
+        elif on == "at":
+            if self._handover is not None:
+                self._handover.at(rank, header["calls"], self._out)
         else:
             self._take(rank, header, attachments)
 
@@ -249,6 +291,34 @@ class Controller:
             self._clock.end("load", self._now)
             self._out.append(Details(details={"seconds": dict(self._clock.seconds)}))
             self._idle_starts = 0
+
+    # -- moves -----------------------------------------------------------------------------------------------------
+
+    def _hand_over(self, crew: Crew, cause: Cause, why: str) -> None:
+        """Have all ranks save at one step; the group is ended after that."""
+        if self._handover is not None or crew.finished:
+            return
+        self._say(f"{why}: the workers save and are started again")
+        self._handover = Handover(cause=cause, why=why, size=crew.size)
+        if crew.running_since is not None:
+            self._handover.begin(self._out)
+
+    def _growth(self, crew: Crew) -> float | None:
+        """When the group should be ended in order to grow; None: not as things are."""
+        if crew.running_since is None or self._handover is not None or self._teardown is not None or crew.finished:
+            return None
+        return self._room.growth(crew.size, crew.running_since)
+
+    def _advance_moves(self, crew: Crew) -> None:
+        due = self._growth(crew)
+        if due is not None and self._now >= due:
+            self._hand_over(crew, Cause.RESIZE, f"there is room for {self._room.num_workers} workers, {crew.size} run")
+        saved, self.commits.just_saved = self.commits.just_saved, []
+        handover = self._handover
+        if handover is not None and any(handover.is_served(agreed=agreed) for agreed in saved):
+            crew.moved = (handover.cause, handover.why)
+            self._clock.begin(self._now)
+            self._tear_down()
 
     # -- failures ------------------------------------------------------------------------------------------------
 
@@ -290,7 +360,8 @@ class Controller:
         """Ask the policy what follows the end of the group; ``free``: its cause has been removed."""
         cause, told = crew.cause, crew.told()
         reason, ended = crew.summary(), crew.ended_before(self.reports.board.entered)
-        self._say(f"{'told to go' if crew.preempted else 'failed'}: {reason}{ended and f' ({ended})'}")
+        ended_how = "moves" if crew.moved is not None else "told to go" if crew.preempted else "failed"
+        self._say(f"{ended_how}: {reason}{ended and f' ({ended})'}")
         details = {"failures": told, "cause": cause.value, "seconds": dict(self._clock.seconds)}
         if self._plan.has_callbacks:
             self._out.append(Call(hook="after_exception", arguments={"worker_exceptions": dict(crew.causes)}))
@@ -320,10 +391,12 @@ class Controller:
             self._end(RunState.ERRORED, text, TrainingError(text))
             return
         if self._waiting and self._now >= self._not_before:
-            self._start_group()
+            self._seek_room()
         if self._crew is not None and self._teardown is None:
             self.commits.advance()
             self.reports.advance(self._now)
+            self._advance_moves(self._crew)
+        if self._crew is not None and self._teardown is None:
             found = find_trouble(self._now, self._crew, self.reports, self.commits, self._limits, self._last_sign)
             if found is not None:
                 ranks, error = found
@@ -349,7 +422,7 @@ class Controller:
             self._suspect, self._crew = (name, crew), None
             self._ask(FindStart(deep=(name,)))
         else:
-            self._decide(crew)
+            self._decide(crew, free=crew.unplaced)
 
     def _damaged(self, crew: Crew) -> str | None:
         """Name the checkpoint that this group started from if it failed over damaged bytes before its first report."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...errors import TrainingError, TrainingFailedError
-from ..engine import Exited
+from ..engine import Exited, Placed
 from .policy import Cause, ended_by_preemption
 
 __all__ = ["Clock", "Crew", "describe_exit", "first_line", "training_failed"]
@@ -49,6 +49,7 @@ class Crew:
     Attributes:
         size: how many they are.
         since: when they were started.
+        placed: where each rank is, if the engine says so.
         started: ranks whose process exists.
         running: ranks that have called train_func.
         finished: ranks whose train_func has returned.
@@ -57,11 +58,15 @@ class Crew:
         failures: what went wrong, by rank.
         died: ranks whose process ended without a word, before anybody killed it: the root of what others say.
         preempted: one of them had been told to go.
+        unplaced: there was no room for one of them.
+        moved: why they were ended although nothing had failed, with the cause that counts; None: they were not.
+        running_since: when train_func was running on all of them; None before.
         heard: when each rank last gave a sign of life.
     """
 
     def __init__(self, size: int, now: float) -> None:
         self.size, self.since = size, now
+        self.placed: dict[int, Placed] = {}
         self.started: set[int] = set()
         self.running: set[int] = set()
         self.finished: set[int] = set()
@@ -69,7 +74,9 @@ class Crew:
         self.exited: dict[int, Exited] = {}
         self.failures: dict[int, BaseException] = {}
         self.died: set[int] = set()
-        self.preempted = False
+        self.preempted = self.unplaced = False
+        self.moved: tuple[Cause, str] | None = None
+        self.running_since: float | None = None
         self.heard = [now] * size
 
     @property
@@ -100,6 +107,8 @@ class Crew:
     @property
     def cause(self) -> Cause:
         """Why it ended before its time."""
+        if self.moved is not None:
+            return self.moved[0]
         return Cause.PREEMPTION if self.preempted else Cause.FAILURE
 
     @property
@@ -111,7 +120,7 @@ class Crew:
     @property
     def is_explained(self) -> bool:
         """Whether waiting a moment longer could not tell more about the cause."""
-        return bool(self.died) or len(self.dead) == self.size
+        return bool(self.died) or self.moved is not None or len(self.dead) == self.size
 
     def odd_ends(self, entered: Sequence[int]) -> str | None:
         """Say which ranks left by ``sys.exit`` while others did not; None if there are none.
@@ -146,9 +155,12 @@ class Crew:
         self.fail(exited.rank, error)
         self.died.add(exited.rank)
         self.preempted = self.preempted or preempted
+        self.unplaced = self.unplaced or exited.reason == "unplaced"
 
     def summary(self) -> str:
         """Write the roots of the failure in one line."""
+        if self.moved is not None:
+            return self.moved[1]
         roots = [rank for rank in self.causes if rank in self.died or not self.died]
         return "; ".join(f"rank {rank}: {first_line(self.failures[rank])[:_MAX_SHOWN]}" for rank in roots)
 
@@ -159,7 +171,9 @@ class Crew:
 
 def describe_exit(exited: Exited) -> tuple[TrainingError, bool]:
     """Make an error of a worker's end without a word, and tell whether it was a preemption."""
-    number = exited.signal
+    number, where = exited.signal, f" on {exited.node}" if exited.node else ""
+    if exited.reason != "process":
+        return TrainingError(f"the worker{where} is lost: {exited.detail}"), exited.reason == "drained"
     if number is not None:
         known = number in signal.valid_signals() and number in set(signal.Signals)
         name = signal.Signals(number).name if known else f"signal {number}"
@@ -169,7 +183,7 @@ def describe_exit(exited: Exited) -> tuple[TrainingError, bool]:
     else:
         how = "ended in an unknown way"
     detail = f"\n{exited.detail}" if exited.detail else ""
-    return TrainingError(f"the worker {how}{detail}"), ended_by_preemption(exited.exit_code, number)
+    return TrainingError(f"the worker{where} {how}{detail}"), ended_by_preemption(exited.exit_code, number)
 
 
 def first_line(error: BaseException) -> str:

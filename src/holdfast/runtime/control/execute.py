@@ -265,9 +265,9 @@ class Executor:
         environment = dict(self._options.environment)
         self._engine.start(
             GroupSpec(
-                num_workers=self._plan.num_workers,
+                num_workers=action.num_workers,
                 attempt=action.attempt,
-                environment=dict.fromkeys(range(self._plan.num_workers), environment),
+                environment=dict.fromkeys(range(action.num_workers), environment),
                 log_directory=self._logs() / f"attempt-{action.attempt:05d}",
                 use_gpu=self._options.use_gpu,
             )

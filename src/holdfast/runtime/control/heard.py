@@ -25,9 +25,9 @@ class Heard:
         self._size, self._wanted = world_size, wanted
         self._waiting: dict[int, dict[int, Mapping[str, Any]]] = {}
 
-    def begin(self) -> None:
-        """Begin with the reports of a new group."""
-        self._waiting = {}
+    def begin(self, world_size: int) -> None:
+        """Begin with the reports of a new group of so many ranks."""
+        self._size, self._waiting = world_size, {}
 
     def note(self, index: int, rank: int, metrics: Mapping[str, Any]) -> None:
         """Take the metrics of one rank for report ``index``."""

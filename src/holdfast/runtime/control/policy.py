@@ -20,6 +20,8 @@ class Cause(Enum):
 
     FAILURE = "failure"
     PREEMPTION = "preemption"
+    RESIZE = "resize"
+    """More workers than before; no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,7 @@ class FailurePolicy:
         name, limit = {
             Cause.FAILURE: ("max_failures", self.max_failures),
             Cause.PREEMPTION: ("max_preemptions", self.max_preemptions),
+            Cause.RESIZE: ("", -1),
         }[newest]
         if limit >= 0 and count > limit:
             return GiveUp(why=f"{newest.value} {count} with {name}={limit}")

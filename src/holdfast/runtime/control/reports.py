@@ -93,6 +93,7 @@ class Reports:
         report = self.board.bring(index, entry, now)
         if rank == 0:
             report.metrics = metrics
+        report.agreed = report.agreed or bool(header.get("agreed"))
         report.validation = report.validation or header.get("validation") or False
         try:
             self._name(report, header.get("name"))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..engine import Placed
 from .actions import Begin, Resumed
 from .plan import Plan
 from .shelf import Kept, Memory
@@ -33,16 +34,26 @@ class Start:
     resumed: Resumed | None = None
     words: str = "the beginning"
 
-    def begin(self, plan: Plan, rank: int, *, attempt: int, start_id: str) -> Begin:
-        """Make the message that sets a worker going."""
-        storage, size = dict(plan.storage), plan.num_workers
+    def begin(self, plan: Plan, rank: int, *, size: int, placed: Placed | None, attempt: int, start_id: str) -> Begin:
+        """Make the message that sets a worker going.
+
+        Args:
+            plan: of the run.
+            rank: of the worker.
+            size: number of workers.
+            placed: where it was started; None: all are on the driver's machine.
+            attempt: number of the attempt.
+            start_id: id of the attempt.
+        """
+        storage = dict(plan.storage)
         header = {
             "do": "begin",
             "rank": rank,
             "world_size": size,
-            "local_rank": rank,
-            "local_world_size": size,
-            "node_rank": 0,
+            "local_rank": rank if placed is None else placed.local_rank,
+            "local_world_size": size if placed is None else placed.local_size,
+            "node_rank": 0 if placed is None else placed.node_rank,
+            "apart": placed is not None,  # the driver cannot read what only this node has
             "first_index": self.step + 1,
             "experiment_name": plan.run_name,
             "run_name": plan.run_name,

@@ -45,7 +45,7 @@ def start_block(plan: Plan, opened: RunOpened, found: Found, start: Start, *, ke
         f"  storage   {plan.uri}",
         "  workers   none: train_func runs in this process"
         if plan.inline
-        else f"  workers   {plan.num_workers} on this machine{group}",
+        else f"  workers   {_workers(plan)} {plan.where}{group}",
         f"  keeps     {_rules(plan, keep)}",
     ]
     return [*lines, *(f"  {note}" for note in _notes(plan, opened, found, start))]
@@ -71,6 +71,10 @@ def _notes(plan: Plan, opened: RunOpened, found: Found, start: Start) -> list[st
     if found.unvalidated and plan.validates:
         notes.append(f"takes up the validation of {listed(found.unvalidated)}")
     return notes
+
+
+def _workers(plan: Plan) -> str:
+    return str(plan.num_workers) if plan.min_workers is None else f"{plan.min_workers} to {plan.num_workers}"
 
 
 def _rules(plan: Plan, keep: Keep) -> str:

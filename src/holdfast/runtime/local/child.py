@@ -7,13 +7,12 @@ import os
 import signal
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from holdfast.writer.wire import Channel
 
 from .inbox import Inbox
-from .logs import LogFile, LogStream
+from .logs import LogStream, Sink
 
 __all__ = ["Child"]
 
@@ -33,15 +32,14 @@ class Child:
         ended: nothing more comes from it.
     """
 
-    def __init__(self, number: int, name: str, log_file: Path | None) -> None:
+    def __init__(self, number: int, name: str, sinks: tuple[Sink, Sink]) -> None:
         self.number, self.name = number, name
         ours, self._theirs = socket.socketpair()
         self._channel = Channel(ours)
         self.inbox = Inbox(ours)
         out, self._out = os.pipe()
         err, self._err = os.pipe()
-        file = LogFile(log_file)
-        self.logs = (LogStream(out, f"({name}) ", "stdout", file), LogStream(err, f"({name}) ", "stderr", file))
+        self.logs = (LogStream(out, sinks[0]), LogStream(err, sinks[1]))
         self.pid: int | None = None
         self.pidfd = -1
         self.status: int | None = None
@@ -83,7 +81,7 @@ class Child:
 
     def last_words(self) -> str:
         """Return the end of its error output, for people."""
-        lines = [line for line in self.logs[1].tail if line.strip()]
+        lines = [line for line in self.logs[1].sink.tail if line.strip()]
         return "\n".join(lines)
 
     def close(self) -> None:

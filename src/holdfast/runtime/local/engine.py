@@ -18,6 +18,7 @@ from ..engine import Event, Exited, GroupSpec, Received, Started, TaskEnded, Wok
 from ..failure import error_from_wire
 from .child import Child
 from .launch import worker_environment
+from .logs import shown_and_kept
 from .supervisor import Supervisor
 
 __all__ = ["LocalEngine"]
@@ -83,11 +84,12 @@ class LocalEngine:
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
             port = listener.getsockname()[1]
             for rank in range(spec.num_workers):
+                log_file = None if spec.log_directory is None else spec.log_directory / f"rank-{rank}.log"
                 child = self._supervisor.fork(
                     f"rank {rank}",
                     self._entry,
                     environment=worker_environment(spec, rank, port, base),
-                    log_file=None if spec.log_directory is None else spec.log_directory / f"rank-{rank}.log",
+                    sinks=shown_and_kept(f"rank {rank}", log_file),
                     listener=None if rank else listener,
                     use_gpu=spec.use_gpu,
                 )
@@ -130,7 +132,11 @@ class LocalEngine:
         """
         self._supervisor.prepare(1)
         child = self._supervisor.fork(
-            name, _TASK, environment={**os.environ, **(environment or {})}, log_file=log_file, use_gpu=True
+            name,
+            _TASK,
+            environment={**os.environ, **(environment or {})},
+            sinks=shown_and_kept(name, log_file),
+            use_gpu=True,
         )
         self._tasks[child.number] = child
         child.send({"do": "task"}, [blob])

@@ -9,11 +9,11 @@ import os
 import sys
 from collections import deque
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, Protocol
 
 from ..._log import get_logger
 
-__all__ = ["LogFile", "LogStream"]
+__all__ = ["LogFile", "LogStream", "LogText", "Sink", "shown_and_kept"]
 
 _LOG = get_logger("runtime")
 _READ = 1 << 16
@@ -56,18 +56,30 @@ class LogFile:
             self._file = None
 
 
-class LogStream:
-    """The driver's end of a worker's stdout or stderr. Only whole lines are shown; `read` never waits."""
+class Sink(Protocol):
+    """Takes what one stream of a process says, in pieces."""
 
-    def __init__(self, fd: int, prefix: str, to: Literal["stdout", "stderr"], file: LogFile) -> None:
+    @property
+    def tail(self) -> deque[str]:
+        """The last lines."""
+
+    def feed(self, data: bytes) -> None:
+        """Take what came next; never waits for long."""
+
+    def flush(self) -> None:
+        """Take what is there for all there is, a last line without an end too; more may come."""
+
+    def end(self) -> None:
+        """Note that nothing more comes."""
+
+
+class LogStream:
+    """The reading end of a process's stdout or stderr, whose bytes go to ``sink``; `read` never waits."""
+
+    def __init__(self, fd: int, sink: Sink) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
-        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._prefix = prefix
-        self._to = to
-        self._file = file
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._rest = ""
+        self.sink = sink
 
     def fileno(self) -> int:
         """Descriptor for a selector."""
@@ -81,22 +93,45 @@ class LogStream:
             return True
         except OSError:
             return False
-        self._file.write(data)
-        self._show(self._decoder.decode(data, final=not data))
+        self.sink.feed(data)
         return bool(data)
 
     def drain(self) -> None:
-        """Pass on all that is there now; for when the worker has ended. A last line without an end is shown too."""
+        """Pass on all that is there now; for when the process has ended. A last line without an end is shown too."""
         waiting = True
         while waiting:
             try:
                 data = os.read(self.fd, _READ)
             except OSError:  # nothing now, though another process holds the other end
                 break
-            self._file.write(data)
-            self._show(self._decoder.decode(data))
+            self.sink.feed(data)
             waiting = bool(data)
-        self.flush()
+        self.sink.flush()
+
+    def close(self) -> None:
+        """Let go of the descriptor. Idempotent."""
+        if self.fd >= 0:
+            self.sink.flush()
+            os.close(self.fd)
+            self.fd = -1
+            self.sink.end()
+
+
+class LogText:
+    """Output to our own output, line by line with a prefix, and unchanged into a file. Only whole lines are shown."""
+
+    def __init__(self, prefix: str, to: Literal["stdout", "stderr"], file: LogFile) -> None:
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._prefix = prefix
+        self._to = to
+        self._file = file
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = ""
+
+    def feed(self, data: bytes) -> None:
+        """Take what came next."""
+        self._file.write(data)
+        self._show(self._decoder.decode(data, final=not data))
 
     def flush(self) -> None:
         """Show what is left without an end of line."""
@@ -104,13 +139,9 @@ class LogStream:
         if rest:
             self._print([rest])
 
-    def close(self) -> None:
-        """Let go of the descriptor. Idempotent."""
-        if self.fd >= 0:
-            self.flush()
-            os.close(self.fd)
-            self.fd = -1
-            self._file.release()
+    def end(self) -> None:
+        """Note that nothing more comes."""
+        self._file.release()
 
     def _show(self, text: str) -> None:
         *lines, rest = (self._rest + text).split("\n")
@@ -136,3 +167,9 @@ class LogStream:
             except UnicodeEncodeError:
                 stream.write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
             stream.flush()
+
+
+def shown_and_kept(name: str, path: Path | None) -> tuple[LogText, LogText]:
+    """Make sinks for stdout and stderr of a process: its name in front of each line shown, one file for both."""
+    file = LogFile(path)
+    return LogText(f"({name}) ", "stdout", file), LogText(f"({name}) ", "stderr", file)

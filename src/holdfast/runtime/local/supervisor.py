@@ -13,8 +13,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 
 from holdfast._log import get_logger
 from holdfast.errors import HoldfastError
@@ -22,7 +21,7 @@ from holdfast.writer.wire import Channel, Message
 
 from .child import Child
 from .launch import import_paths, launch_zygote
-from .logs import LogFile, LogStream
+from .logs import LogStream, Sink, shown_and_kept
 from .sweep import end_session
 
 __all__ = ["Supervisor"]
@@ -40,6 +39,7 @@ class Supervisor:
         on_start: a child exists.
         on_message: a child sent a message.
         on_end: a child and all its session are gone; ``why`` tells more if it never started or its status is unknown.
+        zygote_sinks: where the zygote's own output goes; default: shown.
     """
 
     def __init__(
@@ -48,12 +48,14 @@ class Supervisor:
         on_start: Callable[[Child], None],
         on_message: Callable[[Child, Message], None],
         on_end: Callable[[Child, str], None],
+        zygote_sinks: tuple[Sink, Sink] | None = None,
     ) -> None:
         self._on_start, self._on_message, self._on_end = on_start, on_message, on_end
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, Child] = {}
         self._numbers = itertools.count(1)
         self._zygote: _Zygote | None = None
+        self._zygote_sinks = zygote_sinks
         self._closed = False
         _LIVE.add(self)
 
@@ -66,7 +68,7 @@ class Supervisor:
         while self._zygote is not None and self._zygote.process.poll() is not None:
             self._read_zygote()  # up to its end, which is there or about to come
         if self._zygote is None:
-            self._zygote = _Zygote(num_workers)
+            self._zygote = _Zygote(num_workers, self._zygote_sinks or shown_and_kept("workers", None))
             self._selector.register(self._zygote.sock, selectors.EVENT_READ, self._read_zygote)
             for log in self._zygote.logs:
                 self._watch_log(log)
@@ -81,14 +83,25 @@ class Supervisor:
         entry: str,
         *,
         environment: Mapping[str, str],
-        log_file: Path | None = None,
+        sinks: tuple[Sink, Sink],
+        arguments: Sequence[str] | None = None,
         listener: socket.socket | None = None,
         use_gpu: bool = False,
     ) -> Child:
-        """Ask for a process that runs ``entry`` ("module:function"); `prepare` comes first."""
+        """Ask for a process that runs ``entry`` ("module:function"); `prepare` comes first.
+
+        Args:
+            name: what people call it.
+            entry: what it runs.
+            environment: all its variables.
+            sinks: where its stdout and stderr go.
+            arguments: its ``sys.argv``; default: that of this process.
+            listener: a socket for it.
+            use_gpu: whether it may use accelerators.
+        """
         if self._zygote is None:
             raise HoldfastError("the zygote is gone")
-        child = Child(next(self._numbers), name, log_file)
+        child = Child(next(self._numbers), name, sinks)
         fds = child.hand_over()
         if listener is not None:
             fds["listen"] = listener.fileno()
@@ -100,7 +113,7 @@ class Supervisor:
             "environment": dict(environment),
             "directory": _working_directory(),
             "paths": import_paths(),
-            "arguments": list(sys.argv),
+            "arguments": list(sys.argv if arguments is None else arguments),
             "use_gpu": use_gpu,
         }
         # If the zygote has just died, reading from it tells: the child then ends without having started.
@@ -176,7 +189,7 @@ class Supervisor:
             if child.pid is None:
                 for log in zygote.logs:
                     log.drain()
-                self._end(child, "\n".join([f"{why} before it had started this one", *zygote.logs[1].tail]))
+                self._end(child, "\n".join([f"{why} before it had started this one", *zygote.logs[1].sink.tail]))
             elif child.gone_at is not None or (child.inbox.ended and child.pidfd < 0):
                 self._end(child, why)
 
@@ -267,15 +280,11 @@ class Supervisor:
 class _Zygote:
     """The zygote process, its socket and its own output."""
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, sinks: tuple[Sink, Sink]) -> None:
         launched = launch_zygote(num_workers)
         self.process, self.sock = launched.process, launched.sock
         self.channel = Channel(launched.sock)
-        file = LogFile(None)
-        self.logs = (
-            LogStream(launched.out, "(workers) ", "stdout", file),
-            LogStream(launched.err, "(workers) ", "stderr", file),
-        )
+        self.logs = (LogStream(launched.out, sinks[0]), LogStream(launched.err, sinks[1]))
 
     def end(self, *, at_once: bool) -> str:
         """Make sure that it is gone; say how it ended. It ends by itself when we leave, after its children."""

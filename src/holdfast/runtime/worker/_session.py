@@ -61,7 +61,9 @@ class Session:
         self.rank: int = begin["rank"]
         self._begin, self._memory = begin, memory or None
         self._lock = threading.RLock()  # re-entrant: a signal handler may report too
-        self._place = Place(root=root, uri=uri, start_id=begin["start_id"], rank=self.rank)
+        self._place = Place(
+            root=root, uri=uri, start_id=begin["start_id"], rank=self.rank, apart=begin.get("apart", False)
+        )
         local = self._place.local
         self.context = Context(
             begin,
@@ -203,6 +205,10 @@ class Session:
             )
             for row in answer().header["value"]["checkpoints"]
         ]
+
+    def should_save(self) -> bool:
+        """See `holdfast.should_save`."""
+        return self._link.agreement.ask()
 
     @property
     def report_timeout_s(self) -> float:

@@ -7,8 +7,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from typing import Any
 
 from ..._log import get_logger
 from ...errors import SessionError
@@ -35,13 +36,20 @@ class Answers:
     Args:
         channel: from the controller; nobody else receives on it from now on.
         on_gone: called on the receiving thread when the controller has gone away unasked.
+        other: takes messages of other kinds; returns whether it knows them.
 
     Attributes:
         troubles: failures of background work that nobody has raised yet.
     """
 
-    def __init__(self, channel: Channel, *, on_gone: Callable[[], None] = end_process) -> None:
-        self._channel, self._on_gone = channel, on_gone
+    def __init__(
+        self,
+        channel: Channel,
+        *,
+        on_gone: Callable[[], None] = end_process,
+        other: Callable[[Mapping[str, Any]], bool] = lambda _: False,
+    ) -> None:
+        self._channel, self._on_gone, self._other = channel, on_gone, other
         self._changed = threading.Condition()
         self._numbers = itertools.count(1)
         self._calls: dict[int, Future[Message]] = {}
@@ -160,7 +168,7 @@ class Answers:
             self.forget(header["index"])
         elif header["do"] == "trouble":
             self.trouble(header.get("index"), _error(message))
-        else:
+        elif not self._other(header):
             _LOG.debug("a message that this worker does not know: %s", header["do"])
 
 

@@ -19,7 +19,7 @@ from ..values import TIMESTAMP, pack_checkpoint, score_of
 from .link import Link
 from .requests import Request
 from .shares import Shares
-from .takeover import Place, Taken, check_source, name_in_run, remove_local, take
+from .takeover import Place, Taken, check_source, name_in_run, out_of_reach, remove_local, take
 
 __all__ = ["Delivery", "Finish"]
 
@@ -136,7 +136,10 @@ class Delivery:
 
     def _downloaded(self, request: Request, index: int, checkpoint: Checkpoint) -> dict[str, Any]:
         """Bring what is no local directory (a dictionary, another storage) into one that the writer can take."""
-        path = checkpoint.to_directory(self._place.incoming(index))
+        incoming = self._place.incoming(index)
+        if self._place.apart and incoming is None:
+            raise out_of_reach(checkpoint.uri, self._place)
+        path = checkpoint.to_directory(incoming)
         return self._header(request, index, "directory") | {"source": {"path": path, "owned": True}}
 
     # -- states and values ---------------------------------------------------------------------------------------
@@ -198,4 +201,5 @@ class Delivery:
             "time": time.time(),
             "name": request.name,
             "validation": request.validation,
+            **({"agreed": True} if self._link.agreement.reached else {}),
         }

@@ -12,6 +12,7 @@ from ..._log import get_logger
 from ...errors import SessionError
 from ...writer.wire import Channel, Message
 from ..failure import error_to_wire
+from .agreement import Agreement
 from .answers import Answers, end_process
 from .outbox import Outbox
 from .uploads import Uploads
@@ -33,6 +34,7 @@ class Link:
 
     Attributes:
         count: number of the last report that was entered.
+        agreement: this rank's part in agreed saves.
     """
 
     def __init__(
@@ -41,8 +43,9 @@ class Link:
         self.count = first_index - 1
         self._channel, self._timeout_s = channel, timeout_s
         self._closed = False
-        self._answers = Answers(channel, on_gone=on_gone)
         self._outbox = Outbox(channel, timeout_s=timeout_s)
+        self.agreement = Agreement(self._outbox.send_now)
+        self._answers = Answers(channel, on_gone=on_gone, other=self.agreement.take)
         self._uploads = Uploads(self._outbox)
 
     # -- reports -------------------------------------------------------------------------------------------------
@@ -157,6 +160,7 @@ class Link:
     def close(self) -> None:
         """End all threads and close the channel; idempotent."""
         self._closed = True
+        self.agreement.end()
         self._uploads.close()
         self._outbox.close()
         self._channel.flush(_CLOSE_S)

@@ -21,6 +21,7 @@ __all__ = [
     "local_rank",
     "report",
     "save_checkpoint",
+    "should_save",
     "world_rank",
     "world_size",
 ]
@@ -147,6 +148,24 @@ def load_checkpoint() -> dict[str, Any] | None:
         SessionError: called outside of train_func.
     """
     return current_session("load_checkpoint").load_checkpoint()
+
+
+def should_save() -> bool:
+    """Return whether to report a checkpoint now, because the workers are about to move; the same on all ranks.
+
+    On a Ray cluster this is so before a drained or preempted node goes, and before a run with a range of
+    ``num_workers`` grows. Every rank calls this equally often, once in each step: it takes microseconds and waits for
+    nobody unless a save is being agreed on. After that report the workers are ended and started again elsewhere; where
+    it is never called, the next checkpoint that is reported has to do. On one machine it is always False.
+
+    Raises:
+        SessionError: called outside of train_func.
+
+    Example:
+        >>> if step % 1000 == 0 or holdfast.should_save():  # doctest: +SKIP
+        ...     holdfast.report({"loss": loss}, state={"model": model, "optimizer": optimizer})
+    """
+    return current_session("should_save").should_save()
 
 
 def world_rank() -> int:

@@ -25,7 +25,7 @@ from ...writer.messages import IngestSource
 from ...writer.sources import scan
 from .reflink import clone_tree
 
-__all__ = ["Place", "Taken", "check_source", "name_in_run", "remove_local", "take"]
+__all__ = ["Place", "Taken", "check_source", "name_in_run", "out_of_reach", "remove_local", "take"]
 
 _LOG = get_logger("runtime")
 _RESERVED = ("logs", "reports")
@@ -39,12 +39,15 @@ class Place:
         root: of the run; None if worker processes cannot open that storage.
         uri: of the run.
         start_id: of this attempt.
+        rank: of this worker.
+        apart: the driver is on another machine: it sees what is in the run, and nothing else that is here.
     """
 
     root: Storage | None
     uri: str
     start_id: str
     rank: int
+    apart: bool = False
 
     @property
     def local(self) -> str | None:
@@ -133,14 +136,48 @@ def take(checkpoint: Checkpoint, place: Place, index: int, *, delete: bool | Non
     if wanted:
         # What no checkpoint can hold is refused now: afterwards the files would lie somewhere else.
         scan(IngestSource(rank=place.rank, path=path))
-        for target in filter(None, (incoming, place.sibling(path, index))):
+        for target in filter(None, (incoming, None if place.apart else place.sibling(path, index))):
             moved = _move(path, target)
             if moved:
                 return Taken(path=target, owned=True, safe=True, caller=path, moved=moved)
-    elif asynchronous and incoming is not None and clone_tree(path, incoming):
+    elif (asynchronous or place.apart) and incoming is not None and clone_tree(path, incoming):
         _take_metadata(path, incoming)
         return Taken(path=incoming, owned=True, safe=True, caller=path)
+    if place.apart:
+        return _bring(path, place, incoming, delete=wanted)
     return Taken(path=path, owned=False, safe=False, caller=path, delete=wanted)
+
+
+def _bring(path: str, place: Place, incoming: str | None, *, delete: bool) -> Taken:
+    """Copy what only this machine has into the run, where the driver's writer takes it in.
+
+    Raises:
+        ConfigError: the run is on a store, where that is not built yet.
+    """
+    if incoming is None:
+        raise out_of_reach(path, place)
+    scan(IngestSource(rank=place.rank, path=path))  # what no checkpoint can hold is refused before it is copied
+    try:
+        if os.path.isdir(path):
+            shutil.copytree(path, incoming)
+        else:
+            os.makedirs(incoming)
+            shutil.copyfile(path, os.path.join(incoming, os.path.basename(path)))
+        _take_metadata(path, incoming)
+    except BaseException:
+        shutil.rmtree(incoming, ignore_errors=True)
+        raise
+    # Where it is to be deleted its caller waits for the commit: until then there is no other copy that lasts.
+    return Taken(path=incoming, owned=True, safe=not delete, caller=path, delete=delete)
+
+
+def out_of_reach(path: str, place: Place) -> ConfigError:
+    """Make the error of files that the driver cannot read."""
+    return ConfigError(
+        f"rank {place.rank}: {path} is on this node, the run is on {place.uri}, and the driver cannot read it: "
+        "directories on the way from a cluster's nodes to a store are not built yet. Use report(state=...), or "
+        "checkpoint_upload_fn"
+    )
 
 
 def check_source(path: str, place: Place) -> None:

@@ -1,0 +1,154 @@
+"""The Ray engine beside Ray Train, on one cluster of several raylets on this machine: start, recovery, rate of reports.
+
+    HOLDFAST_RAY_PYTHON -m benchmarks.ray_cluster [--tools holdfast,ray] [--cases start,worker,node,rate]
+
+Not part of `make bench`: it needs an interpreter with `ray[train]`, torch and Holdfast. Each case runs on a warm
+cluster of a head without CPUs and three nodes of two CPUs, one of them a spare. Prints JSON lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+_STORE = 80 << 20
+_LIMIT_S = 300.0
+
+
+def train(config: dict[str, Any]) -> None:
+    """Note when the first line came; in the first life wait for the fault, in the second note the first step."""
+    if config["tool"] == "ray":
+        from ray import train as api
+        from ray.train import Checkpoint
+    else:
+        import holdfast as api  # type: ignore[no-redef]
+        from holdfast import Checkpoint  # type: ignore[assignment]
+
+    place, rank = Path(config["folder"]), api.get_context().get_world_rank()
+    checkpoint = api.get_checkpoint()
+    note(place / f"{'first' if checkpoint is None else 'again'}-{rank}", pid=os.getpid())
+    if config["case"] == "rate" or checkpoint is not None:
+        begun = time.time()
+        for step in range(config["reports"]):
+            api.report({"step": step})
+        note(place / f"reported-{rank}", begun=begun)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "x").write_text("1")
+        api.report({"step": 0}, checkpoint=Checkpoint.from_directory(folder) if rank == 0 else None)
+    api.report({"step": 1})  # the one before is committed
+    note(place / f"waiting-{rank}", pid=os.getpid())
+    if config["case"] != "start":
+        time.sleep(_LIMIT_S)
+
+
+def note(path: Path, **told: float) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"at": time.time(), **told}))
+    part.rename(path)
+
+
+def noted(place: Path, name: str) -> list[dict[str, float]]:
+    return [json.loads(path.read_text()) for path in sorted(place.glob(f"{name}-?"))]
+
+
+def measure(tool: str, case: str, reports: int) -> dict[str, float]:
+    """Run one case on a cluster of its own, warmed by one trivial fit()."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    options = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": _STORE}
+    cluster = Cluster(initialize_head=True, head_node_args=options)
+    root = Path(tempfile.mkdtemp(prefix="ray-bench-"))
+    try:
+        # Ray Train's controller wants a CPU of its own; both tools get the same cluster.
+        nodes = [cluster.add_node(num_cpus=2, object_store_memory=_STORE) for _ in range(3)]
+        ray.init(address=cluster.address, log_to_driver=False)
+        fit(tool, "start", root / "warm", 0)
+        place = root / case
+        fault = threading.Thread(target=disturb, args=(case, place, cluster, nodes), daemon=True)
+        fault.start()
+        begun = time.time()
+        fit(tool, case, place, reports)
+        ended = time.time()
+        values = {"first_line_s": max(one["at"] for one in noted(place, "first")) - begun}
+        if case == "rate":
+            values["per_s"] = reports / (ended - min(one["begun"] for one in noted(place, "reported")))
+        elif case != "start":
+            killed = json.loads((place / "killed").read_text())["at"]
+            values["recovery_s"] = max(one["at"] for one in noted(place, "again")) - killed
+        return values
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def fit(tool: str, case: str, place: Path, reports: int) -> None:
+    place.mkdir(parents=True)
+    config = {"tool": tool, "case": case, "folder": str(place), "reports": reports}
+    more: dict[str, Any] = {}
+    if tool == "ray":
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train.torch import TorchTrainer
+    else:
+        from holdfast import FailureConfig, RunConfig, ScalingConfig  # type: ignore[assignment]
+        from holdfast.torch import TorchTrainer  # type: ignore[assignment]
+
+        more = {"engine": "ray"}
+    TorchTrainer(
+        train,
+        train_loop_config=config,
+        scaling_config=ScalingConfig(num_workers=2, placement_strategy="STRICT_SPREAD", **more),
+        run_config=RunConfig(name="run", storage_path=str(place), failure_config=FailureConfig(max_failures=2)),
+    ).fit()
+
+
+def disturb(case: str, place: Path, cluster: Any, nodes: list[Any]) -> None:
+    """Kill a worker, or the node of rank 1, once all wait."""
+    if case not in ("worker", "node"):
+        return
+    while len(noted(place, "waiting")) < 2:
+        time.sleep(0.05)
+    pid = int(noted(place, "waiting")[1]["pid"])
+    note(place / "killed")
+    if case == "worker":
+        os.kill(pid, signal.SIGKILL)
+    else:
+        above = lineage(pid)
+        node = next(one for one in nodes if one.all_processes["raylet"][0].process.pid in above)
+        cluster.remove_node(node, allow_graceful=False)
+
+
+def lineage(pid: int) -> list[int]:
+    """Give the processes that a process descends from."""
+    found = []
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        found.append(pid)
+    return found
+
+
+def main() -> None:
+    """Run the cases, both tools one after the other in each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tools", default="holdfast,ray")
+    parser.add_argument("--cases", default="start,worker,node,rate")
+    told = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for case in told.cases.split(","):
+        for tool in told.tools.split(","):
+            reports = 0 if case != "rate" else 20_000 if tool == "holdfast" else 10
+            print(json.dumps({"case": case, "tool": tool, **measure(tool, case, reports)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
