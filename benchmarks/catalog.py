@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 import holdfast as hf
-from holdfast.checkpoint.record import pack, record_from_manifest
-from holdfast.checkpoint.runindex import RunIndex
 from holdfast.format.manifest import Manifest
-from holdfast.storage.local import LocalStorage
+from holdfast.run.index import RunIndex
+from holdfast.run.record import pack, record_from_manifest
+from holdfast.storage.local.local_storage import LocalStorage
 
 from .bench import Context, Goal, Outcome, remove, timed
 

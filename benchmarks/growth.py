@@ -18,14 +18,14 @@ from functools import partial
 import torch
 
 import holdfast as hf
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.record import pack, record_from_manifest
 from holdfast.format.commit import PartSummary, read_manifest
 from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.format.parts import put_part
-from holdfast.storage.object import ObjectStorage
+from holdfast.run.catalog import Catalog
+from holdfast.run.record import pack, record_from_manifest
+from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.storage.together import together
 from holdfast.testing import Exchange, Fault, FaultProxy
 from holdfast.writer.messages import PartsJob

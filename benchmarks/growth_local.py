@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 import holdfast as hf
-from holdfast.checkpoint.catalog import Catalog
 from holdfast.format.manifest import MANIFEST_NAME, Manifest
-from holdfast.storage.local import LocalStorage
+from holdfast.run.catalog import Catalog
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import IngestJob, IngestSource
 

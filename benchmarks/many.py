@@ -20,7 +20,7 @@ from holdfast.format.division import Division
 from holdfast.format.manifest import FileEntry
 from holdfast.format.parts import part_name
 from holdfast.format.strict_json import dumps
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.writer.messages import PartsJob
 from holdfast.writer.parts import commit_parts
 

@@ -22,11 +22,11 @@ from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.names import join
 from holdfast.format.parts import put_part
 from holdfast.format.strict_json import paused_gc
-from holdfast.state.cuts import Cuts
-from holdfast.state.plan import Layout, Signature, plan
-from holdfast.state.sharded import Region, Spread
-from holdfast.state.stored import Stored, unite
-from holdfast.state.targets import Targets, box_of
+from holdfast.state.load.stored import Stored, unite
+from holdfast.state.load.targets import Targets, box_of
+from holdfast.state.save.plan import Layout, Signature, plan
+from holdfast.state.tree.cuts import Cuts
+from holdfast.state.tree.sharded import Placement, Region
 from holdfast.storage.memory import MemoryStorage
 from holdfast.writer.messages import PartsJob
 from holdfast.writer.parts import commit_parts
@@ -121,7 +121,7 @@ def _slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:
 def _region(rank: int, world: int) -> Region:
     shards = world // _REPLICAS
     place = rank % shards
-    spread = Spread(text="fake", num_ranks=world, rank=rank, holders=tuple(range(place, world, shards)))
+    spread = Placement(text="fake", num_ranks=world, rank=rank, holders=tuple(range(place, world, shards)))
     return Region((shards * 8, _WIDTH), Box((place * 8, 0), (8, _WIDTH)), spread)
 
 

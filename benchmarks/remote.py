@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import holdfast as hf
-from holdfast.checkpoint.transfer import copy_checkpoint
-from holdfast.storage.local import LocalStorage
+from holdfast.copying.transfer import copy_checkpoint
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.resolve import resolve
 
 from .bench import Context, Goal, Outcome, fsync_tree, median, remove, timed

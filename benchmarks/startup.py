@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.launch import launch_process
 

@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from holdfast.runtime.engine import Exited, GroupSpec, Started
-from holdfast.runtime.local.engine import LocalEngine
-from holdfast.runtime.transit import pack_call
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.trainers.function.engine import Exited, GroupSpec, Started
+from holdfast.trainers.function.engines.local.engine import LocalEngine
+from holdfast.trainers.function.transit import pack_call
 
 from .bench import Context, Goal, Outcome, remove
 

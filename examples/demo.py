@@ -29,8 +29,8 @@ from rich.table import Table
 from rich.text import Text
 
 import holdfast
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.retention import decide
+from holdfast.run.catalog import Catalog
+from holdfast.run.retention import decide
 from holdfast.storage.resolve import resolve
 
 HERE = Path(__file__).resolve().parent

@@ -41,23 +41,23 @@ if TYPE_CHECKING:
     from .interop.export import export as export
     from .interop.import_ import Imported as Imported
     from .interop.import_ import import_checkpoint as import_checkpoint
-    from .runtime.control.result import Result as Result
-    from .runtime.types import CheckpointConsistencyMode as CheckpointConsistencyMode
-    from .runtime.types import CheckpointUploadMode as CheckpointUploadMode
-    from .runtime.types import ReportedCheckpoint as ReportedCheckpoint
-    from .runtime.types import ReportedCheckpointStatus as ReportedCheckpointStatus
-    from .runtime.worker.context import TrainContext as TrainContext
-    from .runtime.worker.session import get_all_reported_checkpoints as get_all_reported_checkpoints
-    from .runtime.worker.session import get_checkpoint as get_checkpoint
-    from .runtime.worker.session import get_context as get_context
-    from .runtime.worker.session import load_checkpoint as load_checkpoint
-    from .runtime.worker.session import local_rank as local_rank
-    from .runtime.worker.session import report as report
-    from .runtime.worker.session import save_checkpoint as save_checkpoint
-    from .runtime.worker.session import should_save as should_save
-    from .runtime.worker.session import world_rank as world_rank
-    from .runtime.worker.session import world_size as world_size
-    from .trainers.callbacks import UserCallback as UserCallback
+    from .trainers.function.callbacks import UserCallback as UserCallback
+    from .trainers.function.control.result import Result as Result
+    from .trainers.function.types import CheckpointConsistencyMode as CheckpointConsistencyMode
+    from .trainers.function.types import CheckpointUploadMode as CheckpointUploadMode
+    from .trainers.function.types import ReportedCheckpoint as ReportedCheckpoint
+    from .trainers.function.types import ReportedCheckpointStatus as ReportedCheckpointStatus
+    from .trainers.function.worker.context import TrainContext as TrainContext
+    from .trainers.function.worker.session import get_all_reported_checkpoints as get_all_reported_checkpoints
+    from .trainers.function.worker.session import get_checkpoint as get_checkpoint
+    from .trainers.function.worker.session import get_context as get_context
+    from .trainers.function.worker.session import load_checkpoint as load_checkpoint
+    from .trainers.function.worker.session import local_rank as local_rank
+    from .trainers.function.worker.session import report as report
+    from .trainers.function.worker.session import save_checkpoint as save_checkpoint
+    from .trainers.function.worker.session import should_save as should_save
+    from .trainers.function.worker.session import world_rank as world_rank
+    from .trainers.function.worker.session import world_size as world_size
     from .trainers.loop.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -87,25 +87,25 @@ _HOME = {
     "export": "interop.export",
     "Imported": "interop.import_",
     "import_checkpoint": "interop.import_",
-    "Result": "runtime.control.result",
-    "get_all_reported_checkpoints": "runtime.worker.session",
-    "get_checkpoint": "runtime.worker.session",
-    "get_context": "runtime.worker.session",
-    "load_checkpoint": "runtime.worker.session",
-    "report": "runtime.worker.session",
-    "save_checkpoint": "runtime.worker.session",
-    "should_save": "runtime.worker.session",
-    "CheckpointUploadMode": "runtime.types",
-    "ReportedCheckpoint": "runtime.types",
-    "ReportedCheckpointStatus": "runtime.types",
+    "Result": "trainers.function.control.result",
+    "get_all_reported_checkpoints": "trainers.function.worker.session",
+    "get_checkpoint": "trainers.function.worker.session",
+    "get_context": "trainers.function.worker.session",
+    "load_checkpoint": "trainers.function.worker.session",
+    "report": "trainers.function.worker.session",
+    "save_checkpoint": "trainers.function.worker.session",
+    "should_save": "trainers.function.worker.session",
+    "CheckpointUploadMode": "trainers.function.types",
+    "ReportedCheckpoint": "trainers.function.types",
+    "ReportedCheckpointStatus": "trainers.function.types",
     "Trainer": "trainers.loop.trainer",
-    "CheckpointConsistencyMode": "runtime.types",
-    "TrainContext": "runtime.worker.context",
-    "UserCallback": "trainers.callbacks",
+    "CheckpointConsistencyMode": "trainers.function.types",
+    "TrainContext": "trainers.function.worker.context",
+    "UserCallback": "trainers.function.callbacks",
     "ValidationFn": "config",
-    "local_rank": "runtime.worker.session",
-    "world_rank": "runtime.worker.session",
-    "world_size": "runtime.worker.session",
+    "local_rank": "trainers.function.worker.session",
+    "world_rank": "trainers.function.worker.session",
+    "world_size": "trainers.function.worker.session",
     **dict.fromkeys(("ControllerError", "SessionMisuseError", "WorkerGroupError"), "errors"),
     **dict.fromkeys(_errors.__all__, "errors"),
 }

@@ -9,12 +9,12 @@ from typing import Any
 
 from ._optional import require
 from .checkpoint.handle import Checkpoint
-from .checkpointer.loop import Checkpointer as _Checkpointer
+from .checkpointer.checkpointer import Checkpointer as _Checkpointer
 from .errors import ConfigError
-from .integrations import reporting
-from .integrations.prepared import OneByOne, objects_of, own_loader, say_late, told_when_last
-from .integrations.verified import verified_directory
-from .runtime.worker.session import get_checkpoint
+from .frameworks import reporting
+from .frameworks.prepared import OneByOne, objects_of, own_loader, say_late, told_when_last
+from .frameworks.verified import verified_directory
+from .trainers.function.worker.session import get_checkpoint
 
 __all__ = ["Checkpointer", "load_state", "report_model", "report_state"]
 

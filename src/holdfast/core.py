@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from .trainers.loop.algorithms import EMA, Algorithm, LabelSmoothing
 from .trainers.loop.callbacks import Callback
-from .trainers.loop.evaluator import DataSpec, Evaluator
 from .trainers.loop.events import Event
-from .trainers.loop.precision import Precision
 from .trainers.loop.state import State
-from .trainers.loop.time import Time, TimeUnit
-from .trainers.loop.timestamp import Timestamp
+from .trainers.loop.times.time import Time, TimeUnit
+from .trainers.loop.times.timestamp import Timestamp
 from .trainers.loop.trainer import Trainer
+from .trainers.loop.training.evaluator import DataSpec, Evaluator
+from .trainers.loop.training.precision import Precision
 
 __all__ = [
     "EMA",

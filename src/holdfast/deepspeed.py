@@ -14,10 +14,10 @@ from typing import Any
 
 from .checkpoint.handle import Checkpoint
 from .errors import CheckpointError, ConfigError
-from .integrations import reporting
-from .integrations.shard_keeper import ShardKeeper
-from .integrations.verified import verified_directory
-from .runtime.types import CheckpointUploadMode
+from .frameworks import reporting
+from .frameworks.shard_checkpoints import ShardCheckpoints
+from .frameworks.verified import verified_directory
+from .trainers.function.types import CheckpointUploadMode
 
 __all__ = ["TAG", "Keeper", "load", "report"]
 
@@ -78,10 +78,11 @@ def load(engine: Any, checkpoint: str | os.PathLike[str] | Checkpoint, **options
         return _read(engine, directory, checkpoint, options)
 
 
-class Keeper(ShardKeeper):
+class Keeper(ShardCheckpoints):
     """Keeps the checkpoints of an engine, without the function trainer: any storage, in the background, best and last.
 
-    Every rank makes one and makes the same calls, after ``deepspeed.initialize``. Arguments are those of `ShardKeeper`.
+    Every rank makes one and makes the same calls, after ``deepspeed.initialize``. Arguments are those of
+    `ShardCheckpoints`.
 
     Example:
         >>> with Keeper("s3://bucket/run", keep=Keep(last=2, best=1, metric="loss")) as keeper:  # doctest: +SKIP

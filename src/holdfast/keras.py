@@ -13,14 +13,14 @@ from ._not_here import missing
 from ._optional import require
 from ._units import IntervalLike
 from .checkpoint.handle import Checkpoint
-from .checkpointer.loop import Checkpointer
+from .checkpointer.checkpointer import Checkpointer
 from .config import Keep
-from .integrations import reporting, scalars
-from .integrations.keras_fit import FitRun
-from .integrations.keras_state import Counters, Variables, other_optimizers
-from .integrations.rhythm import epochs_between
-from .integrations.verified import verified_directory
-from .runtime.worker.session import get_context, report
+from .frameworks import reporting, scalars
+from .frameworks.keras_fit import FitRun
+from .frameworks.keras_state import Counters, Variables, other_optimizers
+from .frameworks.rhythm import epochs_between
+from .frameworks.verified import verified_directory
+from .trainers.function.worker.session import get_context, report
 
 __all__ = ["HoldfastCallback", "ReportCallback", "ReportCheckpointCallback", "load_model", "state"]
 

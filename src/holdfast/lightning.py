@@ -11,18 +11,18 @@ from typing import Any
 
 from .config import ValidationTaskConfig
 from .errors import ConfigError
-from .integrations import Grafted, Saves, reporting, scalars
-from .integrations.lightning_callback import HoldfastCallback
-from .integrations.lightning_ranks import (
+from .frameworks import Grafted, Saves, reporting, scalars
+from .frameworks.lightning_callback import HoldfastCallback
+from .frameworks.lightning_ranks import (
     RayDDPStrategy,
     RayDeepSpeedStrategy,
     RayFSDPStrategy,
     RayLightningEnvironment,
     prepare_trainer,
 )
-from .integrations.rhythm import epochs_between
-from .runtime.types import CheckpointUploadMode
-from .runtime.worker.session import report
+from .frameworks.rhythm import epochs_between
+from .trainers.function.types import CheckpointUploadMode
+from .trainers.function.worker.session import report
 
 __all__ = [
     "HoldfastCallback",

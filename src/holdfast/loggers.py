@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .trainers.loop.loggers import ConsoleLogger, JSONLLogger, Logger, LoggerDestination, TensorBoardLogger
-from .trainers.loop.progress import ProgressBar
-from .trainers.loop.uploads import RemoteUploaderDownloader
+from .trainers.loop.saving.uploads import RemoteUploaderDownloader
+from .trainers.loop.training.progress import ProgressBar
 
 __all__ = [
     "ConsoleLogger",

@@ -14,10 +14,10 @@ from typing import Any
 from ._optional import require
 from .checkpoint.handle import Checkpoint
 from .errors import ConfigError
-from .integrations import reporting
-from .integrations.shard_keeper import ShardKeeper
-from .integrations.verified import verified_directory
-from .runtime.types import CheckpointUploadMode
+from .frameworks import reporting
+from .frameworks.shard_checkpoints import ShardCheckpoints
+from .frameworks.verified import verified_directory
+from .trainers.function.types import CheckpointUploadMode
 
 __all__ = ["Keeper", "load", "report"]
 
@@ -75,10 +75,10 @@ def load(sharded_state_dict: dict[str, Any], checkpoint: str | os.PathLike[str] 
         return _dist_checkpointing().load(sharded_state_dict, directory, **options)
 
 
-class Keeper(ShardKeeper):
+class Keeper(ShardCheckpoints):
     """Keeps sharded checkpoints without the function trainer: any storage, in the background, best and last.
 
-    Every rank makes one and makes the same calls. Arguments are those of `ShardKeeper`.
+    Every rank makes one and makes the same calls. Arguments are those of `ShardCheckpoints`.
 
     Example:
         >>> with Keeper("s3://bucket/run", keep=Keep(last=2, best=1, metric="loss")) as keeper:  # doctest: +SKIP

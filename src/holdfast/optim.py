@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .trainers.loop.decoupled import DecoupledAdamW, DecoupledSGDW
-from .trainers.loop.schedulers import (
+from .trainers.loop.times.decoupled import DecoupledAdamW, DecoupledSGDW
+from .trainers.loop.times.schedulers import (
     ComposerScheduler,
     ConstantScheduler,
     ConstantWithWarmupScheduler,

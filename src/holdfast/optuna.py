@@ -15,8 +15,8 @@ from typing import Any
 
 from ._log import get_logger
 from ._optional import require
-from .checkpoint._process import birth, is_dead, machine
 from .errors import ConfigError, HoldfastError
+from .run.process import birth, is_dead, machine
 from .storage.resolve import resolve
 
 __all__ = ["TidyTrials", "resume_killed", "trial_path"]

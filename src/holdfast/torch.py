@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._not_here import missing
 
 if TYPE_CHECKING:
-    from .trainers.function import TorchTrainer
+    from .trainers.function.trainer import TorchTrainer
     from .trainers.loader import PreparedLoader
     from .trainers.torch_helpers import (
         enable_reproducibility,
@@ -33,7 +33,7 @@ __all__ = [
 
 _HOME = {
     "PreparedLoader": "trainers.loader",
-    "TorchTrainer": "trainers.function",
+    "TorchTrainer": "trainers.function.trainer",
     "enable_reproducibility": "trainers.torch_helpers",
     "get_device": "trainers.torch_helpers",
     "get_devices": "trainers.torch_helpers",

@@ -12,10 +12,10 @@ from typing import Any
 from ._optional import require
 from .config import Keep, ValidationTaskConfig
 from .errors import ConfigError
-from .integrations import DirectoryKeeper
-from .integrations.finished import all_written, report_finished
-from .integrations.trainer_logs import saved_metrics, say_misaligned, say_missing, say_start, trial_of, written
-from .runtime.worker._session import current_session
+from .frameworks import DirectoryCheckpoints
+from .frameworks.finished import all_written, report_finished
+from .frameworks.trainer_logs import saved_metrics, say_misaligned, say_missing, say_start, trial_of, written
+from .trainers.function.worker._session import current_session
 
 __all__ = ["HoldfastCallback", "RayTrainReportCallback", "ReportCallback", "prepare_trainer"]
 
@@ -84,7 +84,7 @@ class HoldfastCallback(_TrainerCallback):  # type: ignore[misc]
         timeout_s: bound of every wait.
 
     Attributes:
-        keeper: the `DirectoryKeeper` that does it (of a search: the trial's); `close` waits until all is durable.
+        keeper: the `DirectoryCheckpoints` that does it (of a search: the trial's); `close` waits until all is durable.
 
     Example:
         >>> callback = HoldfastCallback("s3://bucket/run", keep=Keep(last=2))               # doctest: +SKIP
@@ -101,7 +101,7 @@ class HoldfastCallback(_TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self._path = path
         self._options: dict[str, Any] = {"keep": keep, "timeout_s": timeout_s}
-        self._plain = self.keeper = DirectoryKeeper(path, **self._options)
+        self._plain = self.keeper = DirectoryCheckpoints(path, **self._options)
         self.latest, self.best, self.checkpoints = self.keeper.latest, self.keeper.best, self.keeper.checkpoints
         self._metric = keep.metric if keep is not None else None
 
@@ -122,7 +122,7 @@ class HoldfastCallback(_TrainerCallback):  # type: ignore[misc]
         metrics = saved_metrics(state.log_history, step=state.global_step, epoch=state.epoch)
         say_missing(args, state, self._metric, metrics)
         if (trial := trial_of(args, state, directory)) and self.keeper is self._plain:
-            self.keeper = DirectoryKeeper(os.path.join(self._path, trial["trial"]), **self._options)
+            self.keeper = DirectoryCheckpoints(os.path.join(self._path, trial["trial"]), **self._options)
         self.keeper.add(directory, step=state.global_step, epoch=int(state.epoch or 0), metrics=metrics)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from .storage.adapters.libcloud import LibcloudObjectStore
 from .storage.base import Storage as ObjectStore
-from .storage.libcloud import LibcloudObjectStore
 from .storage.resolve import resolve as maybe_create_object_store_from_uri
-from .trainers.loop.functions import load_checkpoint, save_checkpoint
+from .trainers.loop.saving.functions import load_checkpoint, save_checkpoint
 
 __all__ = [
     "LibcloudObjectStore",

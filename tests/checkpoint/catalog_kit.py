@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from build import START, small
 
-from holdfast.checkpoint.catalog import Catalog
 from holdfast.config import Keep
+from holdfast.run.catalog import Catalog
 from holdfast.storage.base import Storage
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 
 

@@ -9,13 +9,13 @@ import pytest
 from build import small
 from catalog_kit import begin, names, save, storage_of
 
-from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpoint.runindex import RUN_FILE, RunIndex
 from holdfast.config import Keep
 from holdfast.errors import CheckpointNotFoundError, StorageError
+from holdfast.run.catalog import Catalog
+from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.storage.base import Storage
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 
 
 @pytest.fixture(params=["local", "memory", "far"])

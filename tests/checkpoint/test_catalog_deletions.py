@@ -6,13 +6,13 @@ import pytest
 from build import build
 from catalog_kit import begin, names, save, storage_of
 
-from holdfast.checkpoint import catalog as catalog_module
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.runindex import RunIndex
 from holdfast.config import Keep
 from holdfast.errors import StorageError, StorageFullError
+from holdfast.run import catalog as catalog_module
+from holdfast.run.catalog import Catalog
+from holdfast.run.index import RunIndex
 from holdfast.storage.base import Storage
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 
 
 @pytest.fixture(params=["local", "memory", "far"])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from holdfast.checkpoint.costs import attempt_rows, deletions, saves, stats, summary
-from holdfast.checkpoint.history import Attempt, Told
-from holdfast.checkpoint.journal import Event
-from holdfast.checkpoint.record import Record
+from holdfast.run.costs import attempt_rows, deletions, saves, stats, summary
+from holdfast.run.journal import JournalEvent
+from holdfast.run.record import Record
+from holdfast.run.reports import Attempt, Told
 
 
 def attempt(number, started, ended=None, *, source=None, reason=None, **details):
@@ -29,11 +29,11 @@ def told(*, events=(), attempts=(), rows=()):
 
 def saved(attempt, step, time, **more):
     fields = {"bytes": 100, "reused": 40, "kind": "state", "durable_s": 0.5, **more}
-    return Event(what="saved", time=BEGIN + time, attempt=attempt, name=f"step_{step}", step=step, **fields)
+    return JournalEvent(what="saved", time=BEGIN + time, attempt=attempt, name=f"step_{step}", step=step, **fields)
 
 
 def cost(attempt, step, time, **more):
-    return Event(what="cost", time=BEGIN + time, attempt=attempt, name=f"step_{step}", step=step, **more)
+    return JournalEvent(what="cost", time=BEGIN + time, attempt=attempt, name=f"step_{step}", step=step, **more)
 
 
 def test_writer_and_trainer_tell_of_one_save():
@@ -80,11 +80,11 @@ def test_an_attempt_without_a_word():
 def test_deletions_by_rule():
     """Each checkpoint counts once, under the rule that deleted it; of a mirrored run one side alone."""
     events = [
-        Event(what="deleted", time=1.0, attempt=1, name="a", why="not among last 2"),
-        Event(what="deleted", time=2.0, attempt=1, name="b", why="not among last 2"),
-        Event(what="deleted", time=3.0, attempt=1, name="c", why="holdfast rm"),
-        Event(what="deleted", time=4.0, attempt=1, name="d", why="uploaded to s3://x", kind="local"),
-        Event(what="deleted", time=5.0, attempt=1, name="d", why="not among last 9", kind="remote"),
+        JournalEvent(what="deleted", time=1.0, attempt=1, name="a", why="not among last 2"),
+        JournalEvent(what="deleted", time=2.0, attempt=1, name="b", why="not among last 2"),
+        JournalEvent(what="deleted", time=3.0, attempt=1, name="c", why="holdfast rm"),
+        JournalEvent(what="deleted", time=4.0, attempt=1, name="d", why="uploaded to s3://x", kind="local"),
+        JournalEvent(what="deleted", time=5.0, attempt=1, name="d", why="not among last 9", kind="remote"),
     ]
     here = stats(told(events=events))["deleted_by"]
     assert here == {"not among last 2": 2, "holdfast rm": 1, "uploaded to s3://x": 1}
@@ -94,9 +94,9 @@ def test_deletions_by_rule():
 def test_lost_and_skipped():
     """Repeated failures are counted as often as they happened."""
     events = [
-        Event(what="lost", time=1.0, attempt=1, name="a", why="StorageFullError: x", times=7),
-        Event(what="lost", time=2.0, attempt=1, name="b", why="StorageError: y"),
-        Event(what="skipped", time=3.0, attempt=1, step=4, times=3),
+        JournalEvent(what="lost", time=1.0, attempt=1, name="a", why="StorageFullError: x", times=7),
+        JournalEvent(what="lost", time=2.0, attempt=1, name="b", why="StorageError: y"),
+        JournalEvent(what="skipped", time=3.0, attempt=1, step=4, times=3),
     ]
     sums = stats(told(events=events))
     assert (sums["lost_saves"], sums["skipped_saves"]) == (8, 3)

@@ -11,17 +11,17 @@ import time
 import pytest
 from catalog_kit import begin, names, save
 
-from holdfast.checkpoint import external
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.external import EXTERNAL, External
-from holdfast.checkpoint.fence import Fence, write_fence
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpoint.lease import Lease, announced, make_owner
-from holdfast.checkpoint.runindex import RunIndex
 from holdfast.config import Keep
 from holdfast.errors import CheckpointNotFoundError, ConfigError
+from holdfast.run import external
+from holdfast.run.catalog import Catalog
+from holdfast.run.external import EXTERNAL, External
+from holdfast.run.fence import Fence, write_fence
+from holdfast.run.index import RunIndex
+from holdfast.run.lease import Lease, announced, make_owner
 from holdfast.storage.base import Storage
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 
 LAST = Keep(last=1)

@@ -6,11 +6,11 @@ import pytest
 from build import build, small
 from catalog_kit import Far, begin, names
 
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.sidecar import read_sidecar, write_sidecar
 from holdfast.config import Keep
 from holdfast.errors import StorageError
 from holdfast.format.commit import read_manifest
+from holdfast.run.catalog import Catalog
+from holdfast.run.sidecar import read_sidecar, write_sidecar
 from holdfast.storage.memory import MemoryStorage
 
 NUM = 300

@@ -8,8 +8,8 @@ import pytest
 from build import small
 from catalog_kit import begin, names, save, storage_of
 
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.fence import Fence, is_fence, newest_fence, write_fence
+from holdfast.run.catalog import Catalog
+from holdfast.run.fence import Fence, is_fence, newest_fence, write_fence
 from holdfast.storage.base import Storage
 
 

@@ -9,12 +9,12 @@ import pytest
 from catalog_kit import begin, save
 
 import holdfast
-from holdfast.checkpoint.external import EXTERNAL
 from holdfast.checkpoint.follow import follow
 from holdfast.config import Keep
 from holdfast.errors import ConfigError, StorageError, StoragePermissionError
+from holdfast.run.external import EXTERNAL
 from holdfast.storage.base import Storage
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 
 

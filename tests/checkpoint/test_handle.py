@@ -18,8 +18,8 @@ import pytest
 from build import MODEL, TREE, build, small
 
 from holdfast.checkpoint import handle as handle_module
-from holdfast.checkpoint import node
 from holdfast.checkpoint.handle import Checkpoint
+from holdfast.copying import downloads as node
 from holdfast.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -27,7 +27,7 @@ from holdfast.errors import (
     IncompleteCheckpointError,
     StorageNotFoundError,
 )
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 
 
@@ -164,7 +164,7 @@ def test_to_directory_copies_with_the_manifest_last(storage, tmp_path, monkeypat
         raise KeyboardInterrupt
 
     build(storage, "other", step=4)
-    monkeypatch.setattr("holdfast.checkpoint.transfer._Copy.commit", fail)
+    monkeypatch.setattr("holdfast.copying.transfer._Copy.commit", fail)
     with pytest.raises(KeyboardInterrupt):
         Checkpoint.at(storage, "other").to_directory(target)
     assert (Checkpoint(target).verify().ok, Checkpoint(target).step) == (True, 3)
@@ -298,8 +298,8 @@ def test_a_failed_download_leaves_nothing(tmp_path, monkeypatch) -> None:
 USER = """
 import sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from holdfast.checkpoint import node
-from holdfast.storage.local import LocalStorage
+from holdfast.copying import downloads as node
+from holdfast.storage.local.local_storage import LocalStorage
 with node.shared_download(LocalStorage(sys.argv[2]), "c") as path:
     print(path, flush=True)
     sys.stdin.readline()

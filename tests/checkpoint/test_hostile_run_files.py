@@ -6,16 +6,16 @@ import json
 
 import pytest
 
-from holdfast.checkpoint import lease as lease_module
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.external import External, holders
-from holdfast.checkpoint.fence import _digest
-from holdfast.checkpoint.lease import Lease, make_owner
-from holdfast.checkpoint.sidecar import read_sidecar
 from holdfast.errors import CorruptCheckpointError
 from holdfast.format.commit import PartSummary, commit, read_manifest
 from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
+from holdfast.run import lease as lease_module
+from holdfast.run.catalog import Catalog
+from holdfast.run.external import External, holders
+from holdfast.run.fence import _digest
+from holdfast.run.lease import Lease, make_owner
+from holdfast.run.sidecar import read_sidecar
 from holdfast.storage import LocalStorage
 
 HERE = lease_module.machine()

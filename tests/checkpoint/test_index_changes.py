@@ -7,12 +7,12 @@ import json
 import pytest
 from catalog_kit import begin, names, save
 
-from holdfast.checkpoint import runindex as runindex_module
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.run_transfer import copy_run, plan_run
-from holdfast.checkpoint.runindex import CHANGES_FILE, RUN_FILE, RunIndex
 from holdfast.config import Keep
+from holdfast.copying.run_transfer import copy_run, plan_run
 from holdfast.errors import StorageError
+from holdfast.run import index as runindex_module
+from holdfast.run.catalog import Catalog
+from holdfast.run.index import CHANGES_FILE, RUN_FILE, RunIndex
 from holdfast.storage.memory import MemoryStorage
 
 _number = iter(range(1 << 20))

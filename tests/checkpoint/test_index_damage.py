@@ -8,8 +8,8 @@ import random
 import pytest
 from catalog_kit import begin, save
 
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.runindex import RUN_FILE, RunIndex
+from holdfast.run.catalog import Catalog
+from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.storage.memory import MemoryStorage
 
 

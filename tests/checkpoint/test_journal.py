@@ -17,19 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.history import SEGMENT_BYTES, read_told
-from holdfast.checkpoint.journal import Event, Journal, events_from
-from holdfast.checkpoint.run_state import run_state
-from holdfast.checkpoint.runindex import RUN_FILE, RunIndex
-from holdfast.checkpoint.upkeep import upkeep
 from holdfast.config import Keep
 from holdfast.errors import StorageError
+from holdfast.run.catalog import Catalog
+from holdfast.run.index import RUN_FILE, RunIndex
+from holdfast.run.journal import Journal, JournalEvent, events_from
+from holdfast.run.reports import SEGMENT_BYTES, read_told
+from holdfast.run.status import run_state
+from holdfast.run.upkeep import upkeep
 from holdfast.storage import LocalStorage, resolve
 from holdfast.testing import FaultyOps, FaultyStorage
 
 VALUES = st.sampled_from([None, True, 0, -1, 2**70, 0.5, float("nan"), float("inf"), "", "saved", "x" * 999, [], {}])
-NAMES = st.sampled_from([*Event.__slots__, "unknown"])
+NAMES = st.sampled_from([*JournalEvent.__slots__, "unknown"])
 STORED = st.lists(st.dictionaries(NAMES, VALUES, max_size=6) | VALUES, max_size=6)
 
 
@@ -160,7 +160,7 @@ def test_strange_events_are_left_out(stored):
     """Whatever a file says: what is read is bounded and of the right kinds, and nothing raises."""
     for event in events_from(stored):
         assert event.what in ("saved", "cost", "lost", "skipped", "deleted")
-        assert Event.from_json(event.to_json()) == event
+        assert JournalEvent.from_json(event.to_json()) == event
         assert all(len(text) <= 300 for text in (event.name, event.why, event.kind))
 
 

@@ -14,18 +14,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.checkpoint import lease as lease_module
-from holdfast.checkpoint.lease import LEASE_FILE, LOCK_FILE, Lease, make_owner
 from holdfast.errors import RunBusyError, StoragePermissionError
-from holdfast.storage.local import LocalStorage
+from holdfast.run import lease as lease_module
+from holdfast.run.lease import LEASE_FILE, LOCK_FILE, Lease, make_owner
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 
 # Says one line when it has the lease (or why not), then holds it until its stdin ends.
 HOLDER = """
 import sys
-from holdfast.checkpoint.lease import Lease, make_owner
+from holdfast.run.lease import Lease, make_owner
 from holdfast.errors import RunBusyError
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 root, start_id, trainer_pid = sys.argv[1:4]
 sys.stdin.readline()
 try:
@@ -241,8 +241,8 @@ def test_forked_children_do_not_keep_the_lock(start, tmp_path) -> None:
     """A data loader worker that outlives its trainer does not lock the next start out."""
     code = (
         "import os, sys, time\n"
-        "from holdfast.checkpoint.lease import Lease, make_owner\n"
-        "from holdfast.storage.local import LocalStorage\n"
+        "from holdfast.run.lease import Lease, make_owner\n"
+        "from holdfast.storage.local.local_storage import LocalStorage\n"
         "held = Lease.acquire(LocalStorage(sys.argv[1]), make_owner('theirs'), wait_s=0)\n"
         "child = os.fork()\n"
         "if child == 0:\n"

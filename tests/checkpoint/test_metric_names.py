@@ -9,10 +9,10 @@ from build import small
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.record import Record, flat_metrics, from_plain, metric_value, to_plain
-from holdfast.checkpoint.retention import decide, rank
 from holdfast.config import Keep
+from holdfast.run.catalog import Catalog
+from holdfast.run.record import Record, flat_metrics, from_plain, metric_value, to_plain
+from holdfast.run.retention import decide, rank
 from holdfast.storage.memory import MemoryStorage
 
 names = st.text("ab/", min_size=1, max_size=4)

@@ -10,8 +10,9 @@ import time
 
 from build import small
 
-from holdfast.checkpoint import handle, node
+from holdfast.checkpoint import handle
 from holdfast.checkpoint.handle import Checkpoint
+from holdfast.copying import downloads as node
 from holdfast.storage.memory import MemoryStorage
 
 

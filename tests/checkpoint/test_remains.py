@@ -8,10 +8,10 @@ import pytest
 from build import build, save_id, small
 from catalog_kit import storage_of
 
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.remains import sweep_hidden
-from holdfast.checkpoint.runindex import RunIndex
 from holdfast.format.parts import part_name, plan_name, put_plan
+from holdfast.run.catalog import Catalog
+from holdfast.run.index import RunIndex
+from holdfast.run.remains import sweep_hidden
 from holdfast.storage import LocalStorage, Storage
 
 DEAD, LIVE, STRANGER = "0badc0de", "11111111", "feedbeef"

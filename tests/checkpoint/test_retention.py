@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.record import Record
-from holdfast.checkpoint.retention import decide, rank
 from holdfast.config import Keep
+from holdfast.run.record import Record
+from holdfast.run.retention import decide, rank
 
 
 def record(step: int, *, attempt: int = 1, **fields) -> Record:

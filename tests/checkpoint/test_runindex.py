@@ -8,9 +8,9 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint import history as history_module
-from holdfast.checkpoint.history import REPORTS, Attempt, live_rows, read_reports
-from holdfast.checkpoint.runindex import RUN_FILE, RunIndex
+from holdfast.run import reports as history_module
+from holdfast.run.index import RUN_FILE, RunIndex
+from holdfast.run.reports import REPORTS, Attempt, live_rows, read_reports
 from holdfast.storage.memory import MemoryStorage
 
 

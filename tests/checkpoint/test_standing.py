@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 from catalog_kit import begin, names, save
 
-from holdfast.checkpoint import catalog as catalog_module
-from holdfast.checkpoint import standing as standing_module
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.record import Record
-from holdfast.checkpoint.retention import decide
-from holdfast.checkpoint.sidecar import Sidecar, write_sidecar
-from holdfast.checkpoint.standing import Standing
 from holdfast.config import Keep
-from holdfast.storage.local import LocalStorage
+from holdfast.run import catalog as catalog_module
+from holdfast.run import standing as standing_module
+from holdfast.run.catalog import Catalog
+from holdfast.run.record import Record
+from holdfast.run.retention import decide
+from holdfast.run.sidecar import Sidecar, write_sidecar
+from holdfast.run.standing import RetentionIndex
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 
 KEEPS = [
@@ -53,7 +53,7 @@ def test_the_same_goes(keep: Keep) -> None:
         for _ in range(chance.choice([0, 20])):
             one = a_record(chance, 1, chance.randrange(30))
             there[one.name] = one
-        standing = Standing(keep, there.values())
+        standing = RetentionIndex(keep, there.values())
         attempt, step = 1, 30
         for _ in range(60):
             what = chance.random()
@@ -100,7 +100,7 @@ def test_a_save_among_many_looks_at_few(monkeypatch) -> None:
         records = [
             Record(name=f"s{step:05d}", attempt=1, step=step, metrics={"m": float(step)}) for step in range(size)
         ]
-        standing = Standing(keep, records)
+        standing = RetentionIndex(keep, records)
         assert standing.doomed() == []
         monkeypatch.setattr(standing_module, "rank_key", count)
         looks.clear()

@@ -10,11 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from build import MODEL, Shape, build, small
 
-from holdfast.checkpoint import _sending
-from holdfast.checkpoint._sending import WINDOW, Windows, num_windows
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpoint.sidecar import Sidecar, read_sidecar, write_sidecar
-from holdfast.checkpoint.transfer import Copied, TransferStopped, copy_checkpoint
+from holdfast.copying import sending
+from holdfast.copying.sending import WINDOW, Windows, num_windows
+from holdfast.copying.transfer import Copied, TransferStopped, copy_checkpoint
 from holdfast.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -22,8 +21,9 @@ from holdfast.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
+from holdfast.run.sidecar import Sidecar, read_sidecar, write_sidecar
 from holdfast.storage.base import FileReader
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 
 # Three files of 10 MB and more: more than one window each.
@@ -348,8 +348,8 @@ def test_buffers_are_bounded(source, target, monkeypatch) -> None:
     """However many threads are asked for, all windows of a copy together are 128 MiB, 32 MiB where a client uploads."""
     build(source, "c", tensors=tuple(Shape(f"m{number}/w", (2_200_000,)) for number in range(10)))
     made = []
-    real = _sending.mmap.mmap
-    monkeypatch.setattr(_sending.mmap, "mmap", lambda *args: made.append(args[1]) or real(*args))
+    real = sending.mmap.mmap
+    monkeypatch.setattr(sending.mmap, "mmap", lambda *args: made.append(args[1]) or real(*args))
     copy_checkpoint(source, "c", target, "c", num_threads=100)
     assert 0 < sum(made) <= num_windows(source, target) * WINDOW
     assert num_windows(source, target) * WINDOW == (32 << 20 if target.local_root is None else 128 << 20)

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import holdfast as hf
-from holdfast.checkpoint.catalog import Catalog
+from holdfast.run.catalog import Catalog
 from holdfast.storage.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]

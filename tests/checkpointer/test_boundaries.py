@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import holdfast as hf
-from holdfast.checkpointer import course
+from holdfast.checkpointer import boundaries
 
 
 class Killed(Exception):
@@ -175,7 +175,7 @@ def test_steps_after_a_loop_that_was_left_are_boundaries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After `break` each step saves again; an iterator that is kept and never asked again does not hold saves up."""
-    monkeypatch.setattr(course, "_MAX_OPEN", 5)
+    monkeypatch.setattr(boundaries, "_MAX_OPEN", 5)
     with hf.Checkpointer(tmp_path, {"w": torch.zeros(1)}, every=1, keep=None) as ck:
         for _ in ck.batches(kit.loader()):
             ck.step()
@@ -194,7 +194,7 @@ def test_a_long_body_is_over_when_the_next_batch_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a body with too many steps each further one is a boundary; the bodies after it end where they end again."""
-    monkeypatch.setattr(course, "_MAX_OPEN", 3)
+    monkeypatch.setattr(boundaries, "_MAX_OPEN", 3)
     with hf.Checkpointer(tmp_path, {"n": 0}, every=1, keep=None) as ck:
         for _, steps in zip(ck.batches(kit.loader(15)), (5, 2, 1, 4), strict=False):
             for _ in range(steps):

@@ -45,7 +45,7 @@ def test_a_disk_full_later_follows_the_policy(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Skip trains on, wait holds until there is space, raise raises; the checkpoint before stays whole in all cases."""
-    from holdfast.checkpointer import course
+    from holdfast.checkpointer import boundaries
 
     storage = FaultyStorage(tmp_path, ops=_disk(64 << 20))
     state = {"weights": torch.zeros(1 << 18)}
@@ -59,7 +59,7 @@ def test_a_disk_full_later_follows_the_policy(
         waits.append(seconds)
         _fill(storage, 32 << 20)
 
-    monkeypatch.setattr(course.time, "sleep", pause)
+    monkeypatch.setattr(boundaries.time, "sleep", pause)
     raised = None
     try:
         with hf.Checkpointer(storage, state, every=1, keep=None, on_full=policy) as ck:

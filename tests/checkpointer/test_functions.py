@@ -14,7 +14,7 @@ from torch import nn
 
 import holdfast as hf
 from holdfast.checkpointer import functions
-from holdfast.state import snapshot
+from holdfast.state.save import snapshot
 from holdfast.storage import MemoryStorage
 from holdfast.testing import FaultyStorage
 from holdfast.testing.state import assert_state_equal
@@ -208,15 +208,15 @@ def test_errors_of_the_writing_come_out_of_the_handle(tmp_path):
 
 def test_one_writer_and_one_arena_serve_many_saves(tmp_path, monkeypatch):
     """Saves of one process share one writer; asynchronous ones of one structure share one arena."""
-    from holdfast.checkpointer import place
-    from holdfast.state import snapshot
+    from holdfast.checkpointer import save_target
+    from holdfast.state.save import snapshot
 
     functions.save(tmp_path / "first", {"w": torch.ones(4)})
     hf.save_async(tmp_path / "warm", {"w": torch.ones(4)}).result(60)
     started, arenas = [], []
-    create, start = snapshot.Arena.create, place.WriterClient.start
+    create, start = snapshot.Arena.create, save_target.WriterClient.start
     monkeypatch.setattr(snapshot.Arena, "create", lambda size: arenas.append(size) or create(size))
-    monkeypatch.setattr(place.WriterClient, "start", lambda *args: started.append(1) or start(*args))
+    monkeypatch.setattr(save_target.WriterClient, "start", lambda *args: started.append(1) or start(*args))
     for number in range(4):
         hf.save_async(tmp_path / f"a{number}", {"w": torch.full((4,), float(number))}).result(60)
     assert (started, arenas) == ([], [])
@@ -314,7 +314,7 @@ def test_save_async_in_a_signal_handler_does_not_wait_for_itself(tmp_path):
     script = f"""
 import os, signal, threading, time, torch, holdfast as hf
 from holdfast.checkpointer import functions
-from holdfast.state import snapshot
+from holdfast.state.save import snapshot
 from holdfast.storage import MemoryStorage
 
 class Gate(MemoryStorage):
@@ -403,7 +403,7 @@ def test_a_big_first_save_outlives_the_script(tmp_path):
     """A script that ends right after it leaves a whole checkpoint."""
     code = (
         "import sys, torch, holdfast as hf\n"
-        "from holdfast.state import snapshot\n"
+        "from holdfast.state.save import snapshot\n"
         "snapshot._ASIDE = 2 << 20\n"
         "hf.save_async(sys.argv[1], {'w': torch.ones(1 << 22)})\n"
     )

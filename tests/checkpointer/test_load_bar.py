@@ -11,7 +11,7 @@ import torch
 import holdfast as hf
 from holdfast import _progress
 from holdfast.checkpointer.load_bar import load_bar
-from holdfast.state.restore import load_state
+from holdfast.state.load.restore import load_state
 from holdfast.storage.resolve import resolve
 
 

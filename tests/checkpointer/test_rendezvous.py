@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import holdfast as hf
 from holdfast._ranks import RankInfo
-from holdfast.checkpointer import life, rendezvous
+from holdfast.checkpointer import lives, rendezvous
 from holdfast.checkpointer.rendezvous import Alone, Rendezvous, meet, same_for_all
 
 
@@ -173,10 +173,10 @@ def test_what_an_earlier_life_left_in_the_store_is_not_read(monkeypatch) -> None
         found: dict[int, Any] = {}
         threads = []
         for rank in order:
-            life._numbers.clear()  # they are new processes
+            lives._numbers.clear()  # they are new processes
             rendezvous._met.clear()
             info, here = RankInfo(rank=rank, world_size=3), threading.Event()
-            there = life.Life(store, info)
+            there = lives.StoreLife(store, info)
 
             def work(rank: int = rank, info: RankInfo = info, there: Any = there, here: Any = here) -> None:
                 if rank == 0:
@@ -203,5 +203,5 @@ def test_what_an_earlier_life_left_in_the_store_is_not_read(monkeypatch) -> None
     numbers = [number for order in orders for number in lived(order)]
     assert len(set(numbers)) == 3 * len(orders), "nobody's word of an earlier life"
     with pytest.raises(hf.HoldfastError, match=r"rank 0 did not come within 0.2 s"):
-        life._numbers.clear()
-        life.Life(store, RankInfo(rank=1, world_size=3)).join(0.2)
+        lives._numbers.clear()
+        lives.StoreLife(store, RankInfo(rank=1, world_size=3)).join(0.2)

@@ -9,8 +9,8 @@ import run_kit as kit
 import torch
 
 import holdfast as hf
-from holdfast.checkpoint.runindex import RunIndex
-from holdfast.storage.local import LocalStorage
+from holdfast.run.index import RunIndex
+from holdfast.storage.local.local_storage import LocalStorage
 
 
 def parents(path: Path) -> dict[str, str | None]:

@@ -13,7 +13,7 @@ import torch
 
 import holdfast as hf
 from holdfast._units import parse_intervals
-from holdfast.checkpointer import course, loop, pace
+from holdfast.checkpointer import boundaries, checkpointer, save_policy
 from holdfast.checkpointer.schedule import Schedule
 
 
@@ -110,7 +110,7 @@ def test_time_is_measured_by_the_monotonic_clock(tmp_path: Path, monkeypatch: py
             return self.now
 
     clock = Clock()
-    for module in (loop, course, pace):
+    for module in (checkpointer, boundaries, save_policy):
         monkeypatch.setattr(module, "time", clock)
     with hf.Checkpointer("memory://clock/run", {"w": torch.zeros(2)}, every="10min", keep=None) as ck:
         for _ in range(7):
@@ -151,7 +151,7 @@ def test_an_exception_saves_nothing_new_and_finishes_what_is_under_way(tmp_path:
     with hf.Checkpointer(tmp_path, fresh, every=None) as ck:
         assert ck.global_step == 4
         assert all(torch.equal(one, two) for one, two in zip(good, kit.weights(fresh), strict=True))
-    reasons = [attempt.reason for attempt in hf.checkpoint.runindex.RunIndex.load(ck.storage).attempts]
+    reasons = [attempt.reason for attempt in hf.run.index.RunIndex.load(ck.storage).attempts]
     assert reasons == ["ZeroDivisionError: division by zero", "finished"]
 
 

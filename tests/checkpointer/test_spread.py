@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.checkpointer import spread, start
+from holdfast.checkpointer import node_local, start
 from holdfast.format.commit import read_manifest
 from holdfast.format.parts import part_name, staged_name
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 
 MIB = 1 << 20
 SAVE = "aaaaaaa1-1"
@@ -39,7 +39,7 @@ def test_what_another_run_has_staged_is_not_swept(tmp_path: Path) -> None:
     """The start is refused instead: the other run may want to go on with it."""
     opened = SimpleNamespace(run_id="another", records=())
     with pytest.raises(hf.ConfigError, match="holds another run"):
-        spread._left(staged(tmp_path), cast("Any", opened))
+        node_local._left(staged(tmp_path), cast("Any", opened))
 
 
 def test_a_damaged_part_is_none_and_a_disk_that_fails_an_error(tmp_path: Path) -> None:
@@ -47,9 +47,9 @@ def test_a_damaged_part_is_none_and_a_disk_that_fails_an_error(tmp_path: Path) -
     one: dict[str, Any] = {"name": "step_00000001", "save": SAVE, "writers": 2}
     meeting: Any = SimpleNamespace(rank=1, world_size=2)
     LocalStorage(tmp_path).put(f"step_00000001/{part_name(1, SAVE)}", b"{")
-    assert not spread._has(LocalStorage(tmp_path), one, meeting)
+    assert not node_local._has(LocalStorage(tmp_path), one, meeting)
     with pytest.raises(hf.StorageError):
-        spread._has(Silent(tmp_path), one, meeting)
+        node_local._has(Silent(tmp_path), one, meeting)
 
 
 def room(tmp_path: Path, needs: list[list[Any]], free: int = 1000 * MIB, **more: Any) -> str:

@@ -13,8 +13,8 @@ import run_kit as kit
 import torch
 
 import holdfast as hf
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.runindex import RunIndex
+from holdfast.run.catalog import Catalog
+from holdfast.run.index import RunIndex
 from holdfast.storage.resolve import resolve
 
 

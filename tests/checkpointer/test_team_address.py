@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from holdfast.checkpointer import team
+from holdfast.checkpointer import rank_group
 from holdfast.errors import ConfigError
 
 
@@ -22,7 +22,7 @@ def _own_address() -> str:
 
 def test_on_one_machine_only_that_machine_can_connect() -> None:
     """All ranks here: loopback, whatever else there is."""
-    listener, addresses = team._listen([], alone=True, backlog=1)
+    listener, addresses = rank_group._listen([], alone=True, backlog=1)
     with listener:
         assert addresses == [("127.0.0.1", listener.getsockname()[1])]
 
@@ -30,7 +30,7 @@ def test_on_one_machine_only_that_machine_can_connect() -> None:
 def test_on_several_machines_it_is_the_address_the_others_have_just_used() -> None:
     """One socket on the address by which the other machines know the master; not on all interfaces."""
     own = _own_address()
-    listener, addresses = team._listen([["203.0.113.7", own], [own]], alone=False, backlog=2)
+    listener, addresses = rank_group._listen([["203.0.113.7", own], [own]], alone=False, backlog=2)
     with listener:
         assert listener.getsockname() == addresses[0] == (own, addresses[0][1])
         with pytest.raises(ConnectionRefusedError):
@@ -41,7 +41,7 @@ def test_on_several_machines_it_is_the_address_the_others_have_just_used() -> No
 @pytest.mark.parametrize("elsewhere", [[], [[]], [["203.0.113.7"]], [["127.0.0.1"]]])
 def test_if_nobody_knows_it_is_all_interfaces(elsewhere: list[list[str]]) -> None:
     """The others gave no address of ours (another master, a name that means loopback here): still reachable."""
-    listener, addresses = team._listen(elsewhere, alone=False, backlog=2)
+    listener, addresses = rank_group._listen(elsewhere, alone=False, backlog=2)
     with listener:
         assert addresses
         socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=5).close()
@@ -51,7 +51,7 @@ def test_more_ranks_than_files_may_be_open_are_refused_at_the_start(monkeypatch:
     """Rank 0 decides for all; the message has both numbers. The soft limit is nobody's concern."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
     facts = [{"machine": "a", "holdfast": "1", "world_size": 4033, "master": []}]
-    ours = team.Team.__new__(team.Team)
+    ours = rank_group.RankGroup.__new__(rank_group.RankGroup)
     ours.world_size = 4033
     with pytest.raises(ConfigError, match=r"4033 ranks need 4097 open files .* may have 4096 \(hard limit\)"):
         ours._open(facts)

@@ -15,7 +15,7 @@ import holdfast as hf
 from holdfast import _progress
 from holdfast._progress import progress_bar
 from holdfast.cli.targets import reach
-from holdfast.cli.terminal import Listing
+from holdfast.cli.terminal import PlainTable
 
 ODD = "a\x1b[31mb"
 
@@ -163,7 +163,7 @@ def test_a_listing_is_aligned_and_coloured_where_that_is_seen(monkeypatch) -> No
     from rich.cells import cell_len
     from rich.console import Console
 
-    listing = Listing([("name", "left"), ("step", "right"), ("state", "left")])
+    listing = PlainTable([("name", "left"), ("step", "right"), ("state", "left")])
     listing.add(["日本", "5", "ok"], last="green")
     listing.add([ODD, "12345", ""], style="dim")
     for is_terminal, no_color in ((False, False), (True, True), (True, False)):

@@ -17,12 +17,12 @@ from build import Shape, build, small
 from click.testing import CliRunner, Result
 
 import holdfast
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.lease import Lease, make_owner
 from holdfast.cli.main import _GROUPS, cli
 from holdfast.config import Keep
 from holdfast.errors import StoragePermissionError
-from holdfast.storage.local import LocalStorage
+from holdfast.run.catalog import Catalog
+from holdfast.run.lease import Lease, make_owner
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 
 

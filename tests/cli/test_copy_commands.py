@@ -12,11 +12,11 @@ import pytest
 from build import Shape, build, small
 from test_cli import as_json, flip, invoke, run  # noqa: F401 - a fixture
 
-from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpoint.lease import Lease, make_owner
-from holdfast.checkpoint.runindex import RunIndex
-from holdfast.storage.local import LocalStorage
+from holdfast.run.catalog import Catalog
+from holdfast.run.index import RunIndex
+from holdfast.run.lease import Lease, make_owner
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.resolve import resolve
 
 pytestmark = pytest.mark.usefixtures("_arguments")
@@ -250,7 +250,7 @@ def test_ctrl_c_leaves_what_the_same_command_finishes(tmp_path) -> None:
     made = build(source, "c", tensors=big)
     script = (
         "import itertools, os\n"
-        "from holdfast.checkpoint import _sending\n"
+        "from holdfast.copying import sending as _sending\n"
         "from holdfast.cli.main import main\n"
         "settled, numbers = _sending.Sender.settled, itertools.count(1)\n"
         "def slow(self, nbytes):\n"

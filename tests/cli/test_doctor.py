@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_cli import as_json, invoke
 
-from holdfast.cli.finding import Deadline
+from holdfast.cli.finding import ProbeDeadline
 from holdfast.cli.probe_disk import LEFT, probe_disk, skew_of
 from holdfast.cli.probe_store import probe_store
 from holdfast.errors import StorageError, StoragePermissionError
@@ -73,7 +73,7 @@ def test_what_a_killed_one_left_is_removed(tmp_path) -> None:
         (tmp_path / f"{LEFT}{name}").mkdir()
         (tmp_path / f"{LEFT}{name}" / "file").write_bytes(b"x")
         os.utime(tmp_path / f"{LEFT}{name}", (time.time() - age,) * 2)
-    list(probe_disk(tmp_path, 0, Deadline(5), lambda done: None))
+    list(probe_disk(tmp_path, 0, ProbeDeadline(5), lambda done: None))
     assert [path.name for path in tmp_path.iterdir()] == [f"{LEFT}new"]
 
 
@@ -119,7 +119,7 @@ class Loose(MemoryStorage):
 
 def test_a_store_that_keeps_less() -> None:
     """Each promise that is broken is named, with what it means."""
-    found = {one.name: one for one in probe_store(Loose("loose"), 0, Deadline(5), lambda done: None)}
+    found = {one.name: one for one in probe_store(Loose("loose"), 0, ProbeDeadline(5), lambda done: None)}
     assert found["conditional writes"].level == "warn"
     assert "if absent, if unchanged" in found["conditional writes"].found
     assert found["clock"].level == "bad"
@@ -137,7 +137,7 @@ class Away(MemoryStorage):
 
 def test_a_store_that_is_away() -> None:
     """One line says what is wrong, and nothing more is tried."""
-    found = list(probe_store(Away("away"), 1 << 20, Deadline(5), lambda done: None))
+    found = list(probe_store(Away("away"), 1 << 20, ProbeDeadline(5), lambda done: None))
     assert [(one.name, one.level) for one in found] == [("access", "bad")]
 
 

@@ -6,11 +6,11 @@ import pytest
 from catalog_kit import begin, names, save
 from test_cli import _arguments, as_json, invoke, run  # noqa: F401
 
-from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpoint.lease import Lease, make_owner
 from holdfast.config import Keep
-from holdfast.storage.local import LocalStorage
+from holdfast.run.catalog import Catalog
+from holdfast.run.lease import Lease, make_owner
+from holdfast.storage.local.local_storage import LocalStorage
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from catalog_kit import begin, save
 from test_cli import _arguments, as_json, invoke  # noqa: F401
 
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 
 
 @pytest.fixture

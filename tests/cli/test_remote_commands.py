@@ -14,12 +14,12 @@ from build import MODEL, Shape, build
 from object_kit import BUCKET, KEY, SECRET, client, moto, s3_environment
 from test_cli import as_json, invoke
 
-from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import ConfigError, StorageError
-from holdfast.storage.local import LocalStorage
+from holdfast.run.catalog import Catalog
+from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage.object.unfinished import UnfinishedUploads
 from holdfast.storage.resolve import resolve
-from holdfast.storage.unfinished import UnfinishedUploads
 from holdfast.testing import Fault, FaultProxy
 
 # The largest goes through the windows of a copy more than once.

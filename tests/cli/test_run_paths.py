@@ -9,8 +9,8 @@ import pytest
 from build import small
 from test_cli import _arguments, as_json, invoke, run  # noqa: F401
 
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.storage.local import LocalStorage
+from holdfast.run.catalog import Catalog
+from holdfast.storage.local.local_storage import LocalStorage
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import torch
 from click.testing import CliRunner
 
 import holdfast as hf
-from holdfast.checkpoint.openmetrics import openmetrics
 from holdfast.cli.main import cli
+from holdfast.run.openmetrics import openmetrics
 
 _SAMPLE = re.compile(r'[a-z_]+\{(?:[a-z_]+="(?:[^"\\\n]|\\[\\n"])*",?)*\} [0-9.eE+-]+')
 

@@ -13,8 +13,8 @@ import pytest
 from catalog_kit import begin, save
 from test_cli import _arguments, invoke  # noqa: F401
 
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.storage.local import LocalStorage
+from holdfast.run.catalog import Catalog
+from holdfast.storage.local.local_storage import LocalStorage
 
 SRC = Path(__file__).parents[2] / "src"
 # Trains step by step, each allowed by a file, so that the test decides who is where.

@@ -13,11 +13,11 @@ import torch
 import torch._dynamo
 
 import holdfast as hf
-from holdfast.checkpoint import runindex
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.runindex import RunIndex
 from holdfast.errors import CheckpointNotFoundError, HoldfastError
 from holdfast.format.commit import read_manifest
+from holdfast.run import index as runindex
+from holdfast.run.catalog import Catalog
+from holdfast.run.index import RunIndex
 from holdfast.storage import LocalStorage
 from holdfast.testing.crash import ArmedOps
 from holdfast.testing.faults import FaultyStorage

@@ -25,14 +25,14 @@ from intake_scenarios import (
 )
 from sleeper_scenarios import Sleeper, StoppingOps, elsewhere, impatient
 
-from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.verify import verify
 from holdfast.errors import RunBusyError
+from holdfast.run.catalog import Catalog
 from holdfast.storage import LocalStorage
 from holdfast.testing.faults import FaultyStorage
 from holdfast.writer.arena import Arena
-from holdfast.writer.board import BOARD_BYTES, Board
 from holdfast.writer.client import WriterClient
+from holdfast.writer.ranks.step_mailbox import BOARD_BYTES, StepMailbox
 
 THEIRS = {"same.pt": b"S" * 70_000, "differs.pt": b"D" * 9000, "only1.bin": b"here", "w.bin": b"w" * 5000}
 SECOND = "checkpoint_000003"
@@ -46,7 +46,7 @@ def joint(client, storage, opened, root):
         ranks = [client, stack.enter_context(WriterClient.start(storage))]
         saves = []
         for rank, (board, arena, one) in enumerate(zip(boards, arenas, ranks, strict=True)):
-            Board(board.view).clear(step=0)
+            StepMailbox(board.view).clear(step=0)
             where = {"addresses": [listener.getsockname()], "token": "0123456789abcdef", "listener": None}
             if rank == 0:
                 where["listener"] = listener.fileno()

@@ -9,14 +9,15 @@ import shutil
 from pathlib import Path
 from unittest import mock
 
-from holdfast.checkpoint.runindex import RunIndex
 from holdfast.checkpoint.verify import verify
 from holdfast.config import Keep
 from holdfast.errors import HoldfastError
 from holdfast.format.commit import PartSummary, commit, read_manifest
 from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
-from holdfast.storage import LocalStorage, _local_batch
+from holdfast.run.index import RunIndex
+from holdfast.storage import LocalStorage
+from holdfast.storage.local import small_files
 from holdfast.testing.crash import ArmedOps
 from holdfast.testing.faults import FaultyStorage
 from holdfast.writer.arena import Arena
@@ -144,7 +145,7 @@ def copied(client, storage, opened, root):
     """Two ranks' directories that stay theirs; where the writer is a thread, their few files count as many."""
     home = Path(f"{root}.user")
     job = intake(opened, "bbbbbbbb", 2, NEW, {rank: home / f"rank{rank}" for rank in RANKS})
-    with mock.patch.multiple(_local_batch, _MANY=2, flushes_whole=lambda fd: True):
+    with mock.patch.multiple(small_files, _MANY=2, flushes_whole=lambda fd: True):
         client.ingest(storage, job).result(60)
 
 

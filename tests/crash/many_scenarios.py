@@ -9,7 +9,8 @@ from holdfast.format.commit import PartSummary, read_manifest, remove, sweep
 from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
 from holdfast.format.parts import put_part, sweep_passing
-from holdfast.storage import LocalStorage, local
+from holdfast.storage import LocalStorage
+from holdfast.storage.local import local_storage
 from holdfast.testing.faults import FaultyStorage
 from holdfast.writer.messages import PartsJob
 from holdfast.writer.parts import commit_parts
@@ -45,7 +46,7 @@ def job():
 
 def commit_and_remove(root, at=None, *, storage=None):
     """Commit, then remove, with sixteen threads; die before operation ``at``. Returns how many there were."""
-    local._DELETED_BY_EACH = 1
+    local_storage._DELETED_BY_EACH = 1
     storage = storage or FaultyStorage(root, crash_at=at)
     commit_parts(storage, job(), None, again=False)
     remove(storage, DIRECTORY)

@@ -11,8 +11,8 @@ import torch
 from crash_scenarios import assert_state_equal, checkpointer, one_step, quiet
 
 import holdfast as hf
-from holdfast.checkpoint.runindex import RunIndex
-from holdfast.storage.object import ObjectStorage
+from holdfast.run.index import RunIndex
+from holdfast.storage.object.object_storage import ObjectStorage
 
 ARMED = "armed"
 """Asked for by a life that is prepared: requests count from there on."""

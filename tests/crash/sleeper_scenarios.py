@@ -24,14 +24,15 @@ from crash_scenarios import (
 )
 
 import holdfast as hf
-from holdfast.checkpoint import _process
-from holdfast.checkpoint import lease as lease_module
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.lease import Lease
 from holdfast.checkpointer import start as start_module
 from holdfast.errors import HoldfastError, RunBusyError
-from holdfast.storage import LocalStorage, _local_tree
-from holdfast.storage.object import ObjectStorage
+from holdfast.run import lease as lease_module
+from holdfast.run import process
+from holdfast.run.catalog import Catalog
+from holdfast.run.lease import Lease
+from holdfast.storage import LocalStorage
+from holdfast.storage.local import local_tree
+from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.testing.crash import ArmedOps
 from holdfast.testing.faults import FaultyStorage
 
@@ -88,13 +89,13 @@ class InThread(ObjectStorage):
 def elsewhere():
     """Be another host from here on."""
     other = {"host": "other-host", "boot": "00000000-0000-0000-0000-000000000000", "pid_namespace": "1"}
-    _process.machine = lease_module.machine = lambda: dict(other)
+    process.machine = lease_module.machine = lambda: dict(other)
 
 
 def impatient():
     """Take an owner elsewhere for dead after a fraction of a second, and give up as soon."""
     Lease.acquire.__func__.__kwdefaults__["stale_s"] = STALE_S
-    start_module._LEASE_S, _local_tree._LOCK_S = 2.0, 0.2
+    start_module._LEASE_S, local_tree._LOCK_S = 2.0, 0.2
 
 
 def bucket(endpoint, uri):

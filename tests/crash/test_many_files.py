@@ -8,7 +8,7 @@ from pathlib import Path
 import many_scenarios as scenarios
 import pytest
 
-from holdfast.storage import local
+from holdfast.storage.local import local_storage
 from holdfast.testing import CRASH_EXIT_CODE, FaultyOps, FaultyStorage, power_cut_states, snapshot
 
 FILE = str(Path(__file__).with_name("many_scenarios.py"))
@@ -34,7 +34,7 @@ def test_a_death_before_any_operation(server, tmp_path, stride):
 @pytest.mark.parametrize("num_states", [40, pytest.param(600, marks=pytest.mark.slow)])
 def test_a_power_cut_at_any_moment(tmp_path, monkeypatch, num_states):
     """What a disk may hold of it: all of the checkpoint or nothing."""
-    monkeypatch.setattr(local, "_DELETED_BY_EACH", 1)
+    monkeypatch.setattr(local_storage, "_DELETED_BY_EACH", 1)
     root = tmp_path / "run"
     scenarios.store_parts(root)
     ops, base = FaultyOps(record=True), snapshot(tmp_path)

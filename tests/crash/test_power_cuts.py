@@ -9,8 +9,8 @@ import crash_scenarios as scenarios
 import pytest
 
 import holdfast as hf
-from holdfast.checkpoint import runindex
-from holdfast.checkpoint.catalog import Catalog
+from holdfast.run import index
+from holdfast.run.catalog import Catalog
 from holdfast.storage import LocalStorage
 from holdfast.testing import FaultyOps, FaultyStorage, power_cut_states, snapshot
 
@@ -81,8 +81,8 @@ CASES = {
 @pytest.fixture(autouse=True)
 def _few_and_many(monkeypatch):
     """Some cases change what many rows are."""
-    monkeypatch.setattr(runindex, "_FEW_BYTES", runindex._FEW_BYTES)
-    monkeypatch.setattr(runindex, "_MANY_BYTES", runindex._MANY_BYTES)
+    monkeypatch.setattr(index, "_FEW_BYTES", index._FEW_BYTES)
+    monkeypatch.setattr(index, "_MANY_BYTES", index._MANY_BYTES)
 
 
 def cut(tmp_path, case, num_states, ops=None):

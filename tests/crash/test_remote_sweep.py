@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import remote_scenarios as scenarios
 
-from holdfast.checkpoint.fence import is_fence
+from holdfast.run.fence import is_fence
 from holdfast.testing import Fault, FaultProxy
 from holdfast.testing.crash import ForkServer
 

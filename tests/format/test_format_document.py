@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.record import unpack
-from holdfast.checkpoint.runindex import RunIndex
 from holdfast.format.codec import _NODES, decode, loads
 from holdfast.format.commit import read_manifest
 from holdfast.format.parts import plan_name, read_part, read_plan, sweep_passing
 from holdfast.format.scalars import DECODERS
 from holdfast.format.verify import verify_files
-from holdfast.storage.local import LocalStorage
+from holdfast.run.index import RunIndex
+from holdfast.run.record import unpack
+from holdfast.storage.local.local_storage import LocalStorage
 
 DOC = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 BLOCKS = dict(re.findall(r"^```(?:json|python) (\S+)\n(.*?)\n```$", DOC, re.DOTALL | re.MULTILINE))

@@ -13,7 +13,7 @@ from holdfast.format.index import Index, Piece, TensorEntry
 from holdfast.format.layout import header_bytes
 from holdfast.format.manifest import FileEntry
 from holdfast.format.verify import verify_files
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 
 SAVE = "deadbeef-1"
 MODEL, INDEX, STATE, TABLE = (

@@ -1,4 +1,4 @@
-"""What ranks do in tests of `ShardKeeper`."""
+"""What ranks do in tests of `ShardCheckpoints`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 import holdfast as hf
 from holdfast._ranks import current_ranks
-from holdfast.integrations.shard_keeper import ShardKeeper
+from holdfast.frameworks.shard_checkpoints import ShardCheckpoints
 
 
 def keep(run: str, steps: int, *, fails: bool = False, kill: int | None = None, **options: Any) -> dict[str, Any]:
     """Every rank writes its file, a few times; tells what the newest was at the start, and what is there at the end."""
     rank = current_ranks().rank
-    with ShardKeeper(run, keep=hf.Keep(last=1, best=1, metric="loss"), **options) as keeper:
+    with ShardCheckpoints(run, keep=hf.Keep(last=1, best=1, metric="loss"), **options) as keeper:
         newest = keeper.latest()
         begun = [] if newest is None else sorted(path.read_text() for path in Path(newest).glob("shard-*"))
         first = int(begun[0].split()[0]) if begun else 0
@@ -40,7 +40,7 @@ def keep(run: str, steps: int, *, fails: bool = False, kill: int | None = None, 
 def keys(run: str, steps: int) -> list[int]:
     """How many keys the ranks have in their store after each save."""
     counts = []
-    with ShardKeeper(run, keep=None) as keeper:
+    with ShardCheckpoints(run, keep=None) as keeper:
         for step in range(1, steps + 1):
             with keeper.writing(step=step) as directory:
                 Path(directory, f"shard-{current_ranks().rank}").write_text("1234")
@@ -54,7 +54,7 @@ def not_seen(run: str, folder: str, first: str) -> str:
     """Rank 1 does not see what rank 0 makes, as on another machine; what the first call of a training says."""
     if current_ranks().rank == 1:
         os.path.isdir = lambda path: False
-    keeper = ShardKeeper(run, folder=folder)
+    keeper = ShardCheckpoints(run, folder=folder)
     try:
         if first == "latest":
             keeper.latest()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.integrations import finished
+from holdfast.frameworks import finished
 from holdfast.torch import TorchTrainer
 
 KINDS = ("read", "moved", "cloned", "own", "elsewhere")

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from holdfast import Keep
-from holdfast.checkpoint.remains import INCOMING
 from holdfast.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -23,8 +22,9 @@ from holdfast.errors import (
     StorageFullError,
     StorageUnavailableError,
 )
-from holdfast.integrations import DirectoryKeeper
-from holdfast.integrations.places import STAGED
+from holdfast.frameworks import DirectoryCheckpoints
+from holdfast.frameworks.places import STAGED
+from holdfast.run.remains import INCOMING
 from holdfast.testing.faults import FaultyStorage
 
 
@@ -38,7 +38,7 @@ def write(folder: Path, text: str = "first") -> Path:
 def test_deleted_at_once(tmp_path: Path) -> None:
     """The framework deletes its directory right after `add`: the checkpoint is complete, nothing else is left."""
     with_deleted = tmp_path / "work"
-    keeper = DirectoryKeeper(tmp_path / "run")
+    keeper = DirectoryCheckpoints(tmp_path / "run")
     for step in range(1, 6):
         written = write(with_deleted / f"checkpoint-{step}", f"step {step}")
         keeper.add(written, step=step, metrics={"loss": 1 / step, "picture": object()})
@@ -56,7 +56,7 @@ def test_deleted_at_once(tmp_path: Path) -> None:
 
 def test_best_and_late_metrics(tmp_path: Path) -> None:
     """Retention ranks by a metric, also by one that comes after the checkpoint."""
-    keeper = DirectoryKeeper(tmp_path / "run", keep=Keep(last=1, best=1, metric="loss"))
+    keeper = DirectoryCheckpoints(tmp_path / "run", keep=Keep(last=1, best=1, metric="loss"))
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9)):
         keeper.add(write(tmp_path / f"c{step}"), step=step)
         keeper.report(step, {"loss": loss})
@@ -70,7 +70,7 @@ def test_best_and_late_metrics(tmp_path: Path) -> None:
 
 def test_metrics_of_another_training(tmp_path: Path) -> None:
     """An evaluation in a second training is not bound to what the first one saved at the same step."""
-    keeper = DirectoryKeeper(tmp_path / "run")
+    keeper = DirectoryCheckpoints(tmp_path / "run")
     keeper.add(write(tmp_path / "c1"), step=1)
     keeper.begin()
     keeper.report(1, {"loss": 0.5})
@@ -85,19 +85,19 @@ def test_damaged_newest_is_set_aside(tmp_path: Path) -> None:
 
     So does `directory_of`, but for a step that has no sound one it gives nothing.
     """
-    keeper = DirectoryKeeper(tmp_path / "run")
+    keeper = DirectoryCheckpoints(tmp_path / "run")
     for step in (1, 2):
         keeper.add(write(tmp_path / f"c{step}", f"{step}"), step=step)
     assert keeper.directory_of(2) == str(tmp_path / "run" / "step_00000002")
     assert keeper.directory_of(2, wanted=False) is None
     keeper.close()
     rot(tmp_path / "run" / "step_00000002")
-    again = DirectoryKeeper(tmp_path / "run")
+    again = DirectoryCheckpoints(tmp_path / "run")
     assert [os.path.basename(again.directory_of(step) or "") for step in (1, 2, 3)] == ["step_00000001", "", ""]
     assert os.path.basename(again.latest() or "") == "step_00000001"
     again.close()
     rot(tmp_path / "run" / "step_00000001")
-    last = DirectoryKeeper(tmp_path / "run")
+    last = DirectoryCheckpoints(tmp_path / "run")
     with pytest.raises(CorruptCheckpointError, match="none of them is good"):
         last.latest()
     last.close()
@@ -110,7 +110,7 @@ def rot(folder: Path) -> None:
 
 def test_remote_is_downloaded_once(tmp_path: Path) -> None:
     """Of a remote run a local copy comes back, which stays until `close`."""
-    keeper = DirectoryKeeper("memory://keeper/run")
+    keeper = DirectoryCheckpoints("memory://keeper/run")
     assert keeper.latest() is None
     keeper.add(write(tmp_path / "c1"), step=1)
     first, second = keeper.latest(), keeper.latest()
@@ -147,8 +147,8 @@ def test_full_disk(tmp_path: Path, on_full: str, caplog: pytest.LogCaptureFixtur
     keeper.close()
 
 
-def full_keeper(run: Path, **options: Any) -> DirectoryKeeper:
-    keeper = DirectoryKeeper(run, keep=None, **options)
+def full_keeper(run: Path, **options: Any) -> DirectoryCheckpoints:
+    keeper = DirectoryCheckpoints(run, keep=None, **options)
     keeper.storage = FaultyStorage(run, disk_bytes=40_000)
     return keeper
 
@@ -218,18 +218,18 @@ def test_the_tenth_in_a_row_is_raised(tmp_path: Path, caplog: pytest.LogCaptureF
     with pytest.raises(StorageFullError, match="step 13"):
         keeper.close()
     keeper.close()
-    assert [one.step for one in DirectoryKeeper(tmp_path / "run").checkpoints()] == [3]
+    assert [one.step for one in DirectoryCheckpoints(tmp_path / "run").checkpoints()] == [3]
 
 
 def test_what_cannot_be_kept(tmp_path: Path) -> None:
     """Nothing there, and a wrong argument, are said at once."""
-    keeper = DirectoryKeeper(tmp_path / "run")
+    keeper = DirectoryCheckpoints(tmp_path / "run")
     with pytest.raises(CheckpointNotFoundError, match="never written"):
         keeper.add(tmp_path / "nothing", step=1)
     keeper.close()
     for wrong in ({"on_full": "never"}, {"timeout_s": 0}, {"keep": 3}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
-            DirectoryKeeper(tmp_path / "run", **wrong)  # type: ignore[arg-type]
+            DirectoryCheckpoints(tmp_path / "run", **wrong)  # type: ignore[arg-type]
 
 
 def test_killed_trainer(tmp_path: Path) -> None:
@@ -239,9 +239,9 @@ def test_killed_trainer(tmp_path: Path) -> None:
         textwrap.dedent(
             """
             import os, pathlib, signal
-            from holdfast.integrations import DirectoryKeeper
+            from holdfast.frameworks import DirectoryCheckpoints
 
-            keeper = DirectoryKeeper("run")
+            keeper = DirectoryCheckpoints("run")
             print(keeper.latest())
             for step in (1, 2):
                 written = pathlib.Path(f"work/checkpoint-{step}")
@@ -257,7 +257,7 @@ def test_killed_trainer(tmp_path: Path) -> None:
         [sys.executable, script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": source}, check=False, timeout=60
     )
     assert done.returncode == -9
-    keeper = DirectoryKeeper(tmp_path / "run")
+    keeper = DirectoryCheckpoints(tmp_path / "run")
     found = keeper.latest()
     assert found is not None
     assert (Path(found) / "weights.bin").read_bytes() == bytes([2]) * (8 << 20)

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.checkpoint._process import machine
-from holdfast.integrations import reporting, scalars
-from holdfast.integrations.markers import mark
-from holdfast.integrations.places import claim
-from holdfast.runtime.worker.takeover import Place
+from holdfast.frameworks import reporting, scalars
+from holdfast.frameworks.markers import mark
+from holdfast.frameworks.places import claim
+from holdfast.run.process import machine
 from holdfast.storage.memory import MemoryStorage
 from holdfast.torch import TorchTrainer
+from holdfast.trainers.function.worker.handoff import HandoffArea
 
 
 def report_both_ways(config):
@@ -70,7 +70,9 @@ def test_outside_of_a_worker(tmp_path: Path) -> None:
 def test_remote_runs_write_to_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a local run the directory is a temporary one; those of dead processes go a day later."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    new = Place(root=MemoryStorage("reporting"), uri="memory://reporting", start_id="ab12cd34", rank=0).new("new-0")
+    new = HandoffArea(root=MemoryStorage("reporting"), uri="memory://reporting", start_id="ab12cd34", rank=0).new(
+        "new-0"
+    )
     assert Path(new).is_relative_to(tmp_path)
     home = Path(new).parent
     other, living = home.with_name(".incoming-00000001"), home.with_name(".incoming-00000002")
@@ -92,7 +94,7 @@ def test_remote_runs_write_to_the_temporary_directory(tmp_path: Path, monkeypatc
 def test_a_temporary_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory that others may write to, or a link, is not used: they could feed us files."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    place = Place(root=MemoryStorage("reporting"), uri="memory://reporting", start_id="ab12cd34", rank=0)
+    place = HandoffArea(root=MemoryStorage("reporting"), uri="memory://reporting", start_id="ab12cd34", rank=0)
     Path(place.new("new-0")).parents[1].chmod(0o777)
     with pytest.raises(hf.errors.StoragePermissionError, match="others may write"):
         place.new("new-1")

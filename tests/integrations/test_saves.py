@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast.errors import ConfigError, StorageFullError, StorageUnavailableError, UnsupportedStateError
-from holdfast.integrations import Saves
+from holdfast.frameworks import Saves
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing.faults import FaultyStorage
 

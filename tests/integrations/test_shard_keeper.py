@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import HoldfastError, StorageFullError
-from holdfast.integrations.shard_keeper import ShardKeeper
+from holdfast.frameworks.shard_checkpoints import ShardCheckpoints
 from holdfast.testing.faults import FaultyStorage
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kits"))
@@ -67,7 +67,7 @@ def test_nothing_grows(ranks: RankServer, tmp_path: Path) -> None:
 
 def test_a_lost_one_costs_itself(tmp_path: Path) -> None:
     """The error of an earlier save does not cost the one just written, nor the lost one its files."""
-    keeper = ShardKeeper(tmp_path / "run", on_full="raise")
+    keeper = ShardCheckpoints(tmp_path / "run", on_full="raise")
     keeper.storage = FaultyStorage(tmp_path / "run", disk_bytes=40_000)
     with write(keeper, 1, metrics={"what does not fit": "x" * 100_000}):
         pass
@@ -86,7 +86,7 @@ def test_a_lost_one_costs_itself(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def write(keeper: ShardKeeper, step: int, **options: Any) -> Iterator[None]:
+def write(keeper: ShardCheckpoints, step: int, **options: Any) -> Iterator[None]:
     with keeper.writing(step=step, **options) as directory:
         Path(directory, "shard").write_text(f"{step}")
         yield
@@ -94,7 +94,7 @@ def write(keeper: ShardKeeper, step: int, **options: Any) -> Iterator[None]:
 
 def test_an_end_while_it_is_read(tmp_path: Path) -> None:
     """What the writer still reads when the time is up, or at Ctrl-C, stays; a process that comes later removes it."""
-    keeper = ShardKeeper(tmp_path / "run", folder=tmp_path / "work")
+    keeper = ShardCheckpoints(tmp_path / "run", folder=tmp_path / "work")
     keeper.latest()
     keeper._client.ingest = lambda storage, job: Future()  # type: ignore[union-attr,method-assign]
     with write(keeper, 1):
@@ -114,7 +114,7 @@ def test_an_end_while_it_is_read(tmp_path: Path) -> None:
 
 def test_a_download_is_removed_after_the_block() -> None:
     """A checkpoint that was only loaded takes no room on the machine while the training goes on."""
-    with ShardKeeper("memory://shards/run") as keeper:
+    with ShardCheckpoints("memory://shards/run") as keeper:
         with write(keeper, 1):
             pass
         with keeper.newest() as directory:

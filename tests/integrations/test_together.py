@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.checkpointer.rendezvous import Alone
 from holdfast.errors import HoldfastError
-from holdfast.integrations.together import written_together
+from holdfast.frameworks.together import written_together
 
 
 class Cut(Alone):

@@ -19,7 +19,7 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.cli.main import cli
 from holdfast.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError, StateMismatchError
 from holdfast.interop.average import average, ema_weights
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 
 
 def invoke(*arguments: object, code: int = 0) -> Result:

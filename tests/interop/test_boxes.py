@@ -17,10 +17,10 @@ from holdfast.format.codec import dumps
 from holdfast.format.commit import PartSummary, commit
 from holdfast.interop import boxes
 from holdfast.interop.blobs import Blob
-from holdfast.interop.boxes import Part, assemble
-from holdfast.interop.part import PartWriter, Row
-from holdfast.interop.source import Source
-from holdfast.storage.local import LocalStorage
+from holdfast.interop.boxes import BoxReader, assemble
+from holdfast.interop.part import DirectPartWriter, Row
+from holdfast.interop.source import OpenedCheckpoint
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 
 
@@ -50,7 +50,7 @@ def read_from(data: bytes, offset: int, view: memoryview) -> None:
 def test_any_boxes_in_any_windows_make_the_tensor(shape, data, window) -> None:
     """Whatever the shape, the cuts and the size of the window, the bytes are those of the whole array."""
     array = np.arange(int(np.prod(shape)), dtype=np.int16).reshape(shape)
-    parts = [Part(box, partial(read_from, part_of(array, box))) for box in cuts(tuple(shape), data)]
+    parts = [BoxReader(box, partial(read_from, part_of(array, box))) for box in cuts(tuple(shape), data)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(boxes, "WINDOW", window)
         views = [bytes(view) for view in assemble("t", tuple(shape), 2, parts)]
@@ -60,7 +60,7 @@ def test_any_boxes_in_any_windows_make_the_tensor(shape, data, window) -> None:
 
 def test_missing_and_doubled_boxes_are_damage() -> None:
     """A hole or an overlap is an error that names the tensor."""
-    half = Part(Box((0, 0), (1, 4)), partial(read_from, b"abcd"))
+    half = BoxReader(Box((0, 0), (1, 4)), partial(read_from, b"abcd"))
     for parts in ([half], [half, half], []):
         with pytest.raises(CorruptCheckpointError, match="weight"):
             list(assemble("weight", (2, 4), 1, parts))
@@ -77,7 +77,7 @@ def save_parts(storage, tensors: dict[str, tuple[np.ndarray, list[list[Box]]]]) 
                 data = part_of(array, box)
                 blob = Blob(name, str(array.dtype), box.shape, partial(iter, [memoryview(data)]), array.itemsize)
                 rows.append(Row(name, blob, array.shape, box))
-        writer = PartWriter(storage, "ck", f"aaaaaaa{rank}-1", rank=rank)
+        writer = DirectPartWriter(storage, "ck", f"aaaaaaa{rank}-1", rank=rank)
         summary = writer.write(rows, {})
         if rank == 0:
             keys = [name.partition("/")[2] for name in tensors]
@@ -102,7 +102,7 @@ def test_checkpoints_of_many_ranks_are_consolidated(data, num_ranks) -> None:
         tensors[f"model/{number}"] = (array, by_rank)
     try:
         save_parts(storage, tensors)
-        with Source(storage.child("ck")) as source:
+        with OpenedCheckpoint(storage.child("ck")) as source:
             for name, (array, _) in tensors.items():
                 assert b"".join(bytes(view) for view in source.named(name).parts()) == array.tobytes()
     finally:

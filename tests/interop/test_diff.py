@@ -20,7 +20,7 @@ import holdfast as hf
 from holdfast.cli.main import cli
 from holdfast.errors import CorruptCheckpointError
 from holdfast.interop.diff import Tolerance, compare
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 
 
 def invoke(*arguments: object, code: int = 0) -> Result:

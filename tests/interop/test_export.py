@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import holdfast as hf
 from holdfast.errors import StorageError
-from holdfast.interop.sink import Folder
-from holdfast.state.torch_plain import from_plain
-from holdfast.storage.local import LocalStorage
+from holdfast.interop.sink import ExportFolder
+from holdfast.state.save.torch_plain import from_plain
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing import assert_state_equal
 
@@ -254,7 +254,7 @@ def test_a_directory_swapped_for_a_link_while_a_file_is_written(tmp_path) -> Non
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "w.bin").write_bytes(b"precious")
-    folder = Folder(LocalStorage(tmp_path / "top"), "deep")
+    folder = ExportFolder(LocalStorage(tmp_path / "top"), "deep")
     with contextlib.suppress(StorageError), folder.create("w.bin", 3) as sink:
         sink(memoryview(b"abc"))
         partial = next((tmp_path / "top/deep").iterdir()).name

@@ -20,7 +20,7 @@ import holdfast as hf
 from holdfast.format.commit import PartSummary, commit
 from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
-from holdfast.interop.part import PartWriter
+from holdfast.interop.part import DirectPartWriter
 from holdfast.storage import LocalStorage
 from holdfast.testing import assert_state_equal
 
@@ -373,7 +373,7 @@ def test_an_import_beside_another_save(tmp_path, monkeypatch, fails) -> None:
     entry = FileEntry(path="state-deadbeef-1.json", size=2, digest=bytes_digest(b"{}"), role="state")
     storage.put("new/state-deadbeef-1.json", b"{}")
     if fails:
-        monkeypatch.setattr(PartWriter, "state", lambda *_: 1 / 0)
+        monkeypatch.setattr(DirectPartWriter, "state", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             hf.import_checkpoint(tmp_path / "old.pt", tmp_path / "new")
         assert [path.name for path in (tmp_path / "new").iterdir()] == [entry.path]

@@ -22,9 +22,9 @@ import torch
 
 import holdfast as hf
 from holdfast.checkpoint import summary
-from holdfast.checkpoint.catalog import Catalog
 from holdfast.format.digest import bytes_digest, chunk_digests, file_digest
 from holdfast.format.manifest import Manifest
+from holdfast.run.catalog import Catalog
 from holdfast.storage import LocalStorage
 
 __all__ = ["FILES", "copy_of", "forget", "fuzz", "limit", "make", "newest", "replace", "use"]

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.checkpoint.runindex import RunIndex
 from holdfast.errors import CheckpointError, CorruptCheckpointError
 from holdfast.format.commit import read_manifest
 from holdfast.format.index import Index
 from holdfast.format.names import save_id_of
+from holdfast.run.index import RunIndex
 from holdfast.storage import LocalStorage
 from holdfast.testing import FaultyOps, FaultyStorage, assert_state_equal
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import holdfast as hf
-from holdfast.checkpoint.runindex import RunIndex
+from holdfast.run.index import RunIndex
 from holdfast.storage import LocalStorage
 from holdfast.testing import assert_state_equal
 from holdfast.testing.crash import ForkServer

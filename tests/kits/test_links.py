@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.lease import _Lock
 from holdfast.format.digest import bytes_digest
-from holdfast.runtime.local.logs import LogFile
-from holdfast.storage.local import LocalStorage, door_of
+from holdfast.run.catalog import Catalog
+from holdfast.run.lease import _Lock
+from holdfast.storage.local.local_storage import LocalStorage, door_of
+from holdfast.trainers.function.engines.local.logs import LogFile
 
 
 @pytest.fixture

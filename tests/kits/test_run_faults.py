@@ -156,10 +156,10 @@ def test_full_raises_when_asked(tmp_path):
 
 def test_full_waits_when_asked(tmp_path, monkeypatch):
     """on_full="wait": training is held until there is space, then the save is made."""
-    from holdfast.checkpointer import course
+    from holdfast.checkpointer import boundaries
 
     ops, state = FullOps(), make_state()
-    monkeypatch.setattr(course, "_FULL_RETRY_S", 0.05)
+    monkeypatch.setattr(boundaries, "_FULL_RETRY_S", 0.05)
     with hf.Checkpointer(FaultyStorage(tmp_path, ops=ops), state, every=None, on_full="wait", timeout_s=30) as ck:
         one_step(ck, state)
         ck.save()

@@ -10,7 +10,8 @@ import torch
 import twin_training
 
 from holdfast.checkpointer import progress, resume
-from holdfast.state import restore, rng
+from holdfast.state.load import restore
+from holdfast.state.tree import rng
 from holdfast.testing import ResumeDivergedError, verify_resume
 
 KILLS = (3, 7, 9, 14)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from page_kit import HOSTILE, killed, train
 
 import holdfast as hf
-from holdfast.checkpoint.history import ReportLog
-from holdfast.checkpoint.runindex import Attempt
 from holdfast.cli.main import cli
 from holdfast.page.document import render
 from holdfast.page.facts import collect, run_facts
 from holdfast.page.thinning import thin
+from holdfast.run.index import Attempt
+from holdfast.run.reports import ReportLog
 from holdfast.storage import resolve
 
 KEEP = hf.Keep(last=2, best=1, metric="val", mode="min")

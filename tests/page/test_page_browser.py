@@ -7,10 +7,10 @@ import pytest
 from page_kit import HOSTILE, STORES, browse, train
 
 import holdfast as hf
-from holdfast.checkpoint.history import ReportLog
-from holdfast.checkpoint.runindex import Attempt
 from holdfast.page.document import render
 from holdfast.page.facts import collect
+from holdfast.run.index import Attempt
+from holdfast.run.reports import ReportLog
 from holdfast.storage import resolve
 
 pytestmark = [

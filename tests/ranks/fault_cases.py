@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast as hf
-from holdfast.checkpointer import team
+from holdfast.checkpointer import rank_group
 from holdfast.testing.faults import FaultyStorage
 
 TIMEOUT_S = 8.0
@@ -43,10 +43,10 @@ def run(root: str, notes: str, fault: dict[str, Any] | None = None, until: int =
     name of an errno, or a signal to "trainer", "writer" or "both").
     """
     patient = fault is None or fault.get("what") in ("SIGKILL writer", "writer")
-    team.BEAT_S, team.STALE_S, team.ANSWER_MARGIN_S = 0.2, PATIENT_S / 2 if patient else 4.0, 4.0
+    rank_group.BEAT_S, rank_group.STALE_S, rank_group.ANSWER_MARGIN_S = 0.2, PATIENT_S / 2 if patient else 4.0, 4.0
     timeout_s = PATIENT_S if patient else TIMEOUT_S
     if fault is not None and fault.get("what") == "SIGKILL both":
-        team.STALE_S = timeout_s = ENDLESS_S
+        rank_group.STALE_S = timeout_s = ENDLESS_S
     rank = dist.get_rank()
     Path(notes, f"trainer-{rank}").write_text(str(os.getpid()))
     torch.manual_seed(3)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import holdfast as hf
-from holdfast.checkpointer import course, functions, place, start
+from holdfast.checkpointer import boundaries, functions, save_target, start
 from holdfast.testing.faults import FaultyStorage
 
 
@@ -210,7 +210,7 @@ def two_steps_a_batch(root: str) -> dict[str, Any]:
 
 def odd_calls(root: str) -> dict[str, Any]:
     """What `save` says to ranks that do not do the same."""
-    place._TIMEOUT_S = 3.0
+    save_target._TIMEOUT_S = 3.0
     rank = dist.get_rank()
     found = {}
     for name, call in {
@@ -254,7 +254,7 @@ def one_fails_early(root: str) -> dict[str, Any]:
     note("after path", lambda: hf.save(Path(root, "c"), {"n": hf.PerRank(rank)}))
     note("interrupted", interrupted)
     note("after interrupted", lambda: hf.save_async(Path(root, "d"), {"n": 1}).result(30))
-    client = next(iter(place._teams.values()))[0].client
+    client = next(iter(save_target._teams.values()))[0].client
     for _ in range(2 if rank else 0):
         os.kill(client.process_id, signal.SIGKILL)
         known = client.process_id
@@ -267,7 +267,7 @@ def one_fails_early(root: str) -> dict[str, Any]:
 
 def full_and_signal(root: str) -> None:
     """``on_full="wait"``: rank 1 never has space, and gets a signal while all are held."""
-    course._FULL_RETRY_S = 0.05
+    boundaries._FULL_RETRY_S = 0.05
     rank = dist.get_rank()
     storage = FaultyStorage(root, **({"fail_on": {"pwrite": errno.ENOSPC}} if rank else {}))
     with hf.Checkpointer(storage, {"w": torch.ones(10)}, every=1, on_full="wait", timeout_s=40.0) as ck:
@@ -309,7 +309,7 @@ def start_fails(root: str, how: str) -> str:
 def resume_with_damage(root: str) -> dict[str, Any]:
     """Only rank 1 finds the newest checkpoint damaged."""
     from holdfast.checkpointer import resume
-    from holdfast.state.shared_reads import no_part
+    from holdfast.state.load.shared_reads import no_part
 
     plain = resume.load_state
 

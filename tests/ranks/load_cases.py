@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import holdfast as hf
 from holdfast.checkpointer import functions
-from holdfast.state import shared_reads
-from holdfast.storage import _local_io
+from holdfast.state.load import shared_reads
+from holdfast.storage.local import local_io
 
 ROWS, COLUMNS = 4096, 1024  # 16 MiB; rows of 4 KiB
 
@@ -28,7 +28,7 @@ class Counted:
         self.total, self.kill_after = 0, kill_after
 
     def __enter__(self) -> Counted:
-        self._read = _local_io.LocalReader.read_into
+        self._read = local_io.LocalReader.read_into
         counted = self
 
         def read(reader: Any, offset: int, view: memoryview) -> None:
@@ -38,11 +38,11 @@ class Counted:
                 if counted.kill_after is not None and counted.total > counted.kill_after:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-        _local_io.LocalReader.read_into = read  # type: ignore[method-assign]
+        local_io.LocalReader.read_into = read  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        _local_io.LocalReader.read_into = self._read  # type: ignore[method-assign]
+        local_io.LocalReader.read_into = self._read  # type: ignore[method-assign]
 
 
 def _weights() -> torch.Tensor:

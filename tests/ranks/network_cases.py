@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast as hf
-from holdfast.checkpointer import team
+from holdfast.checkpointer import rank_group
 
 
 class Held:
@@ -37,7 +37,7 @@ class Held:
 
 
 def main(rank: int, root: str, notes: Path, until: int, stale_s: float, timeout_s: float, hold: int) -> None:
-    team.STALE_S, team.BEAT_S, team.ANSWER_MARGIN_S = stale_s, min(5.0, stale_s / 10), 4.0
+    rank_group.STALE_S, rank_group.BEAT_S, rank_group.ANSWER_MARGIN_S = stale_s, min(5.0, stale_s / 10), 4.0
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120))
     torch.manual_seed(3)
     model = torch.nn.Linear(4, 3)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast as hf
-from holdfast.checkpointer import team
+from holdfast.checkpointer import rank_group
 from holdfast.testing.faults import FaultyStorage
 
 
@@ -40,7 +40,7 @@ def train(
     of the remote. ``seed``: not the same on all ranks, times the rank. ``frozen``: numbers that never change, beside
     the rest. ``stale_s`` and ``patience_s``: after which a writer counts as lost, and a save.
     """
-    team.BEAT_S, team.STALE_S, team.ANSWER_MARGIN_S = 0.2, stale_s, 4.0
+    rank_group.BEAT_S, rank_group.STALE_S, rank_group.ANSWER_MARGIN_S = 0.2, stale_s, 4.0
     os.environ.update(environment or {})
     rank = dist.get_rank()
     mine = Path(disks, f"node{rank // per_node}")

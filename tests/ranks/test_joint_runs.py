@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import holdfast as hf
-from holdfast.checkpoint.catalog import Catalog
+from holdfast.run.catalog import Catalog
 from holdfast.storage.resolve import resolve
 
 CASES = str(Path(__file__).with_name("joint_cases.py"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.storage.local import LocalStorage
+from holdfast.run.catalog import Catalog
+from holdfast.storage.local.local_storage import LocalStorage
 
 CASES = str(Path(__file__).with_name("joint_cases.py"))
 

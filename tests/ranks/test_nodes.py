@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import holdfast as hf
-from holdfast.checkpoint.catalog import Catalog
 from holdfast.format.names import save_id_of
-from holdfast.storage.local import LocalStorage
+from holdfast.run.catalog import Catalog
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.testing import FaultProxy
 
 sys.path.append(str(Path(__file__).parents[1] / "storage"))

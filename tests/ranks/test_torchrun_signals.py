@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import holdfast as hf
-from holdfast.checkpoint.runindex import RunIndex
-from holdfast.storage.local import LocalStorage
+from holdfast.run.index import RunIndex
+from holdfast.storage.local.local_storage import LocalStorage
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """

@@ -15,7 +15,7 @@ import pytest
 from network_kit import ADDRESSES, DEVICE, Network
 
 import holdfast as hf
-from holdfast.checkpoint.catalog import Catalog
+from holdfast.run.catalog import Catalog
 from holdfast.storage.resolve import resolve
 
 SCRIPT = str(Path(__file__).with_name("network_cases.py"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import cloudpickle
 
-from holdfast.runtime.engine import Engine, Event, Exited, GroupSpec, Received, Started
+from holdfast.trainers.function.engine import Engine, Event, Exited, GroupSpec, Received, Started
 
 LIMIT_S = 60.0
 

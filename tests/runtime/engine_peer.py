@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cloudpickle
 
-from holdfast.writer.wire import Channel
+from holdfast.writer.frames import Channel
 
 
 def serve(channel: Channel, *, listen_fd: int = -1, use_gpu: bool = False) -> int:

@@ -17,7 +17,7 @@ import pytest
 from engine_kit import Driver, start_stubborn_children, wait_gone
 
 from holdfast.errors import HoldfastError
-from holdfast.runtime.engine import Engine, Exited, GroupSpec, Received, Started, Woken
+from holdfast.trainers.function.engine import Engine, Exited, GroupSpec, Received, Started, Woken
 
 
 class EngineTests:

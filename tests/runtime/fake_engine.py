@@ -10,8 +10,8 @@ from typing import Any
 
 import cloudpickle
 
-from holdfast.runtime.engine import Event, Exited, GroupSpec, Received, Started, TaskEnded, Woken
-from holdfast.writer.wire import Message
+from holdfast.trainers.function.engine import Event, Exited, GroupSpec, Received, Started, TaskEnded, Woken
+from holdfast.writer.frames import Message
 
 Script = Callable[["FakeEngine", int, dict[str, Any], tuple[bytes, ...]], None]
 

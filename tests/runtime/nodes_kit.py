@@ -12,19 +12,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from holdfast.runtime.cluster.nodes import AgentCall, AgentFailed, NodeEvent, PlacesChanged
-from holdfast.runtime.cluster.places import Place
+from holdfast.trainers.function.engines.cluster.nodes import AgentCall, AgentFailed, NodeEvent, PlacesChanged
+from holdfast.trainers.function.engines.cluster.places import NodePlace
 
 _AGENT = """
 import json, sys
-from holdfast.runtime.cluster.agent import run_agent
-from holdfast.runtime.cluster.nodes import AgentCall
+from holdfast.trainers.function.engines.cluster.agent import run_agent
+from holdfast.trainers.function.engines.cluster.nodes import AgentCall
 run_agent(AgentCall(**json.loads(sys.argv[1])))
 """
 
 
 class FakeNodes:
-    """Implements `holdfast.runtime.cluster.nodes.Nodes`.
+    """Implements `holdfast.trainers.function.engines.cluster.nodes.Nodes`.
 
     Args:
         sizes: places by node.
@@ -51,7 +51,7 @@ class FakeNodes:
 
     def tell(self, missing: str = "") -> None:
         places = [
-            Place(node=node, address="127.0.0.1", number=number)
+            NodePlace(node=node, address="127.0.0.1", number=number)
             for node, size in self.sizes.items()
             for number in range(size)
         ]

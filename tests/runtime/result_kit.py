@@ -7,9 +7,9 @@ import sys
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.runindex import RunIndex
 from holdfast.config import Keep
+from holdfast.run.catalog import Catalog
+from holdfast.run.index import RunIndex
 
 _kit = importlib.util.spec_from_file_location("_build_kit", Path(__file__).parents[1] / "checkpoint" / "build.py")
 assert _kit is not None

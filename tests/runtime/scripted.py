@@ -5,32 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from holdfast.runtime.control.actions import (
+from holdfast.trainers.function.control.actions import (
     Action,
+    ActionResult,
     Commit,
     FindStart,
     NextAttempt,
     OpenRun,
-    Outcome,
     StopRequested,
     Tick,
 )
-from holdfast.runtime.control.controller import Controller
-from holdfast.runtime.control.finder import Found
-from holdfast.runtime.control.plan import Plan
-from holdfast.runtime.control.shelf import Kept
-from holdfast.runtime.control.states import RunState
-from holdfast.runtime.engine import Exited, Received, Started
-from holdfast.runtime.failure import error_to_wire
+from holdfast.trainers.function.control.controller import Controller
+from holdfast.trainers.function.control.finder import RunContents
+from holdfast.trainers.function.control.known_checkpoints import KnownCheckpoint
+from holdfast.trainers.function.control.plan import RunSpec
+from holdfast.trainers.function.control.states import RunState
+from holdfast.trainers.function.engine import Exited, Received, Started
+from holdfast.trainers.function.failure import error_to_wire
+from holdfast.writer.frames import Message
 from holdfast.writer.messages import RunOpened, SaveResult
-from holdfast.writer.wire import Message
 
 T = TypeVar("T")
 URI = "/runs/run"
 
 
-def plan(**fields: Any) -> Plan:
-    return Plan(**{"run_name": "run", "storage": {"kind": "local"}, "uri": URI, "num_workers": 2, **fields})
+def plan(**fields: Any) -> RunSpec:
+    return RunSpec(**{"run_name": "run", "storage": {"kind": "local"}, "uri": URI, "num_workers": 2, **fields})
 
 
 def location(name: str) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Play:
         return [type(action).__name__ for action in self.out]
 
     def outcome(self, action: Action, value: Any = None, error: BaseException | None = None) -> list[Action]:
-        return self.feed(Outcome(action=action, value=value, error=error))
+        return self.feed(ActionResult(action=action, value=value, error=error))
 
     # -- the run
 
@@ -76,9 +76,9 @@ class Play:
         self.outcome(self.only(OpenRun), opened)
         return self
 
-    def found(self, *kept: Kept, **fields: Any) -> Play:
+    def found(self, *kept: KnownCheckpoint, **fields: Any) -> Play:
         start = max(kept, key=lambda one: one.order, default=None)
-        self.outcome(self.only(FindStart), Found(kept=kept, start=start, **fields))
+        self.outcome(self.only(FindStart), RunContents(kept=kept, start=start, **fields))
         return self
 
     def next_attempt(self) -> Play:
@@ -86,7 +86,7 @@ class Play:
         self.outcome(self.only(NextAttempt), {"attempt": self.attempt, "start_id": f"s{self.attempt}"})
         return self
 
-    def run(self, *kept: Kept) -> Play:
+    def run(self, *kept: KnownCheckpoint) -> Play:
         """Open, find, start: up to train_func on every rank."""
         return self.open().found(*kept).go()
 
@@ -180,6 +180,8 @@ class Play:
         return out
 
 
-def kept(name: str, step: int, attempt: int = 1, *, checkpoint_id: str = "", **metrics: Any) -> Kept:
+def kept(name: str, step: int, attempt: int = 1, *, checkpoint_id: str = "", **metrics: Any) -> KnownCheckpoint:
     """A checkpoint of the run."""
-    return Kept(name=name, attempt=attempt, step=step, metrics=metrics, checkpoint_id=checkpoint_id or f"id-{name}")
+    return KnownCheckpoint(
+        name=name, attempt=attempt, step=step, metrics=metrics, checkpoint_id=checkpoint_id or f"id-{name}"
+    )

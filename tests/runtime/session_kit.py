@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import holdfast as hf
-from holdfast.runtime.failure import error_to_wire
-from holdfast.runtime.worker.session import Session
-from holdfast.storage.local import LocalStorage
-from holdfast.writer.wire import Channel, Message
+from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.trainers.function.failure import error_to_wire
+from holdfast.trainers.function.worker.session import Session
+from holdfast.writer.frames import Channel, Message
 
 START_ID = "abcd1234"
 WAIT_S = 20.0

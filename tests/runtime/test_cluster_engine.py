@@ -6,8 +6,8 @@ import pytest
 from engine_suite import EngineTests
 from nodes_kit import FakeNodes
 
-from holdfast.runtime.cluster.engine import ClusterEngine
-from holdfast.runtime.engine import Engine
+from holdfast.trainers.function.engine import Engine
+from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
 
 
 @pytest.mark.slow  # the same behaviours as on one machine, which the local engine shows in the ordinary suite

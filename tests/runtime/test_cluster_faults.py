@@ -15,17 +15,17 @@ from engine_kit import Driver, wait_gone
 from nodes_kit import FakeNodes
 
 from holdfast.errors import ConfigError
-from holdfast.runtime.cluster.engine import ClusterEngine
-from holdfast.runtime.engine import Capacity, Exited, Unable
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.trainers.function.engine import Capacity, Exited, Unable
+from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
 
 ENTRY = "engine_peer:serve"
 ELSEWHERE = """
-import holdfast.runtime.cluster.agent as agent
-from holdfast.storage.local import LocalStorage
+import holdfast.trainers.function.engines.cluster.agent as agent
+from holdfast.storage.local.local_storage import LocalStorage
 agent.from_description = lambda *_: LocalStorage({!r})
 """
-OLDER = "import holdfast.runtime.cluster.agent as agent; agent.version = lambda: '0.0.1'\n"
+OLDER = "import holdfast.trainers.function.engines.cluster.agent as agent; agent.version = lambda: '0.0.1'\n"
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import pytest
 from scripted import Play, kept, location
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError, RunBusyError, TrainingError, TrainingFailedError
-from holdfast.runtime.control.actions import (
+from holdfast.trainers.function.control.actions import (
+    ActionResult,
     Begin,
     Details,
     End,
@@ -14,16 +15,15 @@ from holdfast.runtime.control.actions import (
     KillGroup,
     Note,
     OpenRun,
-    Outcome,
     Resumed,
-    Rows,
     Say,
     Send,
     StartGroup,
+    StoreRows,
 )
-from holdfast.runtime.control.plan import Limits
-from holdfast.runtime.control.states import RunState, check_transition
-from holdfast.runtime.engine import Started
+from holdfast.trainers.function.control.plan import WaitLimits
+from holdfast.trainers.function.control.states import RunState, check_transition
+from holdfast.trainers.function.engine import Started
 
 
 def test_a_fresh_run_starts() -> None:
@@ -80,7 +80,7 @@ def test_a_run_that_cannot_be_opened(error: HoldfastError) -> None:
     play.outcome(OpenRun(), error=error)
     assert play.only(End).error is error
     assert play.state is RunState.ERRORED
-    assert play.feed(Outcome(action=OpenRun())) == []
+    assert play.feed(ActionResult(action=OpenRun())) == []
 
 
 def test_no_good_checkpoint_ends_the_run() -> None:
@@ -93,7 +93,7 @@ def test_no_good_checkpoint_ends_the_run() -> None:
 
 def test_a_storage_that_does_not_answer() -> None:
     """Opening is bounded."""
-    play = Play(limits=Limits(start_s=30))
+    play = Play(limits=WaitLimits(start_s=30))
     assert play.controller.deadline() == 130
     assert play.tick(after=29) == []
     play.tick(after=1)
@@ -104,20 +104,20 @@ def test_metrics_go_to_the_run() -> None:
     """Rows of rank 0 are stored with the number of their report; the first one tells how long the start took."""
     play = Play().run()
     play.rows(1, {"loss": 1.0, "epoch": 2}, {"loss": 0.5}, after=3.0)
-    assert list(play.only(Rows).rows) == [
+    assert list(play.only(StoreRows).rows) == [
         {"step": 1, "epoch": 2, "time": 1.0, "metrics": {"loss": 1.0, "epoch": 2}},
         {"step": 2, "epoch": None, "time": 1.0, "metrics": {"loss": 0.5}},
     ]
     assert play.only(Details).details["seconds"]["load"] == 3.0
     play.rows(3, {"loss": 0.2})
-    assert play.kinds() == ["Rows"]
+    assert play.kinds() == ["StoreRows"]
 
 
 def test_metrics_that_cannot_be_stored_are_said_once() -> None:
     """Training does not end for that."""
     play = Play().run()
     play.rows(1, {"loss": 1.0})
-    rows = play.only(Rows)
+    rows = play.only(StoreRows)
     play.outcome(rows, error=HoldfastError("full"))
     assert "metrics could not be stored" in play.only(Say).line
     assert play.outcome(rows, error=HoldfastError("full")) == []
@@ -151,7 +151,7 @@ def test_the_end_waits_for_the_last_commit() -> None:
 
 def test_the_end_waits_in_bounds() -> None:
     """A commit that never ends becomes an error."""
-    play = Play(limits=Limits(end_s=50, drain_s=5)).run()
+    play = Play(limits=WaitLimits(end_s=50, drain_s=5)).run()
     play.report(0, 1, call=None)
     play.report(1, 1, call=None)
     play.finish()
@@ -179,7 +179,7 @@ def test_a_last_commit_that_fails_ends_the_run_with_an_error() -> None:
 
 def test_processes_that_do_not_end_are_killed() -> None:
     """A thread that the user left behind must not keep the run from finishing."""
-    play = Play(limits=Limits(stop_s=30, grace_s=2)).run()
+    play = Play(limits=WaitLimits(stop_s=30, grace_s=2)).run()
     play.say(0, on="finished")
     play.say(1, on="finished")
     play.exit(0, code=0)
@@ -205,7 +205,7 @@ def test_warnings_of_a_commit_are_said() -> None:
 
 def test_deadlines_follow_what_is_waited_for() -> None:
     """Without anything to wait for there is none."""
-    play = Play(limits=Limits(start_s=60, report_s=40)).open().found()
+    play = Play(limits=WaitLimits(start_s=60, report_s=40)).open().found()
     assert play.controller.deadline() == 160
     play.go()
     assert play.controller.deadline() is None

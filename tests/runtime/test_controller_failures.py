@@ -16,7 +16,7 @@ from holdfast.errors import (
     TrainingFailedError,
     WorkerHangError,
 )
-from holdfast.runtime.control.actions import (
+from holdfast.trainers.function.control.actions import (
     Answer,
     Begin,
     Call,
@@ -27,14 +27,14 @@ from holdfast.runtime.control.actions import (
     KillGroup,
     NextAttempt,
     Resumed,
-    Rows,
     Say,
     StartGroup,
+    StoreRows,
 )
-from holdfast.runtime.control.plan import Limits
-from holdfast.runtime.control.policy import FailurePolicy
-from holdfast.runtime.control.states import RunState
-from holdfast.runtime.engine import Started
+from holdfast.trainers.function.control.plan import WaitLimits
+from holdfast.trainers.function.control.policy import FailurePolicy
+from holdfast.trainers.function.control.states import RunState
+from holdfast.trainers.function.engine import Started
 
 ONCE = FailurePolicy(max_failures=1)
 
@@ -93,7 +93,7 @@ def test_the_dead_explain_the_others() -> None:
 
 def test_the_explanation_is_not_waited_for_long() -> None:
     """A rank that computes alone tells nothing for a long time."""
-    play = Play(limits=Limits(settle_s=1.0)).run()
+    play = Play(limits=WaitLimits(settle_s=1.0)).run()
     play.fail(0, RuntimeError("x"))
     assert play.controller.deadline() == play.now + 1.0
     play.tick(after=1.0)
@@ -144,7 +144,7 @@ def test_living_workers_may_still_seal() -> None:
 
 def test_reports_that_all_have_entered_are_finished_in_bounds() -> None:
     """The commit goes on; if it takes too long the group is killed all the same."""
-    play = Play(policy=ONCE, limits=Limits(drain_s=10)).run()
+    play = Play(policy=ONCE, limits=WaitLimits(drain_s=10)).run()
     play.report(0, 1)
     play.report(1, 1)
     ingest = play.only(Ingest)
@@ -185,7 +185,7 @@ def test_a_rank_that_ends_early_while_others_wait() -> None:
 
 def test_a_rank_that_does_not_report() -> None:
     """After the time-out the missing ranks are named."""
-    play = Play(num_workers=3, limits=Limits(report_s=60)).run()
+    play = Play(num_workers=3, limits=WaitLimits(report_s=60)).run()
     play.report(0, 1)
     play.tick(after=59)
     assert play.out == []
@@ -199,7 +199,7 @@ def test_a_rank_that_does_not_report() -> None:
 
 def test_what_storage_takes_is_no_hang() -> None:
     """Workers that wait for a commit are silent; so are those whose writers still store a part."""
-    play = Play(limits=Limits(hang_s=30)).run()
+    play = Play(limits=WaitLimits(hang_s=30)).run()
     play.report(0, 1)
     play.report(1, 1)
     ingest = play.only(Ingest)
@@ -217,7 +217,7 @@ def test_what_storage_takes_is_no_hang() -> None:
 
 def test_silence_is_a_hang() -> None:
     """Every rank that has not finished is named, with its last report."""
-    play = Play(limits=Limits(hang_s=30)).run()
+    play = Play(limits=WaitLimits(hang_s=30)).run()
     play.rows(1, {"loss": 1.0})
     play.tick(after=29)
     assert play.out == []
@@ -232,7 +232,7 @@ def test_silence_is_a_hang() -> None:
 
 def test_workers_that_do_not_start() -> None:
     """The start is bounded as well."""
-    play = Play(limits=Limits(start_s=60)).open().found()
+    play = Play(limits=WaitLimits(start_s=60)).open().found()
     play.feed(Started(rank=0, pid=1))
     play.say(0, on="running")
     play.feed(Started(rank=1, pid=1))
@@ -295,7 +295,7 @@ def test_a_lost_lease_ends_the_run() -> None:
     play = Play(policy=FailurePolicy(max_failures=-1)).run()
     play.rows(1, {"loss": 1.0})
     busy = RunBusyError("taken over by host b")
-    play.outcome(play.only(Rows), error=busy)
+    play.outcome(play.only(StoreRows), error=busy)
     play.exit_all()
     assert play.only(End).error is busy
 
@@ -339,7 +339,7 @@ def test_a_stop_request_before_anything_runs() -> None:
 
 def test_a_process_that_survives_sigkill() -> None:
     """No second attempt beside one that is stuck in the kernel."""
-    play = Play(policy=FailurePolicy(max_failures=-1), limits=Limits(stop_s=30, grace_s=2)).run()
+    play = Play(policy=FailurePolicy(max_failures=-1), limits=WaitLimits(stop_s=30, grace_s=2)).run()
     play.exit(0, signal=signal.SIGKILL)
     play.tick(after=32)
     assert "rank 1 did not end within 30 s of SIGKILL" in str(play.only(End).error)

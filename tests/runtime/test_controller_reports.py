@@ -6,19 +6,19 @@ import pytest
 from scripted import Play, kept, location
 
 from holdfast.errors import ConfigError, HoldfastError, ReportMismatchError, StorageFullError
-from holdfast.runtime.control.actions import (
+from holdfast.trainers.function.control.actions import (
     Answer,
     Call,
     CommitParts,
     CommitUploaded,
     Ingest,
     Note,
-    Rows,
+    ReportedDirectory,
     Send,
-    Source,
+    StoreRows,
 )
-from holdfast.runtime.control.plan import Limits
-from holdfast.runtime.failure import error_to_wire
+from holdfast.trainers.function.control.plan import WaitLimits
+from holdfast.trainers.function.failure import error_to_wire
 
 
 def troubles(play: Play) -> list[tuple[int, int]]:
@@ -37,8 +37,8 @@ def test_directories_are_committed_when_all_ranks_are_in() -> None:
     ingest = play.only(Ingest)
     assert (ingest.directory, ingest.save_id, ingest.index) == ("checkpoint_000000", "s1-1", 1)
     assert ingest.sources == (
-        Source(rank=0, path="/tmp/0-1", owned=False),
-        Source(rank=1, path="/tmp/x", owned=True),
+        ReportedDirectory(rank=0, path="/tmp/0-1", owned=False),
+        ReportedDirectory(rank=1, path="/tmp/x", owned=True),
     )
     assert ingest.manifest == {
         "run_id": "r",
@@ -78,7 +78,7 @@ def test_ranks_without_data_count_as_in() -> None:
     play.count(1, 3)  # ahead of rank 0
     play.rows(1, {"loss": 1.0})
     play.report(0, 2)
-    assert play.only(Ingest).sources == (Source(rank=0, path="/tmp/0-2", owned=False),)
+    assert play.only(Ingest).sources == (ReportedDirectory(rank=0, path="/tmp/0-2", owned=False),)
     play.committed()
     assert [one.rank for one in play.all(Answer)] == [0]
     assert [one.rank for one in play.all(Send)] == [0, 1]
@@ -88,9 +88,9 @@ def test_metrics_of_a_report_with_data_are_stored_at_once() -> None:
     """Not only when the checkpoint is committed, and only those of rank 0."""
     play = Play().run()
     play.report(1, 1)
-    assert play.all(Rows) == []
+    assert play.all(StoreRows) == []
     play.report(0, 1)
-    assert play.only(Rows).rows[0]["metrics"] == {"loss": 1.0}
+    assert play.only(StoreRows).rows[0]["metrics"] == {"loss": 1.0}
 
 
 def test_a_failed_commit_is_told_to_all_that_brought_something() -> None:
@@ -334,7 +334,7 @@ def test_callbacks_hear_of_reports() -> None:
     assert play.all(Call) == []
     play.rows(1, {"loss": 2.0}, {"loss": 4.0}, rank=1)
     assert play.only(Call).arguments == {"metrics": [{"loss": 1.0}, {"loss": 2.0}], "checkpoint": None}
-    assert play.all(Rows) == []  # the history has those of rank 0
+    assert play.all(StoreRows) == []  # the history has those of rank 0
     play.report(0, 2)
     assert play.all(Call) == []
 
@@ -363,7 +363,7 @@ def test_an_unknown_message_is_said() -> None:
 
 def test_the_time_for_a_report_runs_from_the_first_rank() -> None:
     """Ranks may come one after the other."""
-    play = Play(num_workers=3, limits=Limits(report_s=60)).run()
+    play = Play(num_workers=3, limits=WaitLimits(report_s=60)).run()
     play.report(0, 1)
     first = play.now
     play.tick(after=30)
@@ -378,6 +378,6 @@ def test_a_directory_beside_an_upload() -> None:
     play.report(1, 1, "uploaded", location={"storage": None, "uri": "/runs/run", "name": "up"})
     commit = play.only(CommitUploaded)
     assert commit.directory == "up"
-    assert commit.beside == (Source(rank=0, path="/tmp/0-1", owned=False),)
+    assert commit.beside == (ReportedDirectory(rank=0, path="/tmp/0-1", owned=False),)
     play.committed()
     assert len(play.all(Answer)) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from scripted import Play, kept
 
 from holdfast.errors import ConfigError, HoldfastError
-from holdfast.runtime.control.actions import (
+from holdfast.trainers.function.control.actions import (
     Answer,
     Commit,
     End,
@@ -16,8 +16,8 @@ from holdfast.runtime.control.actions import (
     StopValidation,
     Validate,
 )
-from holdfast.runtime.control.plan import Limits
-from holdfast.runtime.control.policy import FailurePolicy
+from holdfast.trainers.function.control.plan import WaitLimits
+from holdfast.trainers.function.control.policy import FailurePolicy
 
 
 def commit(play: Play, index: int, **header: object) -> list[object]:
@@ -63,7 +63,7 @@ def test_one_at_a_time() -> None:
 
 def test_failures_and_timeouts_are_noted_and_said() -> None:
     """They do not touch the training."""
-    play = Play(num_workers=1, validates=True, limits=Limits(validation_s=60)).run()
+    play = Play(num_workers=1, validates=True, limits=WaitLimits(validation_s=60)).run()
     first = [action for action in commit(play, 1) if isinstance(action, Validate)]
     play.outcome(first[0], error=ValueError("boom\nmore"))
     assert play.only(LateMetrics).metrics == {"_validated": "failed"}

@@ -14,22 +14,22 @@ from fake_engine import FakeEngine, Script
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, ValidationConfig
 from holdfast.errors import RunBusyError, StorageError, TrainingFailedError
-from holdfast.runtime.control.drive import Driver, Options
-from holdfast.runtime.control.plan import Limits, Plan
-from holdfast.runtime.control.policy import FailurePolicy
-from holdfast.runtime.control.result import Result
-from holdfast.runtime.control.states import RunState
-from holdfast.runtime.control.stops import Stops
-from holdfast.runtime.failure import error_to_wire
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.trainers.function.control.drive import Driver, ExecutorOptions
+from holdfast.trainers.function.control.plan import RunSpec, WaitLimits
+from holdfast.trainers.function.control.policy import FailurePolicy
+from holdfast.trainers.function.control.result import Result
+from holdfast.trainers.function.control.states import RunState
+from holdfast.trainers.function.control.stops import Stops
+from holdfast.trainers.function.failure import error_to_wire
 
 
 def make(root: Path, script: Script, *, options: dict[str, Any] | None = None, **fields: Any) -> Driver:
     storage = LocalStorage(root)
-    plan = Plan(
+    plan = RunSpec(
         **{"run_name": "run", "storage": storage.describe() or {}, "uri": storage.uri, "num_workers": 1, **fields}
     )
-    return Driver(plan, Options(blob=b"function", keep=Keep(), **(options or {})), storage, FakeEngine(script))
+    return Driver(plan, ExecutorOptions(blob=b"function", keep=Keep(), **(options or {})), storage, FakeEngine(script))
 
 
 def drive(driver: Driver) -> Any:
@@ -198,7 +198,7 @@ def test_a_mistake_of_ours_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
 
 def test_storage_that_is_stuck_is_said(tmp_path: Path) -> None:
     """Opening the run is bounded."""
-    driver = make(tmp_path / "run", lambda *_: None, limits=Limits(start_s=0.2))
+    driver = make(tmp_path / "run", lambda *_: None, limits=WaitLimits(start_s=0.2))
     driver._client.open_run = lambda *_, **__: _Never()  # type: ignore[assignment, method-assign, return-value]
     assert "did not answer within 0.2 s" in str(drive(driver).error)
 

@@ -11,15 +11,15 @@ import pytest
 from fake_engine import FakeEngine
 
 from holdfast.config import Keep
-from holdfast.runtime.control.drive import Driver, Options
-from holdfast.runtime.control.plan import Plan
-from holdfast.runtime.control.policy import FailurePolicy
-from holdfast.runtime.control.result import Result
-from holdfast.runtime.control.states import RunState
-from holdfast.runtime.failure import error_to_wire
 from holdfast.storage.base import Storage
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.testing.faults import FaultyStorage
+from holdfast.trainers.function.control.drive import Driver, ExecutorOptions
+from holdfast.trainers.function.control.plan import RunSpec
+from holdfast.trainers.function.control.policy import FailurePolicy
+from holdfast.trainers.function.control.result import Result
+from holdfast.trainers.function.control.states import RunState
+from holdfast.trainers.function.failure import error_to_wire
 
 NUM_REPORTS = 4
 FAILS_AT = 2
@@ -64,14 +64,14 @@ class Training:
 
 
 def drive(storage: Storage, script: Any, before: Callable[[Driver], None] = lambda _: None) -> Any:
-    plan = Plan(
+    plan = RunSpec(
         run_name="run",
         storage=LocalStorage(storage.local_root or "").describe() or {},
         uri=storage.uri,
         num_workers=1,
         policy=FailurePolicy(max_failures=1),
     )
-    driver = Driver(plan, Options(blob=b"", keep=Keep(last=2)), storage, FakeEngine(script))
+    driver = Driver(plan, ExecutorOptions(blob=b"", keep=Keep(last=2)), storage, FakeEngine(script))
     before(driver)
     try:
         return driver.run()

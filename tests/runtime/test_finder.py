@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from holdfast import checkpointer
-from holdfast.checkpoint.catalog import Catalog
 from holdfast.errors import CorruptCheckpointError
-from holdfast.runtime.control.finder import Found, find_start
-from holdfast.storage.local import LocalStorage
+from holdfast.run.catalog import Catalog
+from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.trainers.function.control.finder import RunContents, find_start
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import IngestJob, IngestSource
 
@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> Path:
     return root
 
 
-def find(root: Path, quarantined: dict[str, str] | None = None, **options: Any) -> tuple[Found, dict[str, str]]:
+def find(root: Path, quarantined: dict[str, str] | None = None, **options: Any) -> tuple[RunContents, dict[str, str]]:
     storage = LocalStorage(root)
     noted: dict[str, str] = {}
     rows = Catalog(storage).rows()

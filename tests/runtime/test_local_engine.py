@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from engine_suite import EngineTests
 
-from holdfast.runtime.engine import Engine
-from holdfast.runtime.local.engine import LocalEngine
+from holdfast.trainers.function.engine import Engine
+from holdfast.trainers.function.engines.local.engine import LocalEngine
 
 
 class TestLocalEngine(EngineTests):

@@ -17,8 +17,8 @@ import cloudpickle
 import pytest
 from engine_kit import LIMIT_S, Driver, start_stubborn_children, wait_gone
 
-from holdfast.runtime.engine import Exited, Started, TaskEnded
-from holdfast.runtime.local.engine import LocalEngine
+from holdfast.trainers.function.engine import Exited, Started, TaskEnded
+from holdfast.trainers.function.engines.local.engine import LocalEngine
 
 HERE = Path(__file__).parent
 SRC = HERE.parents[1] / "src"
@@ -225,7 +225,7 @@ def test_zygote_killed_while_nothing_ran() -> None:
 
 def test_zygote_that_does_not_answer(driver: Driver, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stopped zygote a death is told all the same, without its status, after a bounded wait."""
-    monkeypatch.setattr("holdfast.runtime.local.supervisor._STATUS_S", 0.3)
+    monkeypatch.setattr("holdfast.trainers.function.engines.local.supervisor._STATUS_S", 0.3)
     pids = driver.start(1)
     os.kill(zygote_pid(engine), signal.SIGSTOP)
     try:
@@ -251,7 +251,7 @@ def run_script(tmp_path: Path, text: str, **options: Any) -> subprocess.Popen[st
 
 DRIVER_SCRIPT = """
 from engine_kit import *
-from holdfast.runtime.local.engine import LocalEngine
+from holdfast.trainers.function.engines.local.engine import LocalEngine
 
 def hold(channel, facts):  # neither the end of the stream nor SIGTERM ends this one
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -282,7 +282,7 @@ def test_nothing_survives_the_driver(tmp_path: Path) -> None:
 INTERRUPT_SCRIPT = """
 import os, signal, sys, time
 from engine_kit import *
-from holdfast.runtime.local.engine import LocalEngine
+from holdfast.trainers.function.engines.local.engine import LocalEngine
 
 engine = LocalEngine(entry="engine_peer:serve")
 driver = Driver(engine)

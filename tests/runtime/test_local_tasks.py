@@ -14,8 +14,8 @@ import pytest
 from engine_kit import Driver
 
 from holdfast.errors import TrainingError
-from holdfast.runtime.engine import TaskEnded
-from holdfast.runtime.local.engine import LocalEngine
+from holdfast.trainers.function.engine import TaskEnded
+from holdfast.trainers.function.engines.local.engine import LocalEngine
 
 
 @pytest.fixture(scope="module")

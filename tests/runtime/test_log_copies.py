@@ -6,9 +6,9 @@ import logging
 import pytest
 
 from holdfast.errors import StorageError
-from holdfast.runtime.control import log_copies
-from holdfast.runtime.control.log_copies import LogCopies
 from holdfast.storage import MemoryStorage
+from holdfast.trainers.function.control import log_copies
+from holdfast.trainers.function.control.log_copies import LogCopies
 
 _names = itertools.count()
 

@@ -13,7 +13,7 @@ import torch
 
 import holdfast as hf
 from holdfast.errors import ConfigError
-from holdfast.runtime.values import check_score, pack_checkpoint, plain_metrics, score_of, unpack_checkpoint
+from holdfast.trainers.function.values import check_score, pack_checkpoint, plain_metrics, score_of, unpack_checkpoint
 
 
 class Colour(enum.Enum):

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from scripted import Play, kept
 
-from holdfast.runtime.control.actions import Commit, End, KillGroup, NextAttempt, Say, Send, StartGroup
-from holdfast.runtime.control.plan import Limits
-from holdfast.runtime.control.policy import FailurePolicy
-from holdfast.runtime.engine import Capacity, Draining, Exited
-from holdfast.runtime.worker.agreement import Agreement
+from holdfast.trainers.function.control.actions import Commit, End, KillGroup, NextAttempt, Say, Send, StartGroup
+from holdfast.trainers.function.control.plan import WaitLimits
+from holdfast.trainers.function.control.policy import FailurePolicy
+from holdfast.trainers.function.engine import Capacity, Draining, Exited
+from holdfast.trainers.function.worker.agreement import Agreement
 
-LIMITS = Limits(settle_capacity_s=3, grow_after_s=60)
+LIMITS = WaitLimits(settle_capacity_s=3, grow_after_s=60)
 
 
 def test_ranks_agree_without_waiting_for_one_another() -> None:

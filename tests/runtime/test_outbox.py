@@ -9,8 +9,8 @@ import time
 import pytest
 
 from holdfast.errors import SessionError
-from holdfast.runtime.worker.outbox import Outbox
-from holdfast.writer.wire import Channel
+from holdfast.trainers.function.worker.report_queue import ReportQueue
+from holdfast.writer.frames import Channel
 
 
 class Ends:
@@ -19,7 +19,7 @@ class Ends:
     def __init__(self, **options):
         ours, theirs = socket.socketpair()
         self.near, self.far = Channel(ours), Channel(theirs)
-        self.outbox = Outbox(self.near, **options)
+        self.outbox = ReportQueue(self.near, **options)
 
     def __enter__(self):
         return self

@@ -8,25 +8,25 @@ import pytest
 from scripted import Play, kept
 
 from holdfast.errors import ConfigError, TrainingError
-from holdfast.runtime.cluster.places import Place, arrange, rank_environment
-from holdfast.runtime.control.actions import Begin, End, NextAttempt, Say, StartGroup
-from holdfast.runtime.control.plan import Limits
-from holdfast.runtime.control.policy import FailurePolicy
-from holdfast.runtime.control.scaling import ScalingPolicy
-from holdfast.runtime.control.states import RunState
-from holdfast.runtime.engine import Capacity, Exited, GroupSpec, Placed, Started, Unable
+from holdfast.trainers.function.control.actions import Begin, End, NextAttempt, Say, StartGroup
+from holdfast.trainers.function.control.plan import WaitLimits
+from holdfast.trainers.function.control.policy import FailurePolicy
+from holdfast.trainers.function.control.scaling import ScalingPolicy
+from holdfast.trainers.function.control.states import RunState
+from holdfast.trainers.function.engine import Capacity, Exited, GroupSpec, Placed, Started, Unable
+from holdfast.trainers.function.engines.cluster.places import NodePlace, arrange, rank_environment
 
-ROOM = Limits(place_s=60, settle_capacity_s=3)
+ROOM = WaitLimits(place_s=60, settle_capacity_s=3)
 
 
-def places(**nodes: int) -> list[Place]:
-    return [Place(node=node, number=number) for node, size in nodes.items() for number in range(size)]
+def places(**nodes: int) -> list[NodePlace]:
+    return [NodePlace(node=node, number=number) for node, size in nodes.items() for number in range(size)]
 
 
 def test_ranks_of_a_node_are_neighbours() -> None:
     """Ranks follow node ids and then accelerators, in whatever order places are told."""
-    given = [Place(node=node, gpus=(gpu,), number=n) for n, (node, gpu) in enumerate([("b", "10"), ("a", "1")])]
-    given += [Place(node="b", gpus=("9",), number=7), Place(node="a", gpus=("0",), number=8)]
+    given = [NodePlace(node=node, gpus=(gpu,), number=n) for n, (node, gpu) in enumerate([("b", "10"), ("a", "1")])]
+    given += [NodePlace(node="b", gpus=("9",), number=7), NodePlace(node="a", gpus=("0",), number=8)]
     for seed in range(5):
         found = arrange(random.Random(seed).sample(given, 4), 4)
         assert found is not None

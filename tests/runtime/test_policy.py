@@ -6,7 +6,14 @@ import math
 
 import pytest
 
-from holdfast.runtime.control.policy import Cause, FailurePolicy, GiveUp, Restart, ended_by_preemption, is_worth_writing
+from holdfast.trainers.function.control.policy import (
+    Cause,
+    FailurePolicy,
+    GiveUp,
+    Restart,
+    ended_by_preemption,
+    is_worth_writing,
+)
 
 F, P = Cause.FAILURE, Cause.PREEMPTION
 

@@ -12,14 +12,14 @@ import pytest
 from result_kit import BEGIN, Clock, Run
 
 import holdfast as hf
-from holdfast.checkpoint import runindex
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.runindex import RUN_FILE
 from holdfast.config import CheckpointConfig, Keep
 from holdfast.format.commit import remove
-from holdfast.runtime.control.result import Result
-from holdfast.storage.local import LocalStorage
+from holdfast.run import index as runindex
+from holdfast.run.catalog import Catalog
+from holdfast.run.index import RUN_FILE
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
+from holdfast.trainers.function.control.result import Result
 
 
 @pytest.fixture
@@ -340,7 +340,7 @@ def test_a_long_history_is_read_when_it_is_asked_for(run: Run, monkeypatch) -> N
         run.report(step, step, {"m": step}, checkpoint=step == 1)
     run.end(4, "finished")
     run.index.finish({})
-    monkeypatch.setattr("holdfast.runtime.control.result._QUICK_BYTES", 0)
+    monkeypatch.setattr("holdfast.trainers.function.control.result._QUICK_BYTES", 0)
     result = Result(run.storage, metrics={"m": 3})
     assert result._rows is None
     assert result.metrics == {"m": 3}

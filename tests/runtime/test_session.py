@@ -13,8 +13,8 @@ from session_kit import Pair, begin, make, silent
 
 import holdfast as hf
 from holdfast.errors import CheckpointNotFoundError, ConfigError, SessionError
-from holdfast.runtime.types import CheckpointUploadMode
-from holdfast.runtime.worker.session import Session
+from holdfast.trainers.function.types import CheckpointUploadMode
+from holdfast.trainers.function.worker.session import Session
 
 SYNC, ASYNC, NO_UPLOAD = CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC, CheckpointUploadMode.NO_UPLOAD
 
@@ -245,7 +245,7 @@ def test_a_worker_without_its_driver_exits_at_once(root):
     """In a process of its own, in the middle of training, without anybody calling anything."""
     import socket
 
-    from holdfast.writer.wire import Channel
+    from holdfast.writer.frames import Channel
 
     ours, theirs = socket.socketpair()
     pid = os.fork()

@@ -11,7 +11,7 @@ from session_kit import START_ID, Pair, agreeable, begin, make, silent
 
 import holdfast as hf
 from holdfast.errors import ConfigError, StorageFullError
-from holdfast.runtime.types import CheckpointUploadMode
+from holdfast.trainers.function.types import CheckpointUploadMode
 
 SYNC, ASYNC, NO_UPLOAD = CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC, CheckpointUploadMode.NO_UPLOAD
 
@@ -82,9 +82,9 @@ def test_async_inside_a_temporary_directory(root):
 
 def test_async_without_deletion_returns_when_the_files_are_safe(root, monkeypatch):
     """Where nothing can be cloned that is after the copy: until then the caller may not touch them."""
-    from holdfast.runtime.worker import takeover
+    from holdfast.trainers.function.worker import handoff
 
-    monkeypatch.setattr(takeover, "clone_tree", lambda *_: False)
+    monkeypatch.setattr(handoff, "clone_tree", lambda *_: False)
     options = {"checkpoint_upload_mode": ASYNC, "delete_local_checkpoint_after_upload": False}
     with Pair(begin(root)) as pair:
         hf.report({}, make(root.parent / "mine"), **options)

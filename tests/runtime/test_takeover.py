@@ -14,10 +14,10 @@ from session_kit import START_ID
 
 import holdfast as hf
 from holdfast.errors import CheckpointNotFoundError, ConfigError
-from holdfast.runtime.worker import reflink, takeover
-from holdfast.runtime.worker.takeover import Place, name_in_run, take
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
+from holdfast.trainers.function.worker import handoff, reflink
+from holdfast.trainers.function.worker.handoff import HandoffArea, name_in_run, take
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def root(tmp_path):
 
 
 def place_of(root, rank=1):
-    return Place(root=LocalStorage(root), uri=str(root), start_id=START_ID, rank=rank)
+    return HandoffArea(root=LocalStorage(root), uri=str(root), start_id=START_ID, rank=rank)
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_another_file_system_renames_beside(other_disk, place):
 
 def test_a_run_without_a_directory_renames_beside(source):
     """The storage may be anything: what the writer reads is local."""
-    place = Place(root=None, uri="memory://x/run", start_id=START_ID, rank=0)
+    place = HandoffArea(root=None, uri="memory://x/run", start_id=START_ID, rank=0)
     taken = take(of(source), place, 1, delete=True, asynchronous=True)
     assert Path(taken.path).parent == source.parent
     assert tree(taken.path) == CONTENT
@@ -147,7 +147,7 @@ def test_where_nothing_can_be_renamed_the_caller_waits_and_then_it_is_deleted(so
     def refuse(*_):
         raise OSError(errno.EBUSY, "a mount point")
 
-    monkeypatch.setattr(takeover.os, "rename", refuse)
+    monkeypatch.setattr(handoff.os, "rename", refuse)
     taken = take(of(source), place, 1, delete=True, asynchronous=True)
     assert (taken.path, taken.owned, taken.safe) == (str(source), False, False)
     assert tree(source) == CONTENT
@@ -339,7 +339,7 @@ def test_where_uploads_may_lie(root, place, tmp_path):
 def test_where_uploads_may_lie_in_other_storages():
     """The URI decides."""
     storage = MemoryStorage("takeover-uploads")
-    place = Place(root=storage.child("run"), uri="memory://takeover-uploads/run", start_id=START_ID, rank=0)
+    place = HandoffArea(root=storage.child("run"), uri="memory://takeover-uploads/run", start_id=START_ID, rank=0)
     assert name_in_run(hf.Checkpoint("memory://takeover-uploads/run/mine"), place) == "mine"
     for uri in ("memory://takeover-uploads/runs/mine", "memory://other/run/mine", "memory://takeover-uploads/run/a/b"):
         with pytest.raises(ConfigError):

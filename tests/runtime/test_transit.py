@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from holdfast.runtime.transit import pack_call, unpack_call
+from holdfast.trainers.function.transit import pack_call, unpack_call
 
 
 def test_a_word_that_torch_has_too() -> None:

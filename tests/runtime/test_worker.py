@@ -15,11 +15,11 @@ from engine_kit import Driver
 from worker_entry import tell
 
 from holdfast.errors import ConfigError, ReportMismatchError, TrainingError
-from holdfast.runtime.engine import Exited, Received
-from holdfast.runtime.failure import error_from_wire
-from holdfast.runtime.local.engine import LocalEngine
-from holdfast.runtime.transit import pack_call, takes_config
-from holdfast.runtime.worker.group import Group
+from holdfast.trainers.function.engine import Exited, Received
+from holdfast.trainers.function.engines.local.engine import LocalEngine
+from holdfast.trainers.function.failure import error_from_wire
+from holdfast.trainers.function.transit import pack_call, takes_config
+from holdfast.trainers.function.worker.group import Group
 
 HERE = Path(__file__).parent
 
@@ -104,7 +104,7 @@ def test_exception(driver: Driver, capfd: pytest.CaptureFixture[str]) -> None:
     assert isinstance(error, ZeroDivisionError)
     shown = str(error.__cause__)
     assert "in failing" in shown
-    assert "runtime/worker/main.py" not in shown
+    assert "trainers/function/worker/main.py" not in shown
     assert messages[-1].exit_code == 1
     assert "(rank 0) ZeroDivisionError: by hand" in capfd.readouterr().err
 
@@ -177,9 +177,9 @@ import threading, torch
 from engine_kit import Driver
 from worker_entry import tell
 import beside_the_script
-from holdfast.runtime.local.engine import LocalEngine
-from holdfast.runtime.engine import Exited, Received
-from holdfast.runtime.transit import pack_call
+from holdfast.trainers.function.engines.local.engine import LocalEngine
+from holdfast.trainers.function.engine import Exited, Received
+from holdfast.trainers.function.transit import pack_call
 
 class Net(torch.nn.Linear):
     pass

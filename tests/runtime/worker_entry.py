@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.runtime.worker import main as worker
-from holdfast.writer.wire import Channel
+from holdfast.trainers.function.worker import main as worker
+from holdfast.writer.frames import Channel
 
 CURRENT: list[StandIn] = []
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import holdfast as hf
-from holdfast.state.restore import load_state
+from holdfast.state.load.restore import load_state
 from holdfast.storage import LocalStorage
 
 

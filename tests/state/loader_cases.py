@@ -14,8 +14,8 @@ from torch.utils.data import (
     Dataset,
 )
 
-from holdfast.state import rng
-from holdfast.state.data import ResumableBatches
+from holdfast.state.data.batches import ResumableBatches
+from holdfast.state.tree import rng
 
 N = 43
 

@@ -11,8 +11,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast.checkpointer.identity import manifest_fields
-from holdfast.state.restore import load_state
-from holdfast.state.snapshot import Snapshotter
+from holdfast.state.load.restore import load_state
+from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.memory import MemoryStorage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import PartsJob

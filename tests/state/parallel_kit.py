@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from holdfast.checkpointer.identity import manifest_fields
-from holdfast.state.restore import load_state
-from holdfast.state.snapshot import Snapshotter
+from holdfast.state.load.restore import load_state
+from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage import LocalStorage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import PartsJob

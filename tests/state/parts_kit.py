@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from holdfast.checkpointer.identity import manifest_fields
-from holdfast.state.restore import load_state
-from holdfast.state.snapshot import Snapshotter
+from holdfast.state.load.restore import load_state
+from holdfast.state.save.snapshot import Snapshotter
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import PartsJob
 

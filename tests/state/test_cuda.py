@@ -8,9 +8,9 @@ import pytest
 import torch
 from state_kit import net, train
 
-from holdfast.state import cuda
-from holdfast.state.flatten import flatten
-from holdfast.state.plan import plan, signature
+from holdfast.state.save import cuda
+from holdfast.state.save.plan import plan, signature
+from holdfast.state.tree.flatten import flatten
 from holdfast.writer.arena import Arena
 
 

@@ -25,8 +25,8 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.errors import StateMismatchError
-from holdfast.state import rng
-from holdfast.state.data import ResumableBatches
+from holdfast.state.data.batches import ResumableBatches
+from holdfast.state.tree import rng
 
 
 class Counting(IterableDataset):

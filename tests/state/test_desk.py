@@ -9,19 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from holdfast.state.desk import Desk, PeerDesk
+from holdfast.state.load.shared_read_buffer import PeerReadBuffer, SharedReadBuffer
 
 
 def test_a_rank_that_dies_is_noticed(tmp_path):
     """The desk of a process that was killed says so, and what it has published stays readable."""
     script = (
-        "import sys, time; from holdfast.state.desk import Desk; import json;"
+        "import sys, time; from holdfast.state.load.shared_read_buffer import SharedReadBuffer as Desk; import json;"
         "desk = Desk(memoryview(bytearray(b'\\1' * 8)), 1 << 16); desk.slots[:3] = b'abc'; desk.publish(1);"
         "print(json.dumps(desk.told()), flush=True); time.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env={**os.environ})
     try:
-        peer = PeerDesk(json.loads(child.stdout.readline()))
+        peer = PeerReadBuffer(json.loads(child.stdout.readline()))
         assert (bytes(peer.wanted), peer.published, peer.gone, peer.has_opened) == (b"\1" * 8, 1, False, False)
     finally:
         child.kill()
@@ -36,8 +36,8 @@ def test_a_rank_that_dies_is_noticed(tmp_path):
 
 def test_two_threads_ask_for_the_same_rank():
     """A rank reads with two threads, and both look whether a neighbour still lives."""
-    desk = Desk(memoryview(bytearray(8)), 4096)
-    peer = PeerDesk(desk.told())
+    desk = SharedReadBuffer(memoryview(bytearray(8)), 4096)
+    peer = PeerReadBuffer(desk.told())
     begin = threading.Barrier(4)
 
     def ask() -> bool:
@@ -53,11 +53,11 @@ def test_two_threads_ask_for_the_same_rank():
 
 def test_another_process_in_the_place_of_a_rank_is_refused():
     """A descriptor that is another one by now is not taken for the desk of a rank."""
-    one, other = (Desk(memoryview(bytearray(8)), 4096) for _ in range(2))
+    one, other = (SharedReadBuffer(memoryview(bytearray(8)), 4096) for _ in range(2))
     with pytest.raises(ValueError, match="not the desk"):
-        PeerDesk({**one.told(), "fd": other.told()["fd"]})
+        PeerReadBuffer({**one.told(), "fd": other.told()["fd"]})
     told = other.told()
     other.close()
     with pytest.raises((OSError, ValueError)):
-        PeerDesk(told)
+        PeerReadBuffer(told)
     one.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.state.feed import BLOCK, Feed, split
+from holdfast.state.load.feed import BLOCK, BlockFeed, split
 from holdfast.storage.base import FileReader
 
 MIB = 1 << 20
@@ -35,7 +35,7 @@ def test_hints_cover_every_block_once_in_ranges_of_one_request() -> None:
         split(place, place + nbytes, owner, blocks)
         place += nbytes
     reader = Reader()
-    feed = Feed(blocks, reader)
+    feed = BlockFeed(blocks, reader)
     taken = []
     while (block := feed.take()) is not None:
         taken.append(block)
@@ -53,5 +53,5 @@ def test_hints_leave_gaps_out() -> None:
     split(0, MIB, 0, blocks)
     split(10 * MIB, 11 * MIB, 1, blocks)
     reader = Reader()
-    Feed(blocks, reader).take()
+    BlockFeed(blocks, reader).take()
     assert reader.hints == [(0, MIB), (10 * MIB, MIB)]

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import holdfast as hf
-from holdfast.state.flatten import flatten
-from holdfast.state.names import canonical_keys, parameter_names, unwrap
-from holdfast.state.stored import open_stored
+from holdfast.state.load.stored import open_stored
+from holdfast.state.tree.flatten import flatten
+from holdfast.state.tree.names import canonical_keys, parameter_names, unwrap
 
 
 @pytest.fixture(scope="module")

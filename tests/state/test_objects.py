@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 import holdfast as hf
-from holdfast.state.metrics import restore_metric
+from holdfast.state.tree.metrics import restore_metric
 
 SCHEDULERS = {
     "cosine": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 10),

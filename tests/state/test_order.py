@@ -30,7 +30,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from holdfast.state import rng
+from holdfast.state.tree import rng
 
 
 def test_order_is_a_function_of_seed_and_epoch_only():

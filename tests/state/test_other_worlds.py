@@ -9,8 +9,8 @@ import torch
 from parts_kit import load_rank, save_parts
 
 import holdfast as hf
-from holdfast.state import rng
-from holdfast.state.snapshot import Snapshotter
+from holdfast.state.save.snapshot import Snapshotter
+from holdfast.state.tree import rng
 from holdfast.storage import LocalStorage
 
 

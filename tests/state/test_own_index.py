@@ -8,8 +8,8 @@ from mesh_kit import Layout, load_ranks, playing, save_ranks
 
 import holdfast as hf
 from holdfast.errors import CorruptCheckpointError
-from holdfast.state.restore import load_state
-from holdfast.state.sharded import local_tensor
+from holdfast.state.load.restore import load_state
+from holdfast.state.tree.sharded import local_tensor
 from holdfast.storage.memory import MemoryStorage
 
 _numbers = itertools.count()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.state.picks import Pick, can_pick, extent
+from holdfast.state.load.picks import Pick, can_pick, extent
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.complex64)
 

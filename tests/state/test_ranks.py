@@ -20,10 +20,10 @@ from torch import nn
 import holdfast as hf
 from holdfast.format.commit import read_manifest
 from holdfast.format.index import Index
-from holdfast.state.flatten import flatten
-from holdfast.state.plan import plan, signature
-from holdfast.state.snapshot import Snapshotter
-from holdfast.state.stored import Stored, unite
+from holdfast.state.load.stored import Stored, unite
+from holdfast.state.save.plan import plan, signature
+from holdfast.state.save.snapshot import Snapshotter
+from holdfast.state.tree.flatten import flatten
 from holdfast.storage import LocalStorage
 
 

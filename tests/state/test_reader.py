@@ -10,9 +10,9 @@ from state_kit import assert_same, net
 
 import holdfast as hf
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.state.picks import can_pick
-from holdfast.state.reader import ReadRequest, is_direct, read_tensors
-from holdfast.state.stored import open_stored
+from holdfast.state.load.picks import can_pick
+from holdfast.state.load.reader import ReadRequest, is_direct, read_tensors
+from holdfast.state.load.stored import open_stored
 from holdfast.storage.memory import MemoryStorage
 
 _numbers = itertools.count()
@@ -166,7 +166,7 @@ def test_progress_counts_every_byte_read():
 
 def test_a_load_reads_each_byte_once(tmp_path):
     """Loading a model reads its tensors once: not per tensor, not per thread."""
-    from holdfast.state.restore import load_state
+    from holdfast.state.load.restore import load_state
     from holdfast.storage import LocalStorage
 
     model = net(0, width=400)

@@ -11,8 +11,8 @@ import torch
 
 import holdfast as hf
 from holdfast.errors import UnsupportedStateError
-from holdfast.state import rng
-from holdfast.state.derive import restore_derived
+from holdfast.state.load.derived_generators import restore_derived
+from holdfast.state.tree import rng
 
 
 @pytest.fixture(autouse=True)

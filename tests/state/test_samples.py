@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.state.samples import fingerprints
+from holdfast.state.tree.fingerprints import fingerprints
 
 DTYPES = ["bool", "uint8", "int16", "uint16", "uint32", "int64", "uint64", "bfloat16", "float16", "float32", "float64"]
 DTYPES += ["float8_e4m3fn", "complex64", "complex128"]

@@ -12,13 +12,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from holdfast.format.boxes import Box, flaw
 from holdfast.format.index import Piece
-from holdfast.state import cuts
-from holdfast.state import spans as spans_module
-from holdfast.state.boxes import Cut, held
-from holdfast.state.reader import read_tensors
-from holdfast.state.restore import load_state
-from holdfast.state.sharded import local_parts, local_tensor
-from holdfast.state.spans import spans
+from holdfast.state.load import spans as spans_module
+from holdfast.state.load.reader import read_tensors
+from holdfast.state.load.restore import load_state
+from holdfast.state.load.spans import spans
+from holdfast.state.tree import cuts
+from holdfast.state.tree.boxes import Cut, held
+from holdfast.state.tree.sharded import local_parts, local_tensor
 from holdfast.storage.memory import MemoryStorage
 
 _numbers = itertools.count()

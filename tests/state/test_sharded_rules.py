@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import holdfast as hf
 from holdfast.format.commit import read_manifest
 from holdfast.format.index import Index
-from holdfast.state.flatten import flatten
-from holdfast.state.plan import plan, signature
-from holdfast.state.restore import load_state
-from holdfast.state.sharded import local_tensor
-from holdfast.state.stored import open_stored
+from holdfast.state.load.restore import load_state
+from holdfast.state.load.stored import open_stored
+from holdfast.state.save.plan import plan, signature
+from holdfast.state.tree.flatten import flatten
+from holdfast.state.tree.sharded import local_tensor
 from holdfast.storage.memory import MemoryStorage
 
 ROWS = Layout((4,), (0,))
@@ -173,7 +173,7 @@ def test_boxes_that_do_not_make_up_a_tensor_are_corruption(damage):
     first, second = entry.pieces
     pieces = (first,) if damage == "missing" else (first, second._replace(box_start=first.box_start))
     stored.entries["w"] = entry._replace(pieces=pieces)
-    from holdfast.state.targets import Targets
+    from holdfast.state.load.targets import Targets
 
     with pytest.raises(hf.CorruptCheckpointError, match=damage):
         Targets(stored).append("w", torch.empty(4, 2))

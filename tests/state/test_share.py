@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parts_kit import Tied, train
 
-from holdfast.state.flatten import flatten
-from holdfast.state.plan import plan, signature
-from holdfast.state.share import divide, share_of
+from holdfast.state.save.assignment import divide, share_of
+from holdfast.state.save.plan import plan, signature
+from holdfast.state.tree.flatten import flatten
 
 sizes_and_ranks = st.tuples(st.lists(st.integers(0, 1 << 40), max_size=60), st.integers(1, 9))
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.format.manifest import FileEntry
-from holdfast.state.shared_blocks import ChunkNumbers
+from holdfast.state.load.shared_blocks import ChunkNumbers
 
 MIB = 1 << 20
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.state import shared_blocks, shared_reads
-from holdfast.state.desk import PeerDesk
-from holdfast.state.restore import load_state
-from holdfast.state.shared_reads import SharedReads
+from holdfast.state.load import shared_blocks, shared_reads
+from holdfast.state.load.restore import load_state
+from holdfast.state.load.shared_read_buffer import PeerReadBuffer
+from holdfast.state.load.shared_reads import SharedReads
 from holdfast.storage.memory import MemoryStorage
 
 _numbers = itertools.count()
@@ -93,9 +93,9 @@ def test_columns_are_read_once_for_all_ranks():
     def load(rank, swap):
         live = torch.zeros(2048, 520)[:, 130 * rank : 130 * rank + 130]
         from holdfast.format.boxes import Box
-        from holdfast.state.reader import read_tensors
-        from holdfast.state.spans import spans
-        from holdfast.state.stored import open_stored
+        from holdfast.state.load.reader import read_tensors
+        from holdfast.state.load.spans import spans
+        from holdfast.state.load.stored import open_stored
 
         stored = open_stored(storage)
         entry = stored.entry("w")
@@ -146,7 +146,7 @@ def test_damage_is_found_by_every_rank_that_needs_the_bytes():
     values = {"a": torch.randn(MIB), "b": torch.randn(MIB)}
     hf.save(hf.Checkpoint.at(storage, "one"), values)
     home = storage.child("one")
-    from holdfast.state.stored import open_stored
+    from holdfast.state.load.stored import open_stored
 
     piece = open_stored(home).entry("a").pieces[0]
     data = bytearray(home.read(piece.file))
@@ -287,9 +287,9 @@ def test_a_rank_that_cannot_take_part_says_so_at_once(monkeypatch):
     def peer_desk(told):
         if getattr(refused, "here", False):
             raise PermissionError("a sandbox")
-        return PeerDesk(told)
+        return PeerReadBuffer(told)
 
-    monkeypatch.setattr(shared_reads, "PeerDesk", peer_desk)
+    monkeypatch.setattr(shared_reads, "PeerReadBuffer", peer_desk)
     monkeypatch.setattr(
         shared_reads, "_wait", lambda *args, **named: (waits.append(wait(*args, **named)), waits[-1])[1]
     )

@@ -13,10 +13,10 @@ from torch import nn
 
 import holdfast as hf
 from holdfast.checkpointer.identity import manifest_fields
-from holdfast.state import snapshot, staging
-from holdfast.state.flatten import flatten
-from holdfast.state.plan import plan, signature
-from holdfast.state.snapshot import Snapshotter
+from holdfast.state.save import snapshot, staging
+from holdfast.state.save.plan import plan, signature
+from holdfast.state.save.snapshot import Snapshotter
+from holdfast.state.tree.flatten import flatten
 from holdfast.storage import LocalStorage
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient

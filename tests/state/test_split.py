@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Samp
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.errors import ConfigError
-from holdfast.state import position as positions
-from holdfast.state.data import ResumableBatches
-from holdfast.state.split import DealtSampler, Split, split_of
+from holdfast.state.data import position as positions
+from holdfast.state.data.batches import ResumableBatches
+from holdfast.state.data.split import DealtSampler, Split, split_of
 
 # -- the arithmetic, against torch and against sets
 

@@ -6,7 +6,7 @@ import torch
 
 import holdfast as hf
 from holdfast import Checkpoint, Checkpointer, Keep
-from holdfast.checkpoint.catalog import Catalog
+from holdfast.run.catalog import Catalog
 from holdfast.storage import Storage
 
 

@@ -12,10 +12,10 @@ import torch
 from object_kit import BUCKET, KEY, SECRET
 
 import holdfast as hf
-from holdfast.checkpoint.catalog import Catalog
 from holdfast.format.commit import read_manifest
+from holdfast.run.catalog import Catalog
 from holdfast.storage.base import Storage
-from holdfast.storage.object import ObjectStorage
+from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.testing import Fault, FaultProxy
 
 DOWN = Fault(kind="reset")

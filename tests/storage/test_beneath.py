@@ -11,18 +11,19 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import StorageError
-from holdfast.storage import LocalStorage, _beneath
-from holdfast.storage.local import as_given
+from holdfast.storage import LocalStorage
+from holdfast.storage.local import beneath
+from holdfast.storage.local.local_storage import as_given
 from holdfast.testing import FaultyStorage, StorageTests
 
 
 @pytest.fixture(params=["kernel", "by parts"])
 def way(request, monkeypatch):
     """Both ways to open: `openat2`, and directory after directory where a sandbox refuses it."""
-    found = _beneath._by_kernel()
+    found = beneath._by_kernel()
     if request.param == "kernel" and found is None:
         pytest.skip("this kernel or sandbox has no openat2")
-    monkeypatch.setattr(_beneath, "_way", found if request.param == "kernel" else _beneath._by_parts)
+    monkeypatch.setattr(beneath, "_way", found if request.param == "kernel" else beneath._by_parts)
     return request.param
 
 
@@ -240,7 +241,7 @@ class TestWithoutOpenat2(StorageTests):
 
     @pytest.fixture(autouse=True)
     def by_parts(self, monkeypatch):
-        monkeypatch.setattr(_beneath, "_way", _beneath._by_parts)
+        monkeypatch.setattr(beneath, "_way", beneath._by_parts)
 
     @pytest.fixture
     def storage(self, tmp_path):

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from holdfast.errors import StorageError
-from holdfast.storage import local
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local import local_storage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.testing import FaultyOps, FaultyStorage
 
 
@@ -22,7 +22,7 @@ def fill(root, *paths):
 @pytest.mark.parametrize("by_each", [1, 64], ids=["threads", "alone"])
 def test_it_is_as_if_each_was_deleted(tmp_path, monkeypatch, by_each):
     """Those that are not there are fine, a directory and what lies behind a link stay, empty directories go."""
-    monkeypatch.setattr(local, "_DELETED_BY_EACH", by_each)
+    monkeypatch.setattr(local_storage, "_DELETED_BY_EACH", by_each)
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     fill(root, "a/1", "a/2", "a/b/3", "c/4", "c/5", "top", "d/deep/6")
     fill(elsewhere, "theirs")
@@ -49,7 +49,7 @@ def test_a_thousand_files_cost_one_fsync(tmp_path):
 @pytest.mark.parametrize("by_each", [1, 64], ids=["threads", "alone"])
 def test_an_error_names_the_file(tmp_path, monkeypatch, by_each):
     """One of them cannot be removed: the error says which, and no thread is left behind."""
-    monkeypatch.setattr(local, "_DELETED_BY_EACH", by_each)
+    monkeypatch.setattr(local_storage, "_DELETED_BY_EACH", by_each)
     paths = [f"a/{number}" for number in range(20)]
     fill(tmp_path, *paths)
     with pytest.raises(StorageError, match=r"cannot delete .*a/7: "):

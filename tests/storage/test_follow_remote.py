@@ -14,8 +14,8 @@ import pytest
 from object_kit import BUCKET, moto, s3_environment
 
 import holdfast as hf
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.external import EXTERNAL
+from holdfast.run.catalog import Catalog
+from holdfast.run.external import EXTERNAL
 from holdfast.storage.resolve import resolve
 from holdfast.testing.crash import wait_until
 

@@ -13,8 +13,8 @@ import pytest
 from object_kit import BUCKET, KEY, moto, s3_environment
 
 import holdfast as hf
-from holdfast.runtime.worker.context import StorageContext
 from holdfast.storage.resolve import resolve
+from holdfast.trainers.function.worker.context import StorageContext
 
 fs = pytest.importorskip("pyarrow.fs")
 

@@ -19,7 +19,7 @@ from holdfast.errors import (
     StorageUnavailableError,
 )
 from holdfast.storage import LocalStorage, Storage, from_description, resolve
-from holdfast.storage._client_errors import redact, translate_client
+from holdfast.storage.adapters.errors import redact, translate_client
 from holdfast.testing import StorageTests
 
 fsspec = pytest.importorskip("fsspec")
@@ -27,7 +27,7 @@ paramiko = pytest.importorskip("paramiko")
 
 from sftp_server import PASSWORD, SftpServer  # noqa: E402
 
-from holdfast.storage.fsspec import FsspecStorage  # noqa: E402
+from holdfast.storage.adapters.fsspec import FsspecStorage  # noqa: E402
 
 _numbers = itertools.count()
 
@@ -125,9 +125,9 @@ def test_credentials_stay_out(server, sftp, caplog):
     assert PASSWORD not in told + storage.uri + repr(storage) + caplog.text
     assert storage.secrets() == {"/options/password": PASSWORD}
     assert from_description(json.loads(told), storage.secrets()).read("a") == b"1"
-    from holdfast.storage import _client_options
+    from holdfast.storage.adapters import options
 
-    _client_options._known.clear()
+    options._known.clear()
     with pytest.raises(ConfigError, match="password"):
         from_description(json.loads(told))
 

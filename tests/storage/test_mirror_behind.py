@@ -11,9 +11,9 @@ import pytest
 from mirror_kit import DOWN, be_impatient, running, step_to, steps
 
 import holdfast as hf
-from holdfast.checkpoint.runindex import RunIndex
 from holdfast.errors import StorageError
-from holdfast.storage.local import LocalStorage
+from holdfast.run.index import RunIndex
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.testing import Fault
 from holdfast.testing.crash import wait_until
 

@@ -17,9 +17,9 @@ import pytest
 from mirror_kit import bucket
 from object_kit import BUCKET, moto, s3_environment
 
-from holdfast.checkpoint.catalog import Catalog
+from holdfast.run.catalog import Catalog
 from holdfast.storage.base import Storage
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.testing import Fault, FaultProxy
 from holdfast.testing.crash import wait_until
 

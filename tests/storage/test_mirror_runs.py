@@ -15,18 +15,18 @@ from mirror_kit import DOWN, be_impatient, puts, running, step_to, steps, train
 from object_kit import KEY, SECRET
 
 import holdfast as hf
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.history import read_reports
-from holdfast.checkpoint.lease import Lease, make_owner
-from holdfast.checkpoint.retention import decide
-from holdfast.checkpoint.runindex import RunIndex
 from holdfast.errors import ConfigError, RunBusyError, StorageError
+from holdfast.run.catalog import Catalog
+from holdfast.run.index import RunIndex
+from holdfast.run.lease import Lease, make_owner
+from holdfast.run.reports import read_reports
+from holdfast.run.retention import decide
 from holdfast.storage.base import Storage
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.resolve import resolve
 from holdfast.testing import Fault, FaultProxy
 from holdfast.testing.crash import wait_until
-from holdfast.writer.mirror import Mirroring
+from holdfast.writer.uploads.mirror import Mirroring
 
 
 def test_both_sides_are_runs_of_their_own(remote, local):

@@ -56,7 +56,7 @@ def s3rver_url(tmp_path_factory):
 
 
 def _s3(endpoint: str, **options: object) -> Storage:
-    from holdfast.storage.object import ObjectStorage
+    from holdfast.storage.object.object_storage import ObjectStorage
 
     return ObjectStorage(
         f"s3://{BUCKET}/conformance/{next(_names)}",
@@ -107,7 +107,7 @@ class TestOneRequestAtATime(StorageTests):
 
     @pytest.fixture
     def storage(self, moto_url) -> Storage:
-        from holdfast.storage.object import ObjectStorage
+        from holdfast.storage.object.object_storage import ObjectStorage
 
         make_bucket(moto_url, name := f"bucket-{next(_names)}")
         options = {"endpoint": moto_url, "access_key_id": KEY, "secret_access_key": SECRET}
@@ -120,7 +120,7 @@ class TestAzure(StorageTests):
 
     @pytest.fixture
     def storage(self, azurite_url) -> Storage:
-        from holdfast.storage.object import ObjectStorage
+        from holdfast.storage.object.object_storage import ObjectStorage
 
         make_container(azurite_url, BUCKET)
         options = {"endpoint": azurite_url, "account_name": AZURE_ACCOUNT, "account_key": AZURE_KEY}
@@ -146,9 +146,9 @@ class TestWithoutConditionalWrites(StorageTests):
 
     def test_said(self, storage: Storage, caplog, monkeypatch) -> None:
         """A store that ignores conditions is found out at the first conditional put, and said once."""
-        from holdfast.storage import _object_conditions
+        from holdfast.storage.object import conditions
 
-        monkeypatch.setattr(_object_conditions, "_known", {})
+        monkeypatch.setattr(conditions, "_known", {})
         storage.put("a", b"1", if_absent=True)
         storage.put("b", b"1", if_absent=True)
         assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -171,7 +171,7 @@ class TestGoogle(StorageTests):
     @pytest.fixture
     def storage(self, stub) -> Storage:
         pytest.importorskip("obstore", reason="obstore is not installed")
-        from holdfast.storage.object import ObjectStorage
+        from holdfast.storage.object.object_storage import ObjectStorage
 
         return ObjectStorage(f"gs://{BUCKET}/run", {"base_url": stub.url, "bearer_token": "secret-token"})
 

@@ -20,7 +20,7 @@ from holdfast.errors import (
     StorageUnavailableError,
 )
 from holdfast.storage import from_description, resolve
-from holdfast.storage.object import ObjectStorage
+from holdfast.storage.object.object_storage import ObjectStorage
 
 pytest.importorskip("obstore", reason="obstore is not installed")
 
@@ -198,7 +198,7 @@ def test_lost_answer_of_a_conditional_put(stub, monkeypatch):
         return (500, "InternalError") if len(stub.seen) == 1 else (412, "x") if method == "PUT" else (200, "")
 
     monkeypatch.setattr(_Handler, "send_header", with_nonce)
-    monkeypatch.setattr("holdfast.storage.object.uuid.uuid4", lambda: type("U", (), {"hex": "ours"}))
+    monkeypatch.setattr("holdfast.storage.object.object_storage.uuid.uuid4", lambda: type("U", (), {"hex": "ours"}))
     nonces.append("ours")
     stub.seen.clear()
     stub.answer = remember
@@ -308,7 +308,7 @@ def test_forked_process(stub, monkeypatch):
     """A process forked from one that used the client is told so at once instead of hanging."""
     storage = _storage(stub.url)
     storage.put("a", b"1")
-    monkeypatch.setattr("holdfast.storage.object.os.getpid", lambda: -1)
+    monkeypatch.setattr("holdfast.storage.object.object_storage.os.getpid", lambda: -1)
     for call in (
         lambda: storage.put("a", b"1"),
         lambda: storage.put("a", b"1", if_absent=True),

@@ -11,7 +11,7 @@ from object_kit import BUCKET, KEY, SECRET
 import holdfast as hf
 from holdfast.errors import StorageError, StorageNotFoundError
 from holdfast.storage import LocalStorage, MemoryStorage, PrefixStorage
-from holdfast.storage.object import ObjectStorage
+from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.testing import Fault
 
 _names = itertools.count()
@@ -71,30 +71,30 @@ def test_loading_a_checkpoint(proxy, storage):
 
 def test_the_trial_of_conditions_leaves_nothing(proxy, storage, monkeypatch):
     """Whether a store keeps conditions is tried once; what killed processes left of such trials goes with it."""
-    from holdfast.storage import _object_conditions
+    from holdfast.storage.object import conditions
 
-    monkeypatch.setattr(_object_conditions, "_known", {})
+    monkeypatch.setattr(conditions, "_known", {})
     obs, key = storage._obs, f"{storage._prefix}/.tmp-probe/dead"
     obs.put(storage._store, key, b"1")
     assert storage.conditional is True
     assert storage.child("deeper").conditional is True
     assert [one["path"] for page in obs.list(storage._store, storage._prefix) for one in page] == [key], "it is young"
-    monkeypatch.setattr(_object_conditions, "_known", {})
-    monkeypatch.setattr(_object_conditions, "_OLD", _object_conditions.timedelta(seconds=-1))
+    monkeypatch.setattr(conditions, "_known", {})
+    monkeypatch.setattr(conditions, "_OLD", conditions.timedelta(seconds=-1))
     assert storage.conditional is True
     assert not [one for page in obs.list(storage._store, storage._prefix) for one in page]
 
 
 def test_credentials_that_may_not_delete_leave_one_probe(proxy, storage, monkeypatch):
     """Who may write and not delete leaves an object behind, once: later processes try it on the same one."""
-    from holdfast.storage import _object_conditions
+    from holdfast.storage.object import conditions
 
-    monkeypatch.setattr(_object_conditions, "_OLD", _object_conditions.timedelta(seconds=-60))
-    monkeypatch.setattr(_object_conditions, "_with_old_ones", lambda storage, folder, key: [key])
+    monkeypatch.setattr(conditions, "_OLD", conditions.timedelta(seconds=-60))
+    monkeypatch.setattr(conditions, "_with_old_ones", lambda storage, folder, key: [key])
     proxy.inject(Fault(kind="403", method="DELETE"), Fault(kind="403", method="POST", path="delete"))
     left = set()
     for _ in range(3):
-        monkeypatch.setattr(_object_conditions, "_known", {})
+        monkeypatch.setattr(conditions, "_known", {})
         assert storage.conditional is True
         left |= {one["path"] for page in storage._obs.list(storage._store, storage._prefix) for one in page}
     assert len(left) == 1
@@ -102,7 +102,7 @@ def test_credentials_that_may_not_delete_leave_one_probe(proxy, storage, monkeyp
 
 def test_a_slow_store_holds_up_no_other_one(proxy, storage, monkeypatch):
     """Each store is asked by itself, once, however many threads want to know."""
-    from holdfast.storage import _object_conditions
+    from holdfast.storage.object import conditions
 
     asked, go_on, slow_is_asked = [], threading.Event(), threading.Event()
 
@@ -113,8 +113,8 @@ def test_a_slow_store_holds_up_no_other_one(proxy, storage, monkeypatch):
             assert go_on.wait(30)
         return True
 
-    monkeypatch.setattr(_object_conditions, "_known", {})
-    monkeypatch.setattr(_object_conditions, "_try_out", ask)
+    monkeypatch.setattr(conditions, "_known", {})
+    monkeypatch.setattr(conditions, "_try_out", ask)
     options = {"endpoint": proxy.url, "access_key_id": KEY, "secret_access_key": SECRET}
     slow = ObjectStorage("s3://slow-bucket", options)
     with ThreadPoolExecutor(2) as threads:
@@ -157,9 +157,9 @@ def test_an_upload_whose_beginning_fails_is_given_up(storage, monkeypatch):
 
 def test_a_lost_answer_to_the_trial(proxy, storage, monkeypatch):
     """A trial whose first answer was lost meets its own object, and still finds that conditions are kept."""
-    from holdfast.storage import _object_conditions
+    from holdfast.storage.object import conditions
 
-    monkeypatch.setattr(_object_conditions, "_known", {})
+    monkeypatch.setattr(conditions, "_known", {})
     proxy.inject(Fault(kind="503", at=0, carried_out=True))
     assert storage.put("a", b"1", if_absent=True)
     assert storage.conditional is True
@@ -199,14 +199,14 @@ def test_answers_that_end_early(proxy, storage, kind):
 @pytest.mark.parametrize("compares", ["bare", "nothing right"])
 def test_a_store_that_compares_etags_without_their_quotes(storage, monkeypatch, compares):
     """Etags are sent as the store wants them, as radosgw does; one that refuses every etag keeps no conditions."""
-    from holdfast.storage import _object_conditions
+    from holdfast.storage.object import conditions
 
     def refuses(storage, key, mode):
         tag = None if mode == "create" else mode["e_tag"]
         right = storage._obs.head(storage._store, key)["e_tag"].strip('"')
         return compares != "bare" or tag != right
 
-    monkeypatch.setattr(_object_conditions, "_known", {})
-    monkeypatch.setattr(_object_conditions, "_refuses", refuses)
+    monkeypatch.setattr(conditions, "_known", {})
+    monkeypatch.setattr(conditions, "_refuses", refuses)
     assert storage.conditional is (compares == "bare")
-    assert _object_conditions.as_condition(storage, '"abc"') == ("abc" if compares == "bare" else '"abc"')
+    assert conditions.as_condition(storage, '"abc"') == ("abc" if compares == "bare" else '"abc"')

@@ -22,7 +22,7 @@ import holdfast as hf
 from holdfast.cli.main import cli
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from holdfast.storage import resolve
-from holdfast.storage.object import ObjectStorage
+from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.testing import FaultProxy
 
 _SCRIPT = Path(__file__).parents[1] / "kits" / "kill_training.py"

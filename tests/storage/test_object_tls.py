@@ -18,7 +18,7 @@ from object_kit import BUCKET, KEY, SECRET, free_port, make_bucket, s3_environme
 
 import holdfast as hf
 from holdfast.errors import StorageUnavailableError
-from holdfast.storage.object import ObjectStorage
+from holdfast.storage.object.object_storage import ObjectStorage
 
 pytest.importorskip("obstore", reason="obstore is not installed")
 x509 = pytest.importorskip("cryptography.x509", reason="cryptography is not installed")

@@ -17,7 +17,7 @@ from holdfast.testing import StorageTests
 
 fs = pytest.importorskip("pyarrow.fs")
 
-from holdfast.storage.pyarrow import PyarrowStorage  # noqa: E402
+from holdfast.storage.adapters.pyarrow import PyarrowStorage  # noqa: E402
 
 _numbers = itertools.count()
 SECRET = "s3cr3t-of-the-tests"
@@ -125,7 +125,7 @@ def test_description_without_secrets():
     assert isinstance(rebuilt, PyarrowStorage)
     assert rebuilt.filesystem == _s3()
     assert rebuilt.child("a").uri == "pyarrow+s3://bucket/runs/a"
-    from holdfast.storage import _client_options
+    from holdfast.storage.adapters import options as _client_options
 
     _client_options._known.clear()
     with pytest.raises(ConfigError, match="credentials"):

@@ -18,7 +18,7 @@ from radosgw_kit import Radosgw, why_not
 import holdfast as hf
 from holdfast.errors import StorageUnavailableError
 from holdfast.storage import Storage
-from holdfast.storage.object import ObjectStorage
+from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.testing import StorageTests
 
 pytest.importorskip("obstore", reason="obstore is not installed")

@@ -16,8 +16,8 @@ from object_kit import BUCKET, KEY, SECRET, s3_environment
 from slow_sink import sink
 
 import holdfast as hf
-from holdfast.checkpointer import place
-from holdfast.storage.object import ObjectStorage
+from holdfast.checkpointer import save_target
+from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.testing import Fault
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
@@ -96,7 +96,7 @@ def test_a_save_to_a_slow_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     with sink(holds, 12, linger) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         handle = hf.save_async("s3://bucket/x", state)
-        (writer,) = {client.process_id for client in place._clients.values()} - {None}
+        (writer,) = {client.process_id for client in save_target._clients.values()} - {None}
         bare = own_bytes(writer)
         memory.watch(writer)
         handle.result()

@@ -9,7 +9,7 @@ from object_kit import BUCKET, KEY, SECRET
 
 import holdfast as hf
 from holdfast.errors import StoragePermissionError, StorageUnavailableError
-from holdfast.storage.object import ObjectStorage
+from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.testing import Fault
 
 # What passes: the run goes on and loses nothing.
@@ -77,7 +77,7 @@ def life(storage, upto, before=lambda step: None):
 
 def check(storage, upto, attempts):
     """Everything is there that has to be, bit for bit, and nothing else."""
-    catalog = hf.checkpoint.catalog.Catalog(storage)
+    catalog = hf.run.catalog.Catalog(storage)
     found = {record.step: record for record in catalog.records()}
     assert set(found) >= {upto - 1, upto}
     for step in (upto - 1, upto):
@@ -166,7 +166,7 @@ def test_a_remote_that_is_down_for_long_costs_saves_alone(proxy, storage, caplog
             assert ck.stats.last_durable_step == (step if step in (1, 4) else 1)
         assert ck.stats.skipped == 2
     assert "step 2 was NOT saved, the storage does not answer" in caplog.text
-    assert [record.step for record in hf.checkpoint.catalog.Catalog(place).records()] == [4, 1]
+    assert [record.step for record in hf.run.catalog.Catalog(place).records()] == [4, 1]
     with (
         pytest.raises(StorageUnavailableError, match="the final step 6 was NOT saved"),
         hf.Checkpointer(place, state, every=1, keep=None) as ck,

@@ -20,8 +20,8 @@ from holdfast.format.commit import PartSummary
 from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
 from holdfast.format.parts import put_part
-from holdfast.state import restore
-from holdfast.storage.object import ObjectStorage
+from holdfast.state.load import restore
+from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.storage.together import together
 from holdfast.testing import Fault
 from holdfast.writer.messages import PartsJob
@@ -96,10 +96,10 @@ def life(storage, saves=0, **options):
 @pytest.fixture(autouse=True)
 def unknown(monkeypatch):
     """Every process finds out anew what a store can do; here all writers are this one's children."""
-    from holdfast.storage import _object_conditions, _object_delete
+    from holdfast.storage.object import conditions, delete
 
-    monkeypatch.setattr(_object_conditions, "_known", {})
-    monkeypatch.setattr(_object_delete, "_have_none", set())
+    monkeypatch.setattr(conditions, "_known", {})
+    monkeypatch.setattr(delete, "_have_none", set())
 
 
 def test_entering_a_run(proxy, storage):

@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
 
 import holdfast as hf
-from holdfast.state.data import ResumableBatches
-from holdfast.state.values import PerRank
+from holdfast.state.data.batches import ResumableBatches
+from holdfast.state.tree.values import PerRank
 from holdfast.torch import PreparedLoader, prepare_data_loader
-from holdfast.trainers.transfer import Transfer
+from holdfast.trainers.function.reported import Transfer
 
 
 class Noisy(Dataset):

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import writer_kit as kit
 
-from holdfast.checkpoint.runindex import RUN_FILE, RunIndex
 from holdfast.config import Keep
 from holdfast.errors import StorageError
-from holdfast.storage.local import LocalStorage
+from holdfast.run.index import RUN_FILE, RunIndex
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.testing import FaultyStorage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import RunOpened

@@ -14,7 +14,7 @@ from holdfast.errors import CheckpointExistsError, ConfigError, HoldfastError, S
 from holdfast.format.commit import read_manifest
 from holdfast.format.digest import CHUNK
 from holdfast.storage.base import Storage
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing import FaultyStorage
 from holdfast.writer.arena import Arena

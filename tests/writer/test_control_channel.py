@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 from holdfast.errors import HoldfastError
-from holdfast.writer import control_words
 from holdfast.writer.arena import Arena
-from holdfast.writer.board import BOARD_BYTES, Board
 from holdfast.writer.client import WriterClient
-from holdfast.writer.control_hello import (
+from holdfast.writer.ranks import words
+from holdfast.writer.ranks.hello import (
     ANSWER_BYTES,
     CHALLENGE_BYTES,
     PROOF_BYTES,
@@ -28,9 +27,10 @@ from holdfast.writer.control_hello import (
     make_challenge,
     make_proof,
 )
-from holdfast.writer.control_link import Link
-from holdfast.writer.control_member import ControlMember
-from holdfast.writer.control_server import ControlServer
+from holdfast.writer.ranks.link import Link
+from holdfast.writer.ranks.member import ControlMember
+from holdfast.writer.ranks.server import ControlServer
+from holdfast.writer.ranks.step_mailbox import BOARD_BYTES, StepMailbox
 
 TOKEN = "t0ken"
 LIMIT_S = 60.0
@@ -48,7 +48,7 @@ class Channel:
         self.world_size = world_size
         self.server = self.start_server()
         self.heard: list[queue.SimpleQueue[dict[str, Any]]] = [queue.SimpleQueue() for _ in range(world_size)]
-        self.boards = [Board(memoryview(bytearray(BOARD_BYTES))) for _ in range(world_size)]
+        self.boards = [StepMailbox(memoryview(bytearray(BOARD_BYTES))) for _ in range(world_size)]
         self.again: list[list[dict[str, Any]]] = [[] for _ in range(world_size)]
         for board in self.boards:
             board.clear(step=0)
@@ -259,7 +259,7 @@ def test_who_took_over_the_port_is_not_believed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         impostor.settimeout(LIMIT_S)
         heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        board = Board(memoryview(bytearray(BOARD_BYTES)))
+        board = StepMailbox(memoryview(bytearray(BOARD_BYTES)))
         board.clear(step=0)
         member = ControlMember(
             rank=1,
@@ -347,7 +347,7 @@ def test_a_silent_server_is_given_up() -> None:
     """Its members stop waiting, and their trainers see it."""
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        board = Board(memoryview(bytearray(BOARD_BYTES)))
+        board = StepMailbox(memoryview(bytearray(BOARD_BYTES)))
         board.clear(step=0)
         member = ControlMember(
             rank=1,
@@ -453,7 +453,7 @@ def test_an_address_where_nobody_listens_is_given_up_soon() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = gone.getsockname()[:2]
     heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    board = Board(memoryview(bytearray(BOARD_BYTES)))
+    board = StepMailbox(memoryview(bytearray(BOARD_BYTES)))
     board.clear(step=0)
     member = ControlMember(
         rank=1,
@@ -492,7 +492,7 @@ def test_all_ranks_join_where_the_soft_limit_is_smaller_than_their_number(small_
     """The writer raises its own: nobody waits at the door of rank 0."""
     with socket.create_server(("127.0.0.1", 0), backlog=MANY) as listener:
         arena = Arena.create(BOARD_BYTES)
-        Board(arena.view).clear(step=0)
+        StepMailbox(arena.view).clear(step=0)
         address = listener.getsockname()[:2]
         small_client.join(
             arena,
@@ -517,7 +517,7 @@ def test_all_ranks_join_where_the_soft_limit_is_smaller_than_their_number(small_
 def test_every_word_that_the_server_understands_is_let_in() -> None:
     """The table of words and the handlers of the server name the same messages."""
     handlers = {name.removeprefix("_on_") for name in dir(ControlServer) if name.startswith("_on_")}
-    assert handlers | {"hello"} == set(control_words._WORDS)
+    assert handlers | {"hello"} == set(words._WORDS)
 
 
 def test_a_server_that_ends_every_connection_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,7 +527,7 @@ def test_a_server_that_ends_every_connection_is_given_up(monkeypatch: pytest.Mon
         if message["do"] != "hello":
             raise HoldfastError("never heard of that")
 
-    monkeypatch.setattr("holdfast.writer.control_server.check_word", refuse)
+    monkeypatch.setattr("holdfast.writer.ranks.server.check_word", refuse)
     channel = Channel(2, beat_s=0.1, stale_s=1.0)
     try:
         until(lambda: channel.members[1].lost is not None)

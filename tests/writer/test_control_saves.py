@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.writer.control_saves import Commit, JointSaves, Outcome, Verdict, named_error
+from holdfast.writer.ranks.saves import CommitSave, JointSaves, SaveOutcome, SaveVerdict, named_error
 
 
 def saves(world_size: int = 3) -> JointSaves:
@@ -17,7 +17,7 @@ def begin(one: JointSaves, *ranks: int, save: str = "s-1", step: int = 4, now: f
 
 def message(actions: list[Any]) -> str:
     (outcome,) = actions
-    assert isinstance(outcome, Outcome)
+    assert isinstance(outcome, SaveOutcome)
     assert outcome.error is not None
     return outcome.error["message"]
 
@@ -28,11 +28,11 @@ def test_a_save_is_committed_when_the_last_part_is_stored() -> None:
     assert begin(one, 0, 1, 2) == []
     assert one.stored(0, "s-1") == one.stored(2, "s-1") == []
     assert one.busy
-    assert one.stored(1, "s-1") == [Commit(save="s-1")]
+    assert one.stored(1, "s-1") == [CommitSave(save="s-1")]
     told = one.committed("s-1", value={"deleted": []}, error=None)
-    assert told == [Outcome(save="s-1", value={"deleted": []})]
+    assert told == [SaveOutcome(save="s-1", value={"deleted": []})]
     assert not one.busy
-    assert one.stored(1, "s-1") == [Outcome(save="s-1", value={"deleted": []}, ranks=(1,))]
+    assert one.stored(1, "s-1") == [SaveOutcome(save="s-1", value={"deleted": []}, ranks=(1,))]
 
 
 def test_the_first_failure_is_everybodys() -> None:
@@ -42,9 +42,9 @@ def test_the_first_failure_is_everybodys() -> None:
     (told,) = one.failed(1, "s-1", named_error("StorageFullError", "no space"))
     assert told.error == named_error("StorageFullError", "rank 1: no space")
     assert told.discard
-    assert one.begun(2, "s-1", "step_4", 4, 1.0) == [Outcome(save="s-1", error=told.error, discard=True, ranks=(2,))], (
-        "who comes later hears it at once"
-    )
+    assert one.begun(2, "s-1", "step_4", 4, 1.0) == [
+        SaveOutcome(save="s-1", error=told.error, discard=True, ranks=(2,))
+    ], "who comes later hears it at once"
     assert "rank 0: first" in message(one.failed(0, "s-2", named_error("HoldfastError", "first")))
 
 
@@ -69,7 +69,7 @@ def test_a_dead_trainer_fails_what_it_has_not_begun_at_once() -> None:
     begin(one, 0, 1)
     assert one.left(1, "its trainer process has died (killed by SIGKILL)") == []
     one.stored(0, "s-1")
-    assert one.stored(1, "s-1") == [Commit(save="s-1")]
+    assert one.stored(1, "s-1") == [CommitSave(save="s-1")]
     assert "rank 1: its trainer process has died (killed by SIGKILL)" in message(begin(one, 0, save="s-2"))
 
 
@@ -81,7 +81,7 @@ def test_a_dead_writer_fails_what_it_has_not_stored() -> None:
     one.stored(1, "s-1")
     told = one.lost(1, "its writer process has died")
     assert [action.save for action in told] == ["s-2"]
-    assert one.stored(0, "s-1") == [Commit(save="s-1")]
+    assert one.stored(0, "s-1") == [CommitSave(save="s-1")]
 
 
 def test_ranks_that_do_not_save_the_same_are_told() -> None:
@@ -105,13 +105,13 @@ def test_whether_to_save_is_decided_once_for_all() -> None:
     """The first who asks gets the answer of the moment; the others get the same, whatever has changed since."""
     one = saves(2)
     begin(one, 0, 1)
-    assert one.ask(0, "save 8", now=False) == [Verdict(rank=0, about="save 8", go=False)]
-    assert one.ask(1, "save 8", now=True) == [Verdict(rank=1, about="save 8", go=False)]
+    assert one.ask(0, "save 8", now=False) == [SaveVerdict(rank=0, about="save 8", go=False)]
+    assert one.ask(1, "save 8", now=True) == [SaveVerdict(rank=1, about="save 8", go=False)]
     for step in range(13, 60):
         one.ask(0, f"save {step}", now=False)
     told = one.ask(1, "save 59", now=True)
-    assert told == [Verdict(rank=1, about="save 59", go=False)], "a rank that is far behind gets the same answer"
-    assert one.ask(1, "save 12", now=True) == [Verdict(rank=1, about="save 12", go=True)]
+    assert told == [SaveVerdict(rank=1, about="save 59", go=False)], "a rank that is far behind gets the same answer"
+    assert one.ask(1, "save 12", now=True) == [SaveVerdict(rank=1, about="save 12", go=True)]
 
 
 def test_an_answer_that_was_lost_is_given_again() -> None:
@@ -119,17 +119,17 @@ def test_an_answer_that_was_lost_is_given_again() -> None:
     one = saves(2)
     one.ask(0, "save 8", now=False)
     one.ask(1, "save 8", now=False)
-    assert one.ask(1, "save 8", now=True) == [Verdict(rank=1, about="save 8", go=False)]
-    assert one.ask(0, "save 8", now=True) == [Verdict(rank=0, about="save 8", go=False)]
-    assert one.ask(0, "save 9", now=True) == [Verdict(rank=0, about="save 9", go=True)]
+    assert one.ask(1, "save 8", now=True) == [SaveVerdict(rank=1, about="save 8", go=False)]
+    assert one.ask(0, "save 8", now=True) == [SaveVerdict(rank=0, about="save 8", go=False)]
+    assert one.ask(0, "save 9", now=True) == [SaveVerdict(rank=0, about="save 9", go=True)]
 
 
 def test_a_new_server_gives_the_answer_that_a_rank_has_heard() -> None:
     """Rank 0's writer was killed after it had told one of them."""
     one = saves(3)
     one.judged(1, "save 8", go=False)
-    assert one.ask(0, "save 8", now=True) == [Verdict(rank=0, about="save 8", go=False)]
-    assert one.ask(2, "save 8", now=True) == [Verdict(rank=2, about="save 8", go=False)]
+    assert one.ask(0, "save 8", now=True) == [SaveVerdict(rank=0, about="save 8", go=False)]
+    assert one.ask(2, "save 8", now=True) == [SaveVerdict(rank=2, about="save 8", go=False)]
 
 
 def test_a_new_server_learns_outcomes_from_those_who_have_heard_them() -> None:
@@ -137,7 +137,7 @@ def test_a_new_server_learns_outcomes_from_those_who_have_heard_them() -> None:
     one = saves(2)
     begin(one, 0)
     told = one.heard("s-1", value={"deleted": []}, error=None)
-    assert told == [Outcome(save="s-1", value={"deleted": []})]
+    assert told == [SaveOutcome(save="s-1", value={"deleted": []})]
     assert one.heard("s-1", value=None, error=named_error("HoldfastError", "?")) == []
     assert one.heard("s-0", value=None, error=None) == [], "nobody waits for this one"
-    assert one.begun(1, "s-0", "step_2", 2, 0.0) == [Outcome(save="s-0", ranks=(1,))]
+    assert one.begun(1, "s-0", "step_2", 2, 0.0) == [SaveOutcome(save="s-0", ranks=(1,))]

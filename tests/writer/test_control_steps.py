@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from holdfast.writer.board import BOARD_BYTES, Board
-from holdfast.writer.control_steps import Standing, StepAgreement
+from holdfast.writer.ranks.step_mailbox import BOARD_BYTES, StepMailbox
+from holdfast.writer.ranks.steps import RankStanding, StepAgreement
 
 
 class Rank:
@@ -15,7 +15,7 @@ class Rank:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.board = Board(memoryview(bytearray(BOARD_BYTES)))
+        self.board = StepMailbox(memoryview(bytearray(BOARD_BYTES)))
         self.board.clear(step=0)
         self.step = 0
         self.acted: list[tuple[int, str]] = []
@@ -51,10 +51,10 @@ class Rank:
             board.break_up()
         return None
 
-    def standing(self) -> Standing:
+    def standing(self) -> RankStanding:
         board = self.board
         target = None if board.target > 1 << 61 else board.target
-        return Standing(done=board.done, acted=board.acted, armed=board.armed, kind=board.kind, target=target)
+        return RankStanding(done=board.done, acted=board.acted, armed=board.armed, kind=board.kind, target=target)
 
 
 class World:
@@ -143,7 +143,7 @@ def test_a_step_that_was_passed_is_tried_again_further_away() -> None:
     """The answer of a rank that is ahead moves the proposal beyond it, and all see the new one."""
     steps = StepAgreement(2)
     for rank in range(2):
-        assert steps.joined(rank, Standing(done=10)) == []
+        assert steps.joined(rank, RankStanding(done=10)) == []
     assert steps.want("save") == [(None, {"do": "propose", "step": 12, "kind": "save"})]
     assert steps.acknowledged(0, 12) == []
     assert steps.passed(1, 12, 13) == [(None, {"do": "propose", "step": 17, "kind": "save"})]
@@ -157,7 +157,7 @@ def test_a_stop_overtakes_a_save_that_is_not_agreed_yet_and_follows_one_that_is(
     steps = StepAgreement(1)
     steps.want("save")
     assert steps.step is None, "nobody has joined"
-    assert steps.joined(0, Standing(done=0)) == [(None, {"do": "propose", "step": 2, "kind": "save"})]
+    assert steps.joined(0, RankStanding(done=0)) == [(None, {"do": "propose", "step": 2, "kind": "save"})]
     assert steps.want("stop") == [(None, {"do": "propose", "step": 3, "kind": "stop"})]
     steps.acknowledged(0, 3)
     assert steps.want("save") == []
@@ -171,19 +171,19 @@ def test_a_stop_overtakes_a_save_that_is_not_agreed_yet_and_follows_one_that_is(
 def test_a_new_server_arms_what_the_old_one_had_armed() -> None:
     """One rank has the word and may have acted on it: the others get it, however late they join."""
     steps = StepAgreement(3)
-    assert steps.joined(1, Standing(done=4, target=6)) == []
-    assert steps.joined(0, Standing(done=6, acted=6, target=6, armed=True)) == []
-    told = steps.joined(2, Standing(done=5, target=6))
+    assert steps.joined(1, RankStanding(done=4, target=6)) == []
+    assert steps.joined(0, RankStanding(done=6, acted=6, target=6, armed=True)) == []
+    told = steps.joined(2, RankStanding(done=5, target=6))
     assert told == [(1, {"do": "arm", "step": 6}), (2, {"do": "arm", "step": 6})]
     other = StepAgreement(2)
-    other.joined(0, Standing(done=4, target=6))
-    assert other.joined(1, Standing(done=5)) == [(0, {"do": "withdraw"})], "nobody had the word: it is taken back"
+    other.joined(0, RankStanding(done=4, target=6))
+    assert other.joined(1, RankStanding(done=5)) == [(0, {"do": "withdraw"})], "nobody had the word: it is taken back"
 
 
 def test_after_a_loss_nothing_is_proposed() -> None:
     """An open proposal is taken back, an armed one stands."""
     steps = StepAgreement(1)
-    steps.joined(0, Standing(done=0))
+    steps.joined(0, RankStanding(done=0))
     steps.want("save")
     assert steps.broken() == [(None, {"do": "withdraw"}), (None, {"do": "broken"})]
     assert steps.want("stop") == []

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.transfer import TransferStopped
+from holdfast.copying.transfer import TransferStopped
 from holdfast.errors import CheckpointError, CorruptCheckpointError, StorageError
-from holdfast.writer.control_saves import named_error
-from holdfast.writer.control_uploads import Uploads
+from holdfast.writer.ranks.saves import named_error
+from holdfast.writer.ranks.uploads import JointUploads
 
 ORDER = {"do": "upload", "save": "s-1", "directory": "step_1"}
 
@@ -19,7 +19,9 @@ def never() -> bool:
     return False
 
 
-def bring(uploads: Uploads, *events: Any, order: dict[str, Any] = ORDER, stop: Any = never) -> list[dict[str, Any]]:
+def bring(
+    uploads: JointUploads, *events: Any, order: dict[str, Any] = ORDER, stop: Any = never
+) -> list[dict[str, Any]]:
     """Bring a save, in which ``events`` happen as soon as the order is given; the orders given."""
     given: list[dict[str, Any]] = []
 
@@ -35,7 +37,7 @@ def bring(uploads: Uploads, *events: Any, order: dict[str, Any] = ORDER, stop: A
 
 def test_a_save_is_there_when_all_have_brought_their_parts() -> None:
     """In whatever order, and said more than once; what is said of another save counts for nothing."""
-    uploads = Uploads(3)
+    uploads = JointUploads(3)
     late = threading.Timer(0.05, lambda: uploads.uploaded(2, "s-1", None))
     found = bring(
         uploads,
@@ -51,7 +53,7 @@ def test_a_save_is_there_when_all_have_brought_their_parts() -> None:
 
 def test_what_failed_is_tried_again_by_all_and_waited_for_by_those_who_lack_it() -> None:
     """The error names the rank; a part that has arrived is not waited for again."""
-    uploads = Uploads(2)
+    uploads = JointUploads(2)
     failed = named_error("StorageUnavailableError", "no answer")
     with pytest.raises(StorageError, match="rank 1: no answer"):
         bring(uploads, lambda: uploads.uploaded(0, "s-1", None), lambda: uploads.uploaded(1, "s-1", failed))
@@ -60,13 +62,13 @@ def test_what_failed_is_tried_again_by_all_and_waited_for_by_those_who_lack_it()
 
 def test_a_damaged_part_or_a_rank_that_is_gone_is_final() -> None:
     """Such a save is given up; one whose parts had all been brought before is not."""
-    uploads = Uploads(2)
+    uploads = JointUploads(2)
     rotten = named_error("CorruptCheckpointError", "digest differs")
     with pytest.raises(CorruptCheckpointError, match="rank 1: digest differs"):
         bring(uploads, lambda: uploads.uploaded(1, "s-1", rotten))
     with pytest.raises(CheckpointError, match=r"part of rank 1 is on the disk of its own machine alone.*1: dead"):
         bring(uploads, lambda: uploads.gone(1, "dead"), order={**ORDER, "save": "s-2"})
-    other = Uploads(2)
+    other = JointUploads(2)
     bring(
         other,
         lambda: other.uploaded(1, "s-1", None),
@@ -78,4 +80,4 @@ def test_a_damaged_part_or_a_rank_that_is_gone_is_final() -> None:
 def test_waiting_ends_with_the_run() -> None:
     """Nobody waits longer than the end of uploads allows."""
     with pytest.raises(TransferStopped):
-        bring(Uploads(2), stop=lambda: True)
+        bring(JointUploads(2), stop=lambda: True)

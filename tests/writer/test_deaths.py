@@ -16,7 +16,7 @@ import writer_kit as kit
 
 from holdfast.errors import HoldfastError, SessionError
 from holdfast.format.commit import read_manifest
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.testing import FaultyStorage
 from holdfast.testing.crash import wait_until
 from holdfast.writer.arena import Arena

@@ -15,7 +15,7 @@ import writer_kit as kit
 
 from holdfast.errors import SessionError
 from holdfast.format import strict_json
-from holdfast.state import staging
+from holdfast.state.save import staging
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing.crash import wait_until
 from holdfast.writer import launch

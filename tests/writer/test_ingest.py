@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from holdfast.errors import ConfigError
 from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry, Manifest
-from holdfast.writer.ingest import Plan, contested, merge, suffixed
-from holdfast.writer.sources import Contents, Found
+from holdfast.writer.ingest.merge import MergePlan, contested, merge, suffixed
+from holdfast.writer.ingest.sources import Contents, SourceFile
 
 
 def contents(rank: int, files: dict[str, bytes], *, manifest: Manifest | None = None, **fields: Any) -> Contents:
     listed = {} if manifest is None else {entry.path: entry for entry in manifest.files}
     found = tuple(
-        Found(rank=rank, name=name, source=f"/{rank}/{name}", size=len(data), movable=True, entry=listed.get(name))
+        SourceFile(rank=rank, name=name, source=f"/{rank}/{name}", size=len(data), movable=True, entry=listed.get(name))
         for name, data in sorted(files.items())
     )
     file = None
     if manifest is not None:
-        file = Found(rank=rank, name="manifest.json", source=f"/{rank}/manifest.json", size=9, movable=True)
+        file = SourceFile(rank=rank, name="manifest.json", source=f"/{rank}/manifest.json", size=9, movable=True)
     return Contents(rank=rank, files=found, manifest=manifest, manifest_file=file, **fields)
 
 
@@ -36,7 +36,7 @@ def checkpoint(files: dict[str, bytes], **fields: Any) -> Manifest:
     return Manifest(files=entries, **fields)
 
 
-def merged(*sources: Contents, data: dict[tuple[int, str], bytes] | None = None) -> tuple[Plan, dict[str, int]]:
+def merged(*sources: Contents, data: dict[tuple[int, str], bytes] | None = None) -> tuple[MergePlan, dict[str, int]]:
     """The plan, and the rank whose bytes each path gets. Only digests that were asked for are given."""
     data = data or {}
     asked = contested(sources)
@@ -44,7 +44,7 @@ def merged(*sources: Contents, data: dict[tuple[int, str], bytes] | None = None)
     return plan, {item.path: item.rank for item in plan.items}
 
 
-def of_ranks(files: dict[int, dict[str, bytes]]) -> tuple[Plan, dict[str, int]]:
+def of_ranks(files: dict[int, dict[str, bytes]]) -> tuple[MergePlan, dict[str, int]]:
     data = {(rank, name): content for rank, named in files.items() for name, content in named.items()}
     return merged(*(contents(rank, named) for rank, named in files.items()), data=data)
 
@@ -55,7 +55,7 @@ def test_directories_without_files_are_kept() -> None:
     plan, _ = merged(one, contents(1, {"b/c": b"2"}, bare=("runs", "x")))
     assert plan.folders == ("runs", "x/y")
     assert plan.warnings == ()
-    assert Plan.from_json(plan.to_json()).folders == plan.folders
+    assert MergePlan.from_json(plan.to_json()).folders == plan.folders
     with pytest.raises(ConfigError, match=r"'a' is a file of rank 0 .* and a directory of rank 1"):
         merged(one, contents(1, {}, bare=("a/b",)))
 
@@ -211,4 +211,4 @@ def test_every_rank_finds_its_bytes(files: dict[int, dict[str, bytes]]) -> None:
             own = [path for path, item_rank in paths.items() if item_rank == rank and stored[path] == data]
             assert stored[name] == data or own, (rank, name)
     assert {name for named in files.values() for name in named} <= set(paths)
-    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert MergePlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan

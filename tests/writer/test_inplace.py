@@ -14,7 +14,7 @@ from holdfast.checkpoint.verify import verify
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigError, StorageError
 from holdfast.format.commit import read_manifest
 from holdfast.storage.base import Storage
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing import FaultyOps, FaultyStorage
 from holdfast.writer.client import WriterClient

@@ -26,7 +26,7 @@ from holdfast.errors import (
 from holdfast.format.commit import read_manifest
 from holdfast.format.digest import bytes_digest
 from holdfast.storage.base import Storage
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing import FaultyStorage
 from holdfast.writer.client import WriterClient

@@ -15,7 +15,7 @@ import writer_kit as kit
 
 from holdfast.checkpoint.verify import verify
 from holdfast.errors import CheckpointError
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import PartsJob
 

@@ -9,9 +9,9 @@ import pytest
 
 from holdfast.errors import CheckpointError
 from holdfast.storage.memory import MemoryStorage
-from holdfast.writer.control_saves import named_error
-from holdfast.writer.joint import Joint
+from holdfast.writer.distributed import Joint
 from holdfast.writer.messages import SaveJob
+from holdfast.writer.ranks.saves import named_error
 
 
 @pytest.mark.parametrize(("heard", "begins_last"), [(True, True), (True, False), (False, True), (False, False)])

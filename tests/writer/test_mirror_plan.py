@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.record import Record
 from holdfast.config import Mirror
-from holdfast.writer.mirror_plan import Limits, await_upload, done_with, given_up, limits_of, pause_s
+from holdfast.run.record import Record
+from holdfast.writer.uploads.plan import MirrorLimits, await_upload, done_with, given_up, limits_of, pause_s
 
 
 def _record(step: int, attempt: int = 1) -> Record:
@@ -29,7 +29,7 @@ def test_too_many_give_up_the_oldest(count: int, max_behind: int, flying: int) -
     """Never the newest, never the one under way, and no more than needed."""
     waiting = [f"step_{number}" for number in range(count)]
     in_flight = waiting[flying] if 0 <= flying < count else None
-    gone = given_up(waiting, Limits(max_behind=max_behind), in_flight)
+    gone = given_up(waiting, MirrorLimits(max_behind=max_behind), in_flight)
     stay = [name for name in waiting if name not in gone]
     assert gone == [name for name in waiting if name in gone]
     assert waiting[-1] in stay
@@ -41,13 +41,13 @@ def test_too_many_give_up_the_oldest(count: int, max_behind: int, flying: int) -
 @pytest.mark.parametrize("rule", ["wait", "raise"])
 def test_nothing_is_given_up_where_saves_wait(rule: str) -> None:
     """With "wait" and "raise" the trainer holds back, so that nothing is left out."""
-    assert given_up(["a", "b", "c"], Limits(max_behind=1, when_behind=rule)) == []
+    assert given_up(["a", "b", "c"], MirrorLimits(max_behind=1, when_behind=rule)) == []
 
 
 def test_local_copies_go_only_when_asked() -> None:
     """delete_after_upload lets go of what the remote has, and of nothing else."""
-    assert done_with({"a", "b"}, {"a", "z"}, Limits()) == []
-    assert done_with({"a", "b"}, {"a", "z"}, Limits(delete_after_upload=True)) == ["a"]
+    assert done_with({"a", "b"}, {"a", "z"}, MirrorLimits()) == []
+    assert done_with({"a", "b"}, {"a", "z"}, MirrorLimits(delete_after_upload=True)) == ["a"]
 
 
 def test_pauses_grow_and_are_bounded() -> None:
@@ -61,5 +61,5 @@ def test_limits_are_those_of_the_mirror() -> None:
     """What the user said reaches the writer, also through JSON."""
     mirror = Mirror("/scratch", max_behind=5, when_behind="wait", delete_after_upload=True, warn_after="90s")
     limits = limits_of(mirror)
-    assert limits == Limits(max_behind=5, when_behind="wait", delete_after_upload=True, warn_after_s=90.0)
-    assert Limits(**limits.to_json()) == limits
+    assert limits == MirrorLimits(max_behind=5, when_behind="wait", delete_after_upload=True, warn_after_s=90.0)
+    assert MirrorLimits(**limits.to_json()) == limits

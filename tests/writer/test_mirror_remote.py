@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import writer_kit as kit
 
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.fence import Fence
-from holdfast.checkpoint.lease import make_owner
-from holdfast.checkpoint.runindex import RunIndex
 from holdfast.errors import CheckpointExistsError, RunBusyError
 from holdfast.format.commit import read_manifest, remove
-from holdfast.storage.local import LocalStorage
+from holdfast.run.catalog import Catalog
+from holdfast.run.fence import Fence
+from holdfast.run.index import RunIndex
+from holdfast.run.lease import make_owner
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.writer.client import WriterClient
-from holdfast.writer.mirror import Mirroring
-from holdfast.writer.mirror_plan import Limits
-from holdfast.writer.mirror_remote import RemoteRun
+from holdfast.writer.uploads.mirror import Mirroring
+from holdfast.writer.uploads.plan import MirrorLimits
+from holdfast.writer.uploads.remote import RemoteRun
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_late_metrics_of_one_removed_by_hand_hold_nothing_up(
 def test_a_lost_lease_wakes_the_uploading_thread(local: LocalStorage, remote: RemoteRun) -> None:
     """Who follows the mirror hears at once that another trainer took the remote, not some seconds later."""
     heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    mirror = Mirroring(remote, Limits(), waiting=(), uploaded=(), changed=lambda: None)
+    mirror = Mirroring(remote, MirrorLimits(), waiting=(), uploaded=(), changed=lambda: None)
     mirror.go()
     try:
         mirror.follow(None, heard.put)

@@ -16,7 +16,7 @@ from holdfast.format.commit import PartSummary, commit, look_before, read_manife
 from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import FileEntry
 from holdfast.storage.base import Storage
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing.crash import ForkServer
 

@@ -11,14 +11,14 @@ import torch
 from writer_kit import fill, make_job, noise, stored
 
 import holdfast as hf
-from holdfast.checkpointer import place
+from holdfast.checkpointer import save_target
 from holdfast.errors import HoldfastError
-from holdfast.state import desk
+from holdfast.state.load import shared_read_buffer
 from holdfast.storage import LocalStorage
 from holdfast.writer import arena as arena_module
-from holdfast.writer import launch, wire
+from holdfast.writer import frames, launch
 from holdfast.writer.client import WriterClient
-from holdfast.writer.wire import Channel
+from holdfast.writer.frames import Channel
 
 
 def refuse(code):
@@ -63,7 +63,7 @@ def test_the_arena_cannot_be_mapped_for_a_moment(storage, monkeypatch, failures)
 def test_a_message_that_the_kernel_has_no_room_for_is_said_again(monkeypatch, code):
     """Neither the message nor its order, nor what comes with it, is lost."""
     left = [5]
-    real = wire._send_some
+    real = frames._send_some
 
     def failing(*args):
         if left[0]:
@@ -71,7 +71,7 @@ def test_a_message_that_the_kernel_has_no_room_for_is_said_again(monkeypatch, co
             refuse(code)()
         return real(*args)
 
-    monkeypatch.setattr(wire, "_send_some", failing)
+    monkeypatch.setattr(frames, "_send_some", failing)
     one, two = (Channel(end) for end in socket.socketpair())
     fd = os.open(os.devnull, os.O_RDONLY)
     one.send({"number": 1}, (b"attached",), (fd,))
@@ -103,12 +103,12 @@ def test_no_thread_for_the_pages_of_an_arena(monkeypatch):
 @pytest.fixture
 def fresh(monkeypatch):
     """What was found out about the system is found out anew, and no writer of an earlier test serves saves."""
-    monkeypatch.setattr(place, "_clients", {})
-    caches = (arena_module.can_share_memory, desk._can_watch)
+    monkeypatch.setattr(save_target, "_clients", {})
+    caches = (arena_module.can_share_memory, shared_read_buffer._can_watch)
     for one in caches:
         one.cache_clear()
     yield
-    for client in place._clients.values():
+    for client in save_target._clients.values():
         client.close()
     for one in caches:
         one.cache_clear()
@@ -126,4 +126,4 @@ def test_a_sandbox_without_memfd_or_pidfd(tmp_path, monkeypatch, fresh, name, co
     assert torch.equal(hf.load(tmp_path / "one")["model"]["weight"], model.weight)
     assert [one.name for one in (tmp_path / "run").iterdir() if one.name.startswith("step_")] == ["step_00000001"]
     assert launch.can_run_process() == (name != "memfd_create")
-    assert not desk.can_share()
+    assert not shared_read_buffer.can_share()

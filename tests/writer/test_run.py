@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 import writer_kit as kit
 
-from holdfast.checkpoint import catalog as catalog_module
-from holdfast.checkpoint import heartbeat as heartbeat_module
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.runindex import RunIndex
 from holdfast.config import Keep
 from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, RunBusyError, StorageFullError
-from holdfast.storage.local import LocalStorage
+from holdfast.run import catalog as catalog_module
+from holdfast.run import heartbeat as heartbeat_module
+from holdfast.run.catalog import Catalog
+from holdfast.run.index import RunIndex
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing import FaultyStorage
 from holdfast.testing.crash import wait_until
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import RunOpened, SaveResult
-from holdfast.writer.run import Run
+from holdfast.writer.open_run import Run
 
 
 @pytest.fixture

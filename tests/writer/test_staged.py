@@ -16,19 +16,20 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.catalog import Catalog
 from holdfast.config import Mirror
 from holdfast.errors import CheckpointError, StorageError
 from holdfast.format.commit import PartSummary, read_manifest
 from holdfast.format.parts import put_part, staged_name
-from holdfast.storage.local import LocalStorage
+from holdfast.run.catalog import Catalog
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing import FaultyStorage
-from holdfast.writer import joint, mirror, staged_part, staged_run
+from holdfast.writer import distributed
 from holdfast.writer.arena import Arena
-from holdfast.writer.board import BOARD_BYTES, Board
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import BlobPlan, SaveJob
+from holdfast.writer.ranks.step_mailbox import BOARD_BYTES, StepMailbox
+from holdfast.writer.uploads import mirror, staged_part, staged_run
 
 LIMIT_S = 20.0
 
@@ -43,7 +44,7 @@ class Life:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._boards = [Arena.create(BOARD_BYTES) for _ in self.clients]
         for rank, client in enumerate(self.clients):
-            Board(self._boards[rank].view).clear(step=0)
+            StepMailbox(self._boards[rank].view).clear(step=0)
             client.join(
                 self._boards[rank], rank=rank, world_size=2, addresses=[self._listener.getsockname()[:2]], token="t",
                 timeout_s=LIMIT_S, listener=None if rank else self._listener.fileno(), beat_s=0.1, stale_s=10.0,
@@ -114,7 +115,7 @@ def test_what_both_have_staged_is_committed_at_the_remote(tmp_path: Path) -> Non
 def test_what_did_not_get_there_is_brought_by_the_next_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 could not reach the remote: nothing is committed, everything stays where it is until somebody asks."""
     monkeypatch.setattr(mirror, "END_S", 0.2)
-    monkeypatch.setattr(joint, "_LAST_S", 0.2)
+    monkeypatch.setattr(distributed, "_LAST_S", 0.2)
     with life(tmp_path, "aaaaaaa1", FaultyStorage(tmp_path / "remote", fail_on={"pwrite": errno.EIO})) as one:
         one.save(1)
     assert not (tmp_path / "remote" / "step_00000001" / "manifest.json").exists()
@@ -183,7 +184,7 @@ def test_a_store_that_cannot_copy_by_itself_is_sent_all(tmp_path: Path) -> None:
 def test_bringing_a_save_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start that is broken off while the remote takes everything but the manifest: nobody waits for ever."""
     monkeypatch.setattr(mirror, "END_S", 0.2)
-    monkeypatch.setattr(joint, "_LAST_S", 0.2)
+    monkeypatch.setattr(distributed, "_LAST_S", 0.2)
     tried = threading.Event()
 
     def fail(*_: object, **__: object) -> None:
@@ -292,10 +293,10 @@ def test_an_order_that_comes_with_the_first_words_is_carried_out(
         def say(self, message: Any) -> None:
             said.put(message)
 
-    monkeypatch.setattr(joint, "ControlMember", Eager)
+    monkeypatch.setattr(distributed, "ControlMember", Eager)
     stages = {"local": 1, "remote": 2, "limits": {}, "start_id": "aaaaaaa1"}
     answers: Any = SimpleNamespace(storage_of={1: local, 2: remote}.get, later=lambda work: None, hold=bool)
     header = {"rank": 1, "world_size": 2, "timeout_s": LIMIT_S, "pid": os.getpid(), "beat_s": 0.1, "stale_s": 10.0}
     told = {**header, "addresses": [], "token": "t", "stage": stages}
-    joint.Joint(answers).join(told, (), memoryview(bytearray(BOARD_BYTES)))
+    distributed.Joint(answers).join(told, (), memoryview(bytearray(BOARD_BYTES)))
     assert said.get(timeout=LIMIT_S) == {"do": "uploaded", "save": "aaaaaaa1-1", "error": None}

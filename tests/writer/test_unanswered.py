@@ -15,13 +15,13 @@ import writer_kit as kit
 from holdfast.errors import HoldfastError
 from holdfast.storage.base import ObjectInfo
 from holdfast.storage.memory import MemoryStorage
-from holdfast.writer import loop, wire
+from holdfast.writer import frames, server
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
+from holdfast.writer.frames import Channel
 from holdfast.writer.launch import Shared
-from holdfast.writer.loop import WriterLoop
-from holdfast.writer.run import Run
-from holdfast.writer.wire import Channel
+from holdfast.writer.open_run import Run
+from holdfast.writer.server import WriterLoop
 
 OPEN = {"do": "open_run", "call": 1, "storage": 1, "owner": {"start_id": "aaaaaaaa"}, "keep": None, "wait_s": 1.0}
 
@@ -95,7 +95,7 @@ def test_a_run_that_opens_after_the_end_came(monkeypatch: pytest.MonkeyPatch) ->
         assert go_on.wait(20)
         return real(Run, *arguments, **options)
 
-    monkeypatch.setattr(loop.Run, "open", slow)
+    monkeypatch.setattr(server.Run, "open", slow)
     writer, ours, thread = serve(WriterLoop, OPEN, {"do": "close"})
     assert opening.wait(20)
     assert writer._ending.wait(20)
@@ -150,14 +150,14 @@ def test_an_answer_that_cannot_be_read_is_an_error_of_its_call() -> None:
 
 def test_a_message_that_the_kernel_refuses_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """No memory for a message although the writer lives: it is said again to the same writer, and answered."""
-    send, fail = wire._send_some, [errno.ENOBUFS]
+    send, fail = frames._send_some, [errno.ENOBUFS]
 
     def refuse(sock: Any, data: memoryview, fds: Any, flags: int) -> int:
         if fail and b'"records"' in bytes(data[:200]):
             raise OSError(fail.pop(), "no buffers")
         return send(sock, data, fds, flags)
 
-    monkeypatch.setattr(wire, "_send_some", refuse)
+    monkeypatch.setattr(frames, "_send_some", refuse)
     with WriterClient.start(thread=False) as client:
         first = client.process_id
         assert "open_run" in str(client.run_op("records").exception(20))
@@ -186,7 +186,7 @@ def test_errors_of_a_plug_in_are_answered() -> None:
 def test_a_descriptor_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The channel is closed while its sender sends a descriptor: nobody else's file of that number is closed."""
     one, other = (Channel(end) for end in socket.socketpair())
-    send, taken = wire._send_some, []
+    send, taken = frames._send_some, []
 
     def interrupted(sock: socket.socket, data: memoryview, fds: Any, flags: int) -> int:
         if flags:
@@ -197,7 +197,7 @@ def test_a_descriptor_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return sent
 
     with open("/dev/null") as mine:
-        monkeypatch.setattr(wire, "_send_some", interrupted)
+        monkeypatch.setattr(frames, "_send_some", interrupted)
         one.send({"n": 1}, fds=[mine.fileno()])
         assert one._sender is not None
         one._sender.join(20)

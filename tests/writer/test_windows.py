@@ -13,7 +13,7 @@ import writer_kit as kit
 from holdfast.errors import HoldfastError
 from holdfast.format.commit import read_manifest
 from holdfast.storage.base import Storage
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing import FaultyStorage
 from holdfast.writer.arena import Arena

@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from holdfast import errors
+from holdfast.writer.frames import Channel
 from holdfast.writer.messages import SaveJob, error_from_json, error_to_json
-from holdfast.writer.wire import Channel
 
 
 @pytest.fixture

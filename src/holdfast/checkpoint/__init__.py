@@ -1,6 +1,6 @@
-"""L3: finished checkpoints as values: handle, catalog of a run, retention, run index, lease.
+"""`Checkpoint`: a finished checkpoint as a value, and what one asks of it.
 
-Imports storage and format below it and the standard library, never torch: the writer process and the command line
-run on this package. The one door upwards is `Checkpoint.load` (and the dict forms), which imports
-`holdfast.checkpointer` when it is called.
+`handle` is the public class, `follow` yields the checkpoints of a run as they are committed, `newest` finds the one
+that the path of a run means, `summary` and `verify` look inside. Imports run, copying, format and storage, never torch.
+The one door upwards is `Checkpoint.load` (and the dict forms), which imports `holdfast.checkpointer` when it is called.
 """

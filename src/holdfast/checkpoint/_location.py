@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.storage.base import Storage, check_path
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.storage.resolve import check_slashes, resolve, split_uri
 
@@ -51,7 +51,7 @@ def _without_settings(scheme: str, rest: str) -> tuple[str, str]:
     """Split off settings of the storage, such as ``?endpoint_override=...``, which stand behind the whole path."""
     if scheme not in ("s3", "s3a") or "?" not in rest:
         return rest, ""
-    from holdfast.storage._object_place import split_settings
+    from holdfast.storage.object.bucket import split_settings
 
     whole = f"{scheme}://{rest}"
     place, _ = split_settings(whole)
@@ -62,7 +62,7 @@ def file_system(storage: Storage) -> Any:
     """Return the file system of pyarrow that shows a storage; the storage itself where pyarrow is not installed."""
     if importlib.util.find_spec("pyarrow") is None:
         return storage
-    from holdfast.storage.for_pyarrow import as_pyarrow
+    from holdfast.storage.adapters.for_pyarrow import as_pyarrow
 
     return as_pyarrow(storage)
 

@@ -20,14 +20,14 @@ from holdfast.errors import (
     StorageError,
     StoragePermissionError,
 )
+from holdfast.run.catalog import Catalog
+from holdfast.run.index import CHANGES_FILE, RUN_FILE
+from holdfast.run.record import Record
+from holdfast.run.upkeep import upkeep
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
-from .catalog import Catalog
 from .handle import Checkpoint
-from .record import Record
-from .runindex import CHANGES_FILE, RUN_FILE
-from .upkeep import upkeep
 
 __all__ = ["follow"]
 

@@ -14,6 +14,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from holdfast.copying.downloads import own_download, shared_download, take_turns
+from holdfast.copying.transfer import copy_checkpoint, copy_file
 from holdfast.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -25,20 +27,18 @@ from holdfast.errors import (
 )
 from holdfast.format.commit import make_folders, read_manifest, read_manifest_bytes, remove
 from holdfast.format.manifest import Manifest, body_digest
+from holdfast.run.catalog import is_remains
+from holdfast.run.external import change, held
+from holdfast.run.lease import files_of
+from holdfast.run.record import plain_metrics, timestamp
+from holdfast.run.sidecar import Sidecar, change_sidecar, read_sidecar
 from holdfast.storage.base import Storage, check_path
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.resolve import from_description, resolve, split_uri
 from holdfast.storage.stream import InputStream
 
 from ._location import DictStore, file_system, locate
-from .catalog import is_remains
-from .external import change, held
-from .lease import files_of
-from .node import own_download, shared_download, take_turns
-from .record import plain_metrics, timestamp
-from .sidecar import Sidecar, change_sidecar, read_sidecar
 from .summary import state_tree, top_names
-from .transfer import copy_checkpoint, copy_file
 from .verify import Verification, verify
 
 __all__ = ["Checkpoint", "Verification", "without_prefix"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from .._log import get_logger
-from ..errors import CheckpointNotFoundError, HoldfastError, IncompleteCheckpointError
-from .catalog import Catalog
+from holdfast._log import get_logger
+from holdfast.errors import CheckpointNotFoundError, HoldfastError, IncompleteCheckpointError
+from holdfast.run.catalog import Catalog
+from holdfast.run.index import RUN_FILE
+
 from .handle import Checkpoint
-from .runindex import RUN_FILE
 
 __all__ = ["newest_of_run"]
 

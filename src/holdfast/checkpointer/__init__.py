@@ -6,10 +6,11 @@ below this layer imports it, except `Checkpoint.load`, which reaches up lazily.
 
 from __future__ import annotations
 
-from ..state.rng import RNG
-from ..state.values import PerRank, attrs
+from holdfast.state.tree.rng import RNG
+from holdfast.state.tree.values import PerRank, attrs
+
+from .checkpointer import Checkpointer
 from .functions import SaveHandle, load, save, save_async
-from .loop import Checkpointer
 from .stats import Stats
 
 __all__ = ["RNG", "Checkpointer", "PerRank", "SaveHandle", "Stats", "attrs", "load", "save", "save_async"]

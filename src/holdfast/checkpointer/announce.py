@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from .._log import get_logger
-from ..checkpoint.handle import Checkpoint
-from ..errors import CheckpointNotFoundError, ConfigError
+from holdfast._log import get_logger
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.errors import CheckpointNotFoundError, ConfigError
 
 __all__ = ["Announcer", "Listener", "listeners"]
 

@@ -7,12 +7,13 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..checkpoint.catalog import Catalog
-from ..storage.base import Storage
-from ..writer.messages import RunOpened
-from .options import RESERVED, Options
+from holdfast.run.catalog import Catalog
+from holdfast.storage.base import Storage
+from holdfast.writer.messages import RunOpened
+
+from .options import RESERVED, CheckpointerOptions
 from .progress import Progress
-from .resume import Resumed
+from .resume import ResumeResult
 
 __all__ = ["ResumeBlock", "show_stop", "start_block"]
 
@@ -76,12 +77,12 @@ def show_stop(signal: str | None, step: int, storage: Storage, exit_code: int) -
 def start_block(
     storage: Storage,
     opened: RunOpened,
-    outcome: Resumed,
+    outcome: ResumeResult,
     progress: Progress,
     *,
     finished: int | None,
     room: str,
-    options: Options,
+    options: CheckpointerOptions,
     remote: Storage | None = None,
     staged: Storage | None = None,
 ) -> ResumeBlock:
@@ -135,7 +136,7 @@ def start_block(
     return block
 
 
-def _fresh(storage: Storage, opened: RunOpened, notes: list[str], options: Options) -> str:
+def _fresh(storage: Storage, opened: RunOpened, notes: list[str], options: CheckpointerOptions) -> str:
     if opened.records:
         notes.append(f"the newest one not used is {opened.records[0][0]}")
         keep = options.keep

@@ -7,16 +7,17 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .._log import get_logger
-from .._ranks import RankInfo, current_ranks
-from ..checkpoint.handle import Checkpoint
-from ..checkpoint.newest import newest_of_run
-from ..errors import CheckpointNotFoundError, ConfigError, IncompleteCheckpointError, SessionError
-from ..state.groups import Alike, group_of, ranks_alike
-from ..state.restore import Loaded, load_state
-from ..state.snapshot import Snapshotter, Submitted
-from .place import open_place
+from holdfast._log import get_logger
+from holdfast._ranks import RankInfo, current_ranks
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.newest import newest_of_run
+from holdfast.errors import CheckpointNotFoundError, ConfigError, IncompleteCheckpointError, SessionError
+from holdfast.state.load.restore import Loaded, load_state
+from holdfast.state.save.snapshot import Snapshotter, Submitted
+from holdfast.state.tree.groups import Alike, group_of, ranks_alike
+
 from .rendezvous import Alone, Meeting, meet
+from .save_target import open_place
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import ConfigError
+from holdfast.errors import ConfigError
 
 __all__ = ["free_name", "manifest_fields", "new_start_id", "plain_metrics", "take_metrics", "version"]
 
@@ -35,7 +35,7 @@ def free_name(step: int, *, attempt: int, taken: Collection[str]) -> str:
 
 def version() -> str:
     """Return the version of Holdfast."""
-    from .. import __version__
+    from holdfast import __version__
 
     return __version__
 

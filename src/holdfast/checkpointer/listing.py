@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from ..checkpoint.catalog import Catalog
-from ..checkpoint.handle import Checkpoint
-from ..checkpoint.retention import rank
-from ..checkpoint.sides import Sides
-from ..errors import ConfigError
-from ..storage.base import Storage
-from .options import Options
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.errors import ConfigError
+from holdfast.run.catalog import Catalog
+from holdfast.run.mirror_view import MirrorView
+from holdfast.run.retention import rank
+from holdfast.storage.base import Storage
 
-__all__ = ["Listing"]
+from .options import CheckpointerOptions
+
+__all__ = ["RunListing"]
 
 
-class Listing:
+class RunListing:
     """What a run has on its storage; reading needs no lease, so it works before, in and after the body.
 
     Attributes:
@@ -26,13 +27,13 @@ class Listing:
     attempt = 0
     storage: Storage
     remote: Storage | None
-    options: Options
+    options: CheckpointerOptions
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the committed checkpoints of the run, newest first."""
         if self.remote is None:
             return [Checkpoint.at(self.storage, name) for name in Catalog(self.storage).names()]
-        sides = Sides.join(Catalog(self.storage).records(), Catalog(self.remote).records())
+        sides = MirrorView.join(Catalog(self.storage).records(), Catalog(self.remote).records())
         far = {name for name, place in sides.places.items() if place == "remote"}
         return [
             Checkpoint.at(self.remote if record.name in far else self.storage, record.name) for record in sides.records

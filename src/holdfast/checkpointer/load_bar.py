@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from .._progress import progress_bar
-from ..errors import CheckpointError, StorageError
-from ..format.commit import read_manifest
-from ..storage.base import Storage
+from holdfast._progress import progress_bar
+from holdfast.errors import CheckpointError, StorageError
+from holdfast.format.commit import read_manifest
+from holdfast.storage.base import Storage
 
 __all__ = ["load_bar"]
 
@@ -16,7 +16,7 @@ _AFTER_S = 2.0
 
 
 def load_bar(storage: Storage, *, show: bool | None = None) -> AbstractContextManager[Callable[[int], None]]:
-    """Give what `holdfast.state.restore.load_state` takes as ``progress``, in a ``with``.
+    """Give what `holdfast.state.load.restore.load_state` takes as ``progress``, in a ``with``.
 
     Args:
         storage: rooted at the checkpoint.

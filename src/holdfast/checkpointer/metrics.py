@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from .._log import get_logger
-from ..errors import ConfigError
-from ..writer.client import WriterClient
+from holdfast._log import get_logger
+from holdfast.errors import ConfigError
+from holdfast.writer.client import WriterClient
+
 from .identity import plain_metrics, take_metrics
 from .progress import Progress
 
 if TYPE_CHECKING:
-    from .saver import Saver
+    from .saver import RunSaver
 
 __all__ = ["MetricLog"]
 
@@ -61,12 +62,12 @@ class MetricLog:
         """Return everything reported for ``step`` so far, as numbers."""
         return _readable(self._current, step) if self._current_step == step else {}
 
-    def bind(self, saver: Saver, metrics: Mapping[str, Any]) -> None:
+    def bind(self, saver: RunSaver, metrics: Mapping[str, Any]) -> None:
         """Attach metrics to the checkpoint of this step, which is saved or being saved."""
         found = _readable(metrics, saver.last_step)
         self._follow(self._client.run_op("metrics", name=saver.last_name, metrics=found))
 
-    def flush(self, progress: Progress, saver: Saver, *, name: str | None = None) -> None:
+    def flush(self, progress: Progress, saver: RunSaver, *, name: str | None = None) -> None:
         """Read and send all rows; failures surface through the saver.
 
         Args:

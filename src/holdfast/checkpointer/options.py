@@ -9,21 +9,22 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from .._ranks import current_ranks
-from .._slurm import job_end
-from .._units import Interval, IntervalLike, parse_intervals
-from ..checkpoint.handle import Checkpoint
-from ..config import Keep, Mirror
-from ..errors import ConfigError
-from ..state.groups import Alike
-from ..state.selection import Selection, covers
-from ..state.snapshot import Snapshotter
-from ..storage.base import Storage
-from ..storage.local import LocalStorage
+from holdfast._ranks import current_ranks
+from holdfast._slurm import job_end
+from holdfast._units import Interval, IntervalLike, parse_intervals
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.config import Keep, Mirror
+from holdfast.errors import ConfigError
+from holdfast.state.load.selection import Selection, covers
+from holdfast.state.save.snapshot import Snapshotter
+from holdfast.state.tree.groups import Alike
+from holdfast.storage.base import Storage
+from holdfast.storage.local.local_storage import LocalStorage
+
 from .announce import Listener, listeners
 from .schedule import Deadline, Schedule
 
-__all__ = ["RESERVED", "Fit", "Options", "check_root", "check_state", "sides"]
+__all__ = ["RESERVED", "CheckpointerOptions", "Fit", "check_root", "check_state", "sides"]
 
 RESERVED = "holdfast"  # top-level key of the run's own entries
 _CHOICES = {"when_busy": ("wait", "skip"), "on_full": ("skip", "wait", "raise"), "unsupported": ("raise", "drop")}
@@ -49,7 +50,7 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class CheckpointerOptions:
     """Arguments of a `Checkpointer` in the form it uses them; see there.
 
     Attributes:
@@ -108,7 +109,7 @@ class Options:
         rename: Mapping[str, str] | None = None,
         unsupported: str = "raise",
         alike: Alike = None,
-    ) -> Options:
+    ) -> CheckpointerOptions:
         """Check every argument.
 
         Raises:

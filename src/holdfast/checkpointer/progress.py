@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from .._log import get_logger
-from ..errors import ConfigError
-from ..state.data import ResumableBatches
-from ..state.position import elsewhere, of_this_rank, said, with_ranks_apart
+from holdfast._log import get_logger
+from holdfast.errors import ConfigError
+from holdfast.state.data.batches import ResumableBatches
+from holdfast.state.data.position import elsewhere, of_this_rank, said, with_ranks_apart
+
 from .options import RESERVED
 
 __all__ = ["Progress"]

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
-from .._log import get_logger
-from ..config import Mirror
-from ..errors import HoldfastError, RunBusyError, StorageError
-from ..writer.client import WriterClient
+from holdfast._log import get_logger
+from holdfast.config import Mirror
+from holdfast.errors import HoldfastError, RunBusyError, StorageError
+from holdfast.writer.client import WriterClient
+
 from .stats import Stats
 
 __all__ = ["RemoteWatch"]

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._ranks import RankInfo
-from ..errors import ConfigError, HoldfastError
-from ..writer.control_saves import rank_list
-from ..writer.messages import error_from_json, error_to_ranks
-from .life import Life
+from holdfast._ranks import RankInfo
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.writer.messages import error_from_json, error_to_ranks
+from holdfast.writer.ranks.saves import rank_list
+
+from .lives import StoreLife
 
 __all__ = ["Alone", "Meeting", "Rendezvous", "meet", "same_for_all", "store_of_this_life"]
 
@@ -234,7 +235,7 @@ def store_of_this_life(store: Any, info: RankInfo, *, timeout_s: float) -> Any:
 
 
 def _meet_in(store: Any, info: RankInfo, *, name: str, timeout_s: float) -> Rendezvous:
-    life = Life(store, info)
+    life = StoreLife(store, info)
     return Rendezvous(life.join(timeout_s), info, name=name, timeout_s=timeout_s, look=life.look)
 
 

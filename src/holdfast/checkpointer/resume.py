@@ -8,29 +8,25 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ..checkpoint.handle import Checkpoint
-from ..checkpoint.newest import newest_of_run
-from ..errors import (
-    CheckpointNotFoundError,
-    ConfigError,
-    CorruptCheckpointError,
-    IncompleteCheckpointError,
-)
-from ..state.put_back import PutBack
-from ..state.restore import Loaded, load_state
-from ..storage.base import Storage
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.newest import newest_of_run
+from holdfast.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
+from holdfast.state.load.put_back import PutBack
+from holdfast.state.load.restore import Loaded, load_state
+from holdfast.storage.base import Storage
+
 from .load_bar import load_bar
 from .options import RESERVED, Fit
 from .progress import Progress
 from .rendezvous import Alone, Meeting
 
-__all__ = ["Resumed", "first_good", "resume_run"]
+__all__ = ["ResumeResult", "first_good", "resume_run"]
 
 Quarantine = Callable[..., object]
 
 
 @dataclass(slots=True)
-class Resumed:
+class ResumeResult:
     """Outcome of looking for a checkpoint.
 
     Attributes:
@@ -59,7 +55,7 @@ def resume_run(
     meeting: Meeting | None = None,
     sides: Callable[[str], Sequence[Storage]] | None = None,
     fit: Fit = Fit(),  # noqa: B008 - frozen
-) -> Resumed:
+) -> ResumeResult:
     """Load what ``mode`` asks for into ``state``.
 
     Args:
@@ -82,8 +78,8 @@ def resume_run(
     if isinstance(mode, Checkpoint) or mode not in ("auto", "must", "never"):
         return _explicit(mode, state, meeting, fit)
     if mode == "never":
-        return Resumed()
-    outcome = Resumed()
+        return ResumeResult()
+    outcome = ResumeResult()
 
     def attempt(checkpoint: Checkpoint) -> str | None:
         home = checkpoint.storage.child(checkpoint.directory)
@@ -161,7 +157,7 @@ def first_good(
     return None
 
 
-def _try(home: Storage, state: Mapping[Any, Any], meeting: Meeting, outcome: Resumed, fit: Fit) -> str | None:
+def _try(home: Storage, state: Mapping[Any, Any], meeting: Meeting, outcome: ResumeResult, fit: Fit) -> str | None:
     """Load a candidate; give the reason if it is bad."""
     try:
         outcome.loaded = _load(home, state, meeting, fit)
@@ -207,7 +203,7 @@ def _load(home: Storage, state: Mapping[Any, Any], meeting: Meeting, fit: Fit, *
 
 def _explicit(
     mode: str | os.PathLike[str] | Checkpoint, state: Mapping[Any, Any], meeting: Meeting, fit: Fit
-) -> Resumed:
+) -> ResumeResult:
     checkpoint = newest_of_run(mode if isinstance(mode, Checkpoint) else Checkpoint(mode))
     root = checkpoint.storage.local_root
     if root is not None and (root / checkpoint.directory).is_file():
@@ -215,7 +211,7 @@ def _explicit(
     # One made by `holdfast.save` has none of the run's own entries: it is a start, and what it lacks is said.
     own = (RESERVED, f"{RESERVED}/*")
     home = checkpoint.storage.child(checkpoint.directory)
-    outcome = Resumed(checkpoint)
+    outcome = ResumeResult(checkpoint)
 
     def load() -> None:
         outcome.loaded = _load(home, state, meeting, fit, lacks=own)

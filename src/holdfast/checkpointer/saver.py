@@ -11,27 +11,24 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-from .._log import get_logger
-from .._units import format_bytes
-from ..checkpoint.handle import Checkpoint
-from ..errors import (
-    CheckpointNotFoundError,
-    HoldfastError,
-    StorageError,
-)
-from ..format.names import MANIFEST_NAME
-from ..state.snapshot import Snapshotter, Submitted
-from ..storage.base import Storage
-from ..writer.client import WriterClient
-from ..writer.messages import RunOpened, SaveResult
+from holdfast._log import get_logger
+from holdfast._units import format_bytes
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.errors import CheckpointNotFoundError, HoldfastError, StorageError
+from holdfast.format.names import MANIFEST_NAME
+from holdfast.state.save.snapshot import Snapshotter, Submitted
+from holdfast.storage.base import Storage
+from holdfast.writer.client import WriterClient
+from holdfast.writer.messages import RunOpened, SaveResult
+
 from .announce import Announcer
 from .identity import free_name, manifest_fields
-from .passing import MAX_LOST, PASSING, passing_error, state_of
+from .rank_group import ANSWER_MARGIN_S, RankGroup
 from .remote import RemoteWatch
 from .stats import Stats, StepClock
-from .team import ANSWER_MARGIN_S, Team
+from .transient import MAX_LOST, TRANSIENT_ERRORS, passing_error, state_of
 
-__all__ = ["Saver"]
+__all__ = ["RunSaver"]
 
 _LOG = get_logger("checkpointer")
 _SLOW_DISK = 200e6  # bytes/s, for the time of a save before the first one was measured
@@ -48,7 +45,7 @@ class _Pending:
     durable: float = 0.0  # when it had ended, well or not; set by another thread
 
 
-class Saver:
+class RunSaver:
     """Starts saves into one run and follows them, one at a time.
 
     Args:
@@ -76,7 +73,7 @@ class Saver:
         when_busy: str,
         on_full: str,
         timeout_s: float,
-        team: Team | None = None,
+        team: RankGroup | None = None,
     ) -> None:
         self.storage, self.client, self.opened, self.snapshotter, self.state = (
             storage,
@@ -249,7 +246,7 @@ class Saver:
         # This step is not saved: the final save must not take it for done, nor the next one for its parent.
         self._free_name(self.last_name)
         self.last_step, self.last_name, self.parent = pending.before
-        if not isinstance(error, PASSING):
+        if not isinstance(error, TRANSIENT_ERRORS):
             raise error
         self._leave_out(error, pending.step)
 
@@ -349,7 +346,7 @@ class Saver:
         self._side = [one for one in self._side if one not in done]
         for future in done:
             error = future.exception()
-            if isinstance(error, PASSING) and self.on_full != "raise":
+            if isinstance(error, TRANSIENT_ERRORS) and self.on_full != "raise":
                 _LOG.warning("metrics were not recorded, %s: %s", state_of(error), error)
             elif isinstance(error, CheckpointNotFoundError) and self._num_lost:
                 _LOG.warning("metrics were not bound, the save of their step was lost: %s", error)

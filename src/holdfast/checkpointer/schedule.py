@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 
-from .._units import Interval, IntervalLike, parse_interval
-from ..errors import ConfigError
+from holdfast._units import Interval, IntervalLike, parse_interval
+from holdfast.errors import ConfigError
 
 __all__ = ["Deadline", "Schedule"]
 

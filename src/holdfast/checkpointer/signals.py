@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from .._log import get_logger
+from holdfast._log import get_logger
 
 __all__ = ["StopSignals"]
 

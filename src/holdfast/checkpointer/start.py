@@ -10,28 +10,29 @@ from typing import Any
 
 import torch
 
-from .._units import format_bytes
-from ..checkpoint.handle import Checkpoint
-from ..config import Keep
-from ..errors import ConfigError, StorageFullError
-from ..state.desk import node_name
-from ..state.groups import group_of, ranks_alike
-from ..state.put_back import put_back
-from ..state.selection import Selection
-from ..state.snapshot import Snapshotter
-from ..storage.base import Storage
-from ..writer.client import WriterClient
-from ..writer.control_saves import rank_list
-from ..writer.messages import RunOpened
-from .awaiting import answer
+from holdfast._units import format_bytes
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.config import Keep
+from holdfast.errors import ConfigError, StorageFullError
+from holdfast.state.load.put_back import put_back
+from holdfast.state.load.selection import Selection
+from holdfast.state.load.shared_read_buffer import node_name
+from holdfast.state.save.snapshot import Snapshotter
+from holdfast.state.tree.groups import group_of, ranks_alike
+from holdfast.storage.base import Storage
+from holdfast.writer.client import WriterClient
+from holdfast.writer.messages import RunOpened
+from holdfast.writer.ranks.saves import rank_list
+
 from .block import start_block
-from .options import RESERVED, Options
+from .node_local import share_a_disk, take_up
+from .options import RESERVED, CheckpointerOptions
 from .progress import Progress
 from .rendezvous import Alone, Meeting, same_for_all
 from .resume import is_within, resume_run
-from .spread import share_a_disk, take_up
+from .waiting import answer
 
-__all__ = ["Started", "answer", "open_together", "start_run"]
+__all__ = ["StartedRun", "answer", "open_together", "start_run"]
 
 _LEASE_S = 60.0
 _CALLS = 3  # of the writer, that rank 0 makes one after the other
@@ -43,7 +44,7 @@ _SLOTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "SparseAda
 
 
 @dataclass(slots=True)
-class Started:
+class StartedRun:
     """A run that may train now.
 
     Attributes:
@@ -74,12 +75,12 @@ def start_run(
     state: Callable[[], Mapping[Any, Any]],
     progress: Progress,
     *,
-    options: Options,
+    options: CheckpointerOptions,
     start_id: str,
     home: Mapping[str, Any],
     remote: Storage | None = None,
     meeting: Meeting | None = None,
-) -> Started:
+) -> StartedRun:
     """Take the lease, resume, check that a save can work, print the block.
 
     With ``remote`` the run is mirrored, and ``storage`` is its local side; if the ranks have none in common, the run is
@@ -168,13 +169,15 @@ def start_run(
             root, opened, outcome, progress, finished=finished, room=ready["room"], options=options, remote=remote,
             staged=local if spread else None,
         ).show()  # fmt: skip
-    return Started(
+    return StartedRun(
         opened, outcome.checkpoint, mine, parent, set(ready["taken"]), finished, spread,
         has_generators=outcome.loaded is not None and f"{RESERVED}/rng" in outcome.loaded.restored,
     )  # fmt: skip
 
 
-def _agree_on_options(options: Options, home: Mapping[str, Any], meeting: Meeting) -> tuple[int, ...] | None:
+def _agree_on_options(
+    options: CheckpointerOptions, home: Mapping[str, Any], meeting: Meeting
+) -> tuple[int, ...] | None:
     """See that all ranks were told the same; return who holds the same as this one if some hold something else."""
     if meeting.world_size == 1:
         return None
@@ -198,7 +201,12 @@ def _agree_on_options(options: Options, home: Mapping[str, Any], meeting: Meetin
 
 
 def _open(
-    storage: Storage, client: WriterClient, options: Options, start_id: str, remote: Storage | None, meeting: Meeting
+    storage: Storage,
+    client: WriterClient,
+    options: CheckpointerOptions,
+    start_id: str,
+    remote: Storage | None,
+    meeting: Meeting,
 ) -> RunOpened:
     """Open the run on rank 0, and see that all ranks have it before their eyes."""
     keep, timeout_s = options.keep, options.timeout_s

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, cast
 
-from ..config import VERIFY_VARIABLE
+from holdfast.config import VERIFY_VARIABLE
 
 __all__ = ["Watcher", "watcher"]
 

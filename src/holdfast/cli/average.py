@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from holdfast._progress import told_bar
-from holdfast.checkpoint.catalog import Catalog
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpoint.history import live_rows
 from holdfast.errors import CheckpointError, ConfigError
+from holdfast.run.catalog import Catalog
+from holdfast.run.reports import live_rows
 
-from .targets import Pick, choose, find, pick_options, run_at
+from .targets import Choice, choose, find, pick_options, run_at
 from .terminal import console, number, print_json, printable
 
 if TYPE_CHECKING:
-    from holdfast.interop.average import Averaged
+    from holdfast.interop.average import AverageResult
 
 __all__ = ["average"]
 
@@ -45,7 +45,7 @@ def average(
     only: tuple[str, ...],
     overwrite: bool,
     as_json: bool,
-    pick: Pick,
+    pick: Choice,
 ) -> None:
     """Average the weights of several checkpoints into a new one, all alike unless --weights or --ema says otherwise.
 
@@ -77,7 +77,7 @@ def average(
         _print(done)
 
 
-def _sources(paths: Sequence[str], last: int | None, ema: float | None, pick: Pick) -> list[Checkpoint]:
+def _sources(paths: Sequence[str], last: int | None, ema: float | None, pick: Choice) -> list[Checkpoint]:
     if len(paths) == 1:
         storage, checkpoint = find(paths[0])
         if checkpoint is not None or (last is None and ema is None):
@@ -116,7 +116,7 @@ def _numbers(text: str) -> list[float]:
         raise ConfigError(f"--weights {text!r}: give numbers separated by commas, such as 0.5,0.3,0.2") from None
 
 
-def _document(done: Averaged) -> dict[str, Any]:
+def _document(done: AverageResult) -> dict[str, Any]:
     return {
         "checkpoint": done.checkpoint.uri,
         "sources": [{"checkpoint": one.uri, "step": step, "share": share} for one, step, share in done.sources],
@@ -128,7 +128,7 @@ def _document(done: Averaged) -> dict[str, Any]:
     }
 
 
-def _print(done: Averaged) -> None:
+def _print(done: AverageResult) -> None:
     from rich.text import Text
 
     out = console()

@@ -12,11 +12,11 @@ from holdfast._progress import told_bar
 from holdfast._units import format_bytes
 from holdfast.checkpoint.handle import Checkpoint
 
-from .targets import Pick, choose, find, pick_options
+from .targets import Choice, choose, find, pick_options
 from .terminal import console, fits, number, print_json, printable, table
 
 if TYPE_CHECKING:
-    from holdfast.interop.diff import Difference, Missing, TensorChange
+    from holdfast.interop.diff import CheckpointDifference, Missing, TensorChange
 
 __all__ = ["diff"]
 
@@ -46,7 +46,7 @@ def diff(
     tolerance: float,
     rtol: float,
     as_json: bool,
-    pick: Pick,
+    pick: Choice,
 ) -> None:
     """Compare checkpoints A and B: names, shapes, dtypes, values, plain data; metrics and metadata are shown beside.
 
@@ -67,16 +67,16 @@ def diff(
         raise click.exceptions.Exit(1)
 
 
-def _sides(a: str, b: str, pick: Pick) -> list[Checkpoint]:
+def _sides(a: str, b: str, pick: Choice) -> list[Checkpoint]:
     """Return both checkpoints; --best and --step choose in the runs among them, of which there is at least one."""
     has_run = [find(path)[1] is None for path in (a, b)]
     return [
-        choose(path, pick if is_run or not any(has_run) else Pick())
+        choose(path, pick if is_run or not any(has_run) else Choice())
         for path, is_run in zip((a, b), has_run, strict=True)
     ]
 
 
-def _document(found: Difference) -> dict[str, Any]:
+def _document(found: CheckpointDifference) -> dict[str, Any]:
     def rows(changes: Iterable[Any]) -> list[dict[str, Any]]:
         return [asdict(change) for change in changes]
 
@@ -102,7 +102,7 @@ def _document(found: Difference) -> dict[str, Any]:
     }
 
 
-def _print(found: Difference) -> None:
+def _print(found: CheckpointDifference) -> None:
     from rich.text import Text
 
     out = console()
@@ -141,7 +141,7 @@ def _print(found: Difference) -> None:
     say(f"different: {', '.join(f'{count} {what}' for count, what in counts if count)}{read}", "bold")
 
 
-def _tensors(out: Any, found: Difference) -> None:
+def _tensors(out: Any, found: CheckpointDifference) -> None:
     """Print the tensors that differ, those that differ most at the top."""
     rows = sorted(found.tensors, key=lambda one: (one.elements is not None, -(one.relative or one.norm or 0.0)))
     if not rows:

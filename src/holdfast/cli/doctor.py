@@ -12,7 +12,7 @@ import click
 from holdfast._progress import progress_bar
 from holdfast.errors import ConfigError
 
-from .finding import Deadline, Finding
+from .finding import Finding, ProbeDeadline
 from .targets import reach
 from .terminal import console, print_json, printable
 
@@ -39,7 +39,7 @@ def doctor(path: str, max_bytes: str, seconds: float, as_json: bool) -> None:
 
     size = _size(max_bytes)
     storage = reach(path)
-    deadline = Deadline(seconds)
+    deadline = ProbeDeadline(seconds)
     rows: list[tuple[str, Finding]] = []
     out = None if as_json else console()
     root = storage.local_root

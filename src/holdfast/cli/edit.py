@@ -9,17 +9,17 @@ from typing import Any
 import click
 
 from holdfast._units import format_bytes
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.external import holders
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpoint.record import Record
-from holdfast.checkpoint.retention import decide
-from holdfast.checkpoint.upkeep import upkeep
 from holdfast.config import Keep
 from holdfast.errors import CheckpointError, ConfigError
+from holdfast.run.catalog import Catalog
+from holdfast.run.external import holders
+from holdfast.run.record import Record
+from holdfast.run.retention import decide
+from holdfast.run.upkeep import upkeep
 from holdfast.storage.resolve import resolve
 
-from .targets import Pick, choose, find, pick_options, reach, run_at
+from .targets import Choice, choose, find, pick_options, reach, run_at
 from .terminal import console, painted, print_json, printable
 
 __all__ = ["pin", "prune", "rm", "unpin"]
@@ -31,7 +31,7 @@ _KEEP = "give rules such as last=3,best=2,metric=val_loss,mode=min,every=10000ba
 @click.argument("path")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @pick_options(whole=False)
-def pin(path: str, as_json: bool, pick: Pick) -> None:
+def pin(path: str, as_json: bool, pick: Choice) -> None:
     """Keep a checkpoint whatever the retention of its run says, also while the run trains."""
     _pin(path, pick, as_json, on=True)
 
@@ -40,12 +40,12 @@ def pin(path: str, as_json: bool, pick: Pick) -> None:
 @click.argument("path")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @pick_options(whole=False)
-def unpin(path: str, as_json: bool, pick: Pick) -> None:
+def unpin(path: str, as_json: bool, pick: Choice) -> None:
     """Leave a checkpoint to the retention of its run again."""
     _pin(path, pick, as_json, on=False)
 
 
-def _pin(path: str, pick: Pick, as_json: bool, *, on: bool) -> None:
+def _pin(path: str, pick: Choice, as_json: bool, *, on: bool) -> None:
     found = choose(path, pick)
     found.pin() if on else found.unpin()
     if as_json:

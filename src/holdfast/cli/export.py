@@ -7,7 +7,7 @@ import click
 from holdfast._progress import told_bar
 from holdfast._units import format_bytes
 
-from .targets import Pick, choose, pick_options
+from .targets import Choice, choose, pick_options
 from .terminal import console, print_json, printable
 
 __all__ = ["export"]
@@ -36,7 +36,7 @@ def export(
     max_shard_size: str | None,
     overwrite: bool,
     as_json: bool,
-    pick: Pick,
+    pick: Choice,
 ) -> None:
     """Write the checkpoint at PATH to DESTINATION in another format, tensor by tensor.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-__all__ = ["Deadline", "Finding", "bad", "good", "warn"]
+__all__ = ["Finding", "ProbeDeadline", "bad", "good", "warn"]
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -60,7 +60,7 @@ def bad(name: str, found: str, means: str, todo: str, **values: Any) -> Finding:
     return Finding(name=name, level="bad", found=found, means=means, todo=todo, values=values)
 
 
-class Deadline:
+class ProbeDeadline:
     """A span that probes share.
 
     Args:

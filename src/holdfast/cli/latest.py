@@ -7,7 +7,7 @@ import click
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import ConfigError
 
-from .targets import Pick, choose, find, ranking, run_at
+from .targets import Choice, choose, find, ranking, run_at
 from .terminal import print_json, printable
 
 __all__ = ["best", "latest"]
@@ -21,7 +21,7 @@ def latest(run: str, as_json: bool) -> None:
 
     Status 1 if there is none yet.
     """
-    _answer(run, Pick(newest=True), as_json)
+    _answer(run, Choice(newest=True), as_json)
 
 
 @click.command()
@@ -41,10 +41,10 @@ def best(run: str, metric: str | None, mode: str | None, as_json: bool) -> None:
         name, order = ranking(keep, None, mode)
         if name is None:
             raise ConfigError(f"{run} ranks by no metric (its Keep names none): give --metric NAME")
-    _answer(run, Pick(best=name, mode=order), as_json)
+    _answer(run, Choice(best=name, mode=order), as_json)
 
 
-def _answer(run: str, pick: Pick, as_json: bool) -> None:
+def _answer(run: str, pick: Choice, as_json: bool) -> None:
     found: Checkpoint = choose(run, pick)
     if as_json:
         print_json({"checkpoint": found.uri, "name": found.name, "step": found.step, "metrics": found.metrics})

@@ -13,10 +13,10 @@ from typing import Any
 
 import click
 
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.record import flat_metrics
-from holdfast.checkpoint.retention import is_number
 from holdfast.errors import ConfigError, UnknownMetricError
+from holdfast.run.catalog import Catalog
+from holdfast.run.record import flat_metrics
+from holdfast.run.retention import is_number
 
 from .targets import reach, run_at
 from .terminal import console, fits, number, print_json, printable, strict, table

@@ -9,16 +9,16 @@ from typing import Any
 import click
 
 from holdfast._units import format_bytes
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.record import Record, flat_metrics, metric_value
-from holdfast.checkpoint.retention import best_of
-from holdfast.checkpoint.runindex import RUN_FILE
+from holdfast.run.catalog import Catalog
+from holdfast.run.index import RUN_FILE
+from holdfast.run.record import Record, flat_metrics, metric_value
+from holdfast.run.retention import best_of
 from holdfast.storage.base import Storage
 
 from .runs import runs_of, say_unknown, show_runs
 from .show import show_checkpoint
 from .targets import find, ranking
-from .terminal import Listing, age, console, number, print_json, printable
+from .terminal import PlainTable, age, console, number, print_json, printable
 
 __all__ = ["ls"]
 
@@ -141,7 +141,7 @@ def _print(document: dict[str, Any]) -> None:
             out.print(Text(printable(f"{row['name']}: {row['reason']}"), style="red"))
 
 
-def _listing(rows: list[dict[str, Any]], metrics: list[str]) -> Listing:
+def _listing(rows: list[dict[str, Any]], metrics: list[str]) -> PlainTable:
     """Make the table, without the columns that would say the same in every row."""
     full = [row for row in rows if "step" in row]
     optional = {
@@ -150,7 +150,7 @@ def _listing(rows: list[dict[str, Any]], metrics: list[str]) -> Listing:
         "new": any(row["new_bytes"] != row["size_bytes"] for row in full),
     }
     titles = [title for title in ("step", "epoch", "attempt", "age", "size", "new") if optional.get(title, True)]
-    made = Listing([("checkpoint", "left"), *((title, "right") for title in (*titles, *metrics)), ("state", "left")])
+    made = PlainTable([("checkpoint", "left"), *((title, "right") for title in (*titles, *metrics)), ("state", "left")])
     now = time.time()
     for row in rows:
         cells = [""] * (len(titles) + len(metrics))

@@ -13,7 +13,7 @@ from holdfast._units import format_bytes
 from holdfast.errors import ConfigError, StorageError
 from holdfast.page.document import render
 from holdfast.page.facts import collect
-from holdfast.storage.ops import translate
+from holdfast.storage.local.ops import translate
 from holdfast.storage.resolve import resolve
 
 from .terminal import print_json

@@ -18,11 +18,11 @@ from typing import Any
 
 from holdfast._units import format_bytes, format_duration
 from holdfast.errors import HoldfastError, StorageConflictError, StorageExistsError
-from holdfast.runtime.worker.reflink import clone_file
 from holdfast.storage.base import TEMPORARY, Storage
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.trainers.function.worker.reflink import clone_file
 
-from .finding import Deadline, Finding, bad, good, warn
+from .finding import Finding, ProbeDeadline, bad, good, warn
 
 __all__ = [
     "LEFT",
@@ -107,7 +107,7 @@ def _handling(number: signal.Signals, handler: Any) -> Iterator[None]:
         signal.signal(number, before)
 
 
-def probe_disk(path: Path, max_bytes: int, deadline: Deadline, progress: Progress) -> Generator[Finding]:
+def probe_disk(path: Path, max_bytes: int, deadline: ProbeDeadline, progress: Progress) -> Generator[Finding]:
     """Yield what there is to say about a local directory; writes and reads at most ``max_bytes`` each way, twice."""
     place = _existing(path)
     kind, device, options = _file_system(place)
@@ -331,7 +331,9 @@ def _commits(storage: Storage) -> Finding:
     return good("fsync and rename", text, "what a commit of a small file takes", **values)
 
 
-def _speed(storage: Storage, folder: Path, size: int, deadline: Deadline, progress: Progress) -> Generator[Finding]:
+def _speed(
+    storage: Storage, folder: Path, size: int, deadline: ProbeDeadline, progress: Progress
+) -> Generator[Finding]:
     """Compare what Holdfast reaches with plain direct writes and reads of the same bytes."""
     buffer = mmap.mmap(-1, _BLOCK)
     buffer.write(os.urandom(1 << 16) * (_BLOCK >> 16))
@@ -370,7 +372,7 @@ def _speed(storage: Storage, folder: Path, size: int, deadline: Deadline, progre
         yield _judged("read", rates(lambda: read(storage, deadline, progress)), limit)
 
 
-def write(storage: Storage, size: int, buffer: mmap.mmap, deadline: Deadline, progress: Progress) -> int:
+def write(storage: Storage, size: int, buffer: mmap.mmap, deadline: ProbeDeadline, progress: Progress) -> int:
     """Write an object of about ``size`` bytes as a save does; durable on return. Returns its bytes."""
     with storage.create("bulk", size) as writer:
         done = 0
@@ -383,7 +385,7 @@ def write(storage: Storage, size: int, buffer: mmap.mmap, deadline: Deadline, pr
     return done
 
 
-def read(storage: Storage, deadline: Deadline, progress: Progress) -> int:
+def read(storage: Storage, deadline: ProbeDeadline, progress: Progress) -> int:
     """Read that object as a load does; returns the bytes read."""
     view = memoryview(bytearray(_BLOCK))
     with storage.open("bulk") as reader:

@@ -15,7 +15,7 @@ from holdfast.errors import HoldfastError, StorageError, StoragePermissionError
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
-from .finding import Deadline, Finding, bad, good, warn
+from .finding import Finding, ProbeDeadline, bad, good, warn
 from .probe_disk import probe_promises, rates, read, skew_of, undisturbed, write
 
 __all__ = ["probe_store"]
@@ -26,7 +26,7 @@ _PARALLEL = 4
 
 
 def probe_store(
-    storage: Storage, max_bytes: int, deadline: Deadline, progress: Callable[[int], object]
+    storage: Storage, max_bytes: int, deadline: ProbeDeadline, progress: Callable[[int], object]
 ) -> Generator[Finding]:
     """Yield what there is to say about a storage that is not a local disk; all that is written goes again."""
     name = f"holdfast-doctor-{uuid.uuid4().hex[:12]}"
@@ -99,7 +99,7 @@ def _copies(own: Storage) -> Finding:
     return good("copies", "made by the store itself", "files that did not change are not sent again")
 
 
-def _speed(own: Storage, size: int, deadline: Deadline, progress: Callable[[int], object]) -> Generator[Finding]:
+def _speed(own: Storage, size: int, deadline: ProbeDeadline, progress: Callable[[int], object]) -> Generator[Finding]:
     """Measure one transfer, and several at once: what the way there gives is what these reach together."""
     buffer = mmap.mmap(-1, _BLOCK)
     buffer.write(os.urandom(1 << 16) * (_BLOCK >> 16))

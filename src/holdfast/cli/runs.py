@@ -8,12 +8,12 @@ from typing import Any
 import click
 
 from holdfast._units import format_bytes
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.record import flat_metrics, metric_value
-from holdfast.checkpoint.retention import best_of, is_number
-from holdfast.checkpoint.run_state import run_state
-from holdfast.checkpoint.runindex import RUN_FILE
 from holdfast.errors import HoldfastError
+from holdfast.run.catalog import Catalog
+from holdfast.run.index import RUN_FILE
+from holdfast.run.record import flat_metrics, metric_value
+from holdfast.run.retention import best_of, is_number
+from holdfast.run.status import run_state
 from holdfast.storage.base import Storage
 
 from .targets import ranking

@@ -9,14 +9,14 @@ import click
 from holdfast._units import format_bytes
 from holdfast.checkpoint import summary
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpoint.lease import files_of
-from holdfast.checkpoint.record import timestamp, unpack
-from holdfast.checkpoint.runindex import RunIndex
-from holdfast.checkpoint.sidecar import read_sidecar
 from holdfast.errors import CheckpointError, CheckpointNotFoundError
 from holdfast.format.manifest import Manifest
+from holdfast.run.index import RunIndex
+from holdfast.run.lease import files_of
+from holdfast.run.record import timestamp, unpack
+from holdfast.run.sidecar import read_sidecar
 
-from .targets import Pick, choose, pick_options
+from .targets import Choice, choose, pick_options
 from .terminal import age, console, number, print_json, printable, table
 
 __all__ = ["show", "show_checkpoint"]
@@ -30,7 +30,7 @@ _DATA_SHOWN = 24
 @click.option("--tensors", is_flag=True, help="List every tensor with shape and dtype.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @pick_options(whole=False)
-def show(path: str, tensors: bool, as_json: bool, pick: Pick) -> None:
+def show(path: str, tensors: bool, as_json: bool, pick: Choice) -> None:
     """Show what a checkpoint is and holds, from its small files alone.
 
     PATH is a checkpoint, or a run: then its newest one is shown, or the one that --best or --step names.

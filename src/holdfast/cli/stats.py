@@ -11,13 +11,13 @@ from typing import Any
 import click
 
 from holdfast._units import format_bytes, format_duration
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.costs import stats as sum_up
-from holdfast.checkpoint.openmetrics import openmetrics
-from holdfast.checkpoint.run_state import run_state
 from holdfast.errors import ConfigError, HoldfastError, StorageError
+from holdfast.run.catalog import Catalog
+from holdfast.run.costs import stats as sum_up
+from holdfast.run.openmetrics import openmetrics
+from holdfast.run.status import run_state
 from holdfast.storage.base import Storage
-from holdfast.storage.ops import translate
+from holdfast.storage.local.ops import translate
 from holdfast.storage.resolve import resolve
 
 from .runs import runs_of

@@ -11,7 +11,7 @@ import click
 from holdfast._progress import progress_bar
 from holdfast._units import format_duration, parse_span
 from holdfast.errors import ConfigError
-from holdfast.storage.unfinished import UnfinishedUploads
+from holdfast.storage.object.unfinished import UnfinishedUploads
 
 from .targets import reach
 from .terminal import age, console, print_json, printable

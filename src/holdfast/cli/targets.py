@@ -8,25 +8,25 @@ from typing import Any
 
 import click
 
-from holdfast.checkpoint.catalog import Catalog, is_remains
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpoint.lease import is_claim
-from holdfast.checkpoint.record import Record, flat_metrics
-from holdfast.checkpoint.runindex import RUN_FILE, RunIndex
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError, UnknownMetricError
+from holdfast.run.catalog import Catalog, is_remains
+from holdfast.run.index import RUN_FILE, RunIndex
+from holdfast.run.lease import is_claim
+from holdfast.run.record import Record, flat_metrics
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
 from .terminal import printable
 
-__all__ = ["Pick", "choose", "find", "pick_options", "ranking", "reach", "run_at", "warn_of_quarantine"]
+__all__ = ["Choice", "choose", "find", "pick_options", "ranking", "reach", "run_at", "warn_of_quarantine"]
 
 _Command = Callable[..., None]
 _SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pick:
+class Choice:
     """Which checkpoint of a run is meant.
 
     Attributes:
@@ -58,7 +58,7 @@ def pick_options(*, whole: bool) -> Callable[[_Command], _Command]:
     def decorate(command: _Command) -> _Command:
         def taken(**options: Any) -> None:
             names = ("best", "mode", "step", "newest")
-            pick = Pick(**{name: options.pop(name) for name in names if name in options})
+            pick = Choice(**{name: options.pop(name) for name in names if name in options})
             if sum((pick.newest, pick.best is not None, pick.step is not None)) > 1:
                 raise ConfigError("--newest, --best and --step name different checkpoints: give one of them")
             if pick.mode is not None and pick.best is None:
@@ -119,7 +119,7 @@ def find(path: str) -> tuple[Storage, Checkpoint | None]:
     return storage, None
 
 
-def choose(path: str, pick: Pick, *, warns: bool = True) -> Checkpoint:
+def choose(path: str, pick: Choice, *, warns: bool = True) -> Checkpoint:
     """Return the checkpoint that is meant: the one at ``path``, or of the run there the one asked for.
 
     Which one of a run is taken without having been asked for is said on stderr, and so is, unless ``warns`` is false,
@@ -173,7 +173,7 @@ def ranking(keep: Mapping[str, Any] | None, metric: str | None, mode: str | None
     return name, mode or (rules.get("mode") if name == rules.get("metric") else None) or "min"
 
 
-def _pick(catalog: Catalog, pick: Pick) -> Record:
+def _pick(catalog: Catalog, pick: Choice) -> Record:
     where = catalog.storage.uri
     if pick.step is not None:
         return _at_step(catalog, pick.step)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["Listing", "age", "console", "fits", "number", "painted", "print_json", "printable", "strict", "table"]
+__all__ = ["PlainTable", "age", "console", "fits", "number", "painted", "print_json", "printable", "strict", "table"]
 
 _PIPE_WIDTH = 160
 _LONG = 1000
@@ -48,7 +48,7 @@ def fits(out: Console, made: Table) -> bool:
     return Measurement.get(out, out.options.update(max_width=10_000), made).maximum <= out.width
 
 
-class Listing:
+class PlainTable:
     """A plain table for thousands of rows, which those of rich take seconds for.
 
     Args:

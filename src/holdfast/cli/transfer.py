@@ -12,14 +12,14 @@ import click
 from holdfast._progress import progress_bar
 from holdfast._units import format_bytes, format_duration
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpoint.run_transfer import Outcome, RunPlan, check_apart, copy_run, plan_run
-from holdfast.checkpoint.transfer import Copied, compare_files, copy_checkpoint, copy_file
 from holdfast.checkpoint.verify import verify as verify_checkpoint
+from holdfast.copying.run_transfer import CopyOutcome, RunPlan, check_apart, copy_run, plan_run
+from holdfast.copying.transfer import Copied, compare_files, copy_checkpoint, copy_file
 from holdfast.errors import CheckpointExistsError, CheckpointNotFoundError, ConfigError, HoldfastError, StorageError
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
-from .targets import Pick, choose, find, pick_options, reach, warn_of_quarantine
+from .targets import Choice, choose, find, pick_options, reach, warn_of_quarantine
 from .terminal import console, print_json, printable
 
 __all__ = ["cp", "pull", "push"]
@@ -98,14 +98,14 @@ class _Job:
     source: str
     target: Storage
     plan: RunPlan
-    steps: Callable[[Progress], Iterator[Outcome]]
+    steps: Callable[[Progress], Iterator[CopyOutcome]]
     is_run: bool
-    done: list[Outcome] = field(default_factory=list)
+    done: list[CopyOutcome] = field(default_factory=list)
     ended: str | None = None
     interrupted: bool = False
 
 
-def _copy(source: str, target: str, *, overwrite: bool, verify: bool, as_json: bool, pick: Pick) -> None:
+def _copy(source: str, target: str, *, overwrite: bool, verify: bool, as_json: bool, pick: Choice) -> None:
     begun = time.monotonic()
     reach(target)
     job = _job(source, target, pick, overwrite=overwrite)
@@ -127,7 +127,7 @@ def _copy(source: str, target: str, *, overwrite: bool, verify: bool, as_json: b
         raise click.exceptions.Exit(1)
 
 
-def _job(source: str, target: str, pick: Pick, *, overwrite: bool) -> _Job:
+def _job(source: str, target: str, pick: Choice, *, overwrite: bool) -> _Job:
     if pick.is_given:
         return _one_job(choose(source, pick), target, overwrite=overwrite)
     storage, checkpoint = find(source)
@@ -145,7 +145,7 @@ def _run_job(storage: Storage, plan: RunPlan, target: str, *, overwrite: bool) -
     root = resolve(target).child(name) if target.endswith("/") else resolve(target)
     check_apart(storage, root)
 
-    def steps(progress: Progress) -> Iterator[Outcome]:
+    def steps(progress: Progress) -> Iterator[CopyOutcome]:
         return copy_run(storage, plan, root, overwrite=overwrite, progress=progress)
 
     return _Job(storage.uri, root, plan, steps, is_run=True)
@@ -156,7 +156,7 @@ def _one_job(old: Checkpoint, target: str, *, overwrite: bool) -> _Job:
     check_apart(old.storage.child(old.directory), new.storage.child(new.directory))
     plan = RunPlan(names=(new.directory,), total_bytes=_size(old))
 
-    def steps(progress: Progress) -> Iterator[Outcome]:
+    def steps(progress: Progress) -> Iterator[CopyOutcome]:
         places = (old.storage, old.directory, new.storage, new.directory)
         if old.storage.exists(old.directory):
             there = compare_files(*places) if new.storage.exists(new.directory) else None
@@ -169,7 +169,7 @@ def _one_job(old: Checkpoint, target: str, *, overwrite: bool) -> _Job:
                 copied = Copied(bytes_sent=plan.total_bytes, files=1, is_foreign=True)
         else:
             copied = copy_checkpoint(*places, overwrite=overwrite, progress=progress)
-        yield Outcome(name=new.directory, state="foreign" if copied.is_foreign else "ok", copied=copied)
+        yield CopyOutcome(name=new.directory, state="foreign" if copied.is_foreign else "ok", copied=copied)
 
     return _Job(old.uri, new.storage, plan, steps, is_run=False)
 

@@ -9,18 +9,18 @@ import click
 
 from holdfast._progress import progress_bar
 from holdfast._units import format_bytes
-from holdfast.checkpoint.catalog import Catalog, is_remains
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpoint.history import LOGS, REPORTS
-from holdfast.checkpoint.lease import is_claim
-from holdfast.checkpoint.runindex import RUN_FILE, RunIndex
 from holdfast.checkpoint.verify import Verification
 from holdfast.checkpoint.verify import verify as verify_checkpoint
 from holdfast.errors import StoragePermissionError
 from holdfast.format.manifest import MANIFEST_NAME
+from holdfast.run.catalog import Catalog, is_remains
+from holdfast.run.index import RUN_FILE, RunIndex
+from holdfast.run.lease import is_claim
+from holdfast.run.reports import LOGS, REPORTS
 from holdfast.storage.base import Storage
 
-from .targets import Pick, choose, find, pick_options
+from .targets import Choice, choose, find, pick_options
 from .terminal import console, print_json, printable
 
 __all__ = ["verify"]
@@ -36,7 +36,7 @@ _LEVELS = 3  # of folders within folders: save_folder of many runs, with file na
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @pick_options(whole=True)
-def verify(path: str, deep: bool | None, as_json: bool, pick: Pick) -> None:
+def verify(path: str, deep: bool | None, as_json: bool, pick: Choice) -> None:
     """Check one checkpoint, or all checkpoints of a run (or of several runs in a folder), at PATH.
 
     Without --deep: manifests and the sizes of all files. With --deep: every byte against its digest.

@@ -13,7 +13,8 @@ from math import isfinite
 from struct import error as struct_error
 from typing import Any
 
-from ..errors import CorruptCheckpointError, HoldfastError, UnsupportedStateError
+from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsupportedStateError
+
 from . import scalars
 from .named import is_named_tuple, named_tuple
 from .strict_json import BIG_INT_BITS, dumps, encode_big_int, loads

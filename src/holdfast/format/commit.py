@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from typing import Any
 
-from .._log import get_logger
-from ..errors import (
+from holdfast._log import get_logger
+from holdfast.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -25,8 +25,9 @@ from ..errors import (
     StorageExistsError,
     StorageNotFoundError,
 )
-from ..storage.base import Storage
-from ..storage.together import together
+from holdfast.storage.base import Storage
+from holdfast.storage.together import together
+
 from .division import Division, disagreement
 from .manifest import MAX_MANIFEST_BYTES, FileEntry, Manifest
 from .names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, check_links, join, start_id_of

@@ -1,7 +1,7 @@
 """How several ranks divided one state among them, so that no checkpoint of half a state commits or loads.
 
-Every rank derives from the structure alone what it writes (`holdfast.state.share`); none asks the others. What each
-of them derived travels with its part, and all parts of a checkpoint must say the same.
+Every rank derives from the structure alone what it writes (`holdfast.state.save.assignment`); none asks the others.
+What each of them derived travels with its part, and all parts of a checkpoint must say the same.
 """
 
 from __future__ import annotations

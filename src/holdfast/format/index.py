@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from ..errors import CorruptCheckpointError, FormatVersionError
+from holdfast.errors import CorruptCheckpointError, FormatVersionError
+
 from .division import Division
 from .layout import item_size
 from .names import check_path

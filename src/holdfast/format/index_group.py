@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ..errors import CorruptCheckpointError, FormatVersionError
+from holdfast.errors import CorruptCheckpointError, FormatVersionError
+
 from .index import Index, TensorEntry
 from .layout import item_size
 from .pieces import FileNumbers

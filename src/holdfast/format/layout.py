@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ..errors import CorruptCheckpointError
-from ..storage.base import FileReader
+from holdfast.errors import CorruptCheckpointError
+from holdfast.storage.base import FileReader
+
 from .strict_json import loads, paused_gc
 
 __all__ = ["BLOCK", "DTYPES", "HeaderEntry", "header_bytes", "item_size", "order_key", "read_header"]

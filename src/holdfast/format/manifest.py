@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..errors import ConfigError, CorruptCheckpointError, FormatVersionError
+from holdfast.errors import ConfigError, CorruptCheckpointError, FormatVersionError
+
 from .codec import decode, encode
 from .digest import bytes_digest, num_chunks
 from .names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, check_path

@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from itertools import chain, islice
 
-from ..storage.base import ObjectInfo, Storage
-from ..storage.together import together
+from holdfast.storage.base import ObjectInfo, Storage
+from holdfast.storage.together import together
+
 from .commit import remove
 from .names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, join, start_id_of
 

@@ -11,8 +11,8 @@ import os
 import re
 from collections.abc import Iterable
 
-from ..errors import CorruptCheckpointError
-from ..storage.base import Storage
+from holdfast.errors import CorruptCheckpointError
+from holdfast.storage.base import Storage
 
 __all__ = [
     "MANIFEST_NAME",

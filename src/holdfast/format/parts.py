@@ -10,11 +10,12 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .._log import get_logger
-from ..errors import CheckpointError, CorruptCheckpointError, StorageNotFoundError
-from ..storage.base import Storage
-from ..storage.local import door_of
-from ..storage.ops import errors_of
+from holdfast._log import get_logger
+from holdfast.errors import CheckpointError, CorruptCheckpointError, StorageNotFoundError
+from holdfast.storage.base import Storage
+from holdfast.storage.local.local_storage import door_of
+from holdfast.storage.local.ops import errors_of
+
 from .commit import PartSummary, read_manifest
 from .manifest import MAX_MANIFEST_BYTES
 from .names import REMOVING_NAME, SIDECARS, check_links, check_path, join, save_id_of, start_id_of

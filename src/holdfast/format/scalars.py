@@ -13,7 +13,7 @@ import struct
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UnsupportedStateError
+from holdfast.errors import UnsupportedStateError
 
 if TYPE_CHECKING:
     from .codec import _Encoder

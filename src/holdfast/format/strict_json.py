@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NoReturn
 
-from ..errors import CorruptCheckpointError
+from holdfast.errors import CorruptCheckpointError
 
 __all__ = ["BIG_INT_BITS", "MAX_BYTES", "MAX_DEPTH", "check_depth", "dumps", "encode_big_int", "loads", "paused_gc"]
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import xxhash
 
-from ..errors import CorruptCheckpointError, StorageError, StorageNotFoundError
-from ..storage.base import FileReader, Storage
+from holdfast.errors import CorruptCheckpointError, StorageError, StorageNotFoundError
+from holdfast.storage.base import FileReader, Storage
+
 from .digest import CHUNK, ChunkHasher, bytes_digest, chunk_digests, file_digest
 from .index import Index
 from .manifest import FileEntry, Manifest

@@ -6,13 +6,14 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..checkpoint.handle import Checkpoint
-from ..checkpointer.identity import manifest_fields, new_start_id
-from ..errors import CheckpointExistsError
-from ..format.codec import dumps
-from ..format.commit import PartSummary, commit, look_before
-from ..format.names import MANIFEST_NAME
-from .part import PartWriter, Row
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpointer.identity import manifest_fields, new_start_id
+from holdfast.errors import CheckpointExistsError
+from holdfast.format.codec import dumps
+from holdfast.format.commit import PartSummary, commit, look_before
+from holdfast.format.names import MANIFEST_NAME
+
+from .part import DirectPartWriter, Row
 
 __all__ = ["check_free", "write_alone"]
 
@@ -60,7 +61,7 @@ def write_alone(
     """
     # Nobody holds a lease here: what others have left, or are about to commit, goes after a commit that shuts them out.
     replaced = look_before(target.storage, target.directory)
-    writer = PartWriter(target.storage, target.directory, f"{new_start_id()}-1", progress=progress)
+    writer = DirectPartWriter(target.storage, target.directory, f"{new_start_id()}-1", progress=progress)
     try:
         part = writer.write(rows, aliases)
         state = writer.state(dumps(tree))

@@ -11,18 +11,19 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.handle import Checkpoint
-from ..errors import ConfigError, StateMismatchError, StoragePermissionError
-from ..state import arrays
-from ..state.selection import Selection
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.errors import ConfigError, StateMismatchError, StoragePermissionError
+from holdfast.state.load.selection import Selection
+from holdfast.state.tree import arrays
+
 from .alone import check_free, write_alone
 from .blobs import Blob
-from .boxes import WINDOW, Part, check_parts, fill, windows
-from .contents import Contents, read_contents
+from .boxes import WINDOW, BoxReader, check_parts, fill, windows
+from .contents import CheckpointContents, read_contents
 from .part import Row
-from .source import Source
+from .source import OpenedCheckpoint
 
-__all__ = ["MOST", "Averaged", "average", "ema_weights"]
+__all__ = ["MOST", "AverageResult", "average", "ema_weights"]
 
 MOST = 200
 """Checkpoints that are averaged at once, at most."""
@@ -33,7 +34,7 @@ _MODELS = ("model", "state/model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Averaged:
+class AverageResult:
     """What `average` has made.
 
     Attributes:
@@ -81,7 +82,7 @@ def average(
     overwrite: bool = False,
     method: str | None = None,
     progress: Callable[[int | None, int], object] = lambda total, done: None,
-) -> Averaged:
+) -> AverageResult:
     """Write a checkpoint with the average of the models of several; durable and committed on return, or not there.
 
     Floating tensors are summed in float64 and rounded to their own dtype once; other tensors and plain data come from
@@ -116,7 +117,10 @@ def average(
         if not names:
             raise ConfigError(f"{sources[-1].uri}: what is chosen holds no tensors: choose with only=... (--only)")
         _check_alike(contents, names, only, tree)
-        opened = [stack.enter_context(Source(one.storage.child(one.directory), share=len(sources))) for one in sources]
+        opened = [
+            stack.enter_context(OpenedCheckpoint(one.storage.child(one.directory), share=len(sources)))
+            for one in sources
+        ]
         floating = dict.fromkeys(name for name in names if _is_averaged(last, name))
         progress(sum(one.nbytes(name) for one in contents for name in floating), 0)
         not_finite: dict[str, None] = {}
@@ -145,7 +149,7 @@ def average(
             extra={"average": {"method": method or ("weighted" if weights else "uniform"), "sources": told}},
             overwrite=overwrite,
         )
-    return Averaged(
+    return AverageResult(
         checkpoint=destination,
         sources=tuple((one, side.manifest.step, w) for one, side, w in zip(sources, contents, shares, strict=True)),
         averaged=tuple(floating),
@@ -172,13 +176,13 @@ def _shares(sources: Sequence[Checkpoint], weights: Sequence[float] | None) -> l
 def _mean(
     name: str,
     like: Blob,
-    sources: Sequence[Source],
+    sources: Sequence[OpenedCheckpoint],
     shares: Sequence[float],
     not_finite: dict[str, None],
     progress: Callable[[int], object],
 ) -> Iterator[memoryview]:
     """Yield the bytes of the average of one tensor."""
-    stored: list[tuple[list[Part], str, int, float]] = []
+    stored: list[tuple[list[BoxReader], str, int, float]] = []
     for source, share in zip(sources, shares, strict=True):
         blob = source.named(name)
         boxes = source.boxes(name)
@@ -205,7 +209,7 @@ def _mean(
         yield memoryview(total.to(dtype).view(torch.uint8).numpy().data)
 
 
-def _all_same(name: str, contents: Sequence[Contents], opened: Sequence[Source]) -> bool:
+def _all_same(name: str, contents: Sequence[CheckpointContents], opened: Sequence[OpenedCheckpoint]) -> bool:
     last, its = contents[-1], opened[-1].named(name)
     for one, source in zip(contents[:-1], opened, strict=False):
         if one.is_same(name, last, name):
@@ -218,13 +222,13 @@ def _all_same(name: str, contents: Sequence[Contents], opened: Sequence[Source])
     return True
 
 
-def _is_averaged(contents: Contents, name: str) -> bool:
+def _is_averaged(contents: CheckpointContents, name: str) -> bool:
     dtype = contents.tensor(name).dtype
     found = arrays.dtype_of(dtype)
     return dtype not in _ODD and (found.is_floating_point or found.is_complex)
 
 
-def _selected(contents: Contents, only: Sequence[str] | None) -> tuple[Any, list[str]]:
+def _selected(contents: CheckpointContents, only: Sequence[str] | None) -> tuple[Any, list[str]]:
     """Return the chosen part of the structure, and the top-level items of which nothing is chosen."""
     if contents.tree is None:
         raise ConfigError(f"{contents.checkpoint.uri} holds files of a user and no state: there is nothing to average")
@@ -237,7 +241,7 @@ def _selected(contents: Contents, only: Sequence[str] | None) -> tuple[Any, list
     return tree if tree is not None else {}, [item for item in items if item not in kept]
 
 
-def _models(contents: Contents) -> list[str]:
+def _models(contents: CheckpointContents) -> list[str]:
     """Find what a person means by the model: modules, or what is called so, or all of it if it is tensors alone."""
     found = list(_modules(contents.tree, ""))
     if found:
@@ -306,7 +310,9 @@ def _names(node: Any) -> Iterator[str]:
             yield from _names(child)
 
 
-def _check_alike(contents: Sequence[Contents], names: Sequence[str], only: Sequence[str] | None, tree: Any) -> None:
+def _check_alike(
+    contents: Sequence[CheckpointContents], names: Sequence[str], only: Sequence[str] | None, tree: Any
+) -> None:
     """Refuse sources whose chosen tensors do not have the names and shapes of the last one."""
     last = contents[-1]
     selection = Selection(list(only) if only is not None else _models(last))

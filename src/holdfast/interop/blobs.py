@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from ..format.layout import item_size
+from holdfast.format.layout import item_size
 
 if TYPE_CHECKING:
     import torch

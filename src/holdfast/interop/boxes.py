@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import CorruptCheckpointError
-from ..format.boxes import Box, flaw, overlap
+from holdfast.errors import CorruptCheckpointError
+from holdfast.format.boxes import Box, flaw, overlap
 
-__all__ = ["WINDOW", "Part", "assemble", "check_parts", "fill", "windows"]
+__all__ = ["WINDOW", "BoxReader", "assemble", "check_parts", "fill", "windows"]
 
 WINDOW = 8 << 20
 """Bytes of a tensor in memory at a time."""
@@ -19,14 +19,14 @@ WINDOW = 8 << 20
 Shape = tuple[int, ...]
 
 
-class Part(NamedTuple):
+class BoxReader(NamedTuple):
     """A box of a tensor whose elements lie in row-major order: ``read(offset, view)`` fills ``view`` from there on."""
 
     box: Box
     read: Callable[[int, memoryview], None]
 
 
-def assemble(name: str, shape: Shape, itemsize: int, parts: Sequence[Part]) -> Iterator[memoryview]:
+def assemble(name: str, shape: Shape, itemsize: int, parts: Sequence[BoxReader]) -> Iterator[memoryview]:
     """Yield the bytes of a whole tensor; each view is valid until the next is asked for.
 
     Raises:
@@ -43,7 +43,7 @@ def assemble(name: str, shape: Shape, itemsize: int, parts: Sequence[Part]) -> I
         yield view
 
 
-def check_parts(name: str, shape: Shape, parts: Sequence[Part]) -> None:
+def check_parts(name: str, shape: Shape, parts: Sequence[BoxReader]) -> None:
     """Raise CorruptCheckpointError if the boxes do not make up the tensor."""
     if problem := flaw(shape, (part.box for part in parts)):
         raise CorruptCheckpointError(
@@ -65,7 +65,7 @@ def windows(shape: Shape, limit: int) -> Iterator[Box]:
             yield Box((*outer, at, *(0 for _ in rest)), (*(1 for _ in outer), size, *rest))
 
 
-def fill(view: memoryview, window: Box, part: Part, itemsize: int) -> None:
+def fill(view: memoryview, window: Box, part: BoxReader, itemsize: int) -> None:
     """Put what a part has of a window into it."""
     common = overlap(window, part.box)
     if common is None:

@@ -6,10 +6,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..errors import CorruptCheckpointError, StorageNotFoundError
-from ..format.digest import CHUNK
-from ..state.digests import Digests
-from ..storage.base import FileReader, Storage
+from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
+from holdfast.format.digest import CHUNK
+from holdfast.state.load.digests import Digests
+from holdfast.storage.base import FileReader, Storage
 
 __all__ = ["CheckedFiles"]
 

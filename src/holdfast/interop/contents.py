@@ -10,19 +10,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..checkpoint.handle import Checkpoint
-from ..checkpoint.summary import entries_of, short
-from ..errors import ConfigError, CorruptCheckpointError, StorageNotFoundError
-from ..format.digest import CHUNK, DIGEST_BYTES, bytes_digest, num_chunks
-from ..format.index import Index, Piece, TensorEntry
-from ..format.manifest import FileEntry, Manifest
-from ..format.merge import merged
-from ..format.names import save_id_of
-from ..format.schema import check_whole
-from ..format.strict_json import loads
-from ..storage.base import Storage
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.summary import entries_of, short
+from holdfast.errors import ConfigError, CorruptCheckpointError, StorageNotFoundError
+from holdfast.format.digest import CHUNK, DIGEST_BYTES, bytes_digest, num_chunks
+from holdfast.format.index import Index, Piece, TensorEntry
+from holdfast.format.manifest import FileEntry, Manifest
+from holdfast.format.merge import merged
+from holdfast.format.names import save_id_of
+from holdfast.format.schema import check_whole
+from holdfast.format.strict_json import loads
+from holdfast.storage.base import Storage
 
-__all__ = ["Contents", "Leaf", "read_contents"]
+__all__ = ["CheckpointContents", "Leaf", "read_contents"]
 
 _MAX_JSON = 2 << 30
 _SEQUENCES = frozenset({"tuple", "set", "frozenset", "deque", "namedtuple"})
@@ -51,7 +51,7 @@ class _Tensor:
 
 
 @dataclass(slots=True)
-class Contents:
+class CheckpointContents:
     """A checkpoint taken apart.
 
     Attributes:
@@ -86,7 +86,7 @@ class Contents:
         """Return the stored bytes of a tensor."""
         return sum(piece.nbytes for piece in self._stored(name).pieces.values())
 
-    def is_same(self, name: str, other: Contents, its_name: str) -> bool:
+    def is_same(self, name: str, other: CheckpointContents, its_name: str) -> bool:
         """Tell whether digests alone prove that two tensors have the same bytes; False if that has to be read."""
         mine, its = self._stored(name).pieces, other._stored(its_name).pieces
         if mine.keys() != its.keys():
@@ -104,7 +104,7 @@ class Contents:
         return found
 
 
-def read_contents(checkpoint: Checkpoint) -> Contents:
+def read_contents(checkpoint: Checkpoint) -> CheckpointContents:
     """Read manifest, structure, indexes and digests of a checkpoint, each checked against its digest.
 
     Raises:
@@ -134,7 +134,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     leaves = dict(_leaves(tree, "")) if trees else {}
     for entry in sorted(manifest.with_role("rank"), key=lambda entry: entry.writer):
         leaves.update(_leaves(files.tree(entry), f"rank {entry.writer}"))
-    return Contents(checkpoint, manifest, leaves, aliases, tree, tensors, _tables(files, manifest))
+    return CheckpointContents(checkpoint, manifest, leaves, aliases, tree, tensors, _tables(files, manifest))
 
 
 class _Files:

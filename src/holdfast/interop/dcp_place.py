@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 
-from ..checkpoint.handle import Checkpoint
-from ..errors import ConfigError
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.errors import ConfigError
 
-__all__ = ["Placed"]
+__all__ = ["DcpPlace"]
 
 
-class Placed:
+class DcpPlace:
     """Knows where its checkpoint is; stands before DCP's class among the bases.
 
     Attributes:

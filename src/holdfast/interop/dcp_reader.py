@@ -21,24 +21,25 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ..checkpoint.handle import Checkpoint
-from ..checkpoint.newest import newest_of_run
-from ..errors import ConfigError
-from ..format.boxes import Box
-from ..format.index import Piece
-from ..state.arrays import dtype_of
-from ..state.reader import ReadRequest, read_tensors
-from ..state.spans import spans
-from ..state.targets import box_of
-from ..state.torch_plain import from_plain
-from .dcp_place import Placed
-from .source import Source
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.newest import newest_of_run
+from holdfast.errors import ConfigError
+from holdfast.format.boxes import Box
+from holdfast.format.index import Piece
+from holdfast.state.load.reader import ReadRequest, read_tensors
+from holdfast.state.load.spans import spans
+from holdfast.state.load.targets import box_of
+from holdfast.state.save.torch_plain import from_plain
+from holdfast.state.tree.arrays import dtype_of
+
+from .dcp_place import DcpPlace
+from .source import OpenedCheckpoint
 from .to_dcp import flatten_for_dcp
 
 __all__ = ["HoldfastReader"]
 
 
-class HoldfastReader(Placed, StorageReader):
+class HoldfastReader(DcpPlace, StorageReader):
     """Makes ``dcp.load`` read Holdfast checkpoints, also those of `holdfast.save` and of a `Checkpointer`.
 
     A tensor of a module saved as "model" is called "model.<its name>", what an optimizer keeps
@@ -54,7 +55,7 @@ class HoldfastReader(Placed, StorageReader):
         super().__init__()
         self.path = None if path is None else os.fspath(path)
         self.verify = verify
-        self._source: Source | None = None
+        self._source: OpenedCheckpoint | None = None
         self._values: dict[str, Any] = {}
         self._pieces: dict[tuple[str, tuple[int, ...]], tuple[Piece, torch.dtype, Box]] = {}
 
@@ -70,7 +71,7 @@ class HoldfastReader(Placed, StorageReader):
         self._close()
         of = newest_of_run(Checkpoint(self.path))
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        source = self._source = Source(of.storage.child(of.directory), rank=rank, verify=self.verify)
+        source = self._source = OpenedCheckpoint(of.storage.child(of.directory), rank=rank, verify=self.verify)
         entries: dict[str, Any] = {}
         mappings: dict[str, Any] = {}
         for key, path, value in flatten_for_dcp(source.plain(by_name=True)):
@@ -120,7 +121,7 @@ class HoldfastReader(Placed, StorageReader):
         done.set_result(None)
         return done
 
-    def _tensor(self, key: str, name: str, source: Source) -> TensorStorageMetadata:
+    def _tensor(self, key: str, name: str, source: OpenedCheckpoint) -> TensorStorageMetadata:
         entry = source.stored.entry(name)
         dtype, chunks = dtype_of(entry.dtype), []
         for piece in entry.pieces:
@@ -136,7 +137,7 @@ class HoldfastReader(Placed, StorageReader):
         wanted = Box(tuple(a + b for a, b in zip(box.start, offsets, strict=True)), tuple(lengths))
         return list(spans(index.fqn, piece, box, wanted, target, dtype)) if target.numel() else []
 
-    def _bytes(self, key: str, source: Source) -> io.BytesIO:
+    def _bytes(self, key: str, source: OpenedCheckpoint) -> io.BytesIO:
         """Serialize a plain value as the default planner expects it: it reads its own pickle, made of our data."""
 
         def read(value: Any) -> Any:

@@ -18,19 +18,20 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..checkpoint.handle import Checkpoint
-from ..checkpointer.identity import manifest_fields, new_start_id
-from ..errors import CheckpointExistsError, ConfigError, UnsupportedStateError
-from ..format.boxes import Box
-from ..format.codec import dumps
-from ..format.commit import PartSummary, Replaced, commit, look_before
-from ..format.names import MANIFEST_NAME
-from ..state.arrays import check_tensor, dtype_name
-from ..state.sharded import is_spread, local_tensor
-from ..state.torch_file import tensor_bytes
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpointer.identity import manifest_fields, new_start_id
+from holdfast.errors import CheckpointExistsError, ConfigError, UnsupportedStateError
+from holdfast.format.boxes import Box
+from holdfast.format.codec import dumps
+from holdfast.format.commit import PartSummary, Replaced, commit, look_before
+from holdfast.format.names import MANIFEST_NAME
+from holdfast.state.save.torch_file import tensor_bytes
+from holdfast.state.tree.arrays import check_tensor, dtype_name
+from holdfast.state.tree.sharded import is_spread, local_tensor
+
 from .blobs import Blob
-from .dcp_place import Placed
-from .part import PartWriter, Row
+from .dcp_place import DcpPlace
+from .part import DirectPartWriter, Row
 from .tree import nested, node_of, tensor_name
 
 __all__ = ["HoldfastWriter"]
@@ -46,7 +47,7 @@ class _Told:
     part: Any = None
 
 
-class HoldfastWriter(Placed, StorageWriter):
+class HoldfastWriter(DcpPlace, StorageWriter):
     """Makes ``dcp.save`` and ``dcp.async_save`` write Holdfast checkpoints.
 
     Each rank writes its own files, durably; the coordinator commits when all have. Until then there is no checkpoint.
@@ -119,7 +120,7 @@ class HoldfastWriter(Placed, StorageWriter):
                 row = _row(name, planner.resolve_data(item), item)
                 rows += [row] if name not in tied and (row.blob.nbytes or not all(row.shape)) else []
                 told.append((item, row.blob.nbytes, None))
-        writer = PartWriter(target.storage, target.directory, f"{new_start_id()}-1", rank=self._rank)
+        writer = DirectPartWriter(target.storage, target.directory, f"{new_start_id()}-1", rank=self._rank)
         part = writer.write(rows, tied).to_json() if rows else None
         results = [
             WriteResult(item.index, size, _Told(node=node, part=None if number else part))
@@ -143,7 +144,7 @@ class HoldfastWriter(Placed, StorageWriter):
         parts = [
             PartSummary.from_json(result.storage_data.part) for result in told if result.storage_data.part is not None
         ]
-        keeper = PartWriter(target.storage, target.directory, f"{new_start_id()}-1", rank=self._rank)
+        keeper = DirectPartWriter(target.storage, target.directory, f"{new_start_id()}-1", rank=self._rank)
         state = keeper.state(dumps(nested(nodes)))
         own = next((part for part in parts if part.writer == self._rank), PartSummary(writer=self._rank))
         parts = [part for part in parts if part is not own]

@@ -7,14 +7,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..checkpoint.handle import Checkpoint
-from ..checkpoint.record import flat_metrics
-from ..checkpoint.summary import short
-from ..errors import ConfigError
-from ..state.selection import Selection
-from .contents import Contents, Leaf, read_contents
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.summary import short
+from holdfast.errors import ConfigError
+from holdfast.run.record import flat_metrics
+from holdfast.state.load.selection import Selection
 
-__all__ = ["Change", "Difference", "Missing", "TensorChange", "Tolerance", "compare"]
+from .contents import CheckpointContents, Leaf, read_contents
+
+__all__ = ["Change", "CheckpointDifference", "Missing", "TensorChange", "Tolerance", "compare"]
 
 _ABOUT = ("step", "epoch", "attempt", "run_id", "created", "world_size", "total_bytes")
 _SHOWN_ITEMS = 3
@@ -87,7 +88,7 @@ class TensorChange:
 
 
 @dataclass(slots=True, kw_only=True)
-class Difference:
+class CheckpointDifference:
     """What `compare` has found.
 
     Attributes:
@@ -138,7 +139,7 @@ def compare(
     skip: str | Iterable[str] | None = None,
     tolerance: Tolerance | None = None,
     progress: Callable[[int | None, int], object] = lambda total, done: None,
-) -> Difference:
+) -> CheckpointDifference:
     """Compare two checkpoints of any layouts and numbers of ranks; reads tensors window by window (about 150 MB).
 
     Tensors whose digests are equal are the same and are not read. NaN equals NaN, and 0.0 equals -0.0.
@@ -157,7 +158,7 @@ def compare(
     """
     tolerance = tolerance or Tolerance()
     one, other = read_contents(a), read_contents(b)
-    found = Difference(a=a, b=b)
+    found = CheckpointDifference(a=a, b=b)
     _notes(found, one, other)
     selection = Selection(only, skip)
     selection.check({*one.leaves, *other.leaves})
@@ -194,7 +195,9 @@ def compare(
     return found
 
 
-def _tensor(found: Difference, path: str, left: Leaf, right: Leaf, one: Contents, other: Contents) -> bool:
+def _tensor(
+    found: CheckpointDifference, path: str, left: Leaf, right: Leaf, one: CheckpointContents, other: CheckpointContents
+) -> bool:
     """Compare what can be known of a tensor without reading it; True if its values are left to be read."""
     before, after = one.tensor(left.value), other.tensor(right.value)
     dtypes = (left.dtype or before.dtype, right.dtype or after.dtype)
@@ -265,7 +268,7 @@ def _number(node: Any) -> float | None:
     return node if type(node) in (int, float) and -(1 << 1000) < node < 1 << 1000 else None
 
 
-def _notes(found: Difference, one: Contents, other: Contents) -> None:
+def _notes(found: CheckpointDifference, one: CheckpointContents, other: CheckpointContents) -> None:
     """Note what the checkpoints say about themselves."""
     for name in _ABOUT:
         found.about[name] = (getattr(one.manifest, name), getattr(other.manifest, name))
@@ -286,7 +289,9 @@ def _is_nan(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
 
 
-def _files(found: Difference, one: Contents, other: Contents, selection: Selection) -> None:
+def _files(
+    found: CheckpointDifference, one: CheckpointContents, other: CheckpointContents, selection: Selection
+) -> None:
     sides = [
         {entry.path: entry.digest for entry in side.manifest.with_role("user") if selection.takes(entry.path)}
         for side in (one, other)

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..state import arrays
+from holdfast.state.tree import arrays
+
 from .blobs import Blob
-from .contents import Contents, Leaf
-from .diff import Difference, TensorChange, Tolerance
-from .source import Source
+from .contents import CheckpointContents, Leaf
+from .diff import CheckpointDifference, TensorChange, Tolerance
+from .source import OpenedCheckpoint
 
 __all__ = ["compare_values"]
 
@@ -23,9 +24,9 @@ _NUMBERS = "biufc"
 
 
 def compare_values(
-    found: Difference,
-    one: Contents,
-    other: Contents,
+    found: CheckpointDifference,
+    one: CheckpointContents,
+    other: CheckpointContents,
     pairs: Sequence[tuple[str, Leaf, Leaf]],
     tolerance: Tolerance,
     progress: Callable[[int], object],
@@ -45,7 +46,7 @@ def compare_values(
     """
     places = (side.checkpoint.storage.child(side.checkpoint.directory) for side in (one, other))
     left_storage, right_storage = places
-    with Source(left_storage) as left, Source(right_storage) as right:
+    with OpenedCheckpoint(left_storage) as left, OpenedCheckpoint(right_storage) as right:
         for path, before, after in pairs:
             sides = left.named(before.value), right.named(after.value)
             kinds = (before.dtype, after.dtype)

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.handle import Checkpoint
-from ..checkpoint.newest import newest_of_run
-from ..errors import ConfigError
-from .sink import Folder
-from .source import Source
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpoint.newest import newest_of_run
+from holdfast.errors import ConfigError
+
+from .sink import ExportFolder
+from .source import OpenedCheckpoint
 
 if TYPE_CHECKING:
     import torch
@@ -123,13 +124,13 @@ def watched_export(
     text = os.fspath(destination)
     is_file = to == "torch" or (to == "safetensors" and text.endswith(".safetensors"))
     if is_file:
-        folder = Folder(target.storage, target.directory.rpartition("/")[0], overwrite=overwrite)
+        folder = ExportFolder(target.storage, target.directory.rpartition("/")[0], overwrite=overwrite)
         folder.check_free(target.name)
     else:
-        folder = Folder(target.storage, target.directory, overwrite=overwrite)
+        folder = ExportFolder(target.storage, target.directory, overwrite=overwrite)
     storage = of.storage.child(of.directory)
     told = partial(progress, None)
-    with Source(storage, only=only, dtype=_dtype(dtype), verify=verify, progress=told) as source:
+    with OpenedCheckpoint(storage, only=only, dtype=_dtype(dtype), verify=verify, progress=told) as source:
         left_out = _ranks_left_out(source)
         if to == "torch":
             from .to_torch import write_torch
@@ -155,7 +156,7 @@ def watched_export(
     )
 
 
-def _ranks_left_out(source: Source) -> list[tuple[str, str]]:
+def _ranks_left_out(source: OpenedCheckpoint) -> list[tuple[str, str]]:
     """Values that each rank keeps for itself go out as rank 0 has them."""
     ranks = sum(entry.role == "rank" for entry in source.stored.manifest.files)
     if ranks < 2:

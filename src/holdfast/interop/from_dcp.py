@@ -11,17 +11,18 @@ from typing import Any
 
 import torch
 
-from ..errors import CorruptCheckpointError, StorageNotFoundError
-from ..format.boxes import Box
-from ..format.names import MANIFEST_NAME, check_links, check_path
-from ..state.arrays import dtype_name
-from ..state.torch_file import tensor_bytes
-from ..state.torch_plain import from_plain
-from ..storage.base import FileReader
-from ..storage.local import LocalStorage
-from ..storage.stream import InputStream
+from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
+from holdfast.format.boxes import Box
+from holdfast.format.names import MANIFEST_NAME, check_links, check_path
+from holdfast.state.save.torch_file import tensor_bytes
+from holdfast.state.save.torch_plain import from_plain
+from holdfast.state.tree.arrays import dtype_name
+from holdfast.storage.base import FileReader
+from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage.stream import InputStream
+
 from .blobs import Blob
-from .boxes import Part, assemble
+from .boxes import BoxReader, assemble
 from .gathered import Gathered
 from .part import Row
 from .to_dcp import METADATA_NAME
@@ -165,7 +166,7 @@ def _tensor(name: str, entry: Any, fqn: str, places: dict[Any, Any], files: _Fil
             raise CorruptCheckpointError(f".metadata gives {name!r} a box outside of its shape", file=METADATA_NAME)
         if prod(box.shape):
             info = _place(places, fqn, box.start)
-            parts.append(Part(box, _Chunk(name, box, dtype, info, files).read))
+            parts.append(BoxReader(box, _Chunk(name, box, dtype, info, files).read))
     return Blob(name, dtype_name(dtype), shape, partial(assemble, name, shape, dtype.itemsize, parts), dtype.itemsize)
 
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from ..errors import CorruptCheckpointError, UnsupportedStateError
-from ..format.names import MANIFEST_NAME, SIDECARS
-from ..state.arrays import dtype_name
+from holdfast.errors import CorruptCheckpointError, UnsupportedStateError
+from holdfast.format.names import MANIFEST_NAME, SIDECARS
+from holdfast.state.tree.arrays import dtype_name
+
 from .blobs import Blob
 from .gathered import Gathered, mapped_ranges, streamed
 from .links import own_file

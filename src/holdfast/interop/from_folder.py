@@ -10,12 +10,13 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from ..errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedStateError
-from ..format.layout import DTYPES, item_size, read_header
-from ..format.names import check_path
-from ..format.strict_json import loads
-from ..storage.base import FileReader
-from ..storage.local import LocalStorage
+from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedStateError
+from holdfast.format.layout import DTYPES, item_size, read_header
+from holdfast.format.names import check_path
+from holdfast.format.strict_json import loads
+from holdfast.storage.base import FileReader
+from holdfast.storage.local.local_storage import LocalStorage
+
 from .blobs import Blob
 from .boxes import WINDOW
 from .from_dcp import from_dcp

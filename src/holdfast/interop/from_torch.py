@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedStateError
-from ..state.torch_plain import from_plain
+from holdfast.errors import UnsupportedStateError
+from holdfast.state.save.torch_plain import from_plain
+
 from .gathered import Gathered, mapped_ranges
 from .optim_names import is_optimizer, named
 from .unpickle import Opaque, read_torch

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from xxhash import xxh3_128, xxh3_128_digest
 
-from ..state.arrays import dtype_name
-from ..state.flatten import Flat, flatten
-from ..state.plan import signature
-from ..state.torch_file import tensor_bytes
+from holdfast.state.save.plan import signature
+from holdfast.state.save.torch_file import tensor_bytes
+from holdfast.state.tree.arrays import dtype_name
+from holdfast.state.tree.flatten import Flat, flatten
+
 from .blobs import Blob
 from .boxes import WINDOW
 from .part import Row

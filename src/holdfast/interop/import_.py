@@ -8,9 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from ..checkpoint.handle import Checkpoint
-from ..errors import ConfigError, CorruptCheckpointError
-from ..format.names import MANIFEST_NAME
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.errors import ConfigError, CorruptCheckpointError
+from holdfast.format.names import MANIFEST_NAME
+
 from .alone import check_free, write_alone
 from .from_dcp import from_dcp
 from .from_deepspeed import from_deepspeed, is_deepspeed

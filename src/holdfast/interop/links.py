@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 
-from ..format.names import check_links
-from ..storage.local import LocalStorage
+from holdfast.format.names import check_links
+from holdfast.storage.local.local_storage import LocalStorage
 
 __all__ = ["own_file"]
 

@@ -10,19 +10,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ..errors import CheckpointError, HoldfastError
-from ..format.boxes import Box
-from ..format.commit import PartSummary, read_manifest
-from ..format.digest import ChunkHasher, bytes_digest, file_digest
-from ..format.index import Index, Piece, TensorEntry
-from ..format.layout import header_bytes, order_key
-from ..format.manifest import FileEntry
-from ..format.names import join, save_id_of
-from ..storage.base import Storage
+from holdfast.errors import CheckpointError, HoldfastError
+from holdfast.format.boxes import Box
+from holdfast.format.commit import PartSummary, read_manifest
+from holdfast.format.digest import ChunkHasher, bytes_digest, file_digest
+from holdfast.format.index import Index, Piece, TensorEntry
+from holdfast.format.layout import header_bytes, order_key
+from holdfast.format.manifest import FileEntry
+from holdfast.format.names import join, save_id_of
+from holdfast.storage.base import Storage
+
 from .blobs import Blob
 from .sink import Blocks
 
-__all__ = ["PartWriter", "Row"]
+__all__ = ["DirectPartWriter", "Row"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +43,7 @@ class Row:
     box: Box | None = None
 
 
-class PartWriter:
+class DirectPartWriter:
     """The files of one rank: safetensors, digests, index, and on one rank the structure.
 
     Args:

@@ -7,18 +7,18 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 
-from ..errors import CheckpointExistsError
-from ..storage.base import FileWriter, Storage
-from ..storage.local import door_of
-from ..storage.ops import POSIX, errors_of
+from holdfast.errors import CheckpointExistsError
+from holdfast.storage.base import FileWriter, Storage
+from holdfast.storage.local.local_storage import door_of
+from holdfast.storage.local.ops import POSIX, errors_of
 
-__all__ = ["Blocks", "Folder"]
+__all__ = ["Blocks", "ExportFolder"]
 
 _BUFFER = 1 << 20  # a multiple of the blocks that storages take
 Sink = Callable[[memoryview], None]
 
 
-class Folder:
+class ExportFolder:
     """Where an export goes: writes files of known size, durably.
 
     Args:

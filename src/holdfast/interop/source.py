@@ -12,23 +12,24 @@ from typing import Any
 
 import torch
 
-from ..format.layout import item_size
-from ..state import arrays
-from ..state.restore import paths, select
-from ..state.selection import Selection
-from ..state.stored import open_stored
-from ..state.targets import box_of
-from ..state.torch_plain import MARK, to_plain
-from ..state.values import ObjectNode, PerRankNode, TensorRef
-from ..storage.base import Storage
+from holdfast.format.layout import item_size
+from holdfast.state.load.restore import paths, select
+from holdfast.state.load.selection import Selection
+from holdfast.state.load.stored import open_stored
+from holdfast.state.load.targets import box_of
+from holdfast.state.save.torch_plain import MARK, to_plain
+from holdfast.state.tree import arrays
+from holdfast.state.tree.values import ObjectNode, PerRankNode, TensorRef
+from holdfast.storage.base import Storage
+
 from .blobs import Blob, cast
-from .boxes import Part, assemble
+from .boxes import BoxReader, assemble
 from .checked import CheckedFiles
 
-__all__ = ["Source"]
+__all__ = ["OpenedCheckpoint"]
 
 
-class Source:
+class OpenedCheckpoint:
     """An opened checkpoint of any number of ranks; used by one thread, close it.
 
     Args:
@@ -66,7 +67,7 @@ class Source:
         self._stand_ins: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._names: dict[int, str] = {}  # memory of a stand-in -> stored name
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> OpenedCheckpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -147,11 +148,11 @@ class Source:
         parts = partial(assemble, entry.name, entry.shape, itemsize, self.boxes(name))
         return Blob(name, entry.dtype, entry.shape, parts, itemsize)
 
-    def boxes(self, name: str) -> list[Part]:
+    def boxes(self, name: str) -> list[BoxReader]:
         """Return the boxes that a tensor is stored in."""
         entry = self.stored.entry(name)
         return [
-            Part(box_of(piece, entry.shape), partial(self._read, piece.file, piece.offset, entry.name))
+            BoxReader(box_of(piece, entry.shape), partial(self._read, piece.file, piece.offset, entry.name))
             for piece in entry.pieces
         ]
 

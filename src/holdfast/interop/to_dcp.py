@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from ..state.torch_file import TorchFileWriter
-from ..state.torch_plain import MARK
-from .sink import Folder
-from .source import Source
+from holdfast.state.save.torch_file import TorchFileWriter
+from holdfast.state.save.torch_plain import MARK
+
+from .sink import ExportFolder
+from .source import OpenedCheckpoint
 
 __all__ = ["DATA_NAME", "METADATA_NAME", "flatten_for_dcp", "write_dcp"]
 
@@ -21,7 +22,7 @@ DATA_NAME = "__0_0.distcp"
 Path = tuple[str | int, ...]
 
 
-def write_dcp(folder: Folder, source: Source) -> int:
+def write_dcp(folder: ExportFolder, source: OpenedCheckpoint) -> int:
     """Write the directory, metadata last; returns the number of tensors."""
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
     from torch.distributed.checkpoint.metadata import (

@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..errors import ConfigError
-from ..format.layout import DTYPES, header_bytes, order_key
-from ..state.values import ObjectNode, TensorRef
+from holdfast.errors import ConfigError
+from holdfast.format.layout import DTYPES, header_bytes, order_key
+from holdfast.state.tree.values import ObjectNode, TensorRef
+
 from .blobs import Blob
-from .sink import Folder
-from .source import Source
+from .sink import ExportFolder
+from .source import OpenedCheckpoint
 
 __all__ = ["INDEX_NAME", "WEIGHTS_NAME", "weights", "write_safetensors"]
 
@@ -20,7 +21,9 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 
-def weights(source: Source, item: str | None, *, keep_ties: bool) -> tuple[dict[str, Blob], list[tuple[str, str]]]:
+def weights(
+    source: OpenedCheckpoint, item: str | None, *, keep_ties: bool
+) -> tuple[dict[str, Blob], list[tuple[str, str]]]:
     """Return the tensors of one item of the state by name, and (path, why) of what is left out.
 
     Args:
@@ -61,7 +64,7 @@ def weights(source: Source, item: str | None, *, keep_ties: bool) -> tuple[dict[
 
 
 def write_safetensors(
-    folder: Folder, tensors: Mapping[str, Blob], *, name: str = WEIGHTS_NAME, max_shard_bytes: int | None = None
+    folder: ExportFolder, tensors: Mapping[str, Blob], *, name: str = WEIGHTS_NAME, max_shard_bytes: int | None = None
 ) -> None:
     """Write one file, or several and an index that goes last."""
     shards = list(_shards(tensors, max_shard_bytes))
@@ -82,7 +85,7 @@ def write_safetensors(
     _clear(folder, name, {*names, f"{name}.index.json"})
 
 
-def _clear(folder: Folder, name: str, written: set[str]) -> None:
+def _clear(folder: ExportFolder, name: str, written: set[str]) -> None:
     """Remove what an export that is replaced had in other files: readers would take the old weights from there."""
     if not folder.overwrite:
         return
@@ -95,7 +98,7 @@ def _clear(folder: Folder, name: str, written: set[str]) -> None:
             folder.storage.delete(folder.path(file))
 
 
-def _write(folder: Folder, name: str, tensors: Mapping[str, Blob]) -> None:
+def _write(folder: ExportFolder, name: str, tensors: Mapping[str, Blob]) -> None:
     # Widest elements first: then every tensor is aligned without holes, which safetensors does not allow.
     rows = sorted(tensors.items(), key=lambda row: order_key(row[1].dtype))
     header = header_bytes([(key, blob.dtype, blob.shape, blob.nbytes) for key, blob in rows], {"format": "pt"})

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from ..state.torch_file import TorchFileWriter
-from .sink import Folder
-from .source import Source
+from holdfast.state.save.torch_file import TorchFileWriter
+
+from .sink import ExportFolder
+from .source import OpenedCheckpoint
 
 __all__ = ["write_torch"]
 
 
-def write_torch(folder: Folder, name: str, source: Source) -> int:
+def write_torch(folder: ExportFolder, name: str, source: OpenedCheckpoint) -> int:
     """Write the file; returns the number of tensors in it."""
     writer = TorchFileWriter(source.plain())
     with folder.create(name, writer.size) as sink:

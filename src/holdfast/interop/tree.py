@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import CheckpointError
-from ..state.flatten import Flat, flatten
+from holdfast.errors import CheckpointError
+from holdfast.state.tree.flatten import Flat, flatten
 
 __all__ = ["nested", "node_of", "tensor_name", "top_items"]
 

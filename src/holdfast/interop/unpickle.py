@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch._weights_only_unpickler import _get_allowed_globals
 
-from ..errors import CorruptCheckpointError, HoldfastError, UnsupportedStateError
+from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsupportedStateError
 
 __all__ = ["MAX_METADATA", "Opaque", "is_zip", "read_metadata", "read_torch", "read_torch_stream"]
 

@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any
 
 from holdfast._optional import require
-from holdfast.checkpoint.record import to_plain
+from holdfast.run.record import to_plain
 
 __all__ = ["render"]
 

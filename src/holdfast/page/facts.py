@@ -9,16 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.costs import Deletion, Save, attempt_rows, deletions, saves, stats
-from holdfast.checkpoint.history import live_attempts, live_rows
-from holdfast.checkpoint.record import Record, flat_metrics
-from holdfast.checkpoint.retention import best_of, decide, is_number
-from holdfast.checkpoint.run_state import run_state
-from holdfast.checkpoint.runindex import RUN_FILE
 from holdfast.config import Keep
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError, HoldfastError, StorageError
 from holdfast.format.commit import read_manifest
+from holdfast.run.catalog import Catalog
+from holdfast.run.costs import Deletion, Save, attempt_rows, deletions, saves, stats
+from holdfast.run.index import RUN_FILE
+from holdfast.run.record import Record, flat_metrics
+from holdfast.run.reports import live_attempts, live_rows
+from holdfast.run.retention import best_of, decide, is_number
+from holdfast.run.status import run_state
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from ..writer.arena import Arena
+from holdfast.writer.arena import Arena
 
 __all__ = ["try_pinning"]
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .base import FileReader, FileWriter, ObjectInfo, Storage
-from .local import LocalStorage
+from .local.local_storage import LocalStorage
 from .memory import MemoryStorage
 from .prefix import PrefixStorage
 from .resolve import from_description, resolve, split_uri
 
 if TYPE_CHECKING:
-    from .libcloud import LibcloudObjectStore as LibcloudObjectStore
+    from .adapters.libcloud import LibcloudObjectStore as LibcloudObjectStore
 
 __all__ = [
     "FileReader",
@@ -36,6 +36,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "LibcloudObjectStore":
         raise AttributeError(f"module 'holdfast.storage' has no attribute {name!r}")
-    from .libcloud import LibcloudObjectStore
+    from .adapters.libcloud import LibcloudObjectStore
 
     return LibcloudObjectStore

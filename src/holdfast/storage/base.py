@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import ConfigError, StorageNotFoundError
+from holdfast.errors import ConfigError, StorageNotFoundError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,13 +9,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..errors import (
-    ConfigError,
-    StorageConflictError,
-    StorageError,
-    StorageExistsError,
-    StorageNotFoundError,
-)
+from holdfast.errors import ConfigError, StorageConflictError, StorageError, StorageExistsError, StorageNotFoundError
+
 from .base import FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix, check_view
 
 __all__ = ["MemoryStorage"]

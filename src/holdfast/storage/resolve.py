@@ -7,9 +7,10 @@ import importlib.util
 import os
 from typing import Any, cast
 
-from ..errors import ConfigError
+from holdfast.errors import ConfigError
+
 from .base import Storage
-from .local import LocalStorage
+from .local.local_storage import LocalStorage
 from .memory import MemoryStorage
 
 __all__ = ["check_slashes", "from_description", "resolve", "split_uri"]
@@ -17,24 +18,24 @@ __all__ = ["check_slashes", "from_description", "resolve", "split_uri"]
 # The one table of schemes: where to find the function that makes a storage of a whole URI. By name, so that only what
 # is used is imported; each imports its own packages, and says which extra brings one that is missing.
 _SCHEMES: dict[str, tuple[str, str]] = {
-    "s3": ("holdfast.storage.object", "from_uri"),
-    "s3a": ("holdfast.storage.object", "from_uri"),
-    "gs": ("holdfast.storage.object", "from_uri"),
-    "gcs": ("holdfast.storage.object", "from_uri"),
-    "az": ("holdfast.storage.object", "from_uri"),
-    "azure": ("holdfast.storage.object", "from_uri"),
-    "abfs": ("holdfast.storage.object", "from_uri"),
-    "abfss": ("holdfast.storage.object", "from_uri"),
-    "adl": ("holdfast.storage.object", "from_uri"),
-    "oci": ("holdfast.storage.object", "from_uri"),
-    "libcloud": ("holdfast.storage.libcloud", "from_uri"),
-    "hdfs": ("holdfast.storage.pyarrow", "from_uri"),
-    "viewfs": ("holdfast.storage.pyarrow", "from_uri"),
+    "s3": ("holdfast.storage.object.object_storage", "from_uri"),
+    "s3a": ("holdfast.storage.object.object_storage", "from_uri"),
+    "gs": ("holdfast.storage.object.object_storage", "from_uri"),
+    "gcs": ("holdfast.storage.object.object_storage", "from_uri"),
+    "az": ("holdfast.storage.object.object_storage", "from_uri"),
+    "azure": ("holdfast.storage.object.object_storage", "from_uri"),
+    "abfs": ("holdfast.storage.object.object_storage", "from_uri"),
+    "abfss": ("holdfast.storage.object.object_storage", "from_uri"),
+    "adl": ("holdfast.storage.object.object_storage", "from_uri"),
+    "oci": ("holdfast.storage.object.object_storage", "from_uri"),
+    "libcloud": ("holdfast.storage.adapters.libcloud", "from_uri"),
+    "hdfs": ("holdfast.storage.adapters.pyarrow", "from_uri"),
+    "viewfs": ("holdfast.storage.adapters.pyarrow", "from_uri"),
 }
 # Schemes that are not in the table are asked of fsspec. These prefixes choose a package for any scheme it knows.
 _BY_PREFIX = {
-    "fsspec": ("holdfast.storage.fsspec", "from_uri"),
-    "pyarrow": ("holdfast.storage.pyarrow", "from_uri"),
+    "fsspec": ("holdfast.storage.adapters.fsspec", "from_uri"),
+    "pyarrow": ("holdfast.storage.adapters.pyarrow", "from_uri"),
 }
 
 # Well-known schemes of fsspec: named so that the error says what to install where fsspec is missing.
@@ -42,18 +43,18 @@ _VIA_FSSPEC = ("dbfs", "ftp", "hf", "http", "https", "sftp", "smb", "ssh", "webd
 
 # Kinds of descriptions. By name, because a test kind lives in a layer above and loads only where it is used.
 _KINDS = {
-    "local": ("holdfast.storage.local", "LocalStorage"),
-    "object": ("holdfast.storage.object", "from_options"),
-    "fsspec": ("holdfast.storage.fsspec", "from_description"),
-    "pyarrow": ("holdfast.storage.pyarrow", "from_description"),
-    "libcloud": ("holdfast.storage.libcloud", "from_description"),
+    "local": ("holdfast.storage.local.local_storage", "LocalStorage"),
+    "object": ("holdfast.storage.object.object_storage", "from_options"),
+    "fsspec": ("holdfast.storage.adapters.fsspec", "from_description"),
+    "pyarrow": ("holdfast.storage.adapters.pyarrow", "from_description"),
+    "libcloud": ("holdfast.storage.adapters.libcloud", "from_description"),
     "faulty": ("holdfast.testing.faults", "FaultyStorage"),
 }
 
 # File system objects of other packages, by the package their class comes from: function(filesystem, path) -> Storage.
 _FILESYSTEMS: dict[str, tuple[str, str]] = {
-    "fsspec": ("holdfast.storage.fsspec", "from_filesystem"),
-    "pyarrow": ("holdfast.storage.pyarrow", "from_filesystem"),
+    "fsspec": ("holdfast.storage.adapters.fsspec", "from_filesystem"),
+    "pyarrow": ("holdfast.storage.adapters.pyarrow", "from_filesystem"),
 }
 
 

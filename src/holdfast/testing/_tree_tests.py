@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ..errors import ConfigError, StorageConflictError, StorageExistsError, StorageNotFoundError
-from ..storage.base import Storage
-from ..storage.resolve import from_description
+from holdfast.errors import ConfigError, StorageConflictError, StorageExistsError, StorageNotFoundError
+from holdfast.storage.base import Storage
+from holdfast.storage.resolve import from_description
 
 __all__ = ["TreeTests", "create"]
 

@@ -24,7 +24,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from ..errors import HoldfastError
+from holdfast.errors import HoldfastError
+
 from .faults import FaultyOps
 
 __all__ = ["ArmedOps", "ForkServer", "Outcome"]

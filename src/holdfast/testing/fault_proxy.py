@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 from urllib.parse import urlsplit
 
-from ..errors import ConfigError
+from holdfast.errors import ConfigError
+
 from ._http import Head, body_of, read_head
 
 __all__ = ["Exchange", "Fault", "FaultProxy"]

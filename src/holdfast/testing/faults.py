@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
-from ..storage.local import LocalStorage
-from ..storage.ops import Ops
+from holdfast.errors import ConfigError
+from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage.local.ops import Ops
 
 __all__ = ["CRASH_EXIT_CODE", "FaultyOps", "FaultyStorage", "Operation", "count_operations"]
 

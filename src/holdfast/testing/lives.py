@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ..config import VERIFY_VARIABLE
-from ..errors import ConfigError
-from .plan import Plan, Row
+from holdfast.config import VERIFY_VARIABLE
+from holdfast.errors import ConfigError
+
+from .plan import LifePlan, Row
 
 __all__ = ["Command", "Forked", "Life", "LifeFailedError", "run_life"]
 
@@ -43,7 +44,7 @@ class Life:
         seconds: how long it took.
     """
 
-    plan: Plan
+    plan: LifePlan
     rows: list[Row]
     killed: bool
     output: Path
@@ -125,7 +126,7 @@ class Forked:
             os._exit(status)
 
 
-def run_life(target: Command | Forked, plan: Plan, *, timeout_s: float) -> Life:
+def run_life(target: Command | Forked, plan: LifePlan, *, timeout_s: float) -> Life:
     """Run one life: to its end, or until every rank has come to the planned moment; then all are killed.
 
     Raises:

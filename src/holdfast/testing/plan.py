@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Moment", "Plan", "Row"]
+__all__ = ["LifePlan", "Moment", "Row"]
 
 Row = dict[str, Any]
 """One line of a trace: event ("start", "boundary", "report"), run, step, nth, items, batches, metrics, and its rank."""
@@ -37,7 +37,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class LifePlan:
     """One life.
 
     Attributes:
@@ -67,7 +67,7 @@ class Plan:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
-    def read(cls, path: str) -> Plan:
+    def read(cls, path: str) -> LifePlan:
         """Read a plan from a file."""
         told = json.loads(Path(path).read_text(encoding="utf-8"))
         stop = told.pop("stop")

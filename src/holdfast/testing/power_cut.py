@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError
+from holdfast.errors import ConfigError
+
 from .faults import Operation
 
 __all__ = ["PowerCutState", "Snapshot", "power_cut_states", "snapshot"]

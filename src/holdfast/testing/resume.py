@@ -21,14 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.runindex import RunIndex
-from ..errors import ConfigError
-from ..storage.local import LocalStorage
+from holdfast.errors import ConfigError
+from holdfast.run.index import RunIndex
+from holdfast.storage.local.local_storage import LocalStorage
+
 from .causes import likely_causes
 from .comparison import Difference, Unsteady, first_difference, unsteady
 from .lives import Command, Forked, Life, LifeFailedError, run_life
 from .moments import Kill, choose
-from .plan import Moment, Plan, Row
+from .plan import LifePlan, Moment, Row
 
 __all__ = [
     "Examined",
@@ -379,7 +380,7 @@ class _Twins:
         run, trace = self.home / name, self.home / f"{name}.trace"
         trace.mkdir(exist_ok=True)
         save = () if kill is None or kill.save is None else (kill.save,)
-        plan = Plan(
+        plan = LifePlan(
             trace=os.fspath(trace), life=number, signal=os.fspath(trace / "signal"), save=save, stop=stop,
             every=self.every,
             home=os.fspath(run) if self.redirect else None,

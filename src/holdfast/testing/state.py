@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..state.values import PerRank, RngSentinel
+from holdfast.state.tree.values import PerRank, RngSentinel
 
 __all__ = ["assert_state_equal", "differences", "digests", "leaves"]
 

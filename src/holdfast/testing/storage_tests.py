@@ -10,8 +10,9 @@ from typing import TypeVar
 
 import pytest
 
-from ..errors import ConfigError, StorageConflictError, StorageError, StorageExistsError
-from ..storage.base import BLOCK, Storage
+from holdfast.errors import ConfigError, StorageConflictError, StorageError, StorageExistsError
+from holdfast.storage.base import BLOCK, Storage
+
 from ._tree_tests import TreeTests, create
 
 __all__ = ["StorageTests"]

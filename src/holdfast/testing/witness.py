@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .._ranks import current_ranks
-from ..checkpointer import load, save
-from .plan import Counter, Plan
+from holdfast._ranks import current_ranks
+from holdfast.checkpointer import load, save
+
+from .plan import Counter, LifePlan
 from .state import digests
 
 __all__ = ["Witness"]
@@ -36,7 +37,7 @@ class Witness:
     """
 
     def __init__(self, plan: str, path: Any) -> None:
-        self._plan = Plan.read(plan)
+        self._plan = LifePlan.read(plan)
         told = os.fspath(path)
         self._run = told if "://" in told else os.path.abspath(told)
         if self._plan.root is not None:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from .._log import get_logger
-from ..state.data import ResumableBatches
-from ..state.position import of_this_rank, with_ranks_apart
-from .transfer import Transfer
+from holdfast._log import get_logger
+from holdfast.state.data.batches import ResumableBatches
+from holdfast.state.data.position import of_this_rank, with_ranks_apart
+
+from .function.reported import Transfer
 
 __all__ = ["PreparedLoader"]
 

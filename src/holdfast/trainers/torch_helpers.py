@@ -20,9 +20,10 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from .._ranks import RankInfo, current_ranks
-from ..errors import ConfigError
-from ..state.split import DealtSampler, knows_its_rank
+from holdfast._ranks import RankInfo, current_ranks
+from holdfast.errors import ConfigError
+from holdfast.state.data.split import DealtSampler, knows_its_rank
+
 from .loader import PreparedLoader
 
 __all__ = ["enable_reproducibility", "get_device", "get_devices", "prepare_data_loader", "prepare_model"]

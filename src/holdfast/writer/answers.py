@@ -8,13 +8,13 @@ from typing import Any, Protocol
 from holdfast.storage.base import Storage
 
 from .messages import SaveJob
-from .run import Run
+from .open_run import Run
 
-__all__ = ["Answers"]
+__all__ = ["DeferredAnswers"]
 
 
-class Answers(Protocol):
-    """The loop, as `holdfast.writer.joint` sees it."""
+class DeferredAnswers(Protocol):
+    """The loop, as `holdfast.writer.distributed` sees it."""
 
     def say_done(self, call: int, value: Any, attachments: tuple[bytes, ...] = ()) -> None:
         """Answer a call."""

@@ -13,8 +13,8 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from .._log import get_logger
-from ..errors import HoldfastError
+from holdfast._log import get_logger
+from holdfast.errors import HoldfastError
 
 __all__ = ["Arena", "can_share_memory"]
 

@@ -14,11 +14,11 @@ from holdfast.errors import ConfigError, HoldfastError
 from holdfast.storage.base import Storage
 
 from .arena import Arena
-from .conversation import Call, Conversation
+from .conversation import Conversation, PendingCall
+from .frames import Message
 from .launch import can_run_process
 from .messages import IngestJob, PartsJob, RunOpened, SaveJob, SaveResult, error_to_json
-from .mirror_plan import limits_of
-from .wire import Message
+from .uploads.plan import limits_of
 
 __all__ = ["SaveFuture", "WriterClient"]
 
@@ -119,7 +119,7 @@ class WriterClient:
                 future.add_done_callback(lambda done: self._tell_failure(job.save_id, done))
             self._talk.call(
                 future.job_no,
-                Call(
+                PendingCall(
                     header=header,
                     attachments=tuple(blobs),
                     arena=arena,
@@ -161,7 +161,7 @@ class WriterClient:
             self._talk.check()
             header = {"do": do, "storage": self._talk.tell_storage(storage), "job": job.to_json()}
             future = SaveFuture(self._talk.number())
-            self._talk.call(future.job_no, Call(header=header, future=future, decode=_result))
+            self._talk.call(future.job_no, PendingCall(header=header, future=future, decode=_result))
             return future
 
     def window(self, job_no: int, *, file_no: int, file_offset: int, arena_offset: int, nbytes: int) -> Future[None]:
@@ -217,7 +217,7 @@ class WriterClient:
         """Join the writers of the other ranks: rank 0's listens, all connect to it. Returns at once.
 
         Args:
-            board: memory of a `holdfast.writer.board.Board`, cleared.
+            board: memory of a `holdfast.writer.ranks.step_mailbox.StepMailbox`, cleared.
             rank: ours.
             world_size: number of ranks.
             addresses: where rank 0's writer listens, to be tried in turn.
@@ -320,7 +320,7 @@ class WriterClient:
         checkpoints; the names of those that are gone), "confirm" (names: the caller is about to delete these by itself;
         fails if the run is not ours any more). For mirrored runs: "follow" (since: a version; the state of the
         mirror, as soon as it has another version; later ones are higher, also those of a writer that is started again).
-        "journal" (events: JSON of `holdfast.checkpoint.journal.Event`; done at once, written with the next save).
+        "journal" (events: JSON of `holdfast.run.journal.JournalEvent`; done at once, written with the next save).
 
         All but "report", "follow" and "journal" run after the saves submitted before them.
         """
@@ -363,7 +363,7 @@ class WriterClient:
     ) -> Future[Any]:
         with self._talk.lock:
             self._talk.check()
-            call = Call(header=header, future=Future(), repeatable=repeatable, decode=decode)
+            call = PendingCall(header=header, future=Future(), repeatable=repeatable, decode=decode)
             self._talk.call(self._talk.number(), call)
             return call.future
 

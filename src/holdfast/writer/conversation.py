@@ -20,11 +20,11 @@ from holdfast.errors import ConfigError, HoldfastError, SessionError
 from holdfast.storage.base import Storage
 
 from .arena import Arena
+from .frames import Channel, Message
 from .launch import Shared, launch_process, launch_thread
 from .messages import error_from_json
-from .wire import Channel, Message
 
-__all__ = ["Call", "Conversation"]
+__all__ = ["Conversation", "PendingCall"]
 
 _LOG = get_logger("writer")
 _END_S = 10.0
@@ -35,7 +35,7 @@ _LIVE: weakref.WeakSet[Conversation] = weakref.WeakSet()
 
 
 @dataclass(slots=True, kw_only=True)
-class Call:
+class PendingCall:
     """A message that waits for its answer, kept so that it can be sent again to a new writer.
 
     Attributes:
@@ -68,8 +68,8 @@ class Conversation:
         self.process: subprocess.Popen[bytes] | None = None
         self._told_ranks: list[dict[str, Any]] = []  # what a new writer has to tell the other ranks again
         self._numbers = itertools.count(1)
-        self._calls: dict[int, Call] = {}
-        self._lost: list[tuple[Call, str]] = []
+        self._calls: dict[int, PendingCall] = {}
+        self._lost: list[tuple[PendingCall, str]] = []
         self._keys: dict[str, int] = {}
         self._descriptions: dict[int, dict[str, Any]] = {}
         self._arenas: set[int] = set()
@@ -90,7 +90,7 @@ class Conversation:
         """True once no more calls are taken."""
         return self._closing or self._ended or self._failure is not None
 
-    def find(self, number: int) -> Call | None:
+    def find(self, number: int) -> PendingCall | None:
         """Return a call that is not answered yet; needs the lock."""
         return self._calls.get(number)
 
@@ -116,7 +116,7 @@ class Conversation:
         """Give a number for a call."""
         return next(self._numbers)
 
-    def call(self, number: int, call: Call) -> None:
+    def call(self, number: int, call: PendingCall) -> None:
         """Send a call; its future is resolved later."""
         self._calls[number] = call
         self.send({**call.header, "call": number}, call.attachments)

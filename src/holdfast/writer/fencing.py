@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from holdfast.checkpoint.catalog import Catalog
-from holdfast.checkpoint.heartbeat import Heartbeat
-from holdfast.checkpoint.history import Attempt
+from holdfast.run.catalog import Catalog
+from holdfast.run.heartbeat import Heartbeat
+from holdfast.run.reports import Attempt
 
 __all__ = ["draw_fence"]
 

@@ -16,7 +16,7 @@ from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
 
 from .arena import Arena, can_share_memory
-from .wire import Channel, Message
+from .frames import Channel, Message
 
 __all__ = ["Shared", "can_run_process", "launch_process", "launch_thread"]
 
@@ -126,7 +126,7 @@ def launch_process() -> tuple[Channel, subprocess.Popen[bytes]]:
 
 def launch_thread(shared: Shared) -> tuple[Channel, threading.Thread]:
     """Start the same loop in a thread of this process."""
-    from .loop import WriterLoop
+    from .server import WriterLoop
 
     ours, theirs = socket.socketpair()
     loop = WriterLoop(Channel(theirs), shared)

@@ -282,7 +282,7 @@ class RunOpened:
         attempt: number of this attempt, 1 for a fresh run.
         start_id: start id of the owner.
         records: packed rows of the committed checkpoints, newest first: name, attempt, step, and what
-            `holdfast.checkpoint.record.unpack` reads of one.
+            `holdfast.run.record.unpack` reads of one.
         quarantined: reason by checkpoint name.
         finished: what an earlier attempt recorded at its end, or None.
         waited_s: time spent waiting for the lease.

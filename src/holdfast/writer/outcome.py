@@ -11,7 +11,7 @@ from holdfast.format.manifest import Manifest
 from holdfast.storage.base import Storage
 
 from .messages import SaveResult
-from .run import Run
+from .open_run import Run
 
 __all__ = ["certainly_uncommitted", "committed_already", "outcome"]
 
@@ -57,7 +57,7 @@ def outcome(
     """Record a commit in its run, apply retention there, and describe it.
 
     ``data`` is the manifest as written; nothing can lie beside a checkpoint that ``is_new``. ``kind`` is how it was
-    made (`holdfast.checkpoint.journal.Event`).
+    made (`holdfast.run.journal.JournalEvent`).
     """
     if run is not None:
         run.note_saved(directory, manifest, kind=kind, durable_s=seconds.get("total"))

@@ -18,8 +18,8 @@ from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
 from .messages import PartsJob, SaveJob, SaveResult
+from .open_run import Run
 from .outcome import certainly_uncommitted, committed_already, outcome
-from .run import Run
 
 __all__ = ["commit_parts", "is_committed", "stored_part"]
 

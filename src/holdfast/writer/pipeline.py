@@ -25,10 +25,10 @@ from holdfast.format.parts import part_name
 from holdfast.storage.base import FileWriter, Storage
 from holdfast.storage.together import together
 
-from .gate import Gate
-from .history import Known, Previous, unchanged_runs
 from .messages import FilePlan, SaveJob
-from .side import Side
+from .previous_save import Known, Previous, unchanged_runs
+from .serial_executor import SerialExecutor
+from .watermark import Watermark
 from .windows import Window, WindowSource
 
 __all__ = ["Part", "PartWriter", "join"]
@@ -80,10 +80,10 @@ class _Clock:
 class PartWriter:
     """Writes the files of one job. One object per attempt; `discard` undoes it."""
 
-    def __init__(self, storage: Storage, job: SaveJob, *, previous: Previous, side: Side) -> None:
+    def __init__(self, storage: Storage, job: SaveJob, *, previous: Previous, side: SerialExecutor) -> None:
         self._storage, self._job, self._previous, self._side = storage, job, previous, side
         self._clock = _Clock()
-        self._gate: Gate | None = None
+        self._gate: Watermark | None = None
         self._closing: list[Future[None]] = []
         self._side_by_side = storage.num_parallel > 1
         self._small: list[tuple[FileWriter, int]] = []  # whole, and not closed yet
@@ -95,7 +95,7 @@ class PartWriter:
 
     # ---- the two ways in
 
-    def write_arena(self, view: memoryview, blobs: tuple[bytes, ...], gate: Gate | None = None) -> Part:
+    def write_arena(self, view: memoryview, blobs: tuple[bytes, ...], gate: Watermark | None = None) -> Part:
         """Write a job whose files all lie in the arena, or will: then ``gate`` tells how far it is filled."""
         job = self._job
         self._gate = gate

@@ -12,8 +12,8 @@ from holdfast.storage.base import Storage
 from holdfast.storage.resolve import from_description
 
 from .arena import Arena
-from .loop import WriterLoop
-from .wire import Channel, Message
+from .frames import Channel, Message
+from .server import WriterLoop
 
 __all__ = ["main"]
 

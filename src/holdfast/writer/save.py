@@ -16,17 +16,17 @@ from holdfast.format.names import MANIFEST_NAME, join
 from holdfast.format.parts import put_part
 from holdfast.storage.base import Storage
 
-from .gate import Gate
-from .history import Previous, read_previous
 from .messages import BlobPlan, SaveJob, SaveResult
+from .open_run import Run
 from .outcome import certainly_uncommitted, committed_already, outcome
 from .parts import stored_part
 from .pipeline import Part, PartWriter
-from .run import Run
-from .side import Side
+from .previous_save import Previous, read_previous
+from .serial_executor import SerialExecutor
+from .watermark import Watermark
 from .windows import Window, WindowSource
 
-__all__ = ["Saver", "Task", "probe"]
+__all__ = ["SaveRunner", "Task", "probe"]
 
 _LOG = get_logger("writer")
 
@@ -52,11 +52,11 @@ class Task:
     view: memoryview
     blobs: tuple[bytes, ...] = ()
     source: WindowSource | None = None
-    gate: Gate | None = None
+    gate: Watermark | None = None
     again: bool = False
 
 
-class Saver:
+class SaveRunner:
     """Carries out saves one after another and remembers what the previous one contained.
 
     Attributes:
@@ -64,7 +64,7 @@ class Saver:
     """
 
     def __init__(self) -> None:
-        self.side = Side()
+        self.side = SerialExecutor()
         self._previous: dict[tuple[int, int], Previous] = {}
 
     def save(self, task: Task, run: Run | None, answer: Callable[[WindowSource, Window], None]) -> SaveResult:
@@ -184,7 +184,7 @@ def _part_result(
     )
 
 
-def probe(storage: Storage, directory: str, saver: Saver) -> dict[str, Any]:
+def probe(storage: Storage, directory: str, saver: SaveRunner) -> dict[str, Any]:
     """Send a small checkpoint through the whole commit and delete it.
 
     Returns:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import holdfast as hf
-from holdfast.checkpoint.catalog import Catalog
+from holdfast.run.catalog import Catalog
 from holdfast.storage.resolve import resolve
 
 ROOT = Path(__file__).parents[3]

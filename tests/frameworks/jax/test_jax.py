@@ -19,7 +19,7 @@ import torch
 from object_kit import moto_bucket
 
 import holdfast as hf
-from holdfast.integrations.array_views import array_of, tensor_of
+from holdfast.frameworks.array_views import array_of, tensor_of
 from holdfast.jax import Pytree, load
 
 

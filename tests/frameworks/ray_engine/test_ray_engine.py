@@ -23,11 +23,11 @@ from engine_kit import Driver
 from object_kit import BUCKET, KEY, SECRET, moto_bucket, s3_environment
 
 import holdfast as hf
-from holdfast.runtime.cluster.engine import ClusterEngine
-from holdfast.runtime.cluster.ray_api import connect
-from holdfast.runtime.cluster.ray_nodes import RayNodes, Wanted
-from holdfast.storage.object import ObjectStorage
+from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.torch import TorchTrainer
+from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
+from holdfast.trainers.function.engines.cluster.ray_api import connect
+from holdfast.trainers.function.engines.cluster.ray_nodes import RayNodes, Wanted
 
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 SCRIPT = Path(__file__).resolve().parents[2] / "trainers" / "fit_script.py"

@@ -18,8 +18,8 @@ from holdfast.callbacks import CheckpointSaver
 from holdfast.storage import LocalStorage
 from holdfast.testing.crash import ArmedOps
 from holdfast.testing.faults import FaultyStorage
-from holdfast.trainers.loop import folder as folder_module
-from holdfast.trainers.loop.files import read_note
+from holdfast.trainers.loop.saving import folder as folder_module
+from holdfast.trainers.loop.saving.files import read_note
 
 KEEP = 1
 

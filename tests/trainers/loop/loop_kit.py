@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import holdfast as hf
 from holdfast.callbacks import Callback
-from holdfast.checkpoint.lease import is_of_lease
 from holdfast.core import EMA, LabelSmoothing
+from holdfast.run.lease import is_of_lease
 
 NUM_SAMPLES = 34  # batches of 6: the last one is short
 
@@ -119,7 +119,7 @@ def rich(folder: Any, *, crash_at: int | None = None, seen: list[Seen] | None = 
 
 def everything(trainer: hf.Trainer) -> dict[str, Any]:
     """All that is saved, clocks apart."""
-    from holdfast.trainers.loop.anatomy import expand
+    from holdfast.trainers.loop.saving.schema import expand
 
     state = expand(trainer.state.live())["state"]
     state["timestamp"] = {k: v for k, v in state["timestamp"]["Timestamp"].items() if not k.endswith("wct")}

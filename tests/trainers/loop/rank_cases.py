@@ -291,7 +291,7 @@ def tells_ranks(config: dict[str, Any]) -> None:
 def fails_to_save(folder: str, rank: int, kind: str) -> dict[str, Any]:
     """The copying of one rank's part of the save of batch 4 fails."""
     from holdfast import errors
-    from holdfast.state.snapshot import Snapshotter
+    from holdfast.state.save.snapshot import Snapshotter
 
     submit = Snapshotter.submit
 

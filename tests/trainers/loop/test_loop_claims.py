@@ -13,21 +13,21 @@ import torch
 from loop_kit import plain
 
 import holdfast as hf
-from holdfast.checkpoint.heartbeat import Heartbeat
-from holdfast.checkpoint.lease import Lease, is_claim, make_owner
-from holdfast.checkpoint.transfer import copy_checkpoint
 from holdfast.cli.targets import find
+from holdfast.copying.transfer import copy_checkpoint
 from holdfast.errors import HoldfastError, RunBusyError, StorageUnavailableError
-from holdfast.storage.local import LocalStorage
-from holdfast.trainers.loop.claims import Claims
-from holdfast.trainers.loop.files import FileImage
-from holdfast.trainers.loop.finder import Found
-from holdfast.trainers.loop.folder import Folder
-from holdfast.trainers.loop.ranks import Ranks
+from holdfast.run.heartbeat import Heartbeat
+from holdfast.run.lease import Lease, is_claim, make_owner
+from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.trainers.loop.saving.file_leases import FileLeases
+from holdfast.trainers.loop.saving.files import FileImage
+from holdfast.trainers.loop.saving.finder import FolderEntry
+from holdfast.trainers.loop.saving.folder import SaveFolder
+from holdfast.trainers.loop.training.ranks import Ranks
 
 
-def claims(folder: Path, ranks: Ranks | None = None) -> Claims:
-    return Claims(LocalStorage(folder), ranks or Ranks())
+def claims(folder: Path, ranks: Ranks | None = None) -> FileLeases:
+    return FileLeases(LocalStorage(folder), ranks or Ranks())
 
 
 def is_free(folder: Path, shape: str) -> bool:
@@ -132,14 +132,14 @@ def test_a_lease_that_was_lost_is_not_taken_up_again(tmp_path: Path) -> None:
 
 def test_whoever_waits_for_a_save_finds_its_name_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The claim ends before the save is called ended, so that a close that has waited for it leaves nothing behind."""
-    end, ended = Claims.end, []
+    end, ended = FileLeases.end, []
 
-    def watched(self: Claims) -> None:
+    def watched(self: FileLeases) -> None:
         pending = trainer._savers[0]._track._pending
         ended.append(pending is not None and pending.done())
         end(self)
 
-    monkeypatch.setattr(Claims, "end", watched)
+    monkeypatch.setattr(FileLeases, "end", watched)
     trainer = plain(tmp_path, save_filename="ba{batch}.pt", save_interval="1ep", max_duration="2ep")
     trainer.fit()
     trainer.close()
@@ -215,24 +215,24 @@ def test_a_sleeper_replaces_no_file_of_whoever_took_its_name(tmp_path: Path, bef
 
 def test_a_sleeper_deletes_no_file(tmp_path: Path) -> None:
     """Its lease is read before each deletion; a heartbeat may be far from finding out."""
-    folder = Folder(str(tmp_path))
+    folder = SaveFolder(str(tmp_path))
     folder.open(claim="a*.pt")
     (tmp_path / "a1.pt").write_bytes(b"needed")
     (name,) = tmp_path.glob("lease-*.json")
     name.write_text(json.dumps({**json.loads(name.read_text()), "start_id": "ffff", "host": "elsewhere"}))
     with pytest.raises(RunBusyError, match="lost to"):
-        folder.delete(Found(name="a1.pt", container="torch"), claim="a*.pt")
+        folder.delete(FolderEntry(name="a1.pt", container="torch"), claim="a*.pt")
     assert (tmp_path / "a1.pt").read_bytes() == b"needed"
     folder.close("test")
 
 
 def test_a_sleeper_deletes_no_directory(tmp_path: Path) -> None:
     """Also of one whose name has a slash, which the index of the run does not know."""
-    folder = Folder(str(tmp_path))
+    folder = SaveFolder(str(tmp_path))
     folder.open(claim=None)
     saved = hf.save(tmp_path / "ep1/ba3", {"w": torch.ones(3)})
     told = tmp_path / "lease.json"
-    one = Found(name="ep1/ba3", container="directory")
+    one = FolderEntry(name="ep1/ba3", container="directory")
     folder.confirm(one.name)
     assert json.loads(told.read_text())["doomed"] == [one.name]
     told.write_text(json.dumps({**json.loads(told.read_text()), "start_id": "ffff", "host": "elsewhere"}))

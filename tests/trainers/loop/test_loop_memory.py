@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.state.restore import load_state
-from holdfast.trainers.loop.laid import lay
+from holdfast.state.load.restore import load_state
+from holdfast.trainers.loop.saving.memory_checkpoint import lay
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_MIB = 64  # of 288, or 96

@@ -12,9 +12,9 @@ from loop_kit import names, plain
 import holdfast as hf
 from holdfast.callbacks import CheckpointSaver
 from holdfast.loggers import RemoteUploaderDownloader
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.resolve import resolve
-from holdfast.trainers.loop.folder import link_latest
+from holdfast.trainers.loop.saving.folder import link_latest
 
 
 def test_a_remote_folder_is_cleaned_when_asked(tmp_path: Path) -> None:

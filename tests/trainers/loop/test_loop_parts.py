@@ -18,7 +18,7 @@ import holdfast as hf
 from holdfast.callbacks import Callback, EarlyStopping
 from holdfast.core import EMA, Algorithm, Event, LabelSmoothing, Time
 from holdfast.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger
-from holdfast.trainers.loop.data import microbatches
+from holdfast.trainers.loop.training.data import microbatches
 
 
 class Order(Callback):

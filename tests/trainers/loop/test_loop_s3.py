@@ -12,10 +12,10 @@ from loop_kit import Crash, CrashAt, plain
 
 import holdfast as hf
 from holdfast.callbacks import CheckpointSaver
-from holdfast.checkpoint.catalog import Catalog
 from holdfast.errors import StorageUnavailableError
 from holdfast.loggers import RemoteUploaderDownloader
-from holdfast.storage.object import ObjectStorage
+from holdfast.run.catalog import Catalog
+from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.storage.resolve import resolve
 from holdfast.testing import assert_state_equal
 from holdfast.testing.fault_proxy import Fault, FaultProxy
@@ -88,7 +88,7 @@ def test_a_bucket_that_is_down_costs_saves_alone(
     def resolve_impatient(uri: str) -> ObjectStorage:
         return ObjectStorage(uri, {"max_retries": 0})
 
-    monkeypatch.setattr("holdfast.trainers.loop.folder.resolve", resolve_impatient)
+    monkeypatch.setattr("holdfast.trainers.loop.saving.folder.resolve", resolve_impatient)
     uri = f"s3://{BUCKET}/down{suffix}"
     options = {"save_filename": "ba{batch}" + suffix, "save_interval": "3ba"}
     proxy.inject(Fault(kind="503", path="/ba6"))
@@ -108,7 +108,9 @@ def test_a_link_that_cannot_be_set_loses_no_checkpoint(
     proxy: FaultProxy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is said, the next save sets it, and until then nothing is deleted that it may mean."""
-    monkeypatch.setattr("holdfast.trainers.loop.folder.resolve", lambda uri: ObjectStorage(uri, {"max_retries": 0}))
+    monkeypatch.setattr(
+        "holdfast.trainers.loop.saving.folder.resolve", lambda uri: ObjectStorage(uri, {"max_retries": 0})
+    )
     uri = f"s3://{BUCKET}/unlinked"
 
     def train(batches: int) -> None:

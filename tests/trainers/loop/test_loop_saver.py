@@ -14,12 +14,12 @@ from loop_kit import Crash, CrashAt, loader, names, plain
 
 import holdfast as hf
 from holdfast.callbacks import Callback, CheckpointSaver
-from holdfast.checkpoint.catalog import Catalog
 from holdfast.core import Event, Time
 from holdfast.loggers import RemoteUploaderDownloader
+from holdfast.run.catalog import Catalog
 from holdfast.storage.resolve import resolve
-from holdfast.trainers.loop.files import FileImage, read_note
-from holdfast.trainers.loop.folder import check_link, link_latest
+from holdfast.trainers.loop.saving.files import FileImage, read_note
+from holdfast.trainers.loop.saving.folder import check_link, link_latest
 
 
 def test_composer_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,7 +413,7 @@ def test_saved_now_is_durable_on_return(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_busy_folder_leaves_no_other_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the second of two folders is busy the first is given back at once: another trainer can have it."""
-    monkeypatch.setattr("holdfast.trainers.loop.folder.LEASE_S", 0.3)
+    monkeypatch.setattr("holdfast.trainers.loop.saving.folder.LEASE_S", 0.3)
     with plain(tmp_path / "second") as holder:
         holder.save_checkpoint_to_save_folder()
         refused = plain(tmp_path / "first", callbacks=CheckpointSaver(tmp_path / "second", "b{batch}"))

@@ -21,10 +21,10 @@ from loop_kit import everything, names, rich
 import holdfast as hf
 from holdfast.callbacks import Callback
 from holdfast.core import State
-from holdfast.state.snapshot import Snapshotter
+from holdfast.state.save.snapshot import Snapshotter
 from holdfast.testing import assert_state_equal
-from holdfast.trainers.loop.files import FileImage
-from holdfast.trainers.loop.load import LoadOptions, load_path
+from holdfast.trainers.loop.saving.files import FileImage
+from holdfast.trainers.loop.saving.load import LoadOptions, load_path
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -12,10 +12,10 @@ from schedule_kit import run
 
 import holdfast as hf
 from holdfast._ranks import RankInfo
-from holdfast.trainers.loop.intervals import parse_every
-from holdfast.trainers.loop.naming import NameTemplate, is_later, run_variables
-from holdfast.trainers.loop.time import Time, TimeUnit
-from holdfast.trainers.loop.timestamp import Timestamp
+from holdfast.trainers.loop.saving.naming import NameTemplate, is_later, run_variables
+from holdfast.trainers.loop.times.intervals import parse_every
+from holdfast.trainers.loop.times.time import Time, TimeUnit
+from holdfast.trainers.loop.times.timestamp import Timestamp
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,16 @@ from loop_kit import Crash, names, plain
 from torch.utils.data import DataLoader, Sampler
 
 from holdfast.checkpointer.signals import StopSignals
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
-from holdfast.trainers.loop import pace as pace_module
-from holdfast.trainers.loop.finder import Found
-from holdfast.trainers.loop.folder import Folder
-from holdfast.trainers.loop.kept import Destinations, Kept
-from holdfast.trainers.loop.load import LoadOptions, load_from
-from holdfast.trainers.loop.ranks import TIMEOUT_S, Ranks
-from holdfast.trainers.loop.restart import Restart
-from holdfast.trainers.loop.shares import Share
+from holdfast.trainers.loop.saving.finder import FolderEntry
+from holdfast.trainers.loop.saving.folder import SaveFolder
+from holdfast.trainers.loop.saving.load import LoadOptions, load_from
+from holdfast.trainers.loop.saving.post_commit import Destinations, PostCommit
+from holdfast.trainers.loop.saving.restart import StartingPoint
+from holdfast.trainers.loop.training import save_policy as pace_module
+from holdfast.trainers.loop.training.ranks import TIMEOUT_S, Ranks
+from holdfast.trainers.loop.training.shares import EvaluationShare
 
 
 def test_the_clock_of_an_evaluation_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +31,7 @@ def test_the_clock_of_an_evaluation_counts_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(pace_module, "agreed", lambda team, moment: next(kinds))
     team: Any = SimpleNamespace(board=SimpleNamespace(calls=lambda moment: None), trouble=lambda: None)
     ranks: Any = SimpleNamespace(leads=False, agree=lambda topic, give: give())
-    pace = pace_module.JointPace(StopSignals(), ranks, team, intervals_s=[], settle=lambda: None)
+    pace = pace_module.DistributedStopPolicy(StopSignals(), ranks, team, intervals_s=[], settle=lambda: None)
     pace._owed = 800.0
     for _ in range(3):
         pace.look()
@@ -60,10 +60,12 @@ class Agreements:
 def test_rank_0_does_nothing_that_can_fail_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Setting a checkpoint aside, and looking at what cannot be used, is told to all ranks if it fails."""
     agreements, within = Agreements(monkeypatch), []
-    quarantine, not_usable = Folder.quarantine, Restart._not_usable
-    monkeypatch.setattr(Folder, "quarantine", lambda *args: (within.append(agreements.under_way), quarantine(*args))[1])
+    quarantine, not_usable = SaveFolder.quarantine, StartingPoint._not_usable
     monkeypatch.setattr(
-        Restart, "_not_usable", lambda *args: (within.append(agreements.under_way), not_usable(*args))[1]
+        SaveFolder, "quarantine", lambda *args: (within.append(agreements.under_way), quarantine(*args))[1]
+    )
+    monkeypatch.setattr(
+        StartingPoint, "_not_usable", lambda *args: (within.append(agreements.under_way), not_usable(*args))[1]
     )
     first = plain(tmp_path / "one", save_filename="ba{batch}.pt", autoresume=True)
     first.fit()
@@ -140,7 +142,7 @@ def test_an_evaluation_has_one_order_whatever_draws_it() -> None:
         np.random.seed(rank)
         before = random.getstate(), np.random.get_state()[1].tolist()
         ranks: Any = SimpleNamespace(world_size=2, rank=rank)
-        share = Share(DataLoader(list(range(12)), batch_size=2, sampler=Drawn()), ranks, together=False)
+        share = EvaluationShare(DataLoader(list(range(12)), batch_size=2, sampler=Drawn()), ranks, together=False)
         seen += [int(one) for batch, _ in share for one in batch]
         assert (random.getstate(), np.random.get_state()[1].tolist()) == before
     assert sorted(seen) == list(range(12))
@@ -154,7 +156,7 @@ def test_a_checkpoint_is_uploaded_before_it_is_deleted() -> None:
         kept._retain()  # another upload ends
         return [SimpleNamespace(upload=upload)]
 
-    def upload(storage: Any, saved: Found, *names: Any, after: Any) -> None:
+    def upload(storage: Any, saved: FolderEntry, *names: Any, after: Any) -> None:
         kept._retain()
         events.append(f"uploads {saved.name}")
         after()
@@ -166,7 +168,7 @@ def test_a_checkpoint_is_uploaded_before_it_is_deleted() -> None:
         delete=lambda one, claim: events.append(f"deletes {one.name}"),
     )
     site: Any = SimpleNamespace(uploads_of=uploads_of, tell=lambda checkpoint: None, source=None, begun=False)
-    kept = Kept(SimpleNamespace(keep=None, num_to_keep=0, claim=None), site, folder)  # type: ignore[arg-type]
-    saved = Found(name="ba1", container="directory")
+    kept = PostCommit(SimpleNamespace(keep=None, num_to_keep=0, claim=None), site, folder)  # type: ignore[arg-type]
+    saved = FolderEntry(name="ba1", container="directory")
     kept.add(saved, Destinations(None, "ba1", None))
     assert events == ["uploads ba1", "deletes ba1"]

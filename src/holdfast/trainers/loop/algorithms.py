@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from ...errors import ConfigError
-from ...state.names import unwrap
-from ...state.sharded import reshard
+from holdfast.errors import ConfigError
+from holdfast.state.tree.names import unwrap
+from holdfast.state.tree.sharded import reshard
+
 from .events import Event
-from .intervals import parse_every
-from .parallel import is_sharded
-from .time import Time, TimeUnit
+from .times.intervals import parse_every
+from .times.time import Time, TimeUnit
+from .training.parallel import is_sharded
 
 if TYPE_CHECKING:
     from .loggers import Logger

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..._advice import answering
-from ...errors import ConfigError
+from holdfast._advice import answering
+from holdfast.errors import ConfigError
 
 __all__ = [
     "OF_SAVER",

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..._log import get_logger
-from ...errors import ConfigError
-from .anatomy import check_ignore_keys
+from holdfast._log import get_logger
+from holdfast.errors import ConfigError
+
 from .arguments import check_flags, check_path
 from .events import Event
-from .time import TimeUnit
-from .timestamp import Timestamp
+from .saving.schema import check_ignore_keys
+from .times.time import TimeUnit
+from .times.timestamp import Timestamp
 
 if TYPE_CHECKING:
-    from ...checkpoint.handle import Checkpoint
+    from holdfast.checkpoint.handle import Checkpoint
+
     from .loggers import Logger
     from .state import State
 
@@ -107,7 +109,7 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         patience: Any = 1,
     ) -> None:
-        from .intervals import parse_every
+        from .times.intervals import parse_every
 
         if comp is None:
             falls = any(word in monitor.lower() for word in _SMALL)
@@ -176,7 +178,7 @@ class EarlyStopping(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         """Look at the metric of training so far, where patience is shorter than epochs."""
         if self.dataloader_label == "train" and self.patience.unit is not TimeUnit.EPOCH:
-            from .metrics import computed
+            from .training.metrics import computed
 
             self._look(state, computed(state.train_metrics, state.ranks))
 
@@ -250,7 +252,7 @@ class ThresholdStopper(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         """Look at the metric of training so far."""
         if self.stop_on_batch and self.dataloader_label == "train":
-            from .metrics import computed
+            from .training.metrics import computed
 
             self._look(state, computed(state.train_metrics, state.ranks))
 
@@ -293,7 +295,7 @@ class LoadCheckpoint(Callback):
         """Load when the event has come."""
         if event is not self.event:
             return
-        from .load import LoadOptions, load_path
+        from .saving.load import LoadOptions, load_path
 
         options = LoadOptions(
             weights_only=self.load_weights_only, strict_model_weights=self.strict_model_weights,

@@ -12,10 +12,10 @@ from .loggers import Logger, LoggerDestination
 if TYPE_CHECKING:
     from .state import State
 
-__all__ = ["Engine"]
+__all__ = ["EventEngine"]
 
 
-class Engine:
+class EventEngine:
     """Runs what listens to each event: algorithms first, then callbacks and loggers in their order, savers last.
 
     At INIT it is loggers, callbacks, algorithms: what logs is there for the others. At events whose names begin

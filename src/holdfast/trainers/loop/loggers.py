@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
-from ..._log import get_logger
-from ..._optional import require
+from holdfast._log import get_logger
+from holdfast._optional import require
+
 from .callbacks import Callback
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ class ConsoleLogger(LoggerDestination):
     """
 
     def __init__(self, log_interval: Any = "1ep", stream: TextIO | None = None) -> None:
-        from .intervals import parse_every
+        from .times.intervals import parse_every
 
         self._every = parse_every(log_interval, "log_interval")
         self._stream = stream

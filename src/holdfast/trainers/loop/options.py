@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 
-from ..._ranks import current_ranks
-from ...errors import ConfigError
-from ...state.seeding import seed_all
+from holdfast._ranks import current_ranks
+from holdfast.errors import ConfigError
+from holdfast.state.data.seeding import seed_all
+
 from .arguments import check_path
-from .evaluator import Evaluator
-from .intervals import parse_every
-from .metrics import as_metrics
-from .ranks import Ranks
-from .steps import LossOfEvaluation
-from .time import Time, TimeUnit
+from .times.intervals import parse_every
+from .times.time import Time, TimeUnit
+from .training.evaluator import Evaluator
+from .training.metrics import as_metrics
+from .training.ranks import Ranks
+from .training.steps import LossOfEvaluation
 
 __all__ = [
     "check_clip",

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
-from ...errors import ConfigError
-from ...state.rng import RNG
-from ...state.values import PerRank
-from .data import DataPosition
-from .evaluator import DataSpec, Evaluator
-from .intervals import Span, finished, parse_every
-from .ranks import Ranks
-from .time import Time
-from .timestamp import Timestamp
+from holdfast.errors import ConfigError
+from holdfast.state.tree.rng import RNG
+from holdfast.state.tree.values import PerRank
+
+from .times.intervals import Span, finished, parse_every
+from .times.time import Time
+from .times.timestamp import Timestamp
+from .training.data import DataPosition
+from .training.evaluator import DataSpec, Evaluator
+from .training.ranks import Ranks
 
 __all__ = ["ATTRIBUTES", "State"]
 
@@ -190,7 +191,7 @@ class State:
         return {} if value is None else value
 
     def _metadata(self) -> dict[str, Any]:
-        from ... import __version__
+        from holdfast import __version__
 
         return {
             "holdfast_version": __version__,

@@ -11,22 +11,18 @@ from typing import Any
 
 import torch
 
-from ..._log import get_logger
-from ...checkpointer.signals import StopSignals
-from ...config import _removed
-from ...errors import ConfigError, SessionError
-from ...state import rng
-from ...state.seeding import generators_kept
+from holdfast._log import get_logger
+from holdfast.checkpointer.signals import StopSignals
+from holdfast.config import _removed
+from holdfast.errors import ConfigError, SessionError
+from holdfast.state.data.seeding import generators_kept
+from holdfast.state.tree import rng
+
 from .arguments import OF_TRAINER, check_flags, check_function, check_path, of_fit, several
 from .callbacks import Callback
-from .engine import Engine
-from .evaluator import Evaluator, as_spec, check_subset, evaluators_of
+from .engine import EventEngine
 from .events import Event
-from .intervals import Every, When, parse_when
 from .loggers import Logger, LoggerDestination
-from .loop import TrainingLoop
-from .metrics import as_metrics, move_metrics
-from .mixed import check_optimizers, default_optimizer, move_plain
 from .options import (
     check_clip,
     choose_device,
@@ -35,18 +31,23 @@ from .options import (
     parse_duration,
     seed_ranks,
 )
-from .pace import Pace, make_pace
-from .parallel import Parallel, bare, is_sharded
-from .precision import check_precision, make_scaler
-from .progress import ProgressBar
-from .ranks import Ranks
-from .restart import Restart
-from .saver import CheckpointSaver, default_saver
-from .schedulers import compiled, refresh
-from .site import Site
+from .saving.restart import StartingPoint
+from .saving.saver import CheckpointSaver, default_saver
+from .saving.saver_group import SaverGroup
+from .saving.uploads import RemoteUploaderDownloader
 from .state import State
-from .steps import Evaluation, TrainStep
-from .uploads import RemoteUploaderDownloader
+from .times.intervals import Every, When, parse_when
+from .times.schedulers import compiled, refresh
+from .training.evaluator import Evaluator, as_spec, check_subset, evaluators_of
+from .training.loop import TrainingLoop
+from .training.metrics import as_metrics, move_metrics
+from .training.mixed import check_optimizers, default_optimizer, move_plain
+from .training.parallel import Parallel, bare, is_sharded
+from .training.precision import check_precision, make_scaler
+from .training.progress import ProgressBar
+from .training.ranks import Ranks
+from .training.save_policy import StopPolicy, make_pace
+from .training.steps import Evaluation, TrainStep
 
 __all__ = ["Trainer"]
 
@@ -232,10 +233,10 @@ class Trainer:
         self._logs_metrics = any(not isinstance(one, RemoteUploaderDownloader) for one in destinations)
         self._signals = StopSignals()
         self._left_for: str | None = None  # the signal that ended the last `fit`
-        self._site = Site(state, savers, destinations)
-        self._engine = Engine(state, self.logger)
+        self._site = SaverGroup(state, savers, destinations)
+        self._engine = EventEngine(state, self.logger)
         self._engine.listen([*others, *self.logger.destinations, *savers])
-        self._pace = Pace(self._signals)
+        self._pace = StopPolicy(self._signals)
         self._loss_fn = check_function(loss_fn, "loss_fn", "outputs", "targets")
         self._grad_clip_norm = grad_clip_norm
         self._eval_every = parse_when(eval_interval, "eval_interval")
@@ -246,7 +247,7 @@ class Trainer:
         self._generators: Mapping[str, Any] | None = None
         self._closed = False
         self._finalizer = weakref.finalize(self, _give_up, self._site, self._engine, os.getpid())
-        restart = Restart(
+        restart = StartingPoint(
             self._site, path=load_from, object_store=load_object_store, weights_only=load_weights_only,
             strict=strict, ignore_keys=load_ignore_keys, autoresume=autoresume, progress_bar=load_progress_bar,
         )  # fmt: skip
@@ -359,7 +360,7 @@ class Trainer:
     def _evals(self) -> list[When]:
         return [self._eval_every, *(one.every for one in self.state.evaluators.values())]
 
-    def _evaluation(self, pace: Pace, *, subset: int | None = None) -> Evaluation:
+    def _evaluation(self, pace: StopPolicy, *, subset: int | None = None) -> Evaluation:
         subset = self._eval_subset if subset is None else subset
         return Evaluation(self.state, self._engine, self.logger, pace, loss_fn=self._loss_fn, subset=subset)
 
@@ -377,7 +378,7 @@ class Trainer:
         with self._evaluating(other) if other else contextlib.nullcontext():
             labels = list(state.eval_dataloaders)
             self._engine.run(Event.EVAL_STANDALONE_START)
-            self._evaluation(Pace(StopSignals()), subset=subset).run()
+            self._evaluation(StopPolicy(StopSignals()), subset=subset).run()
             self._engine.run(Event.EVAL_STANDALONE_END)
         return {label: state.eval_metric_values[label] for label in labels}
 
@@ -443,7 +444,7 @@ class Trainer:
             self._engine.close()
 
 
-def _give_up(site: Site, engine: Engine, process: int) -> None:
+def _give_up(site: SaverGroup, engine: EventEngine, process: int) -> None:
     """Close what a trainer had that nobody closed before it was gone, or before the process ended."""
     site.abandon()
     for uploader in site.uploaders:

@@ -1,0 +1,463 @@
+"""`Checkpointer`: a run in your own loop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from types import TracebackType
+from typing import Any
+
+from holdfast._ranks import current_ranks
+from holdfast._units import IntervalLike
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.config import Keep, Mirror
+from holdfast.errors import ConfigError, HoldfastError, SessionError
+from holdfast.state.data.worker_seeds import PersistentWorkerSeeds
+from holdfast.state.save.snapshot import Snapshotter
+from holdfast.state.tree import rng
+from holdfast.state.tree.groups import Alike, ranks_alike
+from holdfast.state.tree.rng import RNG
+from holdfast.storage.resolve import resolve
+from holdfast.writer.client import WriterClient
+
+from .announce import Announcer, Listener
+from .batches import Batches, NumberedBatches
+from .block import show_stop
+from .boundaries import StepBoundary
+from .distributed_policy import DistributedSavePolicy, NoLog
+from .identity import new_start_id
+from .listing import RunListing
+from .metrics import MetricLog
+from .options import RESERVED, CheckpointerOptions, check_root, check_state, sides
+from .progress import Progress
+from .rank_group import RankGroup
+from .remote import RemoteWatch
+from .rendezvous import Rendezvous, meet
+from .save_policy import SavePolicy
+from .saver import RunSaver
+from .schedule import Schedule
+from .signals import StopSignals
+from .start import StartedRun, start_run
+from .stats import Stats
+from .verification import watcher
+
+__all__ = ["Checkpointer"]
+
+
+class Checkpointer(RunListing):
+    """Saves a run, keeps what matters of it, and goes on from where it was.
+
+    Use it as a context manager around the training loop. Entering takes the run's lease, resumes, tries one small
+    save, and prints one block that says what was restored; leaving saves the final step and waits until it is safe.
+
+    Args:
+        path: root of the run: a path (made absolute now) or a URI.
+        state: what to save, see docs/state.md. Step, epoch, data position and random generators are always added.
+        every: when to save: steps (500 or "500ba"), "2ep", "1000sp", "15min", a timedelta, several of them, or None.
+        keep: which checkpoints stay.
+        resume: "auto" (newest good one, else a fresh start), "must", "never", or a checkpoint.
+        when_busy: when the save before is still being written: "wait" or "skip".
+        on_full: when the storage is full, or a remote answers nothing for minutes: "skip" (say so and train on), "wait"
+            (up to ``timeout_s``) or "raise".
+        local_dir: a directory of this machine in front of a remote ``path``: every save is committed there, at the
+            speed of the disk, and uploaded in the background. A path, or a `Mirror` with its rules; see
+            docs/storage.md.
+        max_staging_bytes: bound of the memory a save may use; None takes one copy of the state.
+        deadline: moment or time span after which this process will be gone; saves and stops before it. "slurm": the
+            end of the SLURM job, if there is one.
+        exit_code_for_requeue: exit status after a signal or the deadline.
+        timeout_s: bound of every wait; of a save of several ranks, from the first rank to the last.
+        seed_samples: make random augmentation in ``__getitem__`` a function of (seed, epoch, index).
+        on_commit: functions that rank 0 calls with each committed `Checkpoint`, on a thread of their own: they hold
+            nothing up, and what they raise is logged. See `holdfast.trackers`. Where the ranks share no disk, once it
+            is at the remote.
+        strict: refuse any difference between the checkpoint and ``state``; False takes what fits.
+        allow_missing: names or globs of ``state`` that the checkpoint need not have.
+        skip: names or globs that are not restored; the live value stays.
+        rename: glob of stored names -> their names in ``state``.
+        unsupported: what becomes of values that cannot be saved: "raise", or "drop" (left out, and said).
+        alike: the ranks that hold the same as this one (a DeviceMesh, a process group, or a list of ranks), where
+            others hold something else: stages of a pipeline, experts. None: what meshes and process groups in the state
+            say, else all ranks. See docs/parallel.md.
+
+    Attributes:
+        state: the mapping given, where the state lives: a resume puts plain values back into it.
+        resumed_from: the `Checkpoint` that the run went on from, None after a fresh start.
+
+    Raises:
+        ConfigError: an argument is wrong.
+
+    Example:
+        >>> import tempfile, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with Checkpointer(tempfile.mkdtemp(), {"model": model}, every=2) as ck:
+        ...     while ck.global_step < 3:
+        ...         ck.step(loss=0.5)
+        >>> ck.stats.last_durable_step
+        3
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any] | None = None,
+        *,
+        every: IntervalLike | Sequence[IntervalLike] | None = "10min",
+        keep: Keep | None = Keep(last=3),  # noqa: B008 - Keep is frozen
+        resume: str | os.PathLike[str] | Checkpoint = "auto",
+        when_busy: str = "wait",
+        on_full: str = "skip",
+        local_dir: str | os.PathLike[str] | Mirror | None = None,
+        max_staging_bytes: int | None = None,
+        deadline: float | IntervalLike | datetime | None = None,
+        exit_code_for_requeue: int = 85,
+        timeout_s: float = 600.0,
+        seed_samples: bool = True,
+        on_commit: Listener | Sequence[Listener] | None = None,
+        strict: bool = True,
+        allow_missing: str | Sequence[str] = (),
+        skip: str | Sequence[str] = (),
+        rename: Mapping[str, str] | None = None,
+        unsupported: str = "raise",
+        alike: Alike = None,
+    ) -> None:
+        self._watcher = watcher(path)  # None, unless `holdfast verify-resume` runs this script
+        if self._watcher is not None:
+            path, every, local_dir, on_commit = self._watcher.arguments(
+                path, every=every, local_dir=local_dir, on_commit=on_commit
+            )
+        self.options = CheckpointerOptions.check(
+            every=every, keep=keep, resume=resume, when_busy=when_busy, on_full=on_full, local_dir=local_dir,
+            max_staging_bytes=max_staging_bytes, deadline=deadline, exit_code_for_requeue=exit_code_for_requeue,
+            timeout_s=timeout_s, seed_samples=seed_samples, on_commit=on_commit, strict=strict,
+            allow_missing=allow_missing, skip=skip, rename=rename, unsupported=unsupported,
+            alike=alike,
+        )  # fmt: skip
+        self.state = check_state(state)
+        self.storage, self.remote = sides(resolve(path), self.options.mirror)
+        self.resumed_from: Checkpoint | None = None
+        self._progress = Progress(seed_samples=seed_samples)
+        self._signals = StopSignals()
+        self._worker_seeds = PersistentWorkerSeeds()
+        self._left = self._step_s = 0.0  # when `step` was left, and how long the step before it took
+        self._open = self._ended = False
+        self._generators: dict[str, Any] | None = None  # as restored, until the first batch is asked for
+        self._client: WriterClient | None = None
+        self._team: RankGroup | None = None
+        self._saver: RunSaver | None = None
+        self._course: StepBoundary | None = None
+
+    # -- life
+
+    def __enter__(self) -> Checkpointer:
+        if self._open or self._ended:
+            raise SessionError("a Checkpointer is entered once; make another one for another run")
+        check_root(self.storage)
+        options, info = self.options, current_ranks()
+        meeting = meet(info, name="run", timeout_s=options.timeout_s, otherwise="call holdfast.save on one rank alone")
+        rank, world_size = info.rank, info.world_size
+        alike = None if world_size == 1 else ranks_alike(options.alike, rank=rank, world_size=world_size)
+        self._progress = Progress(seed_samples=options.seed_samples, rank=rank, world_size=world_size)
+        given = frozenset(self.state)
+        self._progress.added = lambda: [name for name in self.state if name not in given and isinstance(name, str)]
+        snapshotter = Snapshotter(
+            rank=rank, world_size=world_size, max_staging_bytes=options.max_staging_bytes, timeout_s=options.timeout_s,
+            max_file_bytes=min(one.max_file_bytes for one in self._sides), unsupported=options.unsupported,
+            alike=alike,
+        )  # fmt: skip
+        client = self._client = WriterClient.start(self.storage, remote=self.remote)
+        try:
+            team = None
+            if isinstance(meeting, Rendezvous):
+                team = self._team = RankGroup(meeting, client, timeout_s=options.timeout_s)
+            started = start_run(
+                self.storage, client, snapshotter, self._full_state, self._progress, options=options,
+                start_id=new_start_id() if team is None else team.start_id, remote=self.remote, meeting=meeting,
+                home=self.state,
+            )  # fmt: skip
+            self._begin(client, snapshotter, started)
+        except BaseException as error:
+            self._signals.remove()
+            snapshotter.close()
+            why = f"did not start: {type(error).__name__}"
+            with contextlib.suppress(HoldfastError):
+                client.run_op("close_run", reason=why)
+            self._close(client, options.timeout_s, why)
+            raise
+        return self
+
+    def start(self) -> Checkpointer:
+        """Enter the run without ``with``; end it with `close`. A script that ends without it counts as killed.
+
+        Example:
+            >>> import tempfile
+            >>> ck = Checkpointer(tempfile.mkdtemp(), {"lr": 0.1}).start()
+            >>> ck.step()
+            >>> ck.close()
+        """
+        return self.__enter__()
+
+    def close(self) -> None:
+        """Leave a run that `start` entered, as the end of a ``with`` block does: the final step is saved; idempotent.
+
+        Raises:
+            HoldfastError: the final step could not be saved.
+            SystemExit: a signal came or the deadline is near.
+        """
+        self.__exit__(None, None, None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._open:
+            return
+        self._open, self._ended, self.attempt = False, True, 0
+        self._worker_seeds.end()
+        saver, client, course = self._saver, self._client, self._course
+        assert saver is not None
+        assert client is not None
+        assert course is not None
+        if os.getpid() != self._owner:
+            return  # a forked child leaves the body: the run is the trainer's
+        try:
+            if kind is None:
+                with contextlib.suppress(SystemExit):  # a stop at the last boundary: raised below, in the end
+                    course.boundary()
+                if not course.pace.stop_asked:
+                    self._progress.remind_at_end()
+                self._progress.finish()
+                course.watch()
+                course.end(client)
+            elif not self._signals.impatient:
+                course.end_after(f"{kind.__name__}: {error}", client)
+        finally:
+            self._signals.remove()
+            saver.snapshotter.close()
+            # What is sealed is committed in any case; somebody who pressed Ctrl-C twice does not wait for it.
+            limit_s = 0.0 if self._signals.impatient else self.options.timeout_s
+            self._close(client, limit_s, "it has left the run" + (f" ({kind.__name__}: {error})" if kind else ""))
+            saver.announcer.close(limit_s)
+            if course.pace.stop_asked and saver.leads and not self._signals.impatient:
+                show_stop(self._signals.received, saver.stats.last_durable_step, self.storage, self.options.exit_code)
+        if kind is None and course.pace.stop_asked:
+            raise SystemExit(self.options.exit_code)
+
+    # -- the loop
+
+    def step(self, **metrics: Any) -> None:
+        """Record one finished optimizer step; saves when due. Costs microseconds otherwise, never reads a device.
+
+        Args:
+            **metrics: numbers of this step; tensors are read when they are written out.
+
+        Raises:
+            SystemExit: a signal came or the deadline is near; the step is saved and safe.
+            HoldfastError: a save in the background failed.
+        """
+        entered = time.perf_counter()
+        if not self._open:
+            raise SessionError("ck.step() outside of `with Checkpointer(...) as ck`")
+        if os.getpid() != self._owner:
+            raise self._in_a_child()
+        self._generators = None
+        saver, progress, course = self._saver, self._progress, self._course
+        assert saver is not None
+        assert course is not None
+        self._step_s = step_s = entered - self._left - course.held_s
+        saver.clock.step(step_s, draining=saver.busy)
+        progress.stepped()
+        if metrics:
+            course.log.add(progress.step, progress.epoch, metrics)
+        if self._watcher is not None:
+            self._watcher.stepped(progress.step, metrics)
+        saver.fence()
+        course.stepped(step_s)
+        course.held_s = 0.0
+        self._left = time.perf_counter()
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs still to do, up to ``count`` in all."""
+        # Asked for more, the last epoch comes again without batches: what the body does at its end (a scheduler's step)
+        # came after the checkpoint if that was made by the last `step`.
+        if self._finished_epochs is not None and count <= self._finished_epochs:
+            self._progress.skip_to(self._finished_epochs)
+        return self._progress.epochs(count, at_end=self._live_course().epoch_done)
+
+    def batches(
+        self, loader: Any, *, name: str = "train", split: bool | tuple[int, int] = True, ahead: int = 0
+    ) -> Iterator[Any]:
+        """Iterate over the batches of the current epoch from the position of the last trained step.
+
+        Where the loop comes back for its next batch is the boundary of the step before: what the body did after
+        ``ck.step()`` (an evaluation, ``scheduler.step()``, random draws, ``ck.report``) belongs to that step. ``len()``
+        is the number of batches of the whole epoch; `batch` is the index of the one being worked on.
+
+        Args:
+            loader: a map-style ``DataLoader``, a loader with ``state_dict``, or any iterable (replayed by count).
+            name: tells several training loaders of one run apart.
+            split: with several ranks each gets its part of a map-style loader, whose ``batch_size`` is that of one
+                rank. A sampler that knows its rank (`DistributedSampler`) is left to do it. ``(rank, num_ranks)``
+                says it for ranks of a mesh, where tensor-parallel ranks need the same samples; False: all get all.
+            ahead: how many batches the loop has drawn beyond the one it trains (a prefetcher, ``next_x = next(it)``):
+                they come again after a resume. ``ck.step()`` is the boundary then, and the last line of the body.
+
+        Raises:
+            ConfigError: ``ahead`` is no whole number >= 0.
+        """
+        if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+            raise ConfigError(f"ahead={ahead!r}: give the number of batches that are drawn before they are trained")
+        done = self._live_course().epoch_done
+        found = Batches(self._progress, loader, name, split=split, ahead=ahead, ask=self._ask, epoch_done=done)
+        return found if self._watcher is None else self._watcher.batches(found)
+
+    def enumerate(self, loader: Any, *, name: str = "train", split: bool | tuple[int, int] = True) -> NumberedBatches:
+        """Iterate over (index in the epoch, batch); after a resume the index goes on where it was. See `batches`."""
+        return NumberedBatches(self.batches(loader, name=name, split=split), lambda: self._progress.batch)
+
+    def report(self, **metrics: Any) -> None:
+        """Record metrics of the current step and bind them to its checkpoint.
+
+        If ``keep`` ranks by one of them and the step has no checkpoint, it is saved at its boundary (see `batches`).
+        """
+        self._live_course().report(metrics)
+        if self._watcher is not None:
+            self._watcher.reported(self._progress.step, metrics, self._full_state)
+
+    def save(self, **metrics: Any) -> None:
+        """Save the current step (once), with these metrics: in a body over `batches` at its boundary, else now."""
+        self._live_course().save_now(metrics)
+
+    def wait(self, *, remote: bool = False) -> None:
+        """Wait until everything saved and reported so far is durable; raises what failed.
+
+        A save that waits for the boundary of its step (`save`, `report`) is made first.
+
+        Args:
+            remote: of a mirrored run (``local_dir``), wait for the remote side too (rank 0 does); else the local disk
+                is enough.
+        """
+        self._live_course().wait(remote=remote)
+
+    # -- what there is
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps done, over all lives of the run."""
+        self._progress.counted_by_user = True
+        return self._progress.step
+
+    @property
+    def epoch(self) -> int:
+        """Number of the current epoch, counted from 0."""
+        self._progress.counted_by_user = True
+        return self._progress.epoch
+
+    @property
+    def batch(self) -> int:
+        """Index in the epoch of the batch being worked on; before the first one, of that which comes first.
+
+        ``tqdm(ck.batches(loader), initial=ck.batch)`` shows the whole epoch and begins where the run is.
+        """
+        return self._progress.batch
+
+    @property
+    def should_stop(self) -> bool:
+        """True once a signal came or the deadline is near; poll it in long evaluations, and leave the body.
+
+        A body left after this was True ends as `step` would have ended it: the last finished step is saved, and the
+        exit status is ``exit_code_for_requeue``. With several ranks it stays False until all of them stop, in `step`:
+        ranks that left at different places would wait for each other.
+        """
+        course, saver = self._course, self._saver
+        if course is None or saver is None:
+            return self._signals.received is not None
+        if not self._open:
+            return course.pace.stop_asked
+        return course.pace.poll(step_s=self._step_s, save_s=saver.save_s)
+
+    @property
+    def stats(self) -> Stats:
+        """What saving has cost so far."""
+        saver = self._saver
+        if saver is None:
+            return Stats()
+        if saver.remote is not None:
+            saver.remote.fill(saver.stats)
+        return saver.stats
+
+    # -- inside
+
+    def _ask(self) -> None:
+        """Do what is due where the loop asks for its next batch."""
+        self._live_course().boundary()
+        if self._generators is not None:
+            # What the script drew since it entered (a batch to look at, a warm-up) changes nothing.
+            generators, self._generators = self._generators, None
+            rng.restore(generators)
+
+    def _full_state(self) -> dict[str, Any]:
+        return {**self.state, RESERVED: {"progress": self._progress, "rng": RNG}}
+
+    def _begin(self, client: WriterClient, snapshotter: Snapshotter, started: StartedRun) -> None:
+        """Set up what the loop needs, once the run is ours and its state is loaded."""
+        options, progress = self.options, self._progress
+        self.resumed_from, self.attempt = started.checkpoint, started.opened.attempt
+        self._finished_epochs = started.finished_epochs
+        self._saver = saver = RunSaver(
+            self.storage, client, started.opened, snapshotter, self._full_state, names=started.names,
+            when_busy=options.when_busy, on_full=options.on_full, timeout_s=options.timeout_s, team=self._team,
+        )  # fmt: skip
+        saver.parent = started.parent
+        saver.announcer = Announcer(options.on_commit)
+        if options.mirror is not None and self.remote is not None and saver.leads:
+            far, announcer = self.remote, saver.announcer
+            saver.remote = RemoteWatch(
+                client, options.mirror, far.uri, staged=started.staged,
+                arrived=lambda name: announcer.tell(Checkpoint.at(far, name)) if started.staged else None,
+            )  # fmt: skip
+        if self.resumed_from is not None and started.in_this_run:
+            # The step resumed from is safe already; saving it again would only make a copy.
+            saver.last_step, saver.last_name = progress.step, self.resumed_from.name
+            saver.stats.last_durable_step = progress.step
+        log: MetricLog = NoLog()
+        if saver.leads:
+            log = MetricLog(client, attempt=started.opened.attempt, follow=saver.on_the_side)
+        schedule = Schedule(options.intervals, now=time.monotonic())
+        schedule.start(step=progress.step, samples=progress.samples)
+        pace = SavePolicy(schedule, self._signals, options.deadline, progress)
+        if self._team is not None:
+            self._team.board.calls(progress.step)
+            pace = DistributedSavePolicy(schedule, self._signals, options.deadline, progress, self._team)
+        self._course = StepBoundary(saver, log, pace, progress, options, self._full_state)
+        self._course.watcher = self._watcher
+        if started.has_generators:
+            self._generators = rng.capture()
+        self._owner = os.getpid()
+        self._signals.install()
+        self._worker_seeds.begin()
+        self._open = True
+        if self._watcher is not None:
+            source = self.resumed_from
+            self._watcher.entered(progress.step, None if source is None else source.step, self._full_state)
+        self._left = time.perf_counter()
+
+    def _close(self, client: WriterClient, timeout_s: float, why: str) -> None:
+        client.close(timeout_s, why=why)
+        if self._team is not None:
+            self._team.close()
+
+    def _live_course(self) -> StepBoundary:
+        if self._course is None or not self._open:
+            raise SessionError("use it inside of `with Checkpointer(...) as ck`")
+        if os.getpid() != self._owner:
+            raise self._in_a_child()
+        return self._course
+
+    def _in_a_child(self) -> SessionError:
+        return SessionError(
+            f"this process ({os.getpid()}) was forked from the trainer ({self._owner}) of the run {self.storage.uri}, "
+            "which alone saves it: call ck there, or holdfast.save(path, state) here"
+        )

@@ -1,0 +1,129 @@
+"""Ranks whose machines share no local disk: who sees what, and what an earlier life has left on the disks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from holdfast.errors import CheckpointError, ConfigError
+from holdfast.format.commit import sweep
+from holdfast.format.parts import read_part
+from holdfast.run.catalog import Catalog
+from holdfast.storage.base import Storage
+from holdfast.writer.client import WriterClient
+from holdfast.writer.messages import RunOpened
+
+from .rendezvous import Meeting
+from .waiting import answer
+
+__all__ = ["share_a_disk", "take_up"]
+
+_VISIBLE_S = 0.3  # one that shows a file later than this is as good as not shared
+
+
+def share_a_disk(meeting: Meeting, local: Storage, start_id: str) -> bool:
+    """Tell whether all ranks see one local directory; the same on all of them."""
+    home = f".probe-{start_id}"
+    mark = f"{home}/ranks"
+
+    def leave_mark() -> None:
+        if meeting.rank == 0:
+            local.put(mark, b"do all ranks see this file?")
+
+    def sees() -> bool:
+        until = time.monotonic() + _VISIBLE_S
+        while not (found := local.exists(mark)) and time.monotonic() < until:
+            time.sleep(0.05)
+        return found
+
+    def decide(seen: list[bool]) -> bool:
+        local.delete(mark)
+        local.tidy(home)
+        return all(seen)
+
+    meeting.agree("mark", leave_mark)
+    shared: bool = meeting.agree("disk", sees, decide)
+    return shared
+
+
+def take_up(
+    meeting: Meeting,
+    client: WriterClient,
+    local: Storage,
+    remote: Storage,
+    opened: RunOpened,
+    *,
+    start_id: str,
+    timeout_s: float,
+) -> RunOpened:
+    """Bring the newest save that the disks hold completely to the remote, if that has none as new; sweep the rest.
+
+    A staged save counts if each of as many ranks has its part still; what one machine alone holds of others' never
+    does. A whole checkpoint on rank 0's disk (of a life on one machine) counts, too.
+
+    Returns:
+        What the run has now.
+    """
+    leads = meeting.rank == 0
+    found = meeting.agree("staged", lambda: _left(local, opened) if leads else [])
+
+    def have() -> list[bool]:
+        return [_has(local, one, meeting) for one in found]
+
+    def choose(all_: Sequence[list[bool]]) -> int | None:
+        return next((number for number in range(len(found)) if all(one[number] for one in all_)), None)
+
+    chosen = meeting.agree("staged parts", have, choose) if found else None
+
+    def bring() -> Any:
+        if not leads:
+            return None
+        one = found[chosen]
+        answer(client.run_op("bring", name=one["name"], save=one["save"]), remote, timeout_s)
+        return answer(client.run_op("records"), remote, timeout_s)
+
+    if chosen is not None:
+        opened = replace(opened, records=tuple(meeting.agree("brought", bring, work_s=2 * timeout_s)))
+    # The lease is ours, so nobody works for a dead life any more, on any of the disks.
+    for info in local.list("", recursive=False):
+        name = info.path.rstrip("/")
+        if name.startswith("step_"):
+            sweep(local, name, keep_start_id=start_id)
+            local.tidy(name)
+    return opened
+
+
+def _left(local: Storage, opened: RunOpened) -> list[dict[str, Any]]:
+    """List, on rank 0, what its disk knows of that is newer than all the remote has, newest first."""
+    from holdfast.writer.uploads.staged_run import staged_saves  # not above: few trainers need it, and each start waits
+
+    newest = max(((row[1], row[2], row[0]) for row in opened.records), default=(-1, -1, ""))
+    staged = staged_saves(local)
+    found = [
+        ((manifest.attempt, manifest.step or 0, name), {"name": name, "save": save, "writers": len(manifest.writers)})
+        for name, save, manifest in staged
+    ]
+    catalog = Catalog(local)
+    whole = [record for record in catalog.records() if record.order > newest]
+    runs = [manifest.run_id for _, _, manifest in staged] + [catalog.index.run_id for _ in whole]
+    for other in runs:
+        if other != opened.run_id:  # its owner may start it again: what it has here is not ours to remove
+            raise ConfigError(
+                f"{local.uri} of rank 0 holds another run ({other}) than the remote ({opened.run_id}): give each run a "
+                "local_dir of its own, empty this one, or bring it to the remote first (holdfast push)"
+            )
+    found += [(record.order, {"name": record.name, "save": None, "writers": 0}) for record in whole]
+    return [one for order, one in sorted(found, key=lambda row: row[0], reverse=True) if order > newest]
+
+
+def _has(local: Storage, one: dict[str, Any], meeting: Meeting) -> bool:
+    """Tell whether this rank has its part of what rank 0 has found."""
+    if one["save"] is None:
+        return True
+    try:
+        part = read_part(local, one["name"], one["save"], meeting.rank)
+    except CheckpointError:  # damaged; a disk that does not answer is an error, for what is on it is removed below
+        return False
+    return part is not None and one["writers"] == meeting.world_size

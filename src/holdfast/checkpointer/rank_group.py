@@ -1,0 +1,195 @@
+"""The ranks that save together, seen from one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+from holdfast._ranks import current_ranks
+from holdfast.errors import HoldfastError
+from holdfast.writer.arena import Arena
+from holdfast.writer.client import WriterClient
+from holdfast.writer.messages import error_from_json, error_to_ranks
+from holdfast.writer.open_files import check_connections
+from holdfast.writer.ranks.step_mailbox import BOARD_BYTES, WHO_LEFT, StepMailbox
+
+from .identity import version
+from .rendezvous import Meeting, same_for_all
+
+__all__ = ["ANSWER_MARGIN_S", "RankGroup"]
+
+ANSWER_MARGIN_S = 15.0
+"""What a rank waits longer than rank 0's writer does, so that it hears the reason instead of giving up first."""
+BEAT_S, STALE_S = 5.0, 30.0
+_UNREACHABLE = ("127.", "::1", "0.")  # from other machines
+_LISTENING: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+class RankGroup:
+    """Our writer has joined those of the other ranks; made by all ranks at the same point of their program.
+
+    Args:
+        meeting: where the ranks meet now.
+        client: our writer.
+        timeout_s: bound of one save, from the first rank to the last.
+
+    Attributes:
+        rank: ours.
+        world_size: number of ranks.
+        start_id: of this life of all of them.
+        board: words shared with our writer.
+    """
+
+    def __init__(self, meeting: Meeting, client: WriterClient, *, timeout_s: float) -> None:
+        self.rank, self.world_size = meeting.rank, meeting.world_size
+        self.client, self.timeout_s = client, timeout_s
+        self._listener: socket.socket | None = None
+        arena = self._arena = Arena.create(BOARD_BYTES)
+        self.board = StepMailbox(arena.view)
+        self.board.clear(step=0)
+        try:
+            told = meeting.agree("address", _facts, self._open)
+            self.start_id: str = told["start_id"]
+            client.join(
+                arena,
+                rank=self.rank,
+                world_size=self.world_size,
+                addresses=[(host, port) for host, port in told["addresses"]],
+                token=told["token"],
+                timeout_s=timeout_s,
+                listener=None if self._listener is None else self._listener.fileno(),
+                beat_s=BEAT_S,
+                stale_s=min(STALE_S, max(2 * BEAT_S, timeout_s)),
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    @contextlib.contextmanager
+    def told(self, save: str) -> Iterator[None]:
+        """Let the other ranks, which wait for our part of a save, hear of an error; all raise the same one."""
+        try:
+            yield
+        except Exception as error:
+            told = error_to_ranks(error)
+            with contextlib.suppress(HoldfastError):
+                self.client.tell_ranks("part_failed", save=save, error=told)
+            raise error_from_json({**told, "message": f"rank {self.rank}: {told['message']}"}) from error
+
+    def may_save(self, step: int) -> bool:
+        """Ask whether ``step`` is saved while the save before may still be under way; the same on all ranks."""
+        return self._ask(f"save {step}", f"whether to save step {step}")
+
+    def may_go_on(self, step: int, tries: int) -> bool:
+        """Ask, while all ranks are held at ``step`` for the same reason, whether none of them wants to stop."""
+        return not self._ask(f"stop {step} {tries}", f"whether to stop at step {step}")
+
+    def trouble(self) -> HoldfastError | None:
+        """Return which rank is gone, and why; None while all are there, which costs nothing to ask."""
+        if not self.board.broken:
+            return None
+        asked = self.client.ask_ranks(WHO_LEFT)
+        wait([asked], timeout=ANSWER_MARGIN_S)
+        error = asked.exception() if asked.done() else None
+        return error if isinstance(error, HoldfastError) else HoldfastError("a rank is gone, nobody knows why")
+
+    def _ask(self, about: str, what: str) -> bool:
+        asked = self.client.ask_ranks(about)
+        wait([asked], timeout=self.timeout_s)
+        if not asked.done():
+            raise HoldfastError(f"no word from rank 0's writer within {self.timeout_s:g} s on {what}")
+        return asked.result()
+
+    def close(self) -> None:
+        """Let go of what the writer no longer needs: call it after the writer was closed. Idempotent."""
+        if self._listener is not None:
+            self._listener.close()
+        self.board.close()
+        self._arena.close()
+
+    def _open(self, facts: list[Any]) -> dict[str, Any]:
+        """On rank 0: listen where all ranks can reach us."""
+        for name in ("holdfast", "world_size"):
+            same_for_all([one[name] for one in facts], f"the {name} of the processes")
+        check_connections(self.world_size)
+        alone = all(one["machine"] == facts[0]["machine"] for one in facts)
+        elsewhere = [one["master"] for one in facts if one["machine"] != facts[0]["machine"]]
+        self._listener, addresses = _listen(elsewhere, alone=alone, backlog=self.world_size)
+        _LISTENING.add(self._listener)
+        return {"start_id": secrets.token_hex(4), "token": secrets.token_hex(16), "addresses": addresses}
+
+
+def _facts() -> dict[str, Any]:
+    world_size = current_ranks().world_size
+    return {"machine": _machine(), "holdfast": version(), "world_size": world_size, "master": _master()}
+
+
+def _master() -> list[str]:
+    """List the addresses by which this rank knows the process group's master, usually rank 0's machine."""
+    with contextlib.suppress(OSError):
+        if master := os.environ.get("MASTER_ADDR"):
+            return [str(row[4][0]) for row in socket.getaddrinfo(master, None, type=socket.SOCK_STREAM)]
+    return []
+
+
+def _machine() -> str:
+    """Name this machine so that two processes name it alike if, and only if, loopback connects them."""
+    parts = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net"):
+        with contextlib.suppress(OSError):
+            parts.append(os.readlink(path) if "/ns/" in path else Path(path).read_text(encoding="ascii").strip())
+    return " ".join(parts)
+
+
+def _listen(
+    elsewhere: Sequence[Sequence[str]], *, alone: bool, backlog: int
+) -> tuple[socket.socket, list[tuple[str, int]]]:
+    """Open a listening socket where the ranks can reach us, and nowhere else if that is known.
+
+    On loopback if all ranks are on this machine. Else on the address by which the ranks of other machines know the
+    process group's master, if that is one of ours: they have just reached it. Else on all interfaces.
+    """
+    if alone:
+        sock = socket.create_server(("127.0.0.1", 0), backlog=backlog)
+        return sock, [("127.0.0.1", sock.getsockname()[1])]
+    for host in dict.fromkeys(one for known in elsewhere for one in known):
+        if all(host in known for known in elsewhere) and not host.startswith(_UNREACHABLE):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with contextlib.suppress(OSError):  # no address of this machine
+                sock = socket.create_server((host, 0), family=family, backlog=backlog)
+                return sock, [(host, sock.getsockname()[1])]
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    sock = socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=both)
+    port = sock.getsockname()[1]
+    return sock, [(host, port) for host in _own_addresses()]
+
+
+def _own_addresses() -> list[str]:
+    """List names of this machine, the likeliest to be reached from the others first."""
+    found = []
+    master = os.environ.get("MASTER_ADDR")
+    if master:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((master, 9))  # sends nothing: only asks which interface would be used
+            found.append(probe.getsockname()[0])
+    found.append(socket.gethostname())
+    with contextlib.suppress(OSError):
+        found += [str(row[4][0]) for row in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+    return [one for one in dict.fromkeys(found) if not one.startswith(_UNREACHABLE)] or found
+
+
+def _after_fork_in_child() -> None:
+    """Close a loader worker's copies: as long as one is open, a dead rank 0 seems to be there."""
+    for listener in list(_LISTENING):
+        listener.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

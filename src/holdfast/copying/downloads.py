@@ -1,0 +1,218 @@
+"""One download of a remote checkpoint per machine, shared by its processes, gone after the last user.
+
+Each checkpoint has a directory under the temporary one::
+
+    lock    flock held while the state below changes (downloading included: the others wait)
+    use     flock held shared by every user; who gets it exclusively knows that nobody is left
+    done    the download is complete
+    data/   the files
+
+The kernel drops flocks when a process dies, so no pids are noted and nothing has to be judged by age: a killed
+user is no user any more, and what it left is swept by the next one who comes.
+
+Who wants files of his own copies them from there, or takes them away if nobody else has come. Those who name one
+directory for them take turns at it, and find what the first has brought.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast._progress import progress_bar
+from holdfast.errors import CheckpointNotFoundError
+from holdfast.run.lease import files_of
+from holdfast.run.process import birth
+from holdfast.storage.base import Storage
+from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage.local.ops import POSIX
+
+from .private_directory import private_directory
+from .transfer import copy_checkpoint
+
+__all__ = ["own_download", "shared_download", "take_turns"]
+
+_BAR_AFTER_S = 2.0
+_JOIN_S = 0.02  # for others, who waited for the download, to become users of it
+
+
+@contextlib.contextmanager
+def shared_download(storage: Storage, name: str) -> Iterator[Path]:
+    """Yield a local directory with the files of ``name``; treat it as read-only, others read it too."""
+    base = _base()
+    key, total = _key(storage, name)
+    place = base / key
+    _sweep(base, place)
+    use = _enter(storage, name, place, total)
+    try:
+        yield place / "data"
+    finally:
+        _leave(place, use)
+
+
+def own_download(storage: Storage, name: str, directory: Path) -> None:
+    """Bring the files of ``name`` into a new, empty directory; who does so at the same time shares one download."""
+    base = _base()
+    key, total = _key(storage, name)
+    place = base / key
+    _sweep(base, place)
+    use = _enter(storage, name, place, total)
+    try:
+        if not _take_away(place, use, directory):
+            copy_checkpoint(LocalStorage(place), "data", LocalStorage(directory), "")
+    finally:
+        _leave(place, use)
+
+
+@contextlib.contextmanager
+def take_turns(storage: Storage, name: str, directory: Path) -> Iterator[bool]:
+    """Wait for the others on this machine who bring files into ``directory``.
+
+    Yields:
+        Whether one of them has just brought these very files, so that nothing is left to do.
+    """
+    key, _ = _key(storage, name)
+    place = _base() / f"to-{hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()[:32]}"
+    begun = time.time()
+    lock = _lock(place)
+    brought = place / "brought"
+    try:
+        just_now = brought.exists() and brought.stat().st_mtime >= begun
+        yield just_now and brought.read_text() == key
+        brought.write_text(key)
+    finally:
+        _unlock(lock)
+
+
+def _take_away(place: Path, use: int, directory: Path) -> bool:
+    """Make the download the caller's own if he is its only user."""
+    time.sleep(_JOIN_S)
+    with contextlib.suppress(FileNotFoundError):
+        lock = _lock(place, create=False)
+        try:
+            fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (place / "done").unlink()
+            os.rename(place / "data", directory)
+            POSIX.fsync_dir(str(directory.parent))
+            return True
+        except BlockingIOError:
+            fcntl.flock(use, fcntl.LOCK_SH)  # a change that fails gives up what there was
+        except OSError:  # another file system
+            (place / "done").touch()
+        finally:
+            _unlock(lock)
+    return False
+
+
+def _enter(storage: Storage, name: str, place: Path, total: int) -> int:
+    """Join the users of ``place``, downloading first if nobody has; returns the descriptor that says so."""
+    lock = _lock(place)
+    try:
+        if not (place / "done").exists():
+            shutil.rmtree(place / "data", ignore_errors=True)
+            with progress_bar(f"download {name.rpartition('/')[2]}", total, after_s=_BAR_AFTER_S) as progress:
+                copy_checkpoint(storage, name, LocalStorage(place / "data"), "", progress=progress)
+            (place / "done").touch()
+        use = os.open(place / "use", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(use, fcntl.LOCK_SH)
+        return use
+    except BaseException:
+        if not (place / "done").exists():
+            shutil.rmtree(place, ignore_errors=True)
+        raise
+    finally:
+        _unlock(lock)
+
+
+def _leave(place: Path, use: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        lock = _lock(place, create=False)
+        try:
+            os.close(use)
+            _remove_unused(place)
+        finally:
+            _unlock(lock)
+        return
+    os.close(use)  # somebody cleaned the temporary directory under our feet
+
+
+def _remove_unused(place: Path) -> None:
+    """Remove ``place`` unless it has users. The caller holds its lock."""
+    try:
+        use = os.open(place / "use", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        shutil.rmtree(place, ignore_errors=True)
+        return
+    try:
+        fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    else:
+        shutil.rmtree(place, ignore_errors=True)
+    finally:
+        os.close(use)
+
+
+def _lock(place: Path, *, create: bool = True, wait: bool = True) -> int:
+    """Lock ``place``, made anew if the last user removed it between our open and our lock."""
+    while True:
+        if create:
+            place.mkdir(mode=0o700, exist_ok=True)
+        try:
+            lock = os.open(place / "lock", os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+        except FileNotFoundError:
+            if create:
+                continue
+            raise
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if os.fstat(lock).st_ino == (place / "lock").stat().st_ino:
+                return lock
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
+def _unlock(lock: int) -> None:
+    """Unlock by name: a child that another thread forked meanwhile has a copy of the descriptor that stays open."""
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
+
+
+def _sweep(base: Path, mine: Path) -> None:
+    """Remove downloads whose users all died."""
+    for place in base.iterdir():
+        if place == mine:
+            continue
+        with contextlib.suppress(OSError):
+            lock = _lock(place, create=False, wait=False)
+            try:
+                _remove_unused(place)
+            finally:
+                _unlock(lock)
+
+
+def _base() -> Path:
+    return private_directory("holdfast")
+
+
+def _key(storage: Storage, name: str) -> tuple[str, int]:
+    """Name one version of one checkpoint (what is read must be what the manifest of now describes); and its bytes."""
+    infos = [info for _, info in files_of(storage, name)]
+    if not infos:
+        raise CheckpointNotFoundError(f"there is nothing at {storage.uri}/{name}")
+    parts = [f"{info.path} {info.size} {info.etag}" for info in infos]
+    if storage.describe() is None:
+        # Another process means other contents by the same URI.
+        parts.append(f"{os.getpid()} {birth(os.getpid())}")
+    text = "\n".join([storage.uri, name, *sorted(parts)])
+    return hashlib.sha256(text.encode()).hexdigest()[:32], sum(info.size for info in infos)

@@ -1,0 +1,436 @@
+"""Copy a checkpoint from one storage to another: parallel, checked in passing, resumable, the manifest last."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    IncompleteCheckpointError,
+    StorageConflictError,
+    StorageError,
+    StorageExistsError,
+    StorageFullError,
+    StorageNotFoundError,
+)
+from holdfast.format.commit import make_folders, read_manifest, read_manifest_bytes, sweep
+from holdfast.format.manifest import MANIFEST_NAME, FileEntry, Manifest
+from holdfast.format.names import REMOVING_NAME, SIDECARS, check_links, join, start_id_of
+from holdfast.run.lease import files_of
+from holdfast.run.remains import is_remains
+from holdfast.run.sidecar import METRICS_FILE, read_sidecar, write_sidecar
+from holdfast.storage.base import Storage
+
+from .sending import WINDOW, Brought, File, Progress, Sender, Stop, TransferStopped, Windows
+
+__all__ = [
+    "REPEATED_FROM",
+    "Copied",
+    "TransferStopped",
+    "compare_files",
+    "copy_checkpoint",
+    "copy_file",
+    "send_entries",
+]
+
+# Not among the files of a checkpoint: they go last, or not at all.
+_NOT_FILES = frozenset({MANIFEST_NAME, REMOVING_NAME, *SIDECARS})
+REPEATED_FROM = 1 << 20
+"""To have a store repeat a file takes three requests, to send a small one takes one."""
+_BATCH_FROM = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """What a copy did.
+
+    Attributes:
+        bytes_sent: read from the source and written to the target.
+        bytes_there: of files that were complete at the target already.
+        bytes_copied: repeated at the target from an earlier checkpoint, without passing through this machine.
+        files: number of files of the checkpoint, its manifest and sidecars not counted.
+        is_foreign: there was no manifest of ours, so nothing to check the bytes against.
+    """
+
+    bytes_sent: int = 0
+    bytes_there: int = 0
+    bytes_copied: int = 0
+    files: int = 0
+    is_foreign: bool = False
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of all files."""
+        return self.bytes_sent + self.bytes_there + self.bytes_copied
+
+
+def copy_checkpoint(
+    source: Storage,
+    name: str,
+    target: Storage,
+    directory: str,
+    *,
+    previous: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    stop: Stop | None = None,
+    num_threads: int = 4,
+) -> Copied:
+    """Copy the checkpoint ``name`` to ``directory`` of ``target``; committed and durable on return.
+
+    The digests of its files are checked while they are read. Calling it again after it was ended in the middle, by
+    whatever, sends only what is missing: a file that a save of Holdfast named is never written twice with different
+    bytes. (On a local target files that are there are read once more, since a file that was being written when the
+    power failed looks whole.) A directory without a manifest of ours is copied too, all of it each time.
+
+    Late metrics and pins at both sides are merged, those of the source win.
+
+    Args:
+        source: holds the checkpoint.
+        name: its directory.
+        target: where it goes.
+        directory: directory at the target; "" is its root.
+        previous: a committed checkpoint at the target, from which files with the same bytes are repeated.
+        overwrite: replace another checkpoint that is there.
+        progress: called with bytes that are at the target now; all calls together add up to the whole.
+        stop: asked between windows of 8 MiB.
+        num_threads: files sent at once. Buffers take 256 MiB at most, those of the client of the target included.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing under ``name``, or it was deleted meanwhile.
+        IncompleteCheckpointError: the source never committed.
+        CheckpointExistsError: another checkpoint is at the target, and ``overwrite`` is false; or it was put there by
+            somebody else meanwhile, and stays.
+        CorruptCheckpointError: the source is damaged; the target gets no manifest.
+        TransferStopped: ``stop()`` returned true.
+    """
+    sender = Sender(source, target, num_threads=num_threads, progress=progress, stop=stop)
+    copy = _Copy(source, name, target, directory, sender)
+    raw, files = copy.look()
+    etag = _etag_at(target, directory)  # first: what was changed since it was read must not be replaced
+    before = _manifest_at(target, directory)
+    is_new = before is None or before != raw
+    if before is not None and is_new and not overwrite:
+        raise CheckpointExistsError(
+            f"{join(target.uri, directory)} is another checkpoint: say that it is to be replaced (overwrite), or give "
+            "another name"
+        )
+    stale = _listed(before) if before is not None and is_new else {}
+    if before is not None and is_new and (raw is None or stale is None or _in_the_way(stale, files)):
+        target.delete(join(directory, MANIFEST_NAME))  # its files are about to change under their names
+        before = None
+    copy.look_at_target()
+    copy.bring(files, trusted=not is_new, twins=_twins(target, previous))
+    if raw is not None and before is not None and is_new:
+        # What was said about one of the two must never be found beside the other, not even after a kill.
+        copy.drop_sidecars()
+        copy.commit(raw, in_place_of=etag)
+    copy.bring_sidecars(is_new=is_new)
+    if raw is not None and before is None:
+        copy.commit(raw)
+    if raw is not None:
+        make_folders(target, directory, Manifest.from_bytes(raw))
+    left = (stale or {}).keys() - {file.path for file in files}
+    if left and raw is not None and _manifest_at(target, directory) != raw:
+        return copy.copied  # somebody replaced ours, and cleans up
+    target.delete_many([join(directory, path) for path in left])
+    return copy.copied
+
+
+def copy_file(source: Storage, path: str, target: Storage, new_path: str, *, progress: Progress | None = None) -> None:
+    """Copy one file in windows of bounded memory; durable on return."""
+    sender = Sender(source, target, progress=progress)
+    sender.each([File(path=new_path, source=path, target=new_path, size=source.stat(path).size)], sender.send)
+
+
+def send_entries(
+    source: Storage,
+    target: Storage,
+    directory: str,
+    entries: Sequence[FileEntry],
+    *,
+    twins: Mapping[tuple[str, int], str] | None = None,
+) -> Brought:
+    """Send files of a save, whose manifest comes later, as far as they are not there yet; digests are checked.
+
+    Args:
+        source: holds them.
+        target: where they go.
+        directory: of the save, at both.
+        entries: the files.
+        twins: files at the target by digest and size, to be repeated there.
+
+    Returns:
+        Which of them took what way; the others were there.
+    """
+    is_local = target.local_root is not None
+    there = {info.path: info.size for info in target.list(directory, recursive=False)}
+    sender = Sender(source, target)
+    brought = Brought(set(), set())
+
+    def bring(file: File, windows: Windows) -> None:
+        # The name carries the save's id. On a disk a file that looks whole may be one whose writer died.
+        if there.get(file.target) == file.size and (not is_local or sender.is_at_target(file, windows)):
+            return
+        twin = (twins or {}).get((file.digest or "", file.size))
+        if twin is not None and _repeat(target, twin, file.target, replace=file.target in there):
+            brought.repeated.add(file.path)
+            return
+        sender.send(file, windows)
+        brought.sent.add(file.path)
+
+    paths = [(entry, join(directory, entry.path)) for entry in entries]
+    files = [File(path=one.path, source=path, target=path, size=one.size, digest=one.digest) for one, path in paths]
+    sender.each(files, bring)
+    return brought
+
+
+def compare_files(source: Storage, path: str, target: Storage, new_path: str) -> Literal["same", "unfinished", "other"]:
+    """Tell what the file at the target is; reads both as far as they agree.
+
+    "unfinished" is the beginning of the same bytes: what a copy that was killed leaves, with nothing to lose in it.
+    """
+    with source.open(path) as one, target.open(new_path) as other:
+        if other.size > one.size:
+            return "other"
+        ours, theirs = (bytearray(min(WINDOW, other.size)) for _ in range(2))
+        for start in range(0, other.size, WINDOW):
+            nbytes = min(WINDOW, other.size - start)
+            one.read_into(start, memoryview(ours)[:nbytes])
+            other.read_into(start, memoryview(theirs)[:nbytes])
+            if ours[:nbytes] != theirs[:nbytes]:
+                return "other"
+        return "same" if other.size == one.size else "unfinished"
+
+
+class _Copy:
+    """One copy of one checkpoint: what is where, and how many bytes have gone which way."""
+
+    def __init__(self, source: Storage, name: str, target: Storage, directory: str, sender: Sender) -> None:
+        self._source, self._name, self._target, self._directory = source, name, target, directory
+        self._sender = sender
+        self._inside: dict[str, int] = {}
+        self._there: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self.copied = Copied()
+
+    def look(self) -> tuple[bytes | None, list[File]]:
+        """Find what there is to copy: the bytes of the manifest, None for a foreign directory, and the files."""
+        where = join(self._source.uri, self._name)
+        raw = _manifest_at(self._source, self._name)
+        self._inside = _sizes(self._source, self._name)
+        if raw is None and not self._inside:
+            raise CheckpointNotFoundError(f"there is nothing at {where}: check the path")
+        if raw is None and is_remains(self._inside):
+            raise IncompleteCheckpointError(
+                f"{where} has files of a save that never committed: there is nothing to copy"
+            )
+        files = []
+        entries = Manifest.from_bytes(raw, where=join(where, MANIFEST_NAME)).files if raw is not None else ()
+        for entry in entries:
+            files.append(self._file(entry.path, entry.size, entry.digest, shared=entry.reused_from is not None))
+        listed = {entry.path for entry in entries}
+        for path, size in self._inside.items():
+            # What somebody put there by hand comes along; remains of other saves do not.
+            if path not in listed and path not in _NOT_FILES and (raw is None or start_id_of(path) is None):
+                files.append(self._file(path, size, None))
+        check_links(self._source, self._name, (*self._inside, *(file.path for file in files)))
+        self.copied = Copied(files=len(files), is_foreign=raw is None)
+        return raw, files
+
+    def look_at_target(self) -> None:
+        """Find what is at the target already."""
+        self._there = _sizes(self._target, self._directory)
+        if REMOVING_NAME in self._there and MANIFEST_NAME not in self._there:
+            # A deletion that died: what it listed must not be found again under our manifest.
+            sweep(self._target, self._directory)
+            self._there = _sizes(self._target, self._directory)
+
+    def bring(self, files: Sequence[File], *, trusted: bool, twins: Mapping[tuple[str | None, int], File]) -> None:
+        """Bring all files to the target.
+
+        Args:
+            files: what there is.
+            trusted: the target has committed these very files before, so their sizes tell enough.
+            twins: files at the target by digest and size, to be repeated there.
+        """
+        is_local = self._target.local_root is not None
+
+        def bring(file: File, windows: Windows) -> None:
+            if file.digest is not None and self._there.get(file.path) == file.size:
+                named = start_id_of(file.path) is not None
+                if trusted or (self._sender.is_at_target(file, windows) if is_local else named):
+                    self._count(file, bytes_there=file.size)
+                    return
+            twin = twins.get((file.digest, file.size)) if file.digest and start_id_of(file.path) else None
+            # On a disk the two then share their bytes, and what befalls them: no more of that than at the source.
+            may_share = twin is not None and (not is_local or file.shared or twin.shared)
+            replace = file.path in self._there
+            if twin is not None and may_share and _repeat(self._target, twin.target, file.target, replace=replace):
+                self._count(file, bytes_copied=file.size)
+                return
+            try:
+                self._sender.send(file, windows)
+            except StorageNotFoundError as error:
+                raise self._gone(file, error) from error.__cause__
+            self._count(None, bytes_sent=file.size)
+
+        both_local = is_local and self._source.local_root is not None
+        small = [one for one in files if both_local and one.size < REPEATED_FROM and one.path not in self._there]
+        if len(small) >= _BATCH_FROM:
+            self._bring_small(small)
+            files = [one for one in files if one.size >= REPEATED_FROM or one.path in self._there]
+        self._sender.each(files, bring)
+
+    def _bring_small(self, files: Sequence[File]) -> None:
+        """Bring many small files from disk to disk, one after another, and wait for the disk once."""
+        buffer = memoryview(bytearray(REPEATED_FROM))
+        with self._target.batch(len(files)) as batch:
+            for file in sorted(files, key=lambda one: one.target):  # directory by directory
+                self._sender.check()
+                try:
+                    self._sender.send_small(file, batch, buffer)
+                except StorageNotFoundError as error:
+                    raise self._gone(file, error) from error.__cause__
+        total = sum(one.size for one in files)
+        self._count(None, bytes_sent=total)
+
+    def drop_sidecars(self) -> None:
+        """Forget what was said about the checkpoint that is replaced."""
+        self._sender.check()
+        for name in SIDECARS:
+            if self._there.pop(name, None) is not None:
+                self._target.delete(join(self._directory, name))
+
+    def bring_sidecars(self, *, is_new: bool) -> None:
+        """Bring what was said about the checkpoint after its commit."""
+        for name in SIDECARS:
+            path, new_path = join(self._name, name), join(self._directory, name)
+            found = _read(self._source, path) if name in self._inside else None
+            there = _read(self._target, new_path) if name in self._there else None
+            if found is None:
+                if is_new and there is not None:
+                    self._target.delete(new_path)  # it was said about another checkpoint
+            elif there is None or is_new or name != METRICS_FILE:
+                if found != there:
+                    self._target.put(new_path, found)
+            elif found != there:
+                ours, theirs = read_sidecar(self._source, self._name), read_sidecar(self._target, self._directory)
+                merged = theirs.with_metrics(ours.metrics).with_pin(ours.pinned or theirs.pinned)
+                if merged != theirs:
+                    write_sidecar(self._target, self._directory, merged)
+
+    def commit(self, raw: bytes, *, in_place_of: str | None = "") -> None:
+        """Write the manifest: from its return on, the target is a checkpoint.
+
+        Args:
+            raw: its bytes.
+            in_place_of: etag of the manifest it replaces; "" for none, None if the storage has no etags.
+        """
+        self._sender.check()
+        path = join(self._directory, MANIFEST_NAME)
+        try:
+            if in_place_of == "":
+                self._target.put(path, raw, if_absent=True)
+            else:
+                self._target.put(path, raw, if_match=in_place_of)
+        except (StorageExistsError, StorageConflictError) as error:
+            if _manifest_at(self._target, self._directory) != raw:  # else another copy of the same was faster
+                raise CheckpointExistsError(
+                    f"{join(self._target.uri, self._directory)}: another checkpoint was committed there meanwhile"
+                ) from error
+
+    def _gone(self, file: File, error: StorageNotFoundError) -> Exception:
+        if self._source.exists(file.source):
+            return error  # it was the target: a bucket that is not there
+        if _manifest_at(self._source, self._name) is None:
+            return CheckpointNotFoundError(f"{join(self._source.uri, self._name)} was deleted while it was copied")
+        return CorruptCheckpointError(f"{file.path} is missing: {error}", file=file.path)
+
+    def _count(self, settled: File | None, **nbytes: int) -> None:
+        with self._lock:
+            self.copied = replace(self.copied, **{name: getattr(self.copied, name) + n for name, n in nbytes.items()})
+        if settled is not None:
+            self._sender.settled(settled.size)
+
+    def _file(self, path: str, size: int, digest: str | None, *, shared: bool = False) -> File:
+        source, target = join(self._name, path), join(self._directory, path)
+        return File(path=path, source=source, target=target, size=size, digest=digest, shared=shared)
+
+
+def _repeat(target: Storage, twin: str, path: str, *, replace: bool) -> bool:
+    """Copy a file of an earlier checkpoint at the target; False if that one is gone or the store cannot."""
+    if not target.copies_itself:
+        return False
+    try:
+        if replace:
+            target.delete(path)
+        target.copy(twin, path)
+    except StorageFullError:
+        raise
+    except StorageError:  # it only would have saved time; one that does not answer says so to the sending too
+        return False
+    return True
+
+
+def _sizes(storage: Storage, directory: str) -> dict[str, int]:
+    return {path: info.size for path, info in files_of(storage, directory)}
+
+
+def _read(storage: Storage, path: str) -> bytes | None:
+    try:
+        return storage.read(path)
+    except StorageNotFoundError:
+        return None
+
+
+def _etag_at(storage: Storage, directory: str) -> str | None:
+    try:
+        return storage.stat(join(directory, MANIFEST_NAME)).etag
+    except StorageNotFoundError:
+        return ""
+
+
+def _manifest_at(storage: Storage, directory: str) -> bytes | None:
+    try:
+        return read_manifest_bytes(storage, directory)
+    except StorageNotFoundError:
+        return None
+
+
+def _listed(raw: bytes) -> dict[str, str] | None:
+    """Return paths and digests that a manifest lists, None if it cannot be read."""
+    try:
+        return {entry.path: entry.digest for entry in Manifest.from_bytes(raw).files}
+    except (CorruptCheckpointError, FormatVersionError):
+        return None
+
+
+def _in_the_way(stale: Mapping[str, str], files: Sequence[File]) -> bool:
+    return any(file.path in stale and stale[file.path] != file.digest for file in files)
+
+
+def _twins(target: Storage, previous: str | None) -> dict[tuple[str | None, int], File]:
+    """Return the files of a committed checkpoint that may be repeated: those a save of ours named, never a user's."""
+    if previous is None:
+        return {}
+    try:
+        entries = read_manifest(target, previous).files
+    except CheckpointError:
+        return {}  # gone or damaged: it only would have saved time
+    twins: dict[tuple[str | None, int], File] = {}
+    for entry in entries:
+        if entry.size >= REPEATED_FROM and start_id_of(entry.path) is not None:
+            path = join(previous, entry.path)
+            shared = entry.reused_from is not None
+            twins[entry.digest, entry.size] = File(
+                path=entry.path, source=path, target=path, size=entry.size, digest=entry.digest, shared=shared
+            )
+    return twins

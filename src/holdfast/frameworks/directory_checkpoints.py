@@ -1,0 +1,400 @@
+"""`DirectoryCheckpoints`: what a framework's own trainer writes becomes the checkpoints of a run, in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import wait
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from holdfast._log import get_logger
+from holdfast._ranks import current_ranks
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpointer.identity import free_name, manifest_fields, new_start_id
+from holdfast.checkpointer.options import check_root
+from holdfast.checkpointer.rendezvous import Meeting, meet
+from holdfast.checkpointer.start import answer
+from holdfast.checkpointer.transient import MAX_LOST, TRANSIENT_ERRORS, state_of
+from holdfast.config import Keep
+from holdfast.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, HoldfastError
+from holdfast.run.catalog import Catalog
+from holdfast.storage.resolve import resolve
+from holdfast.writer.client import SaveFuture, WriterClient
+from holdfast.writer.messages import IngestJob, IngestSource, RunOpened
+
+from .lost import Lost
+from .places import STAGED, stage, sweep_staged
+from .scalars import scalars
+from .verified import newest_sound
+
+__all__ = ["DirectoryCheckpoints"]
+
+_LOG = get_logger("integrations")
+_Keeper = TypeVar("_Keeper", bound="DirectoryCheckpoints")
+_LEASE_S = 60.0
+_MAX_PENDING = 2  # directories on their way; their files may be the only copies left, on the framework's disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pending:
+    future: SaveFuture
+    checkpoint_id: str
+    step: int
+    name: str
+    source: str
+    staged: str | None
+
+
+class DirectoryCheckpoints:
+    """Keeps directories that a framework writes as the checkpoints of a run.
+
+    Every rank makes one and makes the same calls; rank 0 does the work, and on the other ranks `add`, `report` and
+    `wait` do nothing. The run is opened by the first call that needs it: it takes the lease, and with it a new attempt.
+    If the process dies, what was added is committed all the same.
+
+    Args:
+        path: root of the run: a path or a URI.
+        keep: which checkpoints stay; None keeps all. The framework's own directories are never touched.
+        on_full: when the storage is full or does not answer: "skip" (say so and train on; the tenth time in a row
+            raises, and so do `wait` and `close` without the newest) or "raise".
+        timeout_s: bound of every wait.
+
+    Raises:
+        ConfigError: an argument is wrong.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> written = folder / "checkpoint-7"
+        >>> written.mkdir(); _ = (written / "weights.bin").write_bytes(b"1234")
+        >>> keeper = DirectoryCheckpoints(folder / "run")
+        >>> keeper.add(written, step=7, metrics={"loss": 0.5})
+        >>> keeper.wait()
+        >>> os.path.basename(keeper.latest())
+        'step_00000007'
+        >>> keeper.close()
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: Keep | None = Keep(last=3),  # noqa: B008 - Keep is frozen
+        on_full: str = "skip",
+        timeout_s: float = 600.0,
+    ) -> None:
+        if keep is not None and not isinstance(keep, Keep):
+            raise ConfigError(f"keep={keep!r}: give a holdfast.Keep, as in Keep(last=3), or None to keep everything")
+        if on_full not in ("skip", "raise"):
+            raise ConfigError(f"on_full={on_full!r}: use 'skip' or 'raise'")
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s={timeout_s!r}: it must be a positive number of seconds")
+        self.storage = resolve(path)
+        self.keep, self.on_full, self.timeout_s = keep, on_full, timeout_s
+        check_root(self.storage)
+        self._client: WriterClient | None = None
+        self._opened: RunOpened | None = None
+        self._names: set[str] = set()
+        self._of_step: dict[int, str] = {}
+        self._parent: str | None = None
+        self._number = self._lost_in_a_row = 0
+        self._pending: list[_Pending] = []
+        self._lost: Lost | None = None  # the newest of which the outcome is known, if it was
+        self._downloads = contextlib.ExitStack()
+        self._swept: set[str] = set()
+
+    # -- where to go on from
+
+    def latest(self) -> str | None:
+        """Return a local directory with the newest checkpoint that is sound; None if there is none at all.
+
+        Every byte has been checked against its digest. To be read only. Of a remote run it is downloaded once per
+        machine and stays until `close`. One that is damaged is set aside and the next older one taken. All ranks get
+        the same checkpoint; with several ranks, all of them call this.
+
+        Raises:
+            CorruptCheckpointError: there are checkpoints and none of them is good.
+            RunBusyError: another live process holds the run.
+        """
+        return self._newest(self._downloads)
+
+    def directory_of(self, step: int, *, wanted: bool = True) -> str | None:
+        """Return a local directory with the checkpoint of a step, like `latest`; None if there is no sound one.
+
+        Args:
+            step: which.
+            wanted: on this rank; if no rank wants it, nothing is done.
+        """
+        meeting = self._meet("step")
+        if not meeting.agree("wanted", lambda: wanted, any):
+            return None
+        try:
+            found = self._sound(meeting, self._downloads, step)
+        except CorruptCheckpointError as error:
+            _LOG.warning("%s", error)
+            return None
+        return None if found is None else found[1]
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return the committed checkpoints of the run, newest first."""
+        return [Checkpoint.at(self.storage, name) for name in Catalog(self.storage).names()]
+
+    def best(self, metric: str | None = None, *, mode: str | None = None) -> Checkpoint | None:
+        """Return the best checkpoint by ``metric`` (default: the one ``keep`` ranks by), None if none has a value."""
+        name = metric or (self.keep.metric if self.keep is not None else None)
+        if name is None:
+            raise ConfigError("best() needs the name of a metric, or keep=Keep(best=..., metric=...)")
+        record = Catalog(self.storage).best(name, mode or (self.keep.mode if self.keep is not None else "min"))
+        return None if record is None else Checkpoint.at(self.storage, record.name)
+
+    # -- what to keep
+
+    def add(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        step: int,
+        epoch: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        move: bool = False,
+    ) -> None:
+        """Keep a directory (or one file) that is written completely. Returns at once; it may be deleted from now on.
+
+        It must not be written to until it is committed: a new checkpoint goes into new files. Only where the file
+        system can neither share blocks nor link files does this wait until it is copied.
+
+        Args:
+            directory: on this machine.
+            step: training step.
+            epoch: current epoch.
+            metrics: what the retention ranks by; what is no number or string is left out.
+            move: take it away, which on the disk of the run is a rename.
+
+        Raises:
+            CheckpointNotFoundError: there is nothing.
+            HoldfastError: one added before could not be committed; this one is handed over all the same.
+        """
+        if current_ranks().rank != 0:
+            return
+        source = os.path.abspath(directory)
+        if not os.path.exists(source):
+            raise CheckpointNotFoundError(f"there is no {source} to keep: it was never written, or is deleted already")
+        _, opened = self._run()
+        try:
+            self._settle(leave=_MAX_PENDING - 1)
+        finally:  # whatever became of earlier ones, this one is complete
+            self._number += 1
+            staged, owned = (source, True) if move else self._stage(source, opened)
+            told = {"step": step, "epoch": epoch, "metrics": scalars(metrics)}
+            self._hand_over(source, staged, owned=owned, told=told)
+        if staged is None:
+            self._settle()
+
+    def begin(self) -> None:
+        """Begin another training in this process: `report` means what is added from now on."""
+        self._settle()
+        self._of_step.clear()
+
+    def report(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Bind late metrics, of an evaluation say, to the checkpoint of a step; nothing if it has none in this life."""
+        name = self._of_step.get(step)
+        if name is None or self._client is None:
+            return
+        future = self._client.run_op("metrics", name=name, metrics=scalars(metrics))
+        try:
+            answer(future, self.storage, self.timeout_s)
+        except TRANSIENT_ERRORS as error:
+            if self.on_full != "skip":
+                raise
+            _LOG.warning("metrics of step %d were not bound, %s: %s", step, state_of(error), error)
+        except CheckpointNotFoundError as error:
+            if not any(one.name == name and one.future.done() and one.future.exception() for one in self._pending):
+                raise
+            _LOG.warning("metrics were not bound, the save of their step was lost: %s", error)
+
+    def wait(self) -> None:
+        """Wait until everything added is committed.
+
+        Raises:
+            HoldfastError: the newest is not, and why; or it takes longer than ``timeout_s``.
+        """
+        self._settle()
+        if self._lost is not None:
+            raise self._lost.final
+
+    def close(self) -> None:
+        """Wait like `wait`, give the run back and remove downloads; idempotent. The next call opens the run anew.
+
+        Raises:
+            HoldfastError: as `wait`; what was not kept is not removed, and the message says where it is.
+        """
+        try:
+            self._settle()
+        finally:
+            lost = self._let_go()
+        if lost is not None:
+            raise lost.final
+
+    def __enter__(self: _Keeper) -> _Keeper:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except HoldfastError as lost:
+            if error is None:
+                raise
+            _LOG.error("%s", lost)  # what ended the block is raised
+
+    # -- inside
+
+    def _run(self) -> tuple[WriterClient, RunOpened]:
+        """Open the run, once."""
+        if self._client is None or self._opened is None:
+            client = WriterClient.start(self.storage)
+            lease_s = min(_LEASE_S, self.timeout_s)
+            keep = None if self.keep is None else self.keep.to_json()
+            try:
+                future = client.open_run(self.storage, owner={"start_id": new_start_id()}, keep=keep, wait_s=lease_s)
+                self._opened = opened = answer(future, self.storage, lease_s + self.timeout_s)
+                there = {info.path.rstrip("/") for info in self.storage.list("", recursive=False)}
+            except BaseException:
+                client.close(0.0)
+                raise
+            self._client, self._names = client, {*there, *opened.taken}
+        return self._client, self._opened
+
+    def _let_go(self) -> Lost | None:
+        """Give the run back; returns the newest if it was lost."""
+        client, self._client, self._opened = self._client, None, None
+        lost, self._lost = self._lost and self._lost.aside(), None
+        self._of_step.clear()
+        self._pending.clear()  # the writer goes on with them; nobody hears of it
+        if client is not None:
+            with contextlib.suppress(HoldfastError):
+                answer(client.run_op("close_run", reason="finished"), self.storage, self.timeout_s)
+            client.close(self.timeout_s)
+        self._downloads.close()
+        return lost
+
+    def _meet(self, name: str, otherwise: str = "give a path yourself") -> Meeting:
+        return meet(current_ranks(), name=name, timeout_s=self.timeout_s, otherwise=otherwise)
+
+    def _newest(self, downloads: contextlib.ExitStack) -> str | None:
+        meeting = self._meet("latest")
+        if (found := self._sound(meeting, downloads)) is not None:
+            meeting.agree("resumed", lambda: self._resumed(found[0]))
+        return None if found is None else found[1]
+
+    def _sound(
+        self, meeting: Meeting, downloads: contextlib.ExitStack, step: int | None = None
+    ) -> tuple[Checkpoint, str] | None:
+        names, quarantined = meeting.agree("candidates", lambda: self._candidates(step))
+        return newest_sound(
+            self.storage, candidates=names, quarantined=quarantined, quarantine=self._quarantine, meeting=meeting,
+            downloads=downloads, what_else="point this to another place",
+        )  # fmt: skip
+
+    def _candidates(self, step: int | None) -> tuple[list[str], dict[str, str]]:
+        if current_ranks().rank != 0:
+            return [], {}
+        self._settle()
+        _, opened = self._run()
+        names = [record.name for record in Catalog(self.storage).records() if step in (None, record.step)]
+        known = opened.quarantined
+        return names, known if step is None else {name: known[name] for name in names if name in known}
+
+    def _quarantine(self, name: str, *, reason: str) -> None:
+        client, _ = self._run()
+        answer(client.run_op("quarantine", name=name, reason=reason), self.storage, self.timeout_s)
+
+    def _resumed(self, checkpoint: Checkpoint) -> None:
+        if current_ranks().rank == 0:
+            client, _ = self._run()
+            manifest = checkpoint.manifest
+            step = (manifest.step if manifest is not None else None) or 0
+            self._parent = None if manifest is None else manifest.checkpoint_id
+            answer(client.run_op("resumed", name=checkpoint.name, step=step), self.storage, self.timeout_s)
+
+    def _hand_over(self, source: str, staged: str | None, *, owned: bool, told: dict[str, Any]) -> None:
+        """Let the writer take the files in."""
+        client, opened = self._run()
+        step, checkpoint_id = told["step"], uuid.uuid4().hex
+        name = free_name(step, attempt=opened.attempt, taken=self._names)
+        fields = manifest_fields(
+            run_id=opened.run_id, checkpoint_id=checkpoint_id, parent=self._parent, attempt=opened.attempt,
+            world_size=current_ranks().world_size, **told,
+        )  # fmt: skip
+        sources = (IngestSource(rank=0, path=staged or source, owned=owned),)
+        save_id = f"{opened.start_id}-{self._number:x}"
+        job = IngestJob(directory=name, save_id=save_id, sources=sources, manifest=fields)
+        try:
+            future = client.ingest(self.storage, job)
+        except BaseException as error:
+            self._lose(source, staged, name=name, step=step, error=error)
+            raise
+        ids = {"checkpoint_id": checkpoint_id, "step": step, "name": name}
+        self._pending.append(_Pending(future=future, source=source, staged=staged, **ids))
+        self._names.add(name)
+        self._of_step[step] = name
+
+    def _lose(self, source: str, staged: str | None, *, name: str, step: int, error: BaseException) -> Lost:
+        self._drop_lost()
+        self._lost = lost = Lost.of(source, staged, name=name, step=step, error=error)
+        return lost
+
+    def _drop_lost(self) -> None:
+        """Give up what is left of a lost one: a newer one has taken its place."""
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            lost.drop()
+
+    def _stage(self, source: str, opened: RunOpened) -> tuple[str | None, bool]:
+        """Make sure of the files; returns where they are (None: where they were) and whether they may be moved."""
+        parent = os.path.dirname(source)
+        if parent not in self._swept:
+            sweep_staged(parent, opened.run_id, opened.start_id)
+            self._swept.add(parent)
+        staged = os.path.join(parent, f"{STAGED}{opened.run_id[:8]}-{opened.start_id}-{self._number:x}")
+        owned = stage(source, staged)
+        return (None, False) if owned is None else (staged, owned)
+
+    def _settle(self, leave: int = 0) -> None:
+        """Take in what has ended; wait until no more than ``leave`` are on their way."""
+        while self._pending:
+            first = self._pending[0]
+            if not first.future.done():
+                if len(self._pending) <= leave:
+                    return
+                wait([first.future], timeout=self.timeout_s)
+                if not first.future.done():
+                    raise HoldfastError(
+                        f"{first.source} is not durable as {self.storage.uri}/{first.name} after {self.timeout_s:.0f} "
+                        "s (timeout_s): the storage is stuck or very slow; training cannot count on it"
+                    )
+            del self._pending[0]
+            self._ended(first)
+
+    def _ended(self, one: _Pending) -> None:
+        error = one.future.exception()
+        if error is None:
+            self._drop_lost()
+            if one.staged is not None:
+                shutil.rmtree(one.staged, ignore_errors=True)
+            self._lost_in_a_row, self._parent = 0, one.checkpoint_id
+            for warning in one.future.result().warnings:
+                _LOG.warning("%s: %s", one.name, warning)
+            return
+        lost = self._lose(one.source, one.staged, name=one.name, step=one.step, error=error)
+        self._names.discard(one.name)
+        self._of_step = {step: name for step, name in self._of_step.items() if name != one.name}
+        if isinstance(error, TRANSIENT_ERRORS) and self.on_full == "skip":
+            self._lost_in_a_row += 1
+            if self._lost_in_a_row < MAX_LOST:
+                _LOG.warning("%s; training goes on", lost.what)
+                return
+        raise error

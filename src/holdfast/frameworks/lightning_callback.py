@@ -1,0 +1,170 @@
+"""`HoldfastCallback` of Lightning: what makes a resume under its own trainer exact, as far as Lightning allows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.checkpointer.block import ResumeBlock
+from holdfast.state.tree import rng
+
+from .grafted import Grafted
+from .lightning_exact import EpochLoader, generators_of_all, lost_in_mid_epoch, only_version_differs, resumable
+
+__all__ = ["HoldfastCallback"]
+
+
+class HoldfastCallback(Grafted):
+    """Makes a resumed ``Trainer.fit(..., ckpt_path=...)`` exact, as far as Lightning allows, and says what is not.
+
+    Saved with every checkpoint and restored: the random generators of all ranks, the order of the data and the position
+    within the epoch (of each training `DataLoader` over a map-style data set; loaders with ``state_dict`` are left to
+    Lightning). An evaluation leaves the generators of training as they were. At the start one block on stderr says what
+    was restored and what was not. A `ModelCheckpoint` without a ``dirpath`` goes on in the folder it had, where
+    Lightning would begin ``version_1``: else nobody removes what it has left in ``version_0``. Works with any plugin
+    for checkpoints, and is meant to go with `HoldfastCheckpointIO`.
+
+    Args:
+        seed_samples: make random augmentation in ``__getitem__`` a function of (seed, epoch, index).
+    """
+
+    BASES = ("lightning.pytorch:Callback", "pytorch_lightning:Callback")
+    EXTRA = "lightning"
+    KEY = "holdfast"
+
+    def __init__(self, *, seed_samples: bool = True) -> None:
+        super().__init__()
+        self._seed_samples = seed_samples
+        self._found: Mapping[str, Any] | None = None
+        self._generators: Mapping[str, Any] | None = None  # to be restored once more, when training begins
+        self._before: Mapping[str, Any] | None = None  # generators after the last batch
+        self._evaluated = False  # since then
+        self._loaders: list[Any] = []
+        self._loaders_epoch = -1  # they were made in this epoch
+        self._named_no_folder: list[Any] = []
+        self._block = ResumeBlock()
+        self._not_restored: list[tuple[str, str]] = []
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Take over the training loaders, once Lightning has given them their samplers."""
+        if stage != "fit":
+            return
+        self._found = self._generators = self._before = None
+        self._evaluated = False
+        self._loaders, self._loaders_epoch = [], -1
+        self._block, self._not_restored = ResumeBlock(), []
+        self._named_no_folder = [one for one in trainer.checkpoint_callbacks if getattr(one, "dirpath", "") is None]
+        strategy = trainer.strategy
+        process = type(strategy).process_dataloader.__get__(strategy)
+
+        def process_dataloader(loader: Any) -> Any:
+            loader = process(loader)
+            if not trainer.training:
+                return loader
+            loader, why_not = resumable(loader, trainer, seed_samples=self._seed_samples)
+            if why_not is not None:
+                self._not_restored.append(("position in the data", why_not))
+            elif isinstance(loader, EpochLoader):
+                self._follow(loader, trainer.current_epoch)
+            return loader
+
+        strategy.process_dataloader = process_dataloader
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Give the strategy its own method back."""
+        vars(trainer.strategy).pop("process_dataloader", None)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add the generators of all ranks; every rank calls it."""
+        checkpoint[self.KEY] = {
+            "generators": generators_of_all(rng.capture(), trainer.world_size),
+            # Lightning keeps their states too, and does not give them back after the end of an epoch.
+            "loaders": [loader.state_dict() for loader in self._loaders],
+        }
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Take note of what is to be restored, and let `ModelCheckpoint` go on in its folder."""
+        if not trainer.training and getattr(trainer.state.fn, "value", "fit") != "fit":
+            return
+        self._found = checkpoint.get(self.KEY, {})
+        self._not_restored += lost_in_mid_epoch(checkpoint, trainer, pl_module)
+        for one in self._named_no_folder:
+            before = checkpoint["callbacks"].get(one.state_key, {}).get("dirpath")
+            if before and str(before) != str(one.dirpath) and only_version_differs(str(before), str(one.dirpath)):
+                self._block.notes.append(
+                    f"checkpoints go on in {before}: beside {one.dirpath} they would stay for ever"
+                )
+                one.dirpath = before
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Restore the generators and print the block."""
+        block = self._block
+        if self._found is None:
+            block.headline = "fresh start: fit() was given no ckpt_path"
+            lost = [f"{what}: {why}" for what, why in self._not_restored]
+            block.notes.extend(f"a resume will not restore {one}" for one in lost)
+        else:
+            at = f"step {trainer.global_step}, epoch {trainer.current_epoch}"
+            block.headline = f"Lightning resumed from {trainer.ckpt_path} at {at}"
+            restored = ["weights, optimizers, schedulers, callbacks and loops (by Lightning)"]
+            saved = self._found.get("generators")
+            if saved is None:
+                self._not_restored.append(("random generators", "the checkpoint was saved without HoldfastCallback"))
+                self._not_restored.append(("order of the data", "for the same reason"))
+            elif len(saved) != trainer.world_size:
+                what = f"the checkpoint has those of {len(saved)} rank(s), there are {trainer.world_size}"
+                self._not_restored.append(("random generators", what))
+            else:
+                self._generators = saved[trainer.global_rank]
+                self._not_restored += [("random generators", one) for one in rng.restore(self._generators)]
+                restored.append("random generators")
+            if saved is not None and not any(what == "position in the data" for what, _ in self._not_restored):
+                restored.append("order of the data and position in the epoch")
+            block.restored, block.not_restored = restored, self._not_restored
+        if trainer.is_global_zero:
+            block.show()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin with the generators of the checkpoint, whatever was drawn since."""
+        self._begin()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Do the same where an evaluation comes first."""
+        self._begin()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Do the same where a batch comes first."""
+        self._begin()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Remember the generators: Lightning leaves out an evaluation if it resumes right before it."""
+        self._before = rng.capture()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Put the generators back to where training was, so that an evaluation does not move them."""
+        self._evaluated = not trainer.sanity_checking and self._before is not None
+        if self._evaluated:
+            rng.restore(self._before or {})
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Do the same after the module's own end of an evaluation."""
+        self._begin()
+
+    def _follow(self, loader: EpochLoader, epoch: int) -> None:
+        """Let a loader that Lightning has just made begin where it has to."""
+        if epoch != self._loaders_epoch:
+            self._loaders, self._loaders_epoch = [], epoch  # reload_dataloaders_every_n_epochs
+        saved = (self._found or {}).get("loaders", ())
+        number = len(self._loaders)
+        if self._generators is None and self._before is None and number < len(saved):
+            loader.load_state_dict(saved[number])
+        else:
+            loader.set_epoch(epoch)
+        self._loaders.append(loader)
+
+    def _begin(self) -> None:
+        if self._generators is not None:
+            rng.restore(self._generators)
+        elif self._evaluated:
+            rng.restore(self._before or {})
+        self._generators, self._evaluated = None, False

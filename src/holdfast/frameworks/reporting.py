@@ -1,0 +1,95 @@
+"""Report what a framework writes, from inside the function trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from holdfast._ranks import current_ranks
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpointer.rendezvous import Alone, Meeting, meet
+from holdfast.config import ValidationTaskConfig
+from holdfast.errors import ConfigError
+from holdfast.trainers.function.types import CheckpointUploadMode
+from holdfast.trainers.function.worker.session import Session, current_session
+
+from .markers import is_marker
+from .places import claim
+from .together import written_together
+
+__all__ = ["reporting"]
+
+_TIMEOUT_S = 600.0
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def reporting(
+    metrics: Mapping[str, Any],
+    *,
+    sharded: bool = False,
+    upload_mode: CheckpointUploadMode = CheckpointUploadMode.ASYNC,
+    validation: bool | Mapping[str, Any] | ValidationTaskConfig = False,
+    timeout_s: float = _TIMEOUT_S,
+) -> Iterator[str]:
+    """Give an empty directory to write a checkpoint into, and report it with ``metrics`` when the block ends.
+
+    Every rank enters, equally often, and gets the same path. What is in the directory when the block ends belongs to
+    the checkpoint and is gone from here afterwards. If the block raises, nothing is reported.
+
+    Args:
+        metrics: of rank 0 are kept. Read when the block ends: it may add to them.
+        sharded: the files of all ranks make the checkpoint: the directory exists on all of them, and is reported when
+            every rank has left the block. Else it exists on rank 0 alone, and no rank waits for another.
+        upload_mode: ASYNC goes on when the directory is taken over, which costs a rename; SYNC when it is committed.
+        validation: as in `holdfast.report`.
+        timeout_s: how long ranks wait for one another (``sharded``).
+
+    Raises:
+        SessionError: called outside of train_func.
+        ConfigError: what was written has been taken to another place.
+        HoldfastError: (``sharded``) a rank failed or did not come; all ranks hear of it.
+    """
+    session = current_session("report")
+    directory = session.new_place(f"new-{next(_numbers)}")
+    if session.rank == 0 and _is_remote(session):
+        claim(os.path.dirname(directory))
+    if sharded or session.rank == 0:
+        os.makedirs(directory, exist_ok=True)
+    meeting: Meeting = Alone()
+    if sharded:
+        meeting = meet(current_ranks(), name="report", timeout_s=timeout_s, otherwise="report a state")
+    with written_together(meeting, directory):
+        yield directory
+        _check_here(directory)
+    checkpoint = Checkpoint.from_directory(directory) if _hands_over(session.rank, sharded=sharded) else None
+    session.report(
+        metrics,
+        checkpoint,
+        checkpoint_upload_mode=upload_mode,
+        delete_local_checkpoint_after_upload=True if checkpoint is not None else None,
+        validation=validation,
+    )
+
+
+def _check_here(directory: str) -> None:
+    with contextlib.suppress(FileNotFoundError):  # of a rank that writes nothing
+        for entry in os.scandir(directory):
+            if is_marker(entry.path):
+                raise ConfigError(
+                    f"{entry.name} went to the root of a HoldfastCheckpointIO(root), so there is nothing of it to "
+                    "report, and the next one would replace it there: leave out that plugin, or its root"
+                )
+
+
+def _is_remote(session: Session) -> bool:
+    root = session.context.get_storage().storage
+    return root is None or root.local_root is None
+
+
+def _hands_over(rank: int, *, sharded: bool) -> bool:
+    """One rank of each machine hands over what all of its ranks have written."""
+    return rank == 0 or (sharded and current_ranks().local_rank == 0)

@@ -1,0 +1,322 @@
+"""`Saves`: dictionaries that a framework saves, loads and removes by path, in the background."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from holdfast._log import get_logger
+from holdfast._ranks import current_ranks
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpointer import SaveHandle, load, save_async
+from holdfast.checkpointer.rendezvous import Alone, Meeting, meet
+from holdfast.checkpointer.transient import MAX_LOST, TRANSIENT_ERRORS, state_of
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    HoldfastError,
+    IncompleteCheckpointError,
+    UnsupportedStateError,
+)
+from holdfast.storage.base import Storage
+from holdfast.storage.resolve import resolve
+
+from .aside import move_aside
+from .markers import drop_link, followed, is_marker, mark, unmark
+from .places import same_as_parent
+from .verified import newest_sound
+
+__all__ = ["Saves"]
+
+_LOG = get_logger("integrations")
+_downloads = contextlib.ExitStack()  # the path is all that the user keeps
+atexit.register(_downloads.close)
+
+
+class Saves:
+    """Checkpoints of one process, each on its own, under the paths that a framework gives them.
+
+    A checkpoint is removed only when every save that was started before the removal is durable: the framework asks for
+    the removal of the old one as soon as it has handed over the new one.
+
+    Args:
+        root: where they go, under the last part of their paths; None: to the paths themselves, which may be URIs.
+        unsupported: "raise" or "drop", as in `holdfast.save`.
+        timeout_s: bound of every wait.
+        advice: what the user can do about a value that cannot be saved.
+
+    Raises:
+        ConfigError: an argument is wrong.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str] | None = None, *, unsupported: str, timeout_s: float, advice: str = ""
+    ) -> None:
+        if unsupported not in ("raise", "drop"):
+            raise ConfigError(f"unsupported={unsupported!r}: use 'raise' or 'drop'")
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s={timeout_s!r}: it must be a positive number of seconds")
+        self._given = root if root is None or "://" in os.fspath(root) else os.path.abspath(root)
+        self._root: Storage | None = None if self._given is None else resolve(self._given)
+        self._unsupported, self._timeout_s, self._advice = unsupported, timeout_s, advice
+        self._handles: dict[str, SaveHandle] = {}
+        self._marks: dict[str, Callable[[], None]] = {}
+        self._given_as: dict[str, str] = {}  # target -> the path that this training has for it
+        self._removals: dict[str, Future[None]] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._lost_in_a_row = 0
+
+    def __reduce__(self) -> Any:
+        """In another process, nothing is under way."""
+        told: dict[str, Any] = {"unsupported": self._unsupported, "timeout_s": self._timeout_s, "advice": self._advice}
+        return partial(Saves, **told), (self._given,)
+
+    def save(
+        self, path: str | os.PathLike[str], state: Mapping[Any, Any], *, step: int | None, metrics: Mapping[str, Any]
+    ) -> None:
+        """Save ``state``, replacing what is there; returns when it is copied.
+
+        An earlier save that was lost because the storage was full or did not answer is said, and training goes on.
+
+        Raises:
+            UnsupportedStateError: a value cannot be saved.
+            ConfigError: another path that is in use has the same last part, and so the same place in the root.
+            HoldfastError: an earlier save or removal failed otherwise, or it was the tenth in a row that was lost.
+        """
+        drop_link(path)
+        target = self._at(path)
+        self._settle_ended()
+        self._refuse_another(path, target)
+        state = self._plain(state, target)
+        if (removal := self._removals.pop(target.uri, None)) is not None:
+            removal.result(self._timeout_s)
+        if (handle := self._handles.pop(target.uri, None)) is not None:
+            self._settle(target.uri, handle, self._timeout_s)
+        _move_file_aside(target)
+        self._marks[target.uri] = unmark_it = mark(path, target)
+        try:
+            self._handles[target.uri] = save_async(
+                target, state, step=step, metrics=metrics, overwrite=True, ranks="this", unsupported=self._unsupported
+            )
+        except BaseException as error:
+            unmark_it()
+            if isinstance(error, UnsupportedStateError):
+                raise UnsupportedStateError(f"{error} ({self._advice})") from error
+            raise
+
+    def load(self, path: str | os.PathLike[str], *, device: Any = None, trusted: bool = False) -> dict[str, Any]:
+        """Load what was saved. A file, which is the framework's own, is read by torch.
+
+        Args:
+            path: as it was given to `save`.
+            device: where tensors go.
+            trusted: torch may unpickle whatever a file holds; else its weights-only reader refuses it.
+        """
+        path = followed(path)
+        target = self._at(path)
+        if os.path.exists(path) and target.uri not in self._handles and not is_marker(path):
+            target = Checkpoint(path)  # what `latest` gave, or a file of the framework
+        if target.uri in self._handles:
+            self._handles[target.uri].result(self._timeout_s)
+        if target.manifest is not None:
+            found = load(target, map_location=device)
+        else:
+            found = torch.load(os.fspath(path), map_location=device or "cpu", weights_only=not trusted)
+        return cast("dict[str, Any]", found)
+
+    def remove(self, path: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint in the background, once everything started before is durable; of a link only itself."""
+        if drop_link(path):
+            return
+        target = self._at(path)
+        self._given_as.pop(target.uri, None)
+        if is_marker(path):
+            unmark(path)
+        elif os.path.exists(path):
+            target = Checkpoint(path)
+        before = list(self._handles.values())
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-removals")
+        self._removals[target.uri] = self._thread.submit(_remove, target, before, self._timeout_s)
+
+    def latest(self, directory: str | os.PathLike[str] | None = None) -> str | None:
+        """Return the newest sound checkpoint of a directory (default: the root) as a local path; None if there is none.
+
+        Every byte is checked. A remote one is downloaded, and stays until this process ends. Damaged ones are named in
+        the log and passed over. With several ranks all call this, and all get the same one.
+
+        Raises:
+            CorruptCheckpointError: there are checkpoints and none of them is good.
+        """
+        storage = self._root if directory is None else resolve(directory)
+        if storage is None:
+            raise ConfigError("latest() needs the directory of the checkpoints, unless they all go to one root")
+        self.wait()
+        meeting = _meeting(self._timeout_s)
+        names, bad = meeting.agree("candidates", lambda: same_as_parent(storage.uri, lambda: _newest_first(storage)))
+        found = newest_sound(
+            storage, candidates=names, quarantined=bad, quarantine=lambda name, reason: _say_bad(storage, name, reason),
+            meeting=meeting, downloads=_downloads, what_else="or name one yourself",
+        )  # fmt: skip
+        return None if found is None else found[1]
+
+    def wait(self) -> None:
+        """Wait until everything saved is durable and everything removed is gone.
+
+        Raises:
+            HoldfastError: something failed, or takes longer than the bound.
+        """
+        self._given_as.clear()  # another training may have another folder
+        self._finish(self._handles, lambda uri, handle: self._take_in(uri, handle, self._timeout_s))
+        self._finish(self._removals, lambda _, removal: removal.result(self._timeout_s))
+
+    def _at(self, path: str | os.PathLike[str]) -> Checkpoint:
+        told = os.fspath(path)
+        if self._root is None or "://" in told:
+            return Checkpoint(told)
+        return Checkpoint.at(self._root, os.path.basename(told))
+
+    def _refuse_another(self, path: str | os.PathLike[str], target: Checkpoint) -> None:
+        """Refuse to put two checkpoints of a training into one place: the second would replace the first."""
+        told = os.fspath(path)
+        if self._root is None or "://" in told or not os.path.dirname(told):
+            return
+        known = self._given_as.setdefault(target.uri, os.path.realpath(told))
+        if known != os.path.realpath(told):
+            raise ConfigError(
+                f"{told} would replace {known}: with a root both are {target.uri}. Give what saves them (every "
+                "ModelCheckpoint) other file names, or leave out the root"
+            )
+
+    def _plain(self, state: Mapping[Any, Any], target: Checkpoint) -> Mapping[Any, Any]:
+        """Refuse, or leave out, live objects: a state dict would come back in their place."""
+        objects: list[str] = []
+        plain = _without_objects(state, "", objects)
+        if objects and self._unsupported == "raise":
+            raise UnsupportedStateError(
+                f"{', '.join(objects)}: a live object comes back as its state dict only, so it does not belong into a "
+                f"checkpoint of plain data ({self._advice})"
+            )
+        if objects:
+            _LOG.warning("%s is saved without %s", target.uri, ", ".join(objects))
+        return cast("Mapping[Any, Any]", plain)
+
+    def _settle_ended(self) -> None:
+        """Take in what has ended."""
+        ended = {uri: handle for uri, handle in self._handles.items() if handle.done()}
+        gone = {uri: removal for uri, removal in self._removals.items() if removal.done()}
+        for uri in ended:
+            del self._handles[uri]
+        for uri in gone:
+            del self._removals[uri]
+        for uri, handle in ended.items():
+            self._settle(uri, handle, 0)
+        for uri, removal in gone.items():
+            try:
+                removal.result(0)
+            except TRANSIENT_ERRORS as error:
+                _LOG.warning("%s stays, %s (%s)", uri, state_of(error), error)
+
+    def _settle(self, uri: str, handle: SaveHandle, timeout_s: float) -> None:
+        """Take in a save in the middle of training, which one that is lost does not end."""
+        try:
+            self._take_in(uri, handle, timeout_s)
+        except TRANSIENT_ERRORS as error:
+            self._lost_in_a_row += 1
+            if self._lost_in_a_row >= MAX_LOST:
+                raise
+            _LOG.warning("%s was NOT saved, %s (%s); training goes on", uri, state_of(error), error)
+
+    def _take_in(self, uri: str, handle: SaveHandle, timeout_s: float) -> None:
+        """Wait for a save; the name of one that failed is free again."""
+        unmark_it = self._marks.pop(uri, None)
+        try:
+            handle.result(timeout_s)
+        except HoldfastError:
+            if unmark_it is not None:
+                unmark_it()
+            raise
+        self._lost_in_a_row = 0
+
+    def _finish(self, pending: dict[str, Any], result: Callable[[str, Any], object]) -> None:
+        while pending:
+            uri, one = next(iter(pending.items()))
+            try:
+                result(uri, one)
+            except TimeoutError as error:
+                raise HoldfastError(f"{uri}: not done after {self._timeout_s:.0f} s (timeout_s)") from error
+            finally:
+                del pending[uri]
+
+
+def _without_objects(value: Any, path: str, objects: list[str]) -> Any:
+    """Return ``value``, or a copy without what has a state dict; such things are named in ``objects``."""
+    if type(value) is dict:
+        kept = {}
+        for key, inner in value.items():
+            at = f"{path}[{key!r}]"
+            if callable(getattr(inner, "state_dict", None)):
+                objects.append(f"{at} ({type(inner).__name__})")
+            else:
+                kept[key] = _without_objects(inner, at, objects)
+        changed = len(kept) != len(value) or any(kept[key] is not inner for key, inner in value.items())
+        return kept if changed else value
+    return value
+
+
+def _remove(target: Checkpoint, before: list[SaveHandle], timeout_s: float) -> None:
+    for handle in before:
+        try:
+            handle.result(timeout_s)
+        except (HoldfastError, TimeoutError):
+            _LOG.warning("%s stays: a save that was to replace it is not durable", target.uri)
+            return
+    with contextlib.suppress(CheckpointNotFoundError):
+        target.delete()
+
+
+def _newest_first(storage: Storage) -> tuple[list[str], dict[str, str]]:
+    """Name the committed checkpoints of a directory, and what is damaged; a save that never committed is neither."""
+    found, bad = [], {}
+    for info in storage.list("", recursive=False):
+        name = info.path.rstrip("/")
+        if name == info.path or name.startswith("."):
+            continue
+        try:
+            manifest = Checkpoint.at(storage, name).manifest
+        except (IncompleteCheckpointError, CheckpointNotFoundError):
+            continue
+        except CheckpointError as error:
+            _say_bad(storage, name, str(error))
+            bad[name] = str(error)
+            continue
+        if manifest is not None:
+            found.append((manifest.created, manifest.step or 0, name))
+    return [name for _, _, name in sorted(found, reverse=True)], bad
+
+
+def _say_bad(storage: Storage, name: str, reason: str) -> None:
+    _LOG.warning("%s/%s is damaged and passed over: %s", storage.uri, name, reason)
+
+
+def _meeting(timeout_s: float) -> Meeting:
+    try:
+        return meet(current_ranks(), name="latest", timeout_s=timeout_s, otherwise="")
+    except ConfigError:  # several ranks and no way to talk yet: they look at the same storage
+        return Alone()
+
+
+def _move_file_aside(target: Checkpoint) -> None:
+    """What the framework itself wrote under this name before is a file, and ours a directory; it is never deleted."""
+    root = target.storage.local_root
+    path = None if root is None else root / target.directory
+    if path is not None and path.is_file():
+        move_aside(path)

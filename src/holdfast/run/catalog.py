@@ -1,0 +1,789 @@
+"""The checkpoints of one run: list, newest, best, candidates for a resume, and what retention does to them.
+
+Directories under the run are listed (names only), rows cached in run.json are believed for names that exist, and
+manifests are read only for names without a row and for checkpoints about to be used. So opening a run stays fast
+with ten thousand checkpoints. A directory without a manifest of ours is *foreign*: never picked, never deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from holdfast._log import get_logger
+from holdfast.config import Keep
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    IncompleteCheckpointError,
+    StorageError,
+    StorageFullError,
+)
+from holdfast.format.commit import read_manifest, remove
+from holdfast.format.manifest import FORMAT, MANIFEST_NAME, Manifest
+from holdfast.format.many import listed_at_once, names_under, remove_listed
+from holdfast.format.names import start_id_of
+from holdfast.storage.base import Storage
+from holdfast.storage.local.local_storage import door_of
+from holdfast.storage.local.ops import errors_of
+from holdfast.storage.together import together
+
+from .external import EXTERNAL, External, is_external_child
+from .fence import ANY, Fence, clear_fences, is_fence, newest_fence, write_fence
+from .index import RunIndex
+from .record import Record, flat_metrics, metric_value, pack, record_from_manifest, unpack
+from .remains import is_remains, sweep_names
+from .reports import LOGS, REPORTS
+from .retention import Verdict, is_number, rank
+from .sidecar import METRICS_FILE, change_sidecar, read_sidecar
+from .standing import RetentionIndex
+
+__all__ = ["Candidate", "Catalog", "is_remains"]
+
+_log = get_logger("catalog")
+_TIDIED, _TIDIED_FAR = 64, 4  # checkpoints looked at for remains of the life before; a look at a store takes a request
+_OWN = {REPORTS, LOGS}
+# What one call deletes at most: a save may be waiting. Names are said in lease.json, so they are few, too.
+_BITE, _BITE_S = 16, 0.5
+_MANY = 100  # touched rows from which on retention looks at all of them
+_NAMES_A_DELETION = 200  # of a listing of the run
+# Where one request deletes a thousand files: the names are some kilobytes then, and it is over in a second or two.
+_BITE_AT_ONCE = 1000
+_MANY_UNKNOWN = 16  # names without a row at a store that are worth a listing of everything
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A committed checkpoint that a resume may try: its manifest was read just now and is sound."""
+
+    record: Record
+    manifest: Manifest
+
+
+class Catalog:
+    """A view of one run. Reading needs nothing; `add`, `prune` and all that writes needs the lease.
+
+    Args:
+        storage: the run's root.
+        index: the run index to use and to keep up to date; read from ``storage`` when left out.
+        doomed: names that an earlier holder of the lease was deleting; they do not count any more.
+
+    Attributes:
+        index: the run index.
+        fence: what of earlier attempts counts, if somebody had to say so.
+        void: committed checkpoints that do not count: doomed, or beyond the fence. `sweep` removes them.
+        is_behind: there is more to delete than one call of `prune` or `discard` takes the time for.
+        announce: told all names that are about to be deleted, before the first of them is, in place of those told
+            before; what it raises stops that.
+        confirm: called where `prune` and `discard` have nothing to delete.
+        corrupt: names whose manifest is damaged -> why.
+        incomplete: names with files of an uncommitted save.
+        foreign: names that are not ours.
+        others: manifests of checkpoints under this root that are of another run, or were saved on their own.
+        hidden: directories of the run whose names begin with a dot, with a "/" at the end; not looked for on a disk.
+        rebuilt: True when run.json was unusable although there are checkpoints.
+        holds_resumed: whether retention leaves the checkpoint alone that this attempt went on from.
+        side: "local" or "remote" in a mirrored run, else "".
+    """
+
+    def __init__(self, storage: Storage, index: RunIndex | None = None, *, doomed: Collection[str] = ()) -> None:
+        self.storage = storage
+        self._fences: set[str] = set()
+        self._external = External(storage)
+        self._has_external = False
+        self.hidden: set[str] = set()
+        self._found: set[str] = set()  # whatever lies in the run; not looked for on a disk
+        loads: list[Callable[[], Any]] = [lambda: index if index is not None else RunIndex.load(storage), self._names]
+        found: tuple[RunIndex, set[str]] = tuple(together(storage, loads))
+        self.index, names = found
+        self.fence: Fence | None = None
+        self.void: list[str] = []
+        self.announce: Callable[[Collection[str]], object] | None = None
+        self.confirm: Callable[[], object] | None = None
+        self.is_behind = False
+        self._half: dict[str, str] = {}  # name -> why it goes: no checkpoints any more, but their files are still there
+        self._doomed = frozenset(doomed)
+        self.rebuilt = False
+        self.holds_resumed = True
+        self.side = ""
+        self._says_unranked = True
+        self._unpacked: dict[str, tuple[list[Any], Record]] = {}
+        # What retention has looked at, and what it has not yet: names of rows, those that cannot be used, those held.
+        self._standing: tuple[Keep, RetentionIndex] | None = None
+        self._touched = self.index.rows.watch()
+        self._unusable: Set[str] = frozenset()
+        self._held: str | None = None
+        self._unlisted = 0
+        self.corrupt: dict[str, str] = {}
+        self.incomplete: list[str] = []
+        self.foreign: list[str] = []
+        self.others: dict[str, Manifest] = {}
+        if self.index.damage is None:
+            self._refresh(names)
+        else:
+            self._scan(names)
+
+    # -- looking ------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Look at the names again: forget rows of those that went, read those that are new."""
+        self._refresh(self._names())
+
+    def _refresh(self, names: set[str]) -> None:
+        self.fence = newest_fence(self.storage, self._fences) if self._fences else None
+        for gone in [*(self.index.rows.keys() - names), *self._outside()]:
+            self.index.rows.pop(gone, None)
+        self.corrupt, self.incomplete, self.foreign, self.others, self.void = {}, [], [], {}, []
+        found = self._classify_all(sorted(names - self.index.rows.keys()))
+        for name in self._enter(found):
+            self.index.quarantined.pop(name, None)  # it was set aside for its manifest, which is sound now
+        self._reread_changed()
+        self._settle_quarantine()
+
+    def _enter(self, found: Mapping[str, Manifest]) -> list[str]:
+        """Give rows to those that are ours and count; return their names."""
+        self.others.update((name, manifest) for name, manifest in found.items() if not self._is_mine(manifest))
+        mine = {name: manifest for name, manifest in found.items() if self._is_mine(manifest)}
+        counts = together(self.storage, [partial(self._counts, name, one) for name, one in mine.items()])
+        self.void += [name for name, is_in in zip(mine, counts, strict=True) if not is_in]
+        entered = [name for name, is_in in zip(mine, counts, strict=True) if is_in]
+        records = together(self.storage, [partial(self._record, name, mine[name]) for name in entered])
+        self.index.rows.update({record.name: pack(record) for record in records})
+        return entered
+
+    def scan(self) -> None:
+        """Forget everything cached and rebuild it from manifests, their sidecars and the reports."""
+        self._scan(self._names())
+
+    def _scan(self, there: set[str]) -> None:
+        damage = self.index.damage
+        if not self.index.run_id:
+            self.index.rebuild_attempts()
+        self.index.rows.clear()
+        self.corrupt, self.incomplete, self.foreign, self.others, self.void = {}, [], [], {}, []
+        self.fence = newest_fence(self.storage, self._fences) if self._fences else None
+        found = self._classify_all(sorted(there))
+        if found and not self.index.run_id:
+            # No word on which run lives here: the one with most checkpoints does, the newest of them on a tie.
+            named = [manifest for manifest in found.values() if manifest.run_id]
+            count = Counter(manifest.run_id for manifest in named)
+            newest = max(named, key=lambda manifest: (count[manifest.run_id], manifest.created), default=None)
+            self.index.run_id = newest.run_id or "" if newest is not None else ""
+        self._enter(found)
+        self._settle_quarantine()
+        if damage is not None and self.index.rows:
+            self.rebuilt = True
+            _log.warning(
+                "%s/run.json is unusable (%s): rebuilt from %d checkpoints", self.storage.uri, damage,
+                len(self.index.rows),
+            )  # fmt: skip
+
+    def records(self) -> list[Record]:
+        """All committed checkpoints of the run that are not quarantined, newest first."""
+        known = (self._known(name) for name in self._order())
+        return [record for record in known if record is not None]
+
+    def names(self) -> list[str]:
+        """The names of `records`, without reading more of them."""
+        return self._order()
+
+    def rows(self) -> list[list[Any]]:
+        """The packed rows of `records` (`holdfast.run.record.pack`)."""
+        return [self.index.rows[name] for name in self._order()]
+
+    def newest(self) -> Record | None:
+        """The first of `records`."""
+        return next((one for name in self._order() if (one := self._known(name)) is not None), None)
+
+    def record(self, name: str) -> Record:
+        """What is known about one checkpoint.
+
+        Raises:
+            CheckpointNotFoundError: the run has no such checkpoint.
+        """
+        record = self._known(name)
+        if record is None:
+            raise CheckpointNotFoundError(f"the run {self.storage.uri} has no checkpoint {name!r}")
+        return record
+
+    def _known(self, name: str) -> Record | None:
+        row = self.index.rows.get(name)
+        if row is None:
+            return None
+        known = self._unpacked.get(name)
+        if known is None or known[0] is not row:
+            try:
+                known = self._unpacked[name] = (row, unpack(row))
+            except CorruptCheckpointError as error:
+                _log.warning("%s: %s: its manifest is read instead", self.storage.uri, error)
+                return self._known(name) if self._still_there(name) else None
+        return replace(known[1], resumed_from=True) if name == self._resumed else known[1]
+
+    @property
+    def _resumed(self) -> str | None:
+        """The name of what the current attempt went on from, if retention has to know."""
+        current = self.index.current
+        source = None if current is None else current.resumed_from
+        return None if source is None or not self.holds_resumed else str(source["name"])
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield what a resume may try, newest first, reading each manifest as it comes.
+
+        Those found damaged on the way are noted in `corrupt`, so that after the last one `bad` tells everything.
+        """
+        tried: set[str] = set()
+        order = iter(self._order())
+        while (name := next(order, None)) is not None:
+            if name in tried:
+                continue
+            tried.add(name)
+            try:
+                manifest = read_manifest(self.storage, name)
+            except (CheckpointNotFoundError, IncompleteCheckpointError):
+                self.index.rows.pop(name, None)  # deleted by somebody since the row was written
+                continue
+            except (CorruptCheckpointError, FormatVersionError) as error:
+                _log.warning("checkpoint %s/%s cannot be used: %s", self.storage.uri, name, error)
+                self.corrupt[name] = str(error)
+                continue
+            if not self._is_mine(manifest):
+                self.others[name] = manifest
+                self.index.rows.pop(name, None)
+                continue
+            if not self._is_within(name, manifest):
+                self.index.rows.pop(name, None)
+                self.void.append(name)
+                continue
+            told, self.index.rows[name] = self.index.rows[name], pack(self._record(name, manifest))
+            if told[1:3] != self.index.rows[name][1:3]:
+                tried.discard(name)  # it is not where the index had it in the order: it comes when it is its turn
+                order = iter(self._order())
+                continue
+            yield Candidate(record=self.record(name), manifest=manifest)
+
+    def latest(self) -> Record | None:
+        """The newest good checkpoint; its manifest was read just now."""
+        return next((candidate.record for candidate in self.candidates()), None)
+
+    def best(self, metric: str, mode: str = "min") -> Record | None:
+        """The best existing checkpoint by ``metric``; None when no checkpoint has a number for it."""
+        for record in rank(self.records(), metric, mode):
+            if not is_number(metric_value(record.metrics, metric)):
+                return None
+            if self._still_there(record.name):
+                return self.record(record.name)
+        return None
+
+    def bad(self) -> dict[str, str]:
+        """Committed checkpoints that must not be resumed from, with the reason: quarantined or damaged."""
+        return {**self.index.quarantined, **self.corrupt}
+
+    def strangers(self) -> list[Record]:
+        """Records of `others`, for showing them."""
+        return [self._record(name, manifest) for name, manifest in self.others.items()]
+
+    # -- changing -----------------------------------------------------------------------------------------------
+
+    def add(self, name: str, manifest: Manifest, *, is_new: bool = False) -> Record:
+        """Enter a checkpoint that was committed just now. The caller saves the index (`prune` does it).
+
+        Nothing can have been said yet about one that ``is_new``; else what lies beside it is read.
+        """
+        try:
+            if is_new and self.storage.num_parallel > 1:  # a read that waits
+                record = record_from_manifest(name, manifest, metrics={}, pinned=False)
+            else:
+                record = self._record(name, manifest)
+        except StorageError as error:
+            # It is committed, so it must be known. What else is beside it is read again before anything is deleted.
+            _log.warning("%s was entered by its manifest alone: %s", name, error)
+            record = record_from_manifest(name, manifest, metrics={}, pinned=False)
+        self.index.rows[name] = pack(record)
+        self.index.quarantined.pop(name, None)
+        self.corrupt.pop(name, None)
+        if name in self.incomplete:
+            self.incomplete.remove(name)
+        finished = self.index.finished
+        if finished is not None and finished.get("attempt", 0) < manifest.attempt:
+            self.index.finished = None  # training went on after all
+        return self.record(name)
+
+    def set_metrics(self, name: str, metrics: Mapping[str, Any]) -> Record:
+        """Add late metrics to a checkpoint; they win over those of the manifest."""
+        change_sidecar(self.storage, name, lambda sidecar: sidecar.with_metrics(metrics))
+        return self._reread(name)
+
+    def pin(self, name: str, *, on: bool = True) -> Record:
+        """Pin a checkpoint against retention, or unpin it."""
+        change_sidecar(self.storage, name, lambda sidecar: sidecar.with_pin(on))
+        return self._reread(name)
+
+    def prune(self, keep: Keep, protect: frozenset[str] = frozenset()) -> list[Verdict]:
+        """Apply retention: the index without the doomed is saved first, then they go, the oldest and manifests first.
+
+        Pins and late metrics of the doomed are read again before, since another process may have set them. Returns
+        the verdicts of those deleted.
+        """
+        self.index.keep = keep.to_json()
+        pinned = self._stand(keep).pinned
+        looked = list(pinned)[: self._bite]
+        self._all_still_there(looked)  # another process may have taken the pin back
+        for name in looked:
+            pinned[name] = pinned.pop(name)  # of many, others with the next save
+        doomed: list[Verdict] = []
+        trusted: set[str] = set()
+        known: dict[str, Collection[str]] = {}
+        while True:
+            doomed = self._stand(keep).doomed(protect)
+            # Of many only those that go now, the oldest, are looked at: the others stay for the next call.
+            fresh = [one.name for one in doomed[-self._bite :] if one.name not in trusted]
+            if not fresh:
+                break
+            # One that somebody removed by hand must not fill a place among those that stay.
+            gone, files = self._look_around(fresh, and_at_names=not trusted and self._lists_now())
+            known.update(files)
+            for name in gone:
+                del self.index.rows[name]
+            if not trusted:
+                self._reread_changed()
+            unsure = [name for name in fresh if name in self.index.rows and not self._is_as_written(name, files)]
+            there = self._all_still_there(unsure)
+            trusted.update(name for name in fresh if name in self.index.rows and (name in there or name not in unsure))
+        if doomed and keep.best is not None and keep.metric is not None and self._says_unranked:
+            self._say_unranked(keep.metric)
+        return self._delete(doomed, known)
+
+    @property
+    def _bite(self) -> int:
+        return _BITE if self.storage.deletes_at_once == 1 else _BITE_AT_ONCE
+
+    def _look_around(
+        self, names: Sequence[str], *, and_at_names: bool
+    ) -> tuple[list[str], Mapping[str, Collection[str]]]:
+        """Return which rows are of checkpoints that are gone and, at a store, which files those in ``names`` have."""
+        looks: list[Callable[[], Any]] = [lambda: self._names() if and_at_names else None]
+        if self.storage.num_parallel > 1:
+            looks.append(lambda: names_under(self.storage, names, of=len(self.index.rows)))
+        there, *files = together(self.storage, looks)
+        return [] if there is None else sorted(self.index.rows.keys() - there), files[0] if files else {}
+
+    def _is_as_written(self, name: str, files: Mapping[str, Collection[str]]) -> bool:
+        """Whether a listing shows what the attempt in the row of a checkpoint has written, and nothing said later."""
+        row, paths = self.index.rows[name], files.get(name, ())
+        wrote = {one.start_id for one in self.index.attempts if one.attempt == row[1]}
+        return (
+            MANIFEST_NAME in paths
+            and METRICS_FILE not in paths
+            and {one for path in paths if (one := start_id_of(path)) is not None} == wrote
+        )
+
+    def _stand(self, keep: Keep) -> RetentionIndex:
+        """Return what the rules have to look at, with all that happened since the last time."""
+        unusable = self.index.quarantined.keys() | self.corrupt.keys()
+        resumed = self._resumed
+        names = self._touched | (unusable ^ self._unusable) | {one for one in (resumed, self._held) if one is not None}
+        if self._standing is None or self._standing[0] != keep or len(names) > _MANY:
+            self._standing = keep, RetentionIndex(keep, self.records())
+            names = self._touched  # a row that cannot be read has been looked up by now
+        standing = self._standing[1]
+        for name in sorted(names):
+            record = None if name in unusable else self._known(name)
+            if record is not None:
+                standing.put(record)
+            else:
+                standing.drop(name)
+        self._touched.clear()
+        self._unusable, self._held = unusable, resumed
+        return standing
+
+    def _lists_now(self) -> bool:
+        """Whether to look for those that somebody removed by hand.
+
+        A listing takes time in proportion to what is there, so with very many on a disk there is one every so many
+        deletions.
+        """
+        self._unlisted += 1
+        if self.storage.num_parallel == 1 and self._unlisted * _NAMES_A_DELETION < len(self.index.rows):
+            return False
+        self._unlisted = 0
+        return True
+
+    def _say_unranked(self, metric: str) -> None:
+        """Warn once that checkpoints go by their age alone, if the metric that ranks them is not there."""
+        metrics = [record.metrics for record in self.records()]
+        self._says_unranked = False
+        if not any(is_number(metric_value(one, metric)) for one in metrics):
+            known = sorted({name for one in metrics for name in flat_metrics(one) if not name.startswith("_")})
+            _log.warning(
+                "Keep(metric=%r): no checkpoint of %s has a number for it (they have: %s), so the newest ones stay; "
+                "give Keep one of these, or report %r too for the steps that are saved",
+                metric, self.storage.uri, ", ".join(known) or "no metrics at all", metric,
+            )  # fmt: skip
+
+    def discard(self, names: Iterable[str], why: str) -> list[Verdict]:
+        """Delete these checkpoints whatever the rules say; like `prune` otherwise."""
+        there = [name for name in names if name in self.index.rows]
+        return self._delete([Verdict(name=name, keep=False, why=why) for name in there]) if there else []
+
+    def _delete(
+        self, doomed: Sequence[Verdict], files: Mapping[str, Collection[str]] = MappingProxyType({})
+    ) -> list[Verdict]:
+        """Say what goes, save the index without it, then delete it, oldest first and for a bounded time; give it back.
+
+        What is left when the time is over, or could not be deleted now, the next call goes on with: see `is_behind`.
+        """
+        until = time.monotonic() + _BITE_S
+        half = [Verdict(name=name, keep=False, why=why) for name, why in self._half.items()]
+        bite, spared = self._announced([*half, *reversed(doomed)])
+        names = [one.name for one in bite]
+        rows = {name: self.index.rows.pop(name) for name in names if name in self.index.rows}
+        confirmed: list[bool] = []
+        full = False
+        try:
+            # Side by side at a store: the index is a cache, and nothing goes before both are there.
+            confirms = partial(self._confirmed, is_announced=bool(names))
+            together(self.storage, [lambda: confirmed.append(confirms()), self.index.save])
+        except StorageError as error:
+            if not confirmed or not isinstance(error, StorageFullError):
+                self.index.rows.update(rows)
+                raise
+            full = True  # what goes makes the room
+        except BaseException:
+            self.index.rows.update(rows)
+            raise
+        else:
+            self._external.settle()
+        at_once = self._has_removed(bite, files)
+        deleted = bite if at_once else []
+        failed = False
+        for verdict in () if at_once else bite:
+            if deleted and time.monotonic() >= until:
+                break
+            if self._try_remove(verdict):
+                deleted.append(verdict)
+            else:
+                failed = True
+        gone = {one.name for one in deleted}
+        self.index.rows.update({name: row for name, row in rows.items() if name not in gone | self._half.keys()})
+        for verdict in deleted:
+            self._note_deleted(verdict, rows.get(verdict.name))
+        # What failed is tried again with the next save, not at once.
+        self.is_behind = not failed and len(gone) + spared < len(doomed) + len(half)
+        if full:
+            self.index.save()
+        return deleted[::-1]
+
+    def _note_deleted(self, verdict: Verdict, row: list[Any] | None) -> None:
+        about = {} if row is None else {"attempt": row[1], "step": max(row[2], 0)}
+        self.index.journal.add("deleted", name=verdict.name, why=verdict.why, kind=self.side, **about)
+
+    def _confirmed(self, *, is_announced: bool) -> bool:
+        if not is_announced and self.confirm is not None:
+            self.confirm()
+        return True
+
+    def _has_removed(self, bite: Sequence[Verdict], files: Mapping[str, Collection[str]]) -> bool:
+        """Delete them by few requests, if that is possible here; after False some may be gone."""
+        if not bite or self.storage.num_parallel == 1:
+            return False
+        names = [one.name for one in bite]
+        others = [name for name in names if name not in files]
+        try:
+            more = names_under(self.storage, others, of=len(self.index.rows) + len(names))
+            remove_listed(self.storage, {name: files[name] if name in files else more[name] for name in names})
+        except StorageError as error:
+            _log.debug("%d checkpoints are deleted one by one: %s", len(bite), error)
+            return False
+        for name in names:
+            self._half.pop(name, None)
+        return True
+
+    def _announced(self, going: Sequence[Verdict]) -> tuple[list[Verdict], int]:
+        """Announce the first few that nobody else holds or has changed; give these, and how many were spared."""
+        spared: set[str] = set()
+        has_announced = False
+        if going and self._external.held:
+            self._external.look()  # holds last: those are not announced anew each time
+            spared |= self._external.spared - self._half.keys()
+        while True:
+            bite = [one for one in going if one.name not in spared][: self._bite]
+            if self.announce is not None and (bite or has_announced):
+                self.announce([one.name for one in bite])
+                has_announced = True
+            if not bite:
+                break
+            # In this order: see `holdfast.run.external`.
+            self._external.look()
+            spared |= self._external.spared - self._half.keys()
+            if not any(one.name in spared for one in bite):
+                break
+        self._take_changes()  # those decide at the next call
+        return bite, sum(one.name in spared for one in going)
+
+    def _reread_changed(self) -> None:
+        """Read again what other processes have changed beside checkpoints, if any has."""
+        if self._has_external:
+            self._external.look()
+            self._take_changes()
+
+    def _take_changes(self) -> None:
+        self._all_still_there(sorted(self._external.take() & self.index.rows.keys()))
+
+    def settle(self) -> None:
+        """Save the index with what other processes have changed, so that nobody has to read it again."""
+        if self._external.has_taken:
+            self.index.save()
+            self._external.settle()
+
+    def _try_remove(self, verdict: Verdict) -> bool:
+        """Delete a checkpoint; what cannot be deleted is either whole still, or no checkpoint any more (`_half`)."""
+        name = verdict.name
+        try:
+            remove(self.storage, name)
+        except StorageError as error:
+            _log.warning("checkpoint %s/%s could not be deleted: %s", self.storage.uri, name, error)
+            is_whole = False
+            with contextlib.suppress(StorageError):
+                is_whole = self.storage.exists(f"{name}/{MANIFEST_NAME}")
+            if not is_whole:
+                self._half[name] = verdict.why
+            return False
+        self._half.pop(name, None)
+        return True
+
+    def draw_fence(self, below: int, start_id: str, more: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Say which checkpoints of the attempts below ``below`` count: those that `records` has by now, and ``more``.
+
+        The lease must have been taken before this object was made or refreshed, and the attempt been registered.
+        """
+        # One that is damaged may be repaired; who saved it is not known.
+        records = {name: self.record(name).checkpoint_id for name in self.index.rows}
+        records |= dict.fromkeys(self.corrupt.keys() - records.keys(), ANY)
+        dead = {*self._doomed, *self.incomplete, *(self.fence.dead if self.fence is not None else ())}
+        known = {name: one for name, one in {**more, **records}.items() if name not in dead}
+        self.fence = Fence(below=below, known=known, dead=frozenset(dead))
+        own = write_fence(self.storage, self.fence, start_id)
+        clear_fences(self.storage, self._fences - {own}, below=below)
+        self._fences = {own}
+
+    def admit(self, more: Mapping[str, str], start_id: str) -> None:
+        """Let checkpoints of earlier attempts (ids by name), which are about to be copied here, count as well."""
+        fence = self.fence
+        fresh = {} if fence is None else {name: one for name, one in more.items() if name not in fence.dead}
+        if fence is not None and any(fence.known.get(name) != one for name, one in fresh.items()):
+            self.fence = replace(fence, known={**fence.known, **fresh})
+            self._fences.add(write_fence(self.storage, self.fence, start_id))
+
+    def is_void(self, name: str, manifest: Manifest) -> bool:
+        """Whether a committed checkpoint of this run does not count, so that another may take its name."""
+        return self._is_mine(manifest) and not self._is_within(name, manifest)
+
+    def sweep(self) -> list[str]:
+        """Remove what killed saves and deletions of earlier attempts left. Call after `RunIndex.register_attempt`.
+
+        Only files that carry the start id of an earlier attempt of this run go, and only from directories without a
+        manifest: a save of somebody else in the same root is none of our business. Checkpoints that do not count go.
+        """
+        self.settle()
+        if self._has_external:
+            self.storage.tidy(EXTERNAL)
+        remains = [name for name in self.void if name in self._doomed or not self._is_whole(name)]
+        if self.announce is not None and (remains or self.incomplete):
+            self.announce([*remains, *self.incomplete])
+        swept = []
+        if remains and self.storage.num_parallel > 1:
+            remove_listed(self.storage, names_under(self.storage, remains, of=len(self.index.rows) + len(remains)))
+            swept += remains
+        for name in remains if not swept else ():
+            remove(self.storage, name)
+            swept.append(name)
+        self.void = [name for name in self.void if name not in remains]
+        self._found -= {*remains}
+        if self.void:
+            _log.warning(
+                "%s: %s do not count: an owner that had been taken over committed them afterwards, or somebody copied "
+                "them here by hand. They are left alone; delete them if nobody needs them",
+                self.storage.uri, ", ".join(self.void[:5]) + (" ..." if len(self.void) > 5 else ""),
+            )  # fmt: skip
+        before = self.index.attempts[:-1]
+        num = _TIDIED
+        if self.storage.num_parallel > 1:  # one after another is committed, so remains lie beside the newest
+            num = _TIDIED_FAR if before and before[-1].ended is None else 0
+        swept += sweep_names(
+            self.storage,
+            {attempt.start_id for attempt in before},
+            # Unfinished puts of old ones go with their checkpoint; others may have been about to become ours.
+            committed=[*self._order()[:num], *list(self.others)[:num]],
+            incomplete=self.incomplete,
+            foreign=self.foreign,
+        )
+        there = self._names() if self.incomplete or self.foreign else set()
+        self.incomplete, self.foreign = sorted(there & {*self.incomplete}), sorted(there & {*self.foreign})
+        return swept
+
+    @property
+    def dead(self) -> frozenset[str]:
+        """Names that somebody who was taken over may still delete or write under: nothing can be kept there."""
+        return self._doomed if self.fence is None else self._doomed | self.fence.dead
+
+    def taken(self) -> list[str]:
+        """Names that no new checkpoint may have although `records` has none of them."""
+        dead = () if self.fence is None else self.fence.dead  # what others had doomed may be deleted by now
+        known = (self.index.quarantined, self.corrupt, self.incomplete, self.foreign, self.others, self.void, dead)
+        return sorted({name for names in known for name in names})
+
+    def found(self) -> list[str]:
+        """Whatever else lies in the run, which no new checkpoint may be called either; not looked for on a disk."""
+        return sorted(self._found - self.index.rows.keys())
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _is_mine(self, manifest: Manifest) -> bool:
+        # A checkpoint saved on its own has no run: it belongs to the user, never to retention.
+        return bool(manifest.run_id) and manifest.run_id == self.index.run_id
+
+    def _outside(self) -> list[str]:
+        """Rows, which an owner that was taken over may have written, of checkpoints that do not count."""
+        fence, rows = self.fence, self.index.rows
+        outside = [] if fence is None else [row[0] for row in rows.values() if not fence.admits(row[0], row[1])]
+        return [*outside, *(self._doomed & rows.keys())]
+
+    def _is_within(self, name: str, manifest: Manifest) -> bool:
+        return self.fence is None or self.fence.admits(name, manifest.attempt, manifest.checkpoint_id)
+
+    def _counts(self, name: str, manifest: Manifest) -> bool:
+        """Whether a checkpoint that was found counts."""
+        if name in self._doomed or not self._is_within(name, manifest):
+            return False
+        if self.fence is None or manifest.attempt >= self.fence.below:
+            return True
+        # A request that was sent again may have brought a manifest back after its checkpoint was deleted.
+        return self._is_whole(name)
+
+    def _is_whole(self, name: str) -> bool:
+        try:
+            read_manifest(self.storage, name, check_sizes=True)
+        except CheckpointError:
+            return False
+        return True
+
+    def _names(self) -> set[str]:
+        there = door_of(self.storage)
+        if there is None:
+            children = [info.path for info in self.storage.list("", recursive=False)]
+            self._found = {path.rstrip("/") for path in children}
+            self.hidden = {path for path in children if path[-1] == "/" and path[0] == "."}
+            self._fences = {path for path in children if is_fence(path)}
+            self._has_external = any(map(is_external_child, children))
+            return {path[:-1] for path in children if path[-1] == "/" and path[0] != "."} - _OWN
+        # The same, four times as fast with ten thousand of them: a resume waits for this.
+        with errors_of("list", self.storage.uri):
+            try:
+                door, inside = there
+                with door.listed(inside) as folder, os.scandir(folder.fd) as entries:
+                    names = {
+                        entry.name: entry.is_dir(follow_symlinks=False)
+                        for entry in entries
+                        if entry.name[0] != "." or entry.name == EXTERNAL
+                    }
+            except FileNotFoundError:
+                return set()
+        self._has_external = names.pop(EXTERNAL, False)
+        self._fences = {name for name, is_dir in names.items() if not is_dir and is_fence(name)}
+        return {name for name, is_dir in names.items() if is_dir} - _OWN
+
+    def _order(self) -> list[str]:
+        """Names of usable rows, newest first, from raw rows: building ten thousand records would cost 50 ms."""
+        skip = self.index.quarantined
+        return [name for name in self.index.rows.newest_first() if name not in skip and name not in self.corrupt]
+
+    def _classify_all(self, names: Sequence[str]) -> dict[str, Manifest]:
+        """Read the manifests of names without a row; note why others have no good one."""
+        if self.storage.num_parallel > 1 and len(names) > _MANY_UNKNOWN:
+            # Killed while many were deleted, perhaps: one listing instead of several requests for each of them.
+            there = listed_at_once(self.storage, names) or {}
+            for name in [name for name in there if MANIFEST_NAME not in there[name]]:
+                ours = is_remains(path for path in there[name] if "/" not in path)
+                (self.incomplete if ours else self.foreign).append(name)
+            names = [name for name in names if MANIFEST_NAME in there.get(name, (MANIFEST_NAME,))]
+        found = together(self.storage, [partial(self._classify, name) for name in names])
+        self.incomplete.sort()
+        self.foreign.sort()
+        return {name: manifest for name, manifest in zip(names, found, strict=True) if manifest is not None}
+
+    def _classify(self, name: str) -> Manifest | None:
+        """Read the manifest of a name without a row; None (and noted why) if it has no good one."""
+        try:
+            return read_manifest(self.storage, name)
+        except (CheckpointNotFoundError, IncompleteCheckpointError):
+            ours = is_remains(info.path for info in self.storage.list(name, recursive=False))
+            (self.incomplete if ours else self.foreign).append(name)
+        except FormatVersionError as error:
+            self.corrupt[name] = str(error)
+        except CorruptCheckpointError as error:
+            # Web pages and other tools call files manifest.json too: theirs must not stop a fresh start.
+            if is_remains(info.path for info in self.storage.list(name, recursive=False)) or self._says_ours(name):
+                self.corrupt[name] = str(error)
+            else:
+                self.foreign.append(name)
+        return None
+
+    def _says_ours(self, name: str) -> bool:
+        """Whether a damaged manifest still shows what it was."""
+        try:
+            return FORMAT.encode() in self.storage.read(f"{name}/{MANIFEST_NAME}")
+        except StorageError:
+            return False
+
+    def _record(self, name: str, manifest: Manifest) -> Record:
+        sidecar = read_sidecar(self.storage, name)
+        return record_from_manifest(name, manifest, metrics=sidecar.metrics, pinned=sidecar.pinned)
+
+    def _settle_quarantine(self) -> None:
+        """Set aside those with a damaged manifest too, and forget those that were removed."""
+        known = self.index.rows.keys() | self.corrupt.keys()
+        kept = {name: why for name, why in self.index.quarantined.items() if name in known}
+        self.index.quarantined = {**self.corrupt, **kept}
+
+    def _reread(self, name: str) -> Record:
+        self.index.rows[name] = pack(self._record(name, read_manifest(self.storage, name)))
+        self.index.save()
+        return self.record(name)
+
+    def _still_there(self, name: str) -> bool:
+        """Refresh one row from the truth; False (and the row is gone) if it is no good checkpoint of this run."""
+        return bool(self._all_still_there([name]))
+
+    def _all_still_there(self, names: Sequence[str]) -> set[str]:
+        """Refresh rows from the truth; return those that have one still, good checkpoints of this run."""
+        good = set()
+        for name, found in zip(names, together(self.storage, [partial(self._look, one) for one in names]), strict=True):
+            if isinstance(found, Record):
+                self.index.rows[name] = pack(found)
+                good.add(name)
+                continue
+            if isinstance(found, Manifest) and not self._is_mine(found):
+                self.others[name] = found
+            elif isinstance(found, (CorruptCheckpointError, FormatVersionError)):
+                self.corrupt[name] = str(found)
+            self.index.rows.pop(name, None)
+        return good
+
+    def _look(self, name: str) -> Record | Manifest | CheckpointError:
+        """Read what there is about a checkpoint: its manifest alone if it is not of this run, or counts for nothing."""
+        try:
+            manifest = read_manifest(self.storage, name)
+        except CheckpointError as error:
+            return error
+        if not self._is_mine(manifest) or self.is_void(name, manifest):
+            return manifest
+        return self._record(name, manifest)

@@ -1,0 +1,222 @@
+"""What checkpointing has cost a run, and what its failures have: sums over the journal, the attempts and the reports.
+
+Pure functions over what `RunIndex.told` gives; ``holdfast stats`` and the page of a run show the same figures.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .journal import JournalEvent
+from .record import Record, timestamp
+from .reports import Attempt, Told
+
+__all__ = ["Deletion", "Save", "attempt_rows", "deletions", "saves", "stats", "summary"]
+
+_PARTS = ("durable_s", "held_s", "lost_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """One checkpoint that was committed, whether or not it is still there.
+
+    Attributes:
+        time: when it was committed, in seconds since 1970.
+        size: bytes a reader sees.
+        reused: bytes of these that are shared with the checkpoint before.
+        durable_s: seconds from the start of the save to its commit; None if nobody has told.
+        held_s: seconds that the save held the training loop; None if nobody has told.
+        lost_s: ``held_s``, and what steps took longer than usual meanwhile; None if nobody has told.
+    """
+
+    name: str
+    attempt: int
+    step: int
+    time: float
+    kind: str = ""
+    size: int | None = None
+    reused: int | None = None
+    durable_s: float | None = None
+    held_s: float | None = None
+    lost_s: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe as JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deletion:
+    """When and why a checkpoint was deleted."""
+
+    name: str
+    step: int | None
+    time: float
+    why: str
+
+
+def saves(events: Iterable[JournalEvent], records: Iterable[Record] = ()) -> list[Save]:
+    """Put together what writer and trainer have noted about each save, oldest first.
+
+    Args:
+        events: of the run.
+        records: checkpoints that are there; those of before there was a journal count with what they say themselves.
+    """
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    for one in records:
+        known = {"step": one.step, "time": one.created, "size": one.size, "reused": one.reused}
+        found[one.attempt, one.name] = known
+    for event in events:
+        if event.what not in ("saved", "cost"):
+            continue
+        about = found.setdefault((event.attempt, event.name), {"step": event.step or 0, "time": event.time})
+        if event.what == "saved":
+            about["durable_s"] = about.get("durable_s", event.durable_s)
+            about |= {"time": event.time, "kind": event.kind, "size": event.bytes, "reused": event.reused}
+        else:  # the trainer counts from the moment that it began
+            about |= {name: value for name in _PARTS if (value := getattr(event, name)) is not None}
+    made = [Save(attempt=attempt, name=name, **about) for (attempt, name), about in found.items()]
+    return sorted(made, key=lambda one: (one.attempt, one.time, one.step))
+
+
+def deletions(events: Iterable[JournalEvent], *, is_remote: bool = False) -> dict[tuple[int, str], Deletion]:
+    """Return the last deletion of each (attempt, name); of a mirrored run those of one side."""
+    found = {}
+    for event in events:
+        if event.what == "deleted" and event.kind != ("local" if is_remote else "remote"):
+            gone = Deletion(name=event.name, step=event.step, time=event.time, why=event.why)
+            found[event.attempt, event.name] = gone
+    return found
+
+
+def attempt_rows(told: Told, made: Sequence[Save]) -> list[dict[str, Any]]:
+    """Describe each start of the run as JSON, and what its end has cost.
+
+    Returns:
+        Rows with "lost_steps" (steps that a later attempt had to do again), "lost_s" (seconds of training after the
+        checkpoint that the next attempt went on from) and "down_s" (seconds until that began); None where nobody knows.
+    """
+    last: dict[int, float] = {}
+    heard: dict[int, float] = {}
+    for row in told.rows:
+        number = row["attempt"]
+        if _is_number(row.get("step")):
+            last[number] = max(last.get(number, -math.inf), row["step"])
+        if _is_number(row.get("time")):
+            heard[number] = max(heard.get(number, 0.0), row["time"])
+    for one in made:
+        last[one.attempt] = max(last.get(one.attempt, -math.inf), one.step - 1)
+        heard[one.attempt] = max(heard.get(one.attempt, 0.0), one.time)
+    found = [_attempt(told.attempts[number], last.get(number)) for number in sorted(told.attempts)]
+    by_number = {row["attempt"]: row for row in found}
+    when = {(one.attempt, one.name): one.time for one in made}
+    for row in found:
+        before = by_number.get(row["from_attempt"] or row["attempt"] - 1)
+        if before is not None and row is not before:
+            _charge(before, row, when, heard)
+    return found
+
+
+def _attempt(one: Attempt, last: float | None) -> dict[str, Any]:
+    source, details = one.resumed_from, one.details or {}
+    done, stop = details.get("last_step"), details.get("stop")
+    return {
+        "attempt": one.attempt,
+        "started": timestamp(one.started) or None,
+        "ended": timestamp(one.ended or "") or None,
+        "reason": one.reason,
+        "stop": stop if isinstance(stop, str) else None,
+        "host": one.host,
+        "pid": one.pid,
+        "from_name": None if source is None else str(source["name"]),
+        "from_attempt": None if source is None else source.get("attempt"),
+        "first_step": 0 if source is None else source["step"],
+        "last_step": last,
+        "steps_done": done if type(done) is int and done >= 0 else None,
+        "lost_steps": 0,
+        "lost_s": None,
+        "down_s": None,
+    }
+
+
+def _charge(
+    before: dict[str, Any], row: dict[str, Any], when: Mapping[tuple[int, str], float], heard: Mapping[int, float]
+) -> None:
+    """Add to an attempt what the one that followed it had to do again."""
+    if before["steps_done"] is not None:
+        lost = before["steps_done"] - row["first_step"]
+    elif before["last_step"] is not None:
+        lost = before["last_step"] - row["first_step"] + 1
+    else:
+        lost = 0
+    before["lost_steps"] = max(before["lost_steps"], lost, 0)
+    ended = before["ended"] or heard.get(before["attempt"])
+    if ended is None or row["started"] is None:
+        return
+    safe = when.get((before["attempt"], row["from_name"] or ""), None if row["from_name"] else before["started"])
+    if lost > 0 and safe is not None:
+        before["lost_s"] = max(before["lost_s"] or 0.0, ended - safe)
+    if row["attempt"] == before["attempt"] + 1:
+        before["down_s"] = max(0.0, row["started"] - ended)
+
+
+def stats(told: Told, records: Iterable[Record] = (), *, is_remote: bool = False) -> dict[str, Any]:
+    """Sum everything up as JSON: what ``holdfast stats --json`` prints."""
+    made = saves(told.events, records)
+    attempts = attempt_rows(told, made)
+    gone = deletions(told.events, is_remote=is_remote)
+    lost = [event for event in told.events if event.what == "lost"]
+    sized = [one for one in made if one.size is not None]
+    return {
+        "saves": len(made),
+        "first_save": min((one.time for one in made), default=None),
+        "last_save": max((one.time for one in made), default=None),
+        "last_step": max((one.step for one in made), default=None),
+        **{name: summary([value for one in made if (value := getattr(one, name)) is not None]) for name in _PARTS},
+        "bytes_written": sum((one.size or 0) - (one.reused or 0) for one in sized),
+        "bytes_reused": sum(one.reused or 0 for one in sized),
+        "lost_saves": sum(event.times for event in lost),
+        "lost_why": dict(_counted((event.why, event.times) for event in lost)),
+        "skipped_saves": sum(event.times for event in told.events if event.what == "skipped"),
+        "deleted": len(gone),
+        "deleted_by": dict(_counted((one.why, 1) for one in gone.values())),
+        "attempts": attempts,
+        "failures": sum(bool(row["lost_steps"]) or _is_failure(row["reason"]) for row in attempts),
+        "lost_steps": sum(row["lost_steps"] for row in attempts),
+        "failure_s": sum((row["lost_s"] or 0.0) for row in attempts),
+        "down_s": sum((row["down_s"] or 0.0) for row in attempts),
+    }
+
+
+def summary(values: Sequence[float]) -> dict[str, float | int | None]:
+    """Count, sum, mean, median, 95th percentile and maximum (percentiles are values that occurred: nearest rank)."""
+    ordered = sorted(values)
+    if not ordered:
+        return {"count": 0, "sum": 0.0, "mean": None, "p50": None, "p95": None, "max": None}
+
+    def at(part: float) -> float:
+        return ordered[max(0, math.ceil(part * len(ordered)) - 1)]
+
+    total = math.fsum(ordered)
+    mean = statistics.fmean(ordered)
+    return {"count": len(ordered), "sum": total, "mean": mean, "p50": at(0.5), "p95": at(0.95), "max": ordered[-1]}
+
+
+def _is_failure(reason: str | None) -> bool:
+    return reason is not None and reason not in ("finished", "stopped", "closed")
+
+
+def _counted(pairs: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    count: Counter[str] = Counter()
+    for name, times in pairs:
+        count[name] += times
+    return count.most_common(50)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

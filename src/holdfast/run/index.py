@@ -1,0 +1,434 @@
+"""``run.json``: identity and attempts of a run, and a cache of what its checkpoints say about themselves.
+
+Truth are the manifests, their ``.metrics.json`` and the report segments; a lost or damaged run.json is rebuilt from
+them (`holdfast.run.catalog.Catalog` does it) and never stops a resume.
+
+While its rows are few, run.json is replaced by each save. With many, a save replaces ``run-changes.json`` instead,
+which has the rows that were changed since, and says of which run.json; when these have become many as well, run.json
+is replaced with all of them. So what a save writes is bounded, and no storage has to append.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import Any
+
+from holdfast.errors import CorruptCheckpointError, StorageError, StorageNotFoundError, StoragePermissionError
+from holdfast.format.digest import bytes_digest
+from holdfast.format.strict_json import check_depth
+from holdfast.storage.base import Storage
+from holdfast.storage.together import together
+
+from .journal import Journal, events_from, merged
+from .record import COLUMNS
+from .reports import (
+    MAX_ATTEMPT,
+    Attempt,
+    ReportLog,
+    Told,
+    highest_attempt,
+    live_rows,
+    read_lives,
+    read_told,
+    unused_start_id,
+)
+from .rows import RecordTable
+
+__all__ = ["CHANGES_FILE", "RUN_FILE", "Attempt", "RunIndex"]
+
+RUN_FILE, CHANGES_FILE = "run.json", "run-changes.json"
+_FORMAT = "holdfast-run"
+_VERSION = 1
+_MAX_DEPTH = 200
+_MAX_BYTES = 1 << 30
+_HEAD_END, _ROWS_END = b',\n "head_digest": "', b',\n "rows_digest": "'
+_CHANGES_END = b',\n "changes_digest": "'
+# Bytes of rows up to which run.json is replaced by each save, and of changes up to which it is not.
+_FEW_BYTES, _MANY_BYTES = 64 << 10, 64 << 10
+_DAMAGE = (CorruptCheckpointError, ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError)
+# More than one, because a start may be killed between run.json and its first segment.
+_RETOLD = 8
+
+
+class RunIndex:
+    """What run.json holds, in memory. Only the holder of the lease calls what writes.
+
+    Attributes:
+        run_id: identity shared by all checkpoints of the run; "" before the first attempt.
+        attempts: every start so far, oldest first.
+        rows: packed rows by checkpoint name (`record.unpack` reads one).
+        quarantined: checkpoint name -> why it is not to be resumed from.
+        finished: what the end of training noted, or None.
+        keep: the retention rules applied last, as JSON; for display only.
+        notes: small JSON values that whoever runs the training keeps here.
+        damage: why the stored file could not be used; None when it was fine. "missing" for a new run.
+        journal: events that are not in a report segment yet; written along by `save` and with the next report.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.run_id = ""
+        self.attempts: list[Attempt] = []
+        self.rows = RecordTable()  # the object stays, its content changes
+        self.quarantined: dict[str, str] = {}
+        self.finished: dict[str, Any] | None = None
+        self.keep: dict[str, Any] | None = None
+        self.notes: dict[str, Any] = {}
+        self.damage: str | None = None
+        self.journal = Journal()
+        self._log: ReportLog | None = None
+        # Of the run.json that is stored: the id that changes refer to ("" if it has none), its head, what was touched
+        # since, and whether there is a file of changes.
+        self._base, self._head, self._touched, self._has_changes = "", "", self.rows.watch(), False
+
+    @classmethod
+    def load(cls, storage: Storage, *, head_only: bool = False) -> RunIndex:
+        """Read run.json and what was changed since. Damage is noted in `damage`, never raised.
+
+        Args:
+            storage: the run.
+            head_only: leave the rows out: for whoever asks about the run itself, and must not save this.
+
+        Raises:
+            StoragePermissionError: the file is there and may not be read; that is not damage.
+            StorageError: a storage that is not a local disk did not answer; that is not damage either.
+        """
+        index = cls(storage)
+        try:
+            data = _read(storage, RUN_FILE)
+        except StorageNotFoundError:
+            index.damage = "missing"
+            return index
+        except StoragePermissionError:
+            raise
+        except StorageError as error:
+            if storage.local_root is None:
+                raise  # a disk that cannot read a file has lost it; a network may have it again in a moment
+            index.damage = f"{type(error).__name__}: {error}"
+            return index
+        head, rows, why = _divide(data)
+        index._take(head, index._take_head, why)
+        if not head_only:
+            index._take(rows, index._take_rows, why)
+        if index._base and not index._take_changes():
+            with suppress(StorageNotFoundError):
+                if storage.read(RUN_FILE) != data:
+                    return cls.load(storage)  # it was replaced, and the changes with it, between the two reads
+        index._head = index._head_text()
+        return index
+
+    def _take(self, part: bytes | None, take: Callable[[dict[str, Any]], None], why: str) -> None:
+        """Read one part of a file; damage is noted."""
+        try:
+            if part is None:
+                raise ValueError(why)
+            check_depth(part, max_depth=_MAX_DEPTH, where=RUN_FILE)
+            take(json.loads(part))
+        except _DAMAGE as error:
+            self.damage = f"{type(error).__name__}: {error}"
+
+    def _take_head(self, body: dict[str, Any]) -> None:
+        if body["format"] != _FORMAT or body["version"] != _VERSION:
+            raise ValueError(f"format {body.get('format')!r} version {body.get('version')!r} is not known here")
+        attempts = [Attempt.from_json(one) for one in body["attempts"]]
+        quarantined, finished = body["quarantined"], body["finished"]
+        keep, notes = body.get("keep"), body.get("notes") or {}  # early versions wrote neither
+        sound = type(body["run_id"]) is str and type(quarantined) is type(notes) is dict
+        sound = sound and all(type(one) is dict or one is None for one in (finished, keep))
+        sound = sound and all(type(why) is str for why in quarantined.values())
+        if not sound or type((finished or {}).get("attempt", 0)) is not int:
+            raise ValueError("the head is not what was written")
+        self.run_id, self.attempts, self.quarantined = body["run_id"], attempts, quarantined
+        self.finished, self.keep, self.notes = finished, keep, notes
+
+    def _take_rows(self, body: dict[str, Any]) -> None:
+        if tuple(body["columns"]) != COLUMNS:
+            raise ValueError("other columns than this version caches")
+        rows = body["rows"]
+        if type(body.get("changes", "")) is not str or not _are_rows(rows):
+            raise ValueError("a row is not what was written")
+        self.rows.update({row[0]: row for row in rows})
+        self._touched.clear()
+        self._base = body.get("changes", "")
+        self._take_events(body)
+
+    def _take_events(self, body: dict[str, Any]) -> None:
+        told = body.get("events")
+        self.journal.take([one for one in told if isinstance(one, dict)] if isinstance(told, list) else [])
+
+    def _take_changes(self) -> bool:
+        """Read what was changed since run.json was written; False if there is nothing that belongs to it."""
+        try:
+            data = _read(self.storage, CHANGES_FILE)
+        except StorageNotFoundError:
+            return False
+        except StoragePermissionError:
+            raise
+        except StorageError as error:
+            if self.storage.local_root is None:
+                raise
+            self.damage = f"{type(error).__name__}: {error}"
+            return True
+        self._has_changes = True
+        told, _, end = data.rpartition(_CHANGES_END)
+        whole = end == bytes_digest(told).encode() + b'"}\n'
+        before = len(self._touched)
+        self._take(told + b"}" if whole else None, self._apply, f"{CHANGES_FILE} differs from its digest")
+        return self.damage is not None or len(self._touched) > before
+
+    def _apply(self, body: dict[str, Any]) -> None:
+        rows, gone = body["rows"], body["gone"]
+        if body["of"] != self._base:
+            return  # it is of an earlier run.json, and what it says is in this one
+        if not _are_rows(rows) or not all(type(name) is str for name in gone):
+            raise ValueError("a change is not what was written")
+        self.rows.update({row[0]: row for row in rows})
+        for name in gone:
+            self.rows.pop(name)
+        self.journal = Journal()  # those in run.json are here as well, or in a segment by now
+        self._take_events(body)
+
+    def _head_text(self) -> str:
+        return json.dumps(self._head_json(), default=str)
+
+    def _head_json(self) -> dict[str, Any]:
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "run_id": self.run_id,
+            "attempts": [one.to_json() for one in self.attempts],
+            "quarantined": self.quarantined,
+            "finished": self.finished,
+            "keep": self.keep,
+            "notes": self.notes,
+        }
+
+    def to_bytes(self) -> bytes:
+        """Serialise all of it; people can read all but the rows. Each of the two parts is closed by a digest."""
+        return self._bytes(self._rows_text(), "")
+
+    def _rows_text(self) -> str:
+        return json.dumps(list(self.rows.values()), separators=(",", ":"))
+
+    def _bytes(self, rows: str, base: str) -> bytes:
+        first = json.dumps(self._head_json(), indent=1, default=str)[:-2].encode()
+        changes = f',\n "changes": "{base}"' if base else ""
+        second = f' "columns": {json.dumps(COLUMNS)}{changes}{self._events_text()},\n "rows": {rows}'.encode()
+        ends = bytes_digest(first).encode(), bytes_digest(second).encode()
+        return first + _HEAD_END + ends[0] + b'",\n' + second + _ROWS_END + ends[1] + b'"\n}\n'
+
+    def _changes(self) -> tuple[bytes, int]:
+        """Return what run-changes.json shall be, and how much of that are events, whose number is bounded by itself."""
+        gone = sorted(name for name in self._touched if name not in self.rows)
+        rows = [self.rows[name] for name in sorted(self._touched) if name in self.rows]
+        first = json.dumps({"of": self._base, "gone": gone, "rows": rows}, separators=(",", ":"))[:-1].encode()
+        events = self._events_text().encode()
+        first += events
+        return first + _CHANGES_END + bytes_digest(first).encode() + b'"}\n', len(events)
+
+    def _events_text(self) -> str:
+        waiting = self.journal.waiting()
+        return f',\n "events": {json.dumps(waiting, separators=(",", ":"))}' if waiting else ""
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether a part of what this says is not in the stored run.json, but in the file of changes beside it."""
+        return self._has_changes
+
+    @property
+    def may_change_beside(self) -> bool:
+        """Whether the next save may replace the file of changes alone."""
+        return bool(self._base)
+
+    def save(self) -> None:
+        """Write down what was changed: in run.json itself or, of many rows, beside it. Atomic, durable on return."""
+        head = self._head_text()
+        if self._base and self.damage is None and head == self._head:
+            changes, events_bytes = self._changes()
+            if len(changes) - events_bytes <= _MANY_BYTES:
+                self.storage.put(CHANGES_FILE, changes)
+                self._has_changes = True
+                return
+        rows, self._base = self._rows_text(), ""  # if this fails, nobody knows which one is stored
+        base = os.urandom(8).hex() if len(rows) > _FEW_BYTES else ""
+        self.storage.put(RUN_FILE, self._bytes(rows, base))
+        self.damage, self._head, self._base = None, head, base
+        self._touched.clear()
+        if self._has_changes:
+            # Nothing refers to it any more. One that stays is passed over, and replaced or removed by a later save.
+            with suppress(StorageError):
+                self.storage.delete(CHANGES_FILE)
+                self._has_changes = False
+
+    # -- attempts ------------------------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> Attempt | None:
+        """The newest attempt."""
+        return self.attempts[-1] if self.attempts else None
+
+    def register_attempt(
+        self, start_id: str, *, host: str, pid: int, above: int = 0, reported: int | None = None
+    ) -> Attempt:
+        """Begin a new attempt, numbered one above everything ever seen, and write it down. Needs the lease.
+
+        Args:
+            start_id: identity of this start.
+            host: where the trainer runs.
+            pid: the trainer.
+            above: an attempt known from elsewhere.
+            reported: what `highest_attempt` has found under this lease.
+        """
+        seen = [one.attempt for one in self.attempts]
+        seen += [row[1] for row in self.rows.values()]
+        number = max([*seen, highest_attempt(self.storage) if reported is None else reported, above]) + 1
+        if number > MAX_ATTEMPT:
+            raise CorruptCheckpointError(
+                f"{self.storage.uri}: a manifest, a fence-*.json or a file of reports/ there says that it is of "
+                f"attempt {number - 1}, which no run reaches: somebody made that up; move it away"
+            )
+        self.run_id = self.run_id or os.urandom(8).hex()
+        attempt = Attempt(attempt=number, start_id=start_id, host=host, pid=pid, started=_now())
+        before = self.attempts[-_RETOLD:]
+        self.attempts.append(attempt)
+
+        def begin_log() -> None:
+            self._log = ReportLog(
+                self.storage, attempt, self.run_id, before=before, notes=self.notes, journal=self.journal
+            )
+
+        # Each of the two is enough to number the next attempt above this one.
+        together(self.storage, [self.save, begin_log])
+        return attempt
+
+    def rejoin(self, attempt: Attempt, run_id: str) -> None:
+        """Go on with an attempt that a writer of the same trainer registered before it died. Needs the lease."""
+        self.run_id = self.run_id or run_id
+        if all(one.attempt != attempt.attempt for one in self.attempts):  # run.json was lost as well
+            self.attempts.append(attempt)
+        # Segments of their own: the earlier ones must not be replaced.
+        file_id = unused_start_id(self.storage, attempt)
+        self._log = ReportLog(self.storage, attempt, self.run_id, file_id=file_id, journal=self.journal)
+
+    def resumed(self, name: str, *, step: int, attempt: int | None = None) -> None:
+        """Note what the current attempt goes on from.
+
+        Args:
+            name: checkpoint of this run, or the URI of another one.
+            step: the step it was saved at.
+            attempt: the attempt that saved it; looked up for checkpoints of this run.
+        """
+        if attempt is None and name in self.rows:
+            attempt = self.rows[name][1]
+        source = {"name": name, "step": step, "attempt": attempt}
+        self.attempts[-1] = replace(self.attempts[-1], resumed_from=source)
+        log = self._log
+        together(self.storage, [self.save, *([] if log is None else [lambda: log.resumed(source)])])
+
+    def end_attempt(self, reason: str, details: Mapping[str, Any] | None = None, *, save: bool = True) -> None:
+        """Note how the current attempt ended; ``details`` join those it has."""
+        if self.attempts:
+            self.attempts[-1] = replace(self.attempts[-1], ended=_now(), reason=reason)
+            self.describe_attempt(details or {}, save=save)
+
+    def describe_attempt(self, details: Mapping[str, Any], *, save: bool = True) -> None:
+        """Add to the details of the current attempt."""
+        if details:
+            self.attempts[-1] = replace(self.attempts[-1], details={**(self.attempts[-1].details or {}), **details})
+        if save:
+            self.save()
+
+    def note(self, key: str, value: Any) -> None:
+        """Keep a small JSON value under ``key``; None forgets it."""
+        self.notes = {**self.notes, key: value}
+        if value is None:
+            del self.notes[key]
+        self.save()
+        if self._log is not None:
+            self._log.note({key: value})
+
+    def finish(self, info: Mapping[str, Any]) -> None:
+        """Note that training reached its end; a later attempt that saves again clears it."""
+        number = self.attempts[-1].attempt if self.attempts else 0
+        self.finished = {**info, "attempt": number, "time": _now()}
+        self.save()
+
+    def quarantine(self, name: str, reason: str) -> None:
+        """Never pick this checkpoint again. Its files stay as they are."""
+        self.quarantined[name] = reason
+        self.save()
+
+    # -- reports -------------------------------------------------------------------------------------------------
+
+    def report(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows ``{step, epoch, time, metrics, checkpoint}`` of the current attempt; durable on return."""
+        if self._log is None:
+            raise RuntimeError("report before register_attempt")
+        self._log.write(rows)
+
+    def flush_journal(self) -> None:
+        """Write the events that wait into the open segment; for when `Journal.is_full`."""
+        if self._log is not None:
+            self._log.flush()
+
+    def history(self) -> list[dict[str, Any]]:
+        """Every report that still counts, oldest first (see `live_rows`)."""
+        told = self.told()
+        return live_rows(told.rows, told.attempts)
+
+    def told(self) -> Told:
+        """What segments and run.json say about reports, attempts and events; of an attempt run.json knows better."""
+        told = read_told(self.storage)
+        attempts = {**told.attempts, **{one.attempt: one for one in self.attempts}}
+        events = merged([*told.events, *events_from(self.journal.waiting())])
+        return replace(told, attempts=attempts, events=events)
+
+    def rebuild_attempts(self) -> None:
+        """Recover run id, attempts and notes from the report segments."""
+        noted, self.run_id, notes = read_lives(self.storage)
+        self.notes = {key: value for key, value in notes.items() if value is not None}
+        self.attempts = [noted[number] for number in sorted(noted)]
+
+
+def _read(storage: Storage, name: str) -> bytes:
+    if storage.local_root is None:
+        return storage.read(name)  # one request
+    with storage.open(name) as reader:
+        if reader.size > _MAX_BYTES:  # a hole of any size costs nobody anything
+            return b""
+        data = bytearray(reader.size)
+        if data:
+            reader.read_into(0, memoryview(data))
+    return bytes(data)
+
+
+def _are_rows(rows: list[Any]) -> bool:
+    kinds = [type(at) is type(step) is int and type(name) is type(rest) is str for name, at, step, rest in rows]
+    return all(kinds) and all(0 <= row[1] <= MAX_ATTEMPT for row in rows)
+
+
+def _divide(data: bytes) -> tuple[bytes | None, bytes | None, str]:
+    """Divide the file in its two parts, each a JSON object; None for one whose digest is wrong, and what is.
+
+    A file of before there were digests is one part.
+    """
+    head, found, rest = data.partition(_HEAD_END)
+    rows, closed, end = rest.rpartition(_ROWS_END)
+    if not found and _ROWS_END not in data:
+        return data, data, ""
+    told, comma, rows = rows.partition(b'",\n')
+    parts: list[bytes | None] = [None, None]
+    if found and comma and told == bytes_digest(head).encode():
+        parts[0] = head + b"}"
+    if found and closed and end == bytes_digest(rows).encode() + b'"\n}\n':
+        parts[1] = b"{" + rows + b"}"
+    return parts[0], parts[1], "a part of it differs from its digest"
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,647 @@
+"""One lease per run: at most one process writes to a run at any time.
+
+``lease.json`` names the owner and carries a counter that its heartbeat raises. Whoever finds it judges by the own
+monotonic clock whether the counter still moves; wall clocks are only printed. On a local directory an flock on
+``.lease.lock`` is held as well: the kernel drops it when the owner dies, so a killed run is taken over at once.
+Where several live side by side in one folder each has a name of its own: ``lease-<of>.json``, ``.lease-<of>.lock``.
+
+======================================  ==========================================================
+what is found                           outcome
+======================================  ==========================================================
+nobody, released, or owner known dead   taken at once
+owner's trainer alive                   `RunBusyError` at once
+an earlier life of our SLURM job        waited for, up to ``wait_s``: the scheduler ends it, or has
+trainer gone, its writer still writes   waited for, up to ``wait_s``
+owner on another host                   counter moves: busy; stands still for 30 s: taken over
+======================================  ==========================================================
+
+An owner that stands still may wake up after it was taken over, at any instruction. Three things keep it from harm, and
+docs/reliability.md says why they suffice: lease.json changes by compare-and-swap only; an owner that is about to delete
+says so in it first (`Lease.announce`), so a successor knows all that its predecessor may still delete; and who takes
+over from one not known to be dead draws a fence (`holdfast.run.fence`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from holdfast._log import get_logger
+from holdfast._slurm import job_life
+from holdfast._units import format_duration
+from holdfast.errors import (
+    RunBusyError,
+    StorageConflictError,
+    StorageError,
+    StorageExistsError,
+    StorageNotFoundError,
+)
+from holdfast.storage.base import ObjectInfo, Storage
+from holdfast.storage.local import local_tree as tree
+from holdfast.storage.local.beneath import Beneath, OpenDirectory
+from holdfast.storage.local.local_storage import LocalStorage, door_of
+from holdfast.storage.local.ops import POSIX, errors_of, translate
+from holdfast.storage.together import together
+
+from .fence import is_fence
+from .process import birth, is_dead, is_pid, machine, same_machine
+
+__all__ = [
+    "HEARTBEAT_S",
+    "STALE_S",
+    "Lease",
+    "Predecessor",
+    "announced",
+    "files_of",
+    "is_claim",
+    "is_of_lease",
+    "make_owner",
+    "owner_of",
+]
+
+LEASE_FILE = "lease.json"
+LOCK_FILE = ".lease.lock"
+_CLAIM = re.compile(r"lease-[0-9a-f]{8}\.json|\.lease-[0-9a-f]{8}\.lock")
+HEARTBEAT_S = 5.0
+STALE_S = 30.0
+_POLL_S = 0.05
+_MAX_BYTES = 4 << 20
+_PROCESS = ("host", "boot", "pid_namespace", "trainer_pid", "trainer_pid_birth")
+_log = get_logger("lease")
+
+
+def is_claim(name: str) -> bool:
+    """Tell whether a file directly in a folder says who writes files of one name there; it is nobody's data."""
+    return _CLAIM.fullmatch(name) is not None
+
+
+def files_of(storage: Storage, directory: str) -> Iterator[tuple[str, ObjectInfo]]:
+    """Yield the files of a directory by their paths inside it, without those that say who writes there (`is_claim`)."""
+    skip = len(directory) + 1 if directory else 0
+    for info in storage.list(directory):
+        if not is_claim(path := info.path[skip:]):
+            yield path, info
+
+
+def is_of_lease(name: str) -> bool:
+    """Tell whether a file directly in a run says who writes there."""
+    return name in (LEASE_FILE, LOCK_FILE) or is_claim(name) or is_fence(name)
+
+
+def announced(storage: Storage) -> frozenset[str]:
+    """Return the names that the owner of a run may be deleting now (`Lease.announce`); for everybody else.
+
+    Raises:
+        StorageError: nobody can say just now.
+    """
+    try:
+        told = _parse(storage.read(LEASE_FILE))
+    except StorageNotFoundError:
+        return frozenset()
+    if told is None or (told.get("released") is True and told.get("fence_due") is not True):
+        return frozenset()
+    names = told.get("doomed")
+    return frozenset(one for one in names if isinstance(one, str)) if isinstance(names, list) else frozenset()
+
+
+def owner_of(storage: Storage) -> tuple[dict[str, Any] | None, float | None]:
+    """Return who says in lease.json that it writes to a run, and when it last did (a wall clock); for showing it.
+
+    The owner has ``alive`` added: True or False where this machine can tell, else None.
+
+    Raises:
+        StorageError: nobody can say just now.
+    """
+    try:
+        told, at = _parse(storage.read(LEASE_FILE)), storage.stat(LEASE_FILE).modified
+    except StorageNotFoundError:
+        return None, None
+    if told is None or told.get("released") is True:
+        return None, None
+    alive = None if not same_machine(told) else not is_dead(told)
+    return {**told, "alive": alive}, at
+
+
+def make_owner(start_id: str, *, trainer_pid: int | None = None) -> dict[str, Any]:
+    """Describe this process as an owner.
+
+    Args:
+        start_id: identity of this start of the run.
+        trainer_pid: the trainer, if this process writes for another one.
+    """
+    return _complete({"start_id": start_id, "trainer_pid": trainer_pid or os.getpid()})
+
+
+def _complete(owner: Mapping[str, Any]) -> dict[str, Any]:
+    pid = int(owner.get("pid") or os.getpid())
+    trainer = int(owner.get("trainer_pid") or pid)
+    job = job_life()
+    return {
+        **machine(),
+        **({} if job is None else {"slurm_job": job[0], "slurm_restarts": job[1]}),
+        "pid": pid,
+        "pid_birth": birth(pid),
+        "trainer_pid": trainer,
+        "trainer_pid_birth": birth(trainer),
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        **{name: value for name, value in owner.items() if value is not None},
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predecessor:
+    """Who held a lease before, as far as it matters to the one who holds it now.
+
+    Attributes:
+        may_act: it may still change the run: it neither gave the lease back nor is it known to be gone.
+        is_known: there was something about it in lease.json.
+        doomed: what it may be deleting (`Lease.announce`), in addition to what its own predecessors may be.
+    """
+
+    may_act: bool = False
+    is_known: bool = False
+    doomed: tuple[str, ...] = ()
+
+
+class Lease:
+    """A held lease. `heartbeat` every `HEARTBEAT_S` keeps it; `release` gives it up.
+
+    Attributes:
+        owner: what lease.json says about the holder.
+        waited_s: how long somebody else had it.
+        predecessor: whose place was taken.
+    """
+
+    def __init__(self, storage: Storage, owner: dict[str, Any], *, of: str = "") -> None:
+        self.owner = owner
+        self.waited_s = 0.0
+        self.predecessor = Predecessor()
+        self._storage, self._path, self._of = storage, _named(LEASE_FILE, of), of
+        self._door = door_of(storage)
+        self._lock = None if self._door is None else _Lock(*self._door, _named(LOCK_FILE, of))
+        self._beat = 0
+        self._etag: str | None = None
+        self._released = False
+        self._doomed: tuple[str, ...] = ()
+        self._is_fenced = True
+
+    @classmethod
+    def acquire(
+        cls,
+        storage: Storage,
+        owner: Mapping[str, Any],
+        *,
+        wait_s: float = 60.0,
+        stale_s: float = STALE_S,
+        sleep: Callable[[float], None] = time.sleep,
+        of: str = "",
+    ) -> Lease:
+        """Take the lease of the run in ``storage``, waiting for a writer that finishes for a dead trainer.
+
+        Args:
+            storage: the run.
+            owner: who takes it, from `make_owner`; missing fields are filled in.
+            wait_s: longest wait for an owner that may go away by itself.
+            stale_s: an owner out of sight is given up after its counter stood still for this long.
+            sleep: how to wait between looks.
+            of: eight hex digits that tell several leases in one folder apart.
+
+        Raises:
+            RunBusyError: somebody else holds it; the message names host, pid, since when, and what to do.
+        """
+        begun = time.monotonic()
+        first_look: float | None = None  # when it was found held: requests alone may take seconds
+        lease = cls(storage, _complete(owner), of=of)
+        watch = _Watch(stale_s)
+        try:
+            while not lease._try(watch):
+                first_look = first_look or time.monotonic()
+                waited = time.monotonic() - begun
+                if (watch.is_alive() and not _is_earlier_life(watch.owner, lease.owner)) or waited >= wait_s:
+                    raise RunBusyError(_busy(storage, lease._path, watch, lease.owner, waited))
+                sleep(_POLL_S)
+        except BaseException:
+            if lease._lock is not None:
+                lease._lock.release()
+            raise
+        lease.waited_s = 0.0 if first_look is None else time.monotonic() - first_look
+        return lease
+
+    def heartbeat(self, *, trainer_alive: bool = True) -> None:
+        """Raise the counter, so that observers elsewhere see a living owner.
+
+        Args:
+            trainer_alive: False once only the writer is left: others then wait for it instead of giving up.
+
+        Raises:
+            RunBusyError: another process took the lease over; stop writing to the run.
+            StorageError: the beat could not be written; try again at the next one.
+        """
+        self._renew(trainer_alive, durable=True)
+
+    def _renew(self, trainer_alive: bool, *, durable: bool) -> None:
+        if self._released:
+            return
+        self._beat += 1
+        try:
+            body, storage = self._body(trainer_alive), self._storage
+            if durable or self._etag is None or not isinstance(storage, LocalStorage):
+                self._etag = storage.put(self._path, body, if_match=self._etag)
+            else:
+                self._etag = storage.swap(self._path, body, if_match=self._etag)
+        except (StorageConflictError, StorageNotFoundError) as error:
+            exists, found, etag = _read(self._storage, self._path)
+            if found is not None and self._is_mine(found):
+                self._etag = etag  # our own earlier beat, whose answer was lost on the way
+                if found.get("beat") != self._beat:  # it may say less than this one has to
+                    self._etag = self._storage.put(self._path, self._body(trainer_alive), if_match=etag)
+                return
+            if found is None and self._lock is not None and self._lock.is_in_place():
+                # Somebody tidied up by hand; who takes over removes our lock first, so nobody else has come in.
+                told: dict[str, Any] = {"if_match": etag} if exists else {"if_absent": True}
+                self._etag = self._storage.put(self._path, self._body(trainer_alive), **told)
+                return
+            raise self._lost(found) from error
+
+    def announce(self, doomed: Iterable[str], *, trainer_alive: bool = True) -> None:
+        """Say which names are about to be deleted, in place of those said before; nothing else may be deleted.
+
+        Whoever takes the lease over later knows them and counts on none of them. If somebody has taken it over by now,
+        nothing must be deleted any more.
+
+        Raises:
+            RunBusyError, StorageError: as `heartbeat`; do not delete.
+        """
+        before = self._doomed
+        self._doomed = tuple(sorted(doomed))
+        try:
+            # On a disk others have to see it, no more: a power cut ends us, too, and then nothing is being deleted.
+            self._renew(trainer_alive, durable=False)
+        except BaseException:
+            # It may have been written all the same: what was said is not taken back before the next one.
+            self._doomed = tuple(sorted({*before, *self._doomed}))
+            raise
+
+    def fenced(self, *, trainer_alive: bool = True) -> None:
+        """Say that the fence that `predecessor` called for is drawn: who comes next need not draw it for us.
+
+        Raises:
+            RunBusyError, StorageError: as `heartbeat`.
+        """
+        self._is_fenced, self._doomed = True, ()
+        self.heartbeat(trainer_alive=trainer_alive)
+
+    def verify(self) -> None:
+        """Make sure, by reading, that nobody has taken the lease over up to now.
+
+        Raises:
+            RunBusyError: somebody has.
+            StorageError: nobody can say just now.
+        """
+        try:
+            found = _parse(self._storage.read(self._path))  # one request: what it says is all that matters
+        except StorageNotFoundError:
+            found = None
+        if found is None or not self._is_mine(found):
+            if found is None and self._lock is not None and self._lock.is_in_place():
+                return  # see `heartbeat`, which puts it back
+            raise self._lost(found)
+
+    def release(self) -> None:
+        """Give the lease up. Idempotent; leaves a successor's lease alone, whenever that one comes."""
+        if self._released:
+            return
+        self._released = True
+        try:
+            if self._door is None or not self._is_fenced:
+                self._say_released(delete=bool(self._of))
+            else:
+                self._delete(*self._door)
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+
+    def _delete(self, door: Beneath, inside: str) -> None:
+        with (
+            errors_of("delete", f"{self._storage.uri}/{self._path}"),
+            contextlib.suppress(FileNotFoundError),
+            door.folder(inside) as folder,
+            tree.locked(folder),  # as the swap itself
+        ):
+            if self._is_mine(_read(self._storage, self._path)[1]):
+                self._storage.delete(self._path)
+
+    def _say_released(self, *, delete: bool) -> None:
+        # No store deletes on a condition: a delete that comes late would take the lease of whoever came next, and who
+        # comes after that one would find nobody. So the file of a run stays, and says that nobody is there; a fence
+        # that was not drawn is left to the next. The name of a single checkpoint is tidied up: its swap is conditional.
+        exists, found, etag = _read(self._storage, self._path)
+        if not exists or not self._is_mine(found):
+            return
+        with contextlib.suppress(StorageConflictError, StorageNotFoundError):
+            body = {**json.loads(self._body(trainer_alive=False)), "released": True}
+            self._storage.put(self._path, json.dumps(body).encode(), if_match=etag)
+            if delete:
+                self._storage.delete(self._path)
+
+    def _lost(self, found: Mapping[str, Any] | None) -> RunBusyError:
+        if found is None:
+            return RunBusyError(
+                f"{self._storage.uri}: {self._path}, which says that this process writes here, was deleted: "
+                "another one may come at any moment, so this one stops. Start it again, and leave lease files alone"
+            )
+        return RunBusyError(
+            f"the lease of the run {self._storage.uri} was lost to {_name(found)}: this process must not write to it "
+            "any more, and what it was saving does not count. It happens when this process stood still for longer than "
+            f"{format_duration(STALE_S)}; stop one of the two"
+        )
+
+    def _body(self, trainer_alive: bool) -> bytes:
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        told: dict[str, Any] = {**self.owner, "beat": self._beat, "time": now, "trainer_alive": trainer_alive}
+        if self._doomed:
+            told["doomed"] = self._doomed
+        if not self._is_fenced:
+            told["fence_due"] = True
+        return json.dumps(told).encode()
+
+    def _try(self, watch: _Watch) -> bool:
+        """Take the lease if it can be taken now; otherwise tell ``watch`` what stands in the way."""
+        locked = self._lock.take() if self._lock is not None else None
+        # Whether the storage compares before it writes may have to be tried out: that takes requests, too.
+        looks: list[Callable[[], Any]] = [lambda: _read(self._storage, self._path), lambda: self._storage.conditional]
+        (exists, found, etag), compares = together(self._storage, looks)
+        watch.see(found, etag, locked)
+        if not watch.is_free():
+            return False
+        self.owner["locked"] = bool(locked)
+        self._inherit(exists, found, gone=watch.is_gone())
+        try:
+            body = self._body(trainer_alive=self.owner.get("trainer_alive") is not False)
+            if not exists:
+                self._etag = self._storage.put(self._path, body, if_absent=True)
+            else:
+                if found is not None:
+                    _log.info("taking the lease of %s over from %s", self._storage.uri, _name(found))
+                self._etag = self._storage.put(self._path, body, if_match=etag)
+        except (StorageExistsError, StorageConflictError):
+            return False  # somebody else was faster: look again
+        except StorageNotFoundError:
+            if not exists:
+                raise  # it was to be created: the bucket itself is not there
+            return False
+        except StorageError as error:
+            if error.errno != errno.EWOULDBLOCK:
+                raise
+            return False  # an owner stands still between comparing and swapping: nobody can take it over there
+        # A store without conditional writes lets two pass; the last one written wins, so look once more.
+        if not compares and not self._is_mine(_read(self._storage, self._path)[1]):
+            return False
+        if locked is False and self._lock is not None:
+            self.owner["locked"] = bool(self._lock.seize())
+        return True
+
+    def _inherit(self, exists: bool, found: Mapping[str, Any] | None, *, gone: bool) -> None:
+        """Take over, with the very write that takes the lease, what the predecessor may still do."""
+        told = found or {}
+        # What a dead process had asked a store for may still be on its way there; on a disk nothing is.
+        # A damaged record, and the lock is free: it was on its way to the disk when the power failed.
+        gone = gone or (found is None and self._lock is not None and self._lock.is_in_place())
+        is_over = not exists or told.get("released") is True or (gone and self._storage.local_root is not None)
+        may_act = told.get("fence_due") is True or not is_over
+        names = told.get("doomed") if may_act else None  # what nobody deletes any more is as good as ever
+        doomed = tuple(one for one in names if isinstance(one, str)) if isinstance(names, list) else ()
+        self.predecessor = Predecessor(may_act=may_act, is_known=exists, doomed=doomed)
+        self._is_fenced, self._doomed = not may_act or bool(self._of), doomed  # runs alone have fences
+
+    def _is_mine(self, found: Mapping[str, Any] | None) -> bool:
+        return found is not None and all(found.get(key) == self.owner[key] for key in ("start_id", "pid", "host"))
+
+
+class _Watch:
+    """What one observer knows about the present owner, by the observer's own clock."""
+
+    def __init__(self, stale_s: float) -> None:
+        self.owner: dict[str, Any] | None = None
+        self._stale_s = stale_s
+        self._locked: bool | None = None
+        self._seen: Any = None
+        self._since = 0.0
+        self._moved = False
+
+    def see(self, owner: dict[str, Any] | None, etag: str | None, locked: bool | None) -> None:
+        """Take in one look. ``locked``: True we hold the flock, False another does, None there is none."""
+        identity = None if owner is None else (owner.get("start_id"), owner.get("pid"))
+        before = None if self.owner is None else (self.owner.get("start_id"), self.owner.get("pid"))
+        beat = (identity, etag if owner is None else owner.get("beat"))
+        if beat != self._seen or self._since == 0.0:
+            self._moved = self._since != 0.0 and owner is not None and identity == before
+            self._seen, self._since = beat, time.monotonic()
+        self.owner, self._locked = owner, locked
+
+    @property
+    def _is_stale(self) -> bool:
+        return time.monotonic() - self._since >= self._stale_s
+
+    def is_free(self) -> bool:
+        """Whether the lease may be taken now."""
+        here = self.owner is not None and same_machine(self.owner)
+        if self.owner is not None and self.owner.get("released") is True:
+            return True
+        if self._locked is False and not self._is_stray:
+            # A lock that another process of this machine holds is proof of life. One held from elsewhere may be the
+            # remains of a host that died, which the file server has not noticed.
+            return self.owner is not None and not here and self._is_stale
+        return self.owner is None or self.is_gone() or self._is_stale
+
+    @property
+    def _is_stray(self) -> bool:
+        """Whether the lock is held by somebody else than the owner, who has none: one that stands still elsewhere."""
+        return self._locked is False and self.owner is not None and self.owner.get("locked") is False
+
+    def is_gone(self) -> bool:
+        """Whether the owner is known to be dead."""
+        if self.owner is None or not same_machine(self.owner):
+            return False
+        return bool(self._locked and self.owner.get("locked")) or is_dead(self.owner)
+
+    def is_alive(self) -> bool:
+        """Whether waiting is pointless: the owner works for a living trainer."""
+        if self.owner is None or self.owner.get("trainer_alive") is False or is_dead(self.owner, "trainer_pid"):
+            return False
+        if same_machine(self.owner) and self._locked is not None and not self._is_stray:
+            return self._locked is False
+        return self._moved
+
+
+class _Lock:
+    """An flock that dies with this process and is not inherited by forked children."""
+
+    def __init__(self, door: Beneath, inside: str, name: str) -> None:
+        self._door, self._inside, self._name = door, inside, name
+        self._file: int | None = None
+        _locks.add(self)
+
+    def take(self) -> bool | None:
+        """Try to lock: True held, False another process holds it, None this file system has no locks."""
+        if self._file is not None:
+            return True
+        try:
+            with self._folder(make=True) as folder:
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                file = os.open(self._name, flags, 0o666, dir_fd=folder.fd)
+        except OSError as error:
+            raise translate(error, "lock", self._path) from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The owner before removes the file when it lets go: a lock on a removed file protects nothing.
+            if not self._is_named(file):
+                os.close(file)
+                return False
+        except OSError as error:
+            os.close(file)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.ENOENT):
+                return False
+            if error.errno in (errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.ENOSYS):
+                return None
+            raise translate(error, "lock", self._path) from error
+        self._file = file
+        return True
+
+    def seize(self) -> bool | None:
+        """Take the name away from a holder that was taken over, which stands still, and lock a file of our own."""
+        with contextlib.suppress(OSError):
+            self._unlink()
+        return self.take()
+
+    def release(self) -> None:
+        """Remove and unlock. Idempotent."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                if self._is_named(self._file):  # else it is the lock of whoever took over
+                    self._unlink()
+            self.drop()
+
+    def is_in_place(self) -> bool:
+        """Whether the lock is held, by a file that others find under its name."""
+        try:
+            return self._file is not None and self._is_named(self._file)
+        except OSError:
+            return False
+
+    @property
+    def _path(self) -> str:
+        return f"{self._door.full(self._inside)}/{self._name}"
+
+    def _folder(self, *, make: bool = False) -> OpenDirectory:
+        try:
+            return self._door.folder(self._inside)
+        except FileNotFoundError:
+            if not make:
+                raise
+            tree.make_durable(POSIX, self._door, self._inside)
+            return self._door.folder(self._inside)
+
+    def _unlink(self) -> None:
+        with self._folder() as folder:
+            os.unlink(self._name, dir_fd=folder.fd)
+
+    def _is_named(self, file: int) -> bool:
+        with self._folder() as folder:
+            return os.fstat(file).st_ino == os.stat(self._name, dir_fd=folder.fd, follow_symlinks=False).st_ino
+
+    def drop(self) -> None:
+        """Close this process's descriptor only."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+_locks: weakref.WeakSet[_Lock] = weakref.WeakSet()
+
+
+def _drop_in_child() -> None:
+    # A forked data loader worker that outlives the trainer would keep the lock of a dead run.
+    for lock in list(_locks):
+        lock.drop()
+
+
+os.register_at_fork(after_in_child=_drop_in_child)
+
+
+def _named(file: str, of: str) -> str:
+    stem, _, suffix = file.rpartition(".")
+    return f"{stem}-{of}.{suffix}" if of else file
+
+
+def _read(storage: Storage, path: str) -> tuple[bool, dict[str, Any] | None, str | None]:
+    """Read lease.json: whether it exists, its owner (None when damaged too), its etag if the storage has etags."""
+    try:
+        if storage.local_root is None:
+            data, etag = storage.read_tagged(path)  # one request
+        else:
+            about = storage.stat(path)
+            data, etag = storage.read(path) if about.size <= _MAX_BYTES else b"", about.etag
+    except StorageNotFoundError:
+        return False, None, None
+    return True, _parse(data), etag
+
+
+def _parse(data: bytes) -> dict[str, Any] | None:
+    """Understand what a lease says; None if it is damaged, or none of ours."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    sound = isinstance(body, dict) and all(isinstance(body.get(key), str) for key in ("host", "start_id"))
+    # What is no process id must not come into a call of the system, nor into advice such as `kill`.
+    return body if sound and is_pid(body.get("pid")) and is_pid(body.get("trainer_pid", body["pid"])) else None
+
+
+def _name(owner: Mapping[str, Any]) -> str:
+    return f"process {owner.get('pid')} on {owner.get('host')}"
+
+
+def _is_earlier_life(owner: Mapping[str, Any] | None, mine: Mapping[str, Any]) -> bool:
+    """Whether SLURM has requeued the job of the owner, and we are what it started then."""
+    if owner is None or mine.get("slurm_job") is None or owner.get("slurm_job") != mine["slurm_job"]:
+        return False
+    before = owner.get("slurm_restarts")
+    return type(before) is int and before < mine["slurm_restarts"]
+
+
+def _busy(storage: Storage, path: str, watch: _Watch, mine: Mapping[str, Any], waited: float) -> str:
+    owner = watch.owner
+    head = f"{'the run' if path == LEASE_FILE else 'a file name in'} {storage.uri} is in use"
+    if owner is None:
+        return f"{head}: its lock is held by another process that has not written {path}; try again"
+    trainer = owner.get("trainer_pid")
+    who = f"{head} by {_name(owner)} (trainer {trainer}, since {owner.get('started')}, start {owner.get('start_id')})"
+    if watch.is_alive() and _is_earlier_life(owner, mine):
+        job = mine["slurm_job"].rpartition("/")[2]
+        return (
+            f"{who}: an earlier life of the same SLURM job, which has not ended since the job was requeued; waited "
+            f"{format_duration(waited)} for it. SLURM has lost the node that it runs on, and not ended it there: stop "
+            f"it with `kill {trainer}` on {owner.get('host')}, then `scontrol requeue {job}`"
+        )
+    if watch.is_alive() and all(owner.get(key) == mine[key] for key in _PROCESS):
+        return f"{who}, by this very process: close() what saves there, or give this one another directory"
+    if watch.is_alive():
+        return (
+            f"{who}. One process at a time writes there: wait for it, stop it with `kill {trainer}` on "
+            f"{owner.get('host')}, or give this one another directory"
+        )
+    return (
+        f"{who}; waited {format_duration(waited)} for it to finish its last save or to show that it is dead. "
+        "Try again, or stop that process"
+    )

@@ -1,0 +1,382 @@
+"""The reports of a run: append-only segments of JSON lines, and what of them is still true after resumes.
+
+No storage can append durably everywhere, so the open segment is replaced whole until it is full, and every sixteen
+full ones are merged into one: a flush costs at most one small object, and the number of objects stays logarithmic
+in what was written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+from holdfast._log import get_logger
+from holdfast.errors import ConfigError, StorageNotFoundError
+from holdfast.storage.base import Storage
+from holdfast.storage.together import together
+
+from .journal import MOST_READ, Journal, JournalEvent, events_from
+from .record import from_plain, to_plain
+
+__all__ = [
+    "LOGS",
+    "REPORTS",
+    "Attempt",
+    "ReportLog",
+    "Told",
+    "highest_attempt",
+    "live_attempts",
+    "live_rows",
+    "read_lives",
+    "read_reports",
+    "read_told",
+    "unused_start_id",
+]
+
+REPORTS = "reports"
+LOGS = "logs"
+"""Directory of what the workers of a run printed."""
+SEGMENT_BYTES = 64 << 10
+FAN_IN = 16
+MAX_MERGED_BYTES = 16 << 20
+MAX_ATTEMPT = 999_999_998  # no run gets there; a number that somebody made up must not make ours unreadable
+_NAME = re.compile(r"(\d{5,9})-([^-/]+)-(\d{6,})(?:-(\d{6,}))?\.jsonl")
+_log = get_logger("catalog")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One start of the run.
+
+    Attributes:
+        resumed_from: ``{"name", "step", "attempt"}`` of the checkpoint it went on from; None for a fresh start.
+        ended: ISO time, None while it runs (or when it died without a word).
+        reason: how it ended.
+        details: more about its start and end as small JSON, such as why it failed and where the seconds went.
+    """
+
+    attempt: int
+    start_id: str
+    host: str = ""
+    pid: int = 0
+    started: str = ""
+    resumed_from: Mapping[str, Any] | None = None
+    ended: str | None = None
+    reason: str | None = None
+    details: Mapping[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe as JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Attempt:
+        """Rebuild from `to_json`; raises TypeError, ValueError or AttributeError for anything else."""
+        known = {one.name for one in fields(cls)}
+        attempt = cls(**{name: value for name, value in data.items() if name in known})
+        resumed, details = attempt.resumed_from, attempt.details
+        texts = (attempt.start_id, attempt.host, attempt.started, attempt.ended or "", attempt.reason or "")
+        sound = (
+            type(attempt.attempt) is type(attempt.pid) is int
+            and 0 <= attempt.attempt <= MAX_ATTEMPT
+            and all(type(text) is str for text in texts)
+            and (details is None or isinstance(details, dict))
+            and (resumed is None or (type(resumed["step"]) is int and type(resumed["name"]) is str))
+            and (resumed is None or type(resumed.get("attempt")) in (int, type(None)))
+        )
+        if not sound:
+            raise ValueError(f"not an attempt: {data!r:.80}")
+        return attempt
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Segment:
+    attempt: int
+    start_id: str
+    first: int
+    last: int
+
+    @property
+    def path(self) -> str:
+        tail = f"-{self.last:06d}" if self.last != self.first else ""
+        return f"{REPORTS}/{self.attempt:05d}-{self.start_id}-{self.first:06d}{tail}.jsonl"
+
+
+class ReportLog:
+    """Writes the segments of one attempt. Owned by the writer; one thread at a time.
+
+    Args:
+        storage: the run.
+        attempt: whose rows these are.
+        run_id: identity of the run.
+        before: attempts before, which have ended by now; written along, for they could not know their own end.
+        notes: what the run has noted so far.
+        file_id: start id in the names of the segments, if it is not that of the attempt.
+        journal: events that are written along.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        attempt: Attempt,
+        run_id: str,
+        *,
+        before: Sequence[Attempt] = (),
+        notes: Mapping[str, Any] | None = None,
+        file_id: str | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        self._journal = Journal() if journal is None else journal
+        self._file_id = file_id or attempt.start_id
+        if not re.fullmatch(r"[^-/]+", self._file_id):
+            raise ConfigError(f"start id {attempt.start_id!r}: use letters and digits, it becomes part of file names")
+        self._storage = storage
+        self._attempt = attempt
+        self._number = 0
+        self._full: list[tuple[_Segment, int, int]] = []  # segment, bytes, merge level
+        # The first rows make attempts, run id and notes recoverable when run.json is lost.
+        self._buffer = bytearray(_line({"run_id": run_id, "started": attempt.to_json()}))
+        for one in before:
+            self._buffer += _line({"started": one.to_json()})
+        if notes:
+            self._buffer += _line({"notes": dict(notes)})
+        self._put()
+
+    def resumed(self, source: Mapping[str, Any]) -> None:
+        """Note what the attempt went on from."""
+        self._attempt = replace(self._attempt, resumed_from=dict(source))
+        self._buffer += _line({"started": self._attempt.to_json()})
+        self._put()
+
+    def note(self, notes: Mapping[str, Any]) -> None:
+        """Note small JSON values about the run."""
+        self._buffer += _line({"notes": dict(notes)})
+        self._put()
+
+    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows ``{step, epoch, time, metrics, checkpoint}``; durable on return."""
+        number = self._attempt.attempt
+        lines = [_line({**row, "attempt": number, "metrics": to_plain(row.get("metrics") or {})}) for row in rows]
+        if not lines:
+            return
+        self._buffer += b"".join(lines)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the events that wait, and what else is new; durable on return."""
+        self._put()
+        if len(self._buffer) >= SEGMENT_BYTES:
+            self._full.append((self._segment(), len(self._buffer), 0))
+            self._number += 1
+            self._buffer = bytearray()
+            self._merge()
+
+    def _segment(self) -> _Segment:
+        return _Segment(self._attempt.attempt, self._file_id, self._number, self._number)
+
+    def _put(self) -> None:
+        events, number = self._journal.take_out()
+        before = len(self._buffer)
+        if events:  # older versions read a line of notes in which nothing is noted
+            self._buffer += _line({"notes": {}, "events": events})
+        try:
+            self._storage.put(self._segment().path, bytes(self._buffer))
+        except BaseException:
+            del self._buffer[before:]  # they still wait
+            raise
+        self._journal.written(number)
+
+    def _merge(self) -> None:
+        """Merge the newest full segments while sixteen of one level stand in a row."""
+        while len(self._full) >= FAN_IN:
+            tail = self._full[-FAN_IN:]
+            level = tail[0][2]
+            size = sum(one[1] for one in tail)
+            if any(one[2] != level for one in tail) or size > MAX_MERGED_BYTES:
+                return
+            merged = replace(tail[0][0], last=tail[-1][0].last)
+            # First the whole, then away with the parts: a crash in between leaves parts that readers skip.
+            self._storage.put(merged.path, b"".join(self._storage.read(one[0].path) for one in tail))
+            for one in tail:
+                self._storage.delete(one[0].path)
+            self._full[-FAN_IN:] = [(merged, size, level + 1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What the segments of a run say.
+
+    Attributes:
+        rows: reports in the order written.
+        attempts: by number.
+        run_id: "" if none is noted.
+        notes: what the run keeps under names.
+        events: what happened to the run, the newest `MOST_READ` of it.
+    """
+
+    rows: list[dict[str, Any]]
+    attempts: dict[int, Attempt]
+    run_id: str
+    notes: dict[str, Any]
+    events: list[JournalEvent]
+
+
+def read_reports(storage: Storage) -> tuple[list[dict[str, Any]], dict[int, Attempt], str]:
+    """Read all segments: rows in the order written, attempts by number, and the run id ("" if none is noted).
+
+    Damaged lines are left out and said.
+    """
+    told = read_told(storage)
+    return told.rows, told.attempts, told.run_id
+
+
+def read_lives(storage: Storage) -> tuple[dict[int, Attempt], str, dict[str, Any]]:
+    """Read attempts by number, run id and notes from the segments."""
+    told = read_told(storage)
+    return told.attempts, told.run_id, told.notes
+
+
+def read_told(storage: Storage) -> Told:
+    """Read all segments. Damaged lines are left out and said."""
+    rows: list[dict[str, Any]] = []
+    attempts: dict[int, Attempt] = {}
+    notes: dict[str, Any] = {}
+    events: deque[JournalEvent] = deque(maxlen=MOST_READ)
+    run_id = ""
+    covered: tuple[int, str, int] | None = None
+    wanted: list[_Segment] = []
+    for segment in _segments(storage):
+        if covered is not None and covered[:2] == (segment.attempt, segment.start_id) and segment.first <= covered[2]:
+            continue
+        covered = (segment.attempt, segment.start_id, segment.last)
+        wanted.append(segment)
+    for segment, data in zip(
+        wanted, together(storage, [partial(_read_one, storage, one) for one in wanted]), strict=True
+    ):
+        lines = data.splitlines()
+        damaged = 0
+        for line in lines:
+            try:
+                row = json.loads(line)
+                if "started" in row:
+                    attempt = Attempt.from_json(row["started"])
+                    attempts[attempt.attempt] = attempt
+                    run_id = str(row.get("run_id") or run_id)
+                elif "notes" in row:
+                    notes |= dict(row["notes"])
+                    events += events_from(row.get("events"))
+                else:
+                    row["metrics"] = from_plain(row.get("metrics") or {})
+                    rows.append(_sound({**row, "attempt": int(row["attempt"])}))
+            except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
+                damaged += 1
+        if damaged:
+            _log.warning("%s/%s: %d damaged lines left out", storage.uri, segment.path, damaged)
+    return Told(rows=rows, attempts=attempts, run_id=run_id, notes=notes, events=list(events))
+
+
+def _read_one(storage: Storage, segment: _Segment) -> bytes:
+    try:
+        return storage.read(segment.path)
+    except StorageNotFoundError:
+        return b""  # merged away by the live writer while we read; the next look sees the merged one
+
+
+def _sound(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a report whose fields are of the kinds that were written; raises TypeError for another."""
+    numbers = (row.get("step"), row.get("epoch"), row.get("time"))
+    texts = (row.get("checkpoint"),)
+    good = all(one is None or type(one) in (int, float) for one in numbers) and isinstance(row["metrics"], dict)
+    if not good or not all(one is None or type(one) is str for one in texts):
+        raise TypeError("no report")
+    return row
+
+
+def unused_start_id(storage: Storage, attempt: Attempt) -> str:
+    """Give a start id for segments of an attempt that has some already: those must not be replaced."""
+    used = {segment.start_id for segment in _segments(storage) if segment.attempt == attempt.attempt}
+    names = (f"{attempt.start_id}r{number or ''}" for number in itertools.count())
+    return next(name for name in names if name not in used)
+
+
+def highest_attempt(storage: Storage) -> int:
+    """The highest attempt that ever wrote a report, from names alone; 0 if none did."""
+    return max((segment.attempt for segment in _segments(storage)), default=0)
+
+
+def live_rows(rows: Sequence[Mapping[str, Any]], attempts: Mapping[int, Attempt]) -> list[dict[str, Any]]:
+    """Drop rows of lives that a resume made void, and merge rows of the same step.
+
+    The newest attempt that did anything is followed back through what it resumed from: of each ancestor only the rows
+    up to the resume step count, and attempts off that path do not count at all. A later row of the same step merges
+    over the earlier one.
+    """
+    limits = _lineage(attempts, {int(row["attempt"]) for row in rows})
+    merged: dict[Any, dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: int(row["attempt"])):
+        step = row.get("step")
+        limit = limits.get(int(row["attempt"]), -math.inf)
+        if (step if step is not None else math.inf) > limit and limit != math.inf:
+            continue
+        key = step if step is not None else object()  # rows without a step stay apart
+        earlier = merged.get(key)
+        if earlier is None:
+            merged[key] = dict(row)
+            continue
+        metrics = {**(earlier.get("metrics") or {}), **(row.get("metrics") or {})}
+        merged[key] = {**earlier, **{k: v for k, v in row.items() if v is not None}, "metrics": metrics}
+    return list(merged.values())
+
+
+def live_attempts(attempts: Mapping[int, Attempt], begun: set[int]) -> set[int]:
+    """Return the attempts on the path to the newest of those that did anything (``begun``, and all that resumed).
+
+    The others are of branches that a resume went back behind as a whole.
+    """
+    return set(_lineage(attempts, begun))
+
+
+def _lineage(attempts: Mapping[int, Attempt], reported: set[int]) -> dict[int, float]:
+    """Map each attempt on the path to the newest one to the last of its steps that still counts."""
+    begun = reported | {number for number, attempt in attempts.items() if attempt.resumed_from is not None}
+    limits: dict[int, float] = {}
+    limit, current = math.inf, max(begun, default=0)
+    while current > 0 and current not in limits:
+        limits[current] = limit
+        attempt = attempts.get(current)
+        if attempt is None:
+            # Who it was is lost (run.json and the segment's first line): the attempt before is the best guess.
+            current = max((number for number in begun if number < current), default=0)
+            continue
+        if attempt.resumed_from is None:
+            break
+        limit = min(limit, attempt.resumed_from["step"])
+        parent = attempt.resumed_from.get("attempt")
+        current = parent if isinstance(parent, int) and parent < current else 0
+    for number, attempt in attempts.items():
+        # A life that trained nothing which lasted may still have reported on the very step it resumed from.
+        source = attempt.resumed_from
+        if number not in limits and source is not None and source["step"] <= limits.get(source.get("attempt") or 0, -1):
+            limits[number] = source["step"]
+    return limits
+
+
+def _segments(storage: Storage) -> list[_Segment]:
+    """List segments in reading order, a merged one before the parts it covers."""
+    found = []
+    for info in storage.list(REPORTS, recursive=False):
+        if match := _NAME.fullmatch(info.path.rsplit("/", 1)[-1]):
+            first = int(match[3])
+            found.append(_Segment(int(match[1]), match[2], first, int(match[4] or first)))
+    return sorted(found, key=lambda segment: (segment.attempt, segment.start_id, segment.first, -segment.last))
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, separators=(",", ":"), default=str).encode() + b"\n"

@@ -1,0 +1,60 @@
+"""What a run is doing, as far as its files and this machine tell; for people who look at it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .catalog import Catalog
+from .lease import STALE_S, owner_of
+
+__all__ = ["RunStatus", "run_state"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """The state of a run in one word, and in a few more.
+
+    Attributes:
+        word: "training", "silent" (an owner elsewhere that may be dead), "finished", "stopped", "died" or "new".
+        text: who trains it and where, or how its last attempt ended; may come from strangers.
+        owner: what lease.json says about who writes to the run, with ``alive`` added (`owner_of`); None if nobody does.
+        heard: when the owner was last heard of, in seconds since 1970 by the clock of the storage; None without one.
+    """
+
+    word: str
+    text: str
+    owner: Mapping[str, Any] | None = None
+    heard: float | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the run may change by itself."""
+        return self.word in ("training", "silent")
+
+
+def run_state(catalog: Catalog) -> RunStatus:
+    """Look at the lease and the attempts of a run.
+
+    Raises:
+        StorageError: nobody can say just now.
+    """
+    index = catalog.index
+    owner, heard = owner_of(catalog.storage)
+    if owner is not None and owner["alive"] is not False:
+        is_fresh = heard is not None and time.time() - heard < STALE_S
+        where = f"process {owner.get('trainer_pid')} on {owner.get('host')}"
+        return RunStatus(
+            word="training" if owner["alive"] or is_fresh else "silent", text=where, owner=owner, heard=heard
+        )
+    if index.finished is not None:
+        return RunStatus(word="finished", text="training has come to its end", owner=owner, heard=heard)
+    current = index.current
+    if current is None:
+        return RunStatus(word="new", text="it has never been trained", owner=owner, heard=heard)
+    if current.reason:
+        return RunStatus(word="stopped", text=current.reason, owner=owner, heard=heard)
+    text = f"attempt {current.attempt} ended without a word"
+    return RunStatus(word="died", text=text, owner=owner, heard=heard)

@@ -1,7 +1,0 @@
-"""The cluster engine: an agent on each node runs what the local engine runs on one machine, the driver talks to them.
-
-engine (of the driver, one thread) -> links (connections to agents) -> agent (on a node) -> `holdfast.runtime.local`.
-places: which rank runs where, pure. nodes: what finds nodes and starts agents there; ray_nodes does it with Ray, and
-only ray_nodes and ray_api import Ray.
-May import runtime.local besides what the runtime may import; never the controller or the worker.
-"""

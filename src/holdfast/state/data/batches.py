@@ -1,0 +1,386 @@
+"""The data position: batches that go on where the last trained step stopped.
+
+Three kinds of loader, from best to worst:
+
+- ``map``: a `DataLoader` over a map-style dataset. The order is a function of (seed, epoch), the position a number of
+  samples, seeking costs nothing.
+- ``stateful``: the loader has ``state_dict`` and ``load_state_dict`` itself; the position holds its state.
+- ``count``: any other iterable. The position is a number of batches, which a resume draws and throws away, said aloud.
+
+None of them moves the global generators that training draws from (with ``seed_samples=False`` the loader's own code
+still may, as it would without Holdfast).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from holdfast._log import get_logger
+from holdfast.errors import ConfigError, StateMismatchError
+
+from .clone import clone_of
+from .order import MapOrder
+from .position import elsewhere, said
+from .seeding import SampleKey, SampleKeys, Stream, generators_kept, mix
+from .split import split_of
+
+__all__ = ["ResumableBatches"]
+
+_logger = get_logger("data")
+_END = object()
+
+
+# Loaders with state that ended this epoch in this process: they go on by themselves.
+_ended: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+class ResumableBatches:
+    """The batches of one epoch of ``loader``, from ``position`` on.
+
+    Iterating again goes on after the last yielded batch. ``len()`` is the number of batches left, where it is known.
+
+    Args:
+        loader: a `DataLoader`, anything with ``state_dict`` / ``load_state_dict``, or any iterable. One with state
+            that holds for any number of ranks says so by an attribute ``elastic = True``.
+        position: what `state_dict` returned in an earlier life; None, or a position in another epoch: start at the
+            beginning of ``epoch``. Pass the end of the epoch before too: a loader with its own state goes on from it.
+        seed: with ``epoch`` it decides the order. A position made with another seed keeps its own for its epoch.
+        epoch: number of the epoch.
+        seed_samples: seed python, NumPy and torch (CPU) from (seed, epoch, index) before each ``__getitem__``, so
+            that augmentation is the same for any number of workers and after any resume (an unseeded
+            ``numpy.random.default_rng()`` cannot be reached); a loader without indices gets its own stream of random
+            numbers for the epoch. In workers of a loader with its own state, random numbers stay that loader's affair.
+        rank: number of this rank; only rank 0 says things.
+        world_size: number of ranks, to count samples over all of them.
+        split: deal the samples of a map-style loader out to all ranks, or as (rank, num_ranks) says, if its sampler
+            knows nothing of ranks; False: each rank gets all of them.
+        remarks: say what is worth knowing about this loader; False for one that is only counted.
+
+    Raises:
+        ConfigError: what is to be split cannot be, or the loader hides its position.
+        StateMismatchError: the position is that of another kind of loader.
+
+    Example:
+        >>> loader = DataLoader(range(6), batch_size=2)
+        >>> first = ResumableBatches(loader, None, seed=1, epoch=0)
+        >>> _ = next(iter(first))
+        >>> [batch.tolist() for batch in ResumableBatches(loader, first.state_dict(), seed=1, epoch=0)]
+        [[2, 3], [4, 5]]
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        position: Mapping[str, Any] | None,
+        *,
+        seed: int,
+        epoch: int,
+        seed_samples: bool = True,
+        rank: int = 0,
+        world_size: int = 1,
+        split: bool | tuple[int, int] = False,
+        remarks: bool = True,
+    ) -> None:
+        self.kind = _kind(loader)
+        self._loader = loader
+        self._epoch = epoch
+        self._seed_samples = seed_samples
+        self._rank = rank
+        self._world_size = world_size
+        self._samples = self._batches = 0
+        self._done = False
+        self._inner: Any = None
+        self._live: Any = None  # the loader while its state is that of this epoch
+        self._carried: Any = None  # a stateful loader's state at the end of the epoch before
+        self._carried_epoch = -1
+        self._elastic = bool(getattr(loader, "elastic", False))
+        here = position if position is not None and position["epoch"] == epoch else None
+        self._seed = int(here["seed"]) if here is not None else seed
+        self._stream = Stream(mix(self._seed, epoch))
+        if position is not None:
+            self._check_kind(position)
+            fits = self._elastic or position.get("world_size", world_size) == world_size
+            if here is None and self.kind == "stateful" and fits:
+                self._carried, self._carried_epoch = position["inner"], int(position["epoch"])
+        self._order: MapOrder | None = None
+        if self.kind == "map":
+            inner = here["inner"] if here is not None and here["inner"] is not None else {}
+            self._order = MapOrder(
+                loader, seed=self._seed, epoch=epoch, world_size=world_size, begun=inner.get("recipe"),
+                split=split_of(split, rank=rank, world_size=world_size),
+            )  # fmt: skip
+        if here is not None:
+            self._seek(here)
+        if self._seed != seed:
+            self._say(f"epoch {epoch} was begun with data seed {self._seed}: it is finished with that one, not {seed}")
+        if remarks:
+            self._remarks(split)
+
+    @property
+    def samples(self) -> int:
+        """Samples of this epoch yielded so far, over all ranks."""
+        return self._samples
+
+    @property
+    def batches(self) -> int:
+        """Batches of this epoch yielded so far, by this rank."""
+        return self._batches
+
+    @property
+    def done(self) -> bool:
+        """Whether the epoch was exhausted."""
+        return self._done
+
+    def state_dict(self) -> dict[str, Any]:
+        """Describe what has been yielded so far. Batches that workers have prepared ahead do not count."""
+        return {
+            "kind": self.kind,
+            "epoch": self._epoch,
+            "samples": self._samples,
+            "batches": self._batches,
+            "done": self._done,
+            "seed": self._seed,
+            "world_size": self._world_size,
+            "inner": self._inner_state(),
+            "elastic": self._elastic,
+        }
+
+    def __len__(self) -> int:
+        if self._done:
+            return 0
+        left: int | None
+        if self._order is not None:
+            left = self._order.num_batches(self._samples)
+            if left is None and (total := self._order.num_batches(0)) is not None:
+                left = max(0, total - self._batches)
+        else:
+            left = max(0, len(self._loader) - self._batches)
+        if left is None:
+            raise TypeError(f"the number of batches left in this {type(self._loader).__name__} is not known")
+        return left
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._done:
+            return
+        if self.kind == "map":
+            yield from self._iterate_map()
+        elif self.kind == "stateful":
+            yield from self._iterate_stateful()
+        else:
+            yield from self._iterate_count()
+
+    # ---- map
+
+    def _iterate_map(self) -> Iterator[Any]:
+        order = self._order
+        assert order is not None
+        loader, feed = clone_of(self._loader, seeded=self._seed_samples)
+        sizes: deque[int] = deque()  # of the batches handed out to workers and not yielded yet, oldest first
+        feed.source = self._keys(order, sizes)
+        assert loader.generator is not None
+        loader.generator.manual_seed(mix(self._seed + order.part, self._epoch, self._samples))
+        # Without workers the samples are made in this process, between two draws of the training loop.
+        here = generators_kept if self._seed_samples and loader.num_workers == 0 else contextlib.nullcontext
+        with generators_kept():
+            iterator = iter(loader)
+        while True:
+            with here():
+                batch = next(iterator, _END)
+            if batch is _END:
+                break
+            self._samples += sizes.popleft() * order.replicas
+            self._batches += 1
+            yield batch
+        self._done = True
+
+    def _keys(self, order: MapOrder, sizes: deque[int]) -> Iterator[Any]:
+        for indices, seeds in order.batches(self._samples, seeded=self._seed_samples):
+            sizes.append(len(indices))
+            if not self._seed_samples:
+                yield indices if order.auto_batch else indices[0]
+            elif order.auto_batch:
+                yield SampleKeys(indices, seeds)
+            else:
+                yield SampleKey(indices[0], seeds[0])
+
+    # ---- stateful and count
+
+    def _iterate_stateful(self) -> Iterator[Any]:
+        loader = self._loader
+        with self._stream:
+            ended = _ended.pop(loader, None)
+            if self._live is None and self._inner is not None:
+                loader.load_state_dict(self._inner["loader"])
+            elif self._live is None and self._carried is not None and ended != self._carried_epoch:
+                # The state of a finished epoch: samplers go on from it to the next order. torchdata makes the iterator
+                # of that epoch when asked for its state, so this epoch's starts from the same random numbers as ever.
+                loader.load_state_dict(self._carried["loader"])
+                loader.state_dict()
+                self._stream.reseed()
+            iterator = iter(loader)
+        if self._seed_samples and self._live is None and self._inner is not None and self._inner["rng"] is not None:
+            self._stream.load_state_dict(self._inner["rng"])
+        self._live = loader
+        yield from self._draw(iterator)
+        self._inner, self._live = self._inner_state(), None
+        _ended[loader] = self._epoch
+
+    def _iterate_count(self) -> Iterator[Any]:
+        with self._stream:
+            iterator = iter(self._loader)
+            if self._batches:
+                name = type(self._loader).__name__
+                self._say(
+                    f"{name} has no state_dict: drawing {self._batches} batches again to get back to the position in "
+                    f"epoch {self._epoch}. A map-style dataset, or a loader with state_dict, seeks at once"
+                )
+            for drawn in range(self._batches):
+                if next(iterator, _END) is _END:
+                    raise StateMismatchError(
+                        f"{name} ended after {drawn} batches, the position in epoch {self._epoch} is after "
+                        f"{self._batches}: the data differ from those of the run that saved it"
+                    )
+        yield from self._draw(iterator)
+
+    def _draw(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        here = self._stream if self._seed_samples else contextlib.nullcontext()
+        while True:
+            with here:
+                batch = next(iterator, _END)
+            if batch is _END:
+                break
+            self._samples += batch_length(batch) * self._world_size
+            self._batches += 1
+            yield batch
+        self._done = True
+
+    def _inner_state(self) -> Any:
+        if self._order is not None:
+            order = self._order
+            return {
+                "dataset_length": _length(self._loader.dataset),
+                "sampler": order.sampler_name,
+                "recipe": order.recipe,
+                "replicas": order.replicas,
+                "divides": order.divides,
+            }
+        if self._live is None:
+            return self._inner
+        with generators_kept():  # some loaders make their iterator here
+            state = self._live.state_dict()
+        return {"loader": state, "rng": self._stream.state_dict() if self._seed_samples else None}
+
+    # ---- position
+
+    def _check_kind(self, position: Mapping[str, Any]) -> None:
+        if position["kind"] != self.kind:
+            raise StateMismatchError(
+                f"the data position was saved from a loader of kind {position['kind']!r}, this "
+                f"{type(self._loader).__name__} is of kind {self.kind!r}: use the same kind of loader until the epoch "
+                f"is over, or take the state alone into a new run (holdfast.load(checkpoint, state) before it begins)"
+            )
+
+    def _seek(self, position: Mapping[str, Any]) -> None:
+        self._samples, self._batches = int(position["samples"]), int(position["batches"])
+        self._done, self._inner = bool(position["done"]), position["inner"]
+        before = int(position.get("world_size", self._world_size))
+        if self._order is not None:
+            self._compare_order(self._order, self._inner or {}, position)
+        elif before != self._world_size and not self._done:
+            self._say(elsewhere({**position, "elastic": self._elastic}, self._world_size), once=True)
+            if self.kind == "count":
+                self._batches = self._batches * before // self._world_size
+            elif self._elastic and self._inner is not None:
+                self._inner = {**self._inner, "rng": None}
+            else:
+                self._samples, self._batches, self._inner = 0, 0, None
+
+    def _compare_order(self, order: MapOrder, begun: Mapping[str, Any], position: Mapping[str, Any]) -> None:
+        """Say what the rest of the epoch is, where it is not simply what the same ranks would have drawn."""
+        now = self._inner_state()
+        own = order.recipe is None or begun.get("recipe", order.recipe) is None
+        for name in ("dataset_length", "sampler") if own else ("dataset_length",):
+            if begun.get(name, now[name]) != now[name]:
+                self._say(
+                    f"{name} is {now[name]!r}, was {begun[name]!r} when epoch {self._epoch} was begun: "
+                    f"the rest of the epoch cannot hold each sample exactly once"
+                )
+        before = int(begun.get("replicas", position.get("world_size", order.replicas)))
+        if before == order.replicas:
+            return
+        if not self._done:
+            # Ranks that get the same samples (of one tensor-parallel group, or one pipeline) count once.
+            told = {**position, "world_size": before, "inner": {**begun, **now}}
+            self._say(elsewhere(told, order.replicas), once=True)
+        if not order.divides:
+            self._samples -= self._samples % order.replicas
+
+    def _remarks(self, split: bool | tuple[int, int]) -> None:
+        meant = isinstance(split, tuple)
+        if self._order is not None and self._world_size > 1 and self._order.replicas == 1 and not meant:
+            self._say("every rank gets the same samples: give the loader a DistributedSampler to split them", once=True)
+        if self._order is not None and not getattr(self._loader, "in_order", True):
+            self._say("in_order=False is not used: a position is a prefix of the order", once=True)
+        if self.kind == "count" and getattr(self._loader, "persistent_workers", False):
+            self._say(
+                "persistent_workers=True over a data set without indices: what its workers remember of earlier epochs "
+                "is lost by a resume, later epochs may differ. Use persistent_workers=False, or a map-style data set",
+                once=True,
+            )
+        if not self._seed_samples and getattr(self._loader, "num_workers", None) != 0:
+            self._say(
+                "seed_samples=False: sample ids are exact after a resume, random augmentation in workers is not",
+                once=True,
+            )
+
+    def _say(self, message: str, *, once: bool = False) -> None:
+        if self._rank != 0 or (once and message in said):
+            return
+        said.add(message)
+        _logger.warning("%s", message)
+
+
+def _kind(loader: Any) -> str:
+    if hasattr(loader, "base_dataloader") and not hasattr(loader.base_dataloader, "state_dict"):
+        # It has both methods and no state, and shuffles by a generator that no later life sets to where it was.
+        raise ConfigError(
+            f"a {type(loader).__name__} of Accelerate does not tell its position: use holdfast.accelerate.Checkpointer("
+            "path, accelerator), whose batches() takes it, or prepare it with use_stateful_dataloader=True (torchdata)"
+        )
+    if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
+        return "stateful"
+    # A subclass that only prepares arguments is still a DataLoader; one with its own __iter__ is anything.
+    if (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader).__iter__ is DataLoader.__iter__
+    ):
+        return "map"
+    return "count"
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def batch_length(batch: Any) -> int:
+    """Return how many samples a collated batch of unknown making holds, by its first part with a length."""
+    while True:
+        if isinstance(batch, torch.Tensor) or hasattr(batch, "shape"):
+            return int(batch.shape[0]) if len(batch.shape) else 1
+        if isinstance(batch, Mapping) and batch:
+            batch = next(iter(batch.values()))
+        elif isinstance(batch, (list, tuple)) and batch and not isinstance(batch[0], (str, bytes, int, float)):
+            batch = batch[0]
+        else:
+            return len(batch) if isinstance(batch, (list, tuple)) else 1

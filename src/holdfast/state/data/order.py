@@ -1,0 +1,279 @@
+"""The order of a map-style loader: which indices make up which batch, as a function of (seed, epoch).
+
+An order is opened at a number of samples of all ranks and goes on from there; skipped indices are stepped over as
+numbers, their samples are never loaded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from holdfast.errors import ConfigError
+
+from .seeding import Stream, generators_of, index_id, mix
+from .split import DealtSampler, Split, knows_its_rank
+
+__all__ = ["MapOrder"]
+
+_SAMPLES_AHEAD = 4096
+_BATCHES_AHEAD = 64
+_T = TypeVar("_T")
+
+
+class MapOrder:
+    """The batches of indices of one epoch of a map-style `DataLoader`.
+
+    Args:
+        loader: the loader, whose sampler is told the epoch.
+        seed: with ``epoch`` it decides what no sampler decides by itself.
+        epoch: number of the epoch.
+        world_size: number of ranks.
+        split: the part of this rank, for a sampler that knows nothing of ranks.
+        begun: the `recipe` with which this epoch was begun: it is finished in that order.
+
+    Attributes:
+        replicas: over how many ranks the samples are split; 1 when every rank sees the same ones.
+        part: number of this rank among those that get different samples.
+        recipe: how the order of a whole data set comes about; None where only the sampler knows.
+        divides: whether any number of ranks can go on behind any position, each sample once.
+        auto_batch: whether the loader makes batches (and collates lists of samples).
+
+    Raises:
+        ConfigError: ``split`` and batches that somebody else puts together.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        seed: int,
+        epoch: int,
+        world_size: int,
+        split: Split | None = None,
+        begun: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._epoch_key = mix(seed, epoch)
+        batch_sampler: Any = loader.batch_sampler
+        self.auto_batch = batch_sampler is not None
+        self._batch_size: int | None = loader.batch_size
+        self._drop_last = loader.drop_last
+        self._sampler: Any = loader.sampler
+        self._batch_sampler: Any = None
+        if self.auto_batch and type(batch_sampler) is BatchSampler:
+            # Both what DataLoader made itself and one passed in: three numbers say everything.
+            self._sampler = batch_sampler.sampler
+            self._batch_size, self._drop_last = batch_sampler.batch_size, batch_sampler.drop_last
+        elif self.auto_batch:
+            self._batch_sampler = batch_sampler
+            self._sampler = getattr(batch_sampler, "sampler", None)
+        for owner in (self._sampler, self._batch_sampler):
+            if callable(getattr(owner, "set_epoch", None)):
+                owner.set_epoch(epoch)
+        self._split = self._find_split(split)
+        self.replicas = self._split.num_ranks if self._split is not None else self._replicas(world_size)
+        self.part = self._split.rank if self._split is not None else self._own_rank()
+        self.recipe = None if self._batch_sampler is not None else self._own_recipe(epoch)
+        if self.recipe is not None and begun is not None:
+            self.recipe = dict(begun)
+        self.divides = self._split is not None or (self.replicas == 1 and self._batch_sampler is None)
+        self._known = None if self._batch_sampler is not None else self._known_order()
+        # Torch's own draws that no recipe describes (with replacement, part of an epoch, several rounds of it).
+        self._torchs_draws = (
+            self._known is None and self._batch_sampler is None and type(self._sampler) is RandomSampler
+        )
+        self._draws_twice = self._known is None or self.recipe is None
+
+    @property
+    def sampler_name(self) -> str:
+        """The type that decides the order, for comparison with a saved position."""
+        return type(self._batch_sampler if self._batch_sampler is not None else self._sampler).__name__
+
+    def num_batches(self, start: int) -> int | None:
+        """How many batches follow for this rank after ``start`` samples of all ranks; None where nobody can tell."""
+        try:
+            if self._batch_sampler is not None:
+                # Batches of unknown sizes: exact at the start only.
+                return len(self._batch_sampler) if start == 0 else None
+            length = len(self._known) if self._known is not None else len(self._sampler)
+        except (TypeError, NotImplementedError):
+            return None
+        if self._split is not None:
+            left = self._split.num_left(length, start)
+        else:
+            left = max(0, length - start // self.replicas)
+        size = self._batch_size or 1
+        return left // size if self._drop_last else -(-left // size)
+
+    def batches(self, start: int, *, seeded: bool = True) -> Iterator[tuple[list[Any], list[int]]]:
+        """Yield (indices, seeds) of each batch of this rank; of each sample where nothing batches.
+
+        Args:
+            start: samples of this epoch that all ranks together have had.
+            seeded: the seeds are wanted; without, they may be left out, which saves a microsecond for each sample.
+        """
+        key, split = self._epoch_key, self._split
+        if self._batch_sampler is not None:
+            yield from self._custom_batches(start // self.replicas)
+        elif self._known is not None and not self._draws_twice:
+            mine = split.share(self._known, start) if split is not None else self._known[start // self.replicas :]
+            for group in self._slices(mine):
+                yield group, [mix(key, index_id(index)) for index in group] if seeded else []
+        else:
+            # Numbered before they are dealt out: a sample's random numbers do not depend on how many ranks there are.
+            own = self._numbered_from(start)
+            for pairs in self._gather(own):
+                yield [index for index, _ in pairs], [mix(key, index_id(index), nth) for index, nth in pairs]
+
+    def _numbered_from(self, start: int) -> Iterator[tuple[Any, int]]:
+        """Yield (index, how often it came before) of each sample of this rank, after ``start`` samples of all ranks."""
+        split, seen = self._split, Counter[int]()
+        if self._torchs_draws and (split is None or split.num_ranks == 1):
+            return _numbered(self._random_draws(skip=start // self.replicas, seen=seen), seen)
+        if self._torchs_draws:
+            source: Iterable[Any] = self._random_draws()
+        else:
+            source = self._drawn(self._sampler, _SAMPLES_AHEAD) if self._known is None else self._known
+        drawn = _numbered(source, seen)
+        return split.deal(drawn, start) if split is not None else itertools.islice(drawn, start // self.replicas, None)
+
+    def _random_draws(self, *, skip: int = 0, seen: Counter[int] | None = None) -> Iterator[int]:
+        """Draw as torch's `RandomSampler` does, a stretch at a time: an epoch may be as long as 10**10 samples.
+
+        Args:
+            skip: how many draws to leave out at the beginning.
+            seen: counts the indices that are left out.
+        """
+        sampler = self._sampler
+        length, wanted = len(sampler.data_source), sampler.num_samples
+        generator = torch.Generator().manual_seed(self._epoch_key)
+        done = 0
+        while done < wanted:
+            if sampler.replacement:
+                stretch = torch.randint(length, (min(_SAMPLES_AHEAD, wanted - done),), generator=generator)
+            else:
+                stretch = torch.randperm(length, generator=generator)[: wanted - done]
+            left_out = min(len(stretch), max(0, skip - done))
+            if left_out and seen is not None:
+                seen.update(stretch[:left_out].tolist())
+            done += len(stretch)
+            yield from stretch[left_out:].tolist()
+
+    def _find_split(self, given: Split | None) -> Split | None:
+        """Return how the order is dealt out: by a sampler that deals as we do, else as the caller wants it."""
+        sampler = self._sampler
+        if self._batch_sampler is None and type(sampler) is DealtSampler:
+            self._sampler = sampler.sampler
+            return Split(rank=sampler.rank, num_ranks=sampler.num_replicas)
+        if self._batch_sampler is None and _is_torchs_split(sampler):
+            return Split(rank=sampler.rank, num_ranks=sampler.num_replicas, drop_uneven=sampler.drop_last)
+        if given is None or knows_its_rank(self._batch_sampler, sampler):
+            return None
+        if self._batch_sampler is not None:
+            raise ConfigError(
+                f"how to split the batches of a {type(self._batch_sampler).__name__} over {given.num_ranks} ranks is "
+                "not known: give it num_replicas and rank, or pass split=False if every rank is to have all of them "
+                "(or it splits them by itself)"
+            )
+        # Where a last batch that is not full is left out, nothing is seen twice to fill it.
+        return replace(given, drop_uneven=self._drop_last)
+
+    def _replicas(self, world_size: int) -> int:
+        for owner in (self._batch_sampler, self._sampler):
+            for name in ("num_replicas", "world_size"):
+                number = getattr(owner, name, None)
+                if isinstance(number, int) and number >= 1:
+                    return number
+        plain = type(self._sampler) in (RandomSampler, SequentialSampler) and self._batch_sampler is None
+        return 1 if plain else world_size
+
+    def _own_rank(self) -> int:
+        ranks = (getattr(owner, "rank", None) for owner in (self._batch_sampler, self._sampler))
+        return next((rank for rank in ranks if isinstance(rank, int)), 0)
+
+    def _own_recipe(self, epoch: int) -> dict[str, Any] | None:
+        """Describe the order of the whole data set, if it is torch's own and each sample comes once."""
+        sampler = self._sampler
+        if type(sampler) is SequentialSampler or (_is_torchs_split(sampler) and not sampler.shuffle):
+            return {"order": "sequence", "seed": 0}
+        if _is_torchs_split(sampler):
+            return {"order": "shuffle", "seed": sampler.seed + epoch}  # as DistributedSampler.__iter__ has it
+        if type(sampler) is not RandomSampler or sampler.replacement:
+            return None
+        whole = sampler.num_samples == len(sampler.data_source)
+        return {"order": "shuffle", "seed": self._epoch_key} if whole else None
+
+    def _known_order(self) -> Sequence[int] | torch.Tensor | None:
+        """Return the whole order at once where a recipe describes it, else None."""
+        sampler = self._sampler
+        if self.recipe is None:
+            return None
+        length = len(sampler.dataset if _is_torchs_split(sampler) else sampler.data_source)
+        if self.recipe["order"] == "sequence":
+            return range(length)
+        return torch.randperm(length, generator=torch.Generator().manual_seed(int(self.recipe["seed"])))
+
+    def _slices(self, mine: Any) -> Iterator[list[Any]]:
+        size = self._batch_size or 1
+        for start in range(0, len(mine), size):
+            group = _plain(mine[start : start + size])
+            if len(group) < size and self._drop_last:
+                return
+            yield group
+
+    def _gather(self, drawn: Iterator[_T]) -> Iterator[list[_T]]:
+        size = self._batch_size or 1
+        while group := list(itertools.islice(drawn, size)):
+            if len(group) < size and self._drop_last:
+                return
+            yield group
+
+    def _custom_batches(self, skip: int) -> Iterator[tuple[list[Any], list[int]]]:
+        passed = 0
+        seen: Counter[int] = Counter()
+        for drawn in self._drawn(self._batch_sampler, _BATCHES_AHEAD):
+            group = list(drawn)
+            pairs = list(_numbered(group, seen))
+            if passed < skip:
+                passed += len(group)
+                continue
+            yield group, [mix(self._epoch_key, index_id(index), nth) for index, nth in pairs]
+
+    def _drawn(self, source: Iterable[Any], ahead: int) -> Iterator[Any]:
+        """Iterate over a sampler of unknown kind, its randomness a function of (seed, epoch) and of nothing else.
+
+        It is run a stretch ahead at a time, inside its own stream of generators, so that endless samplers work and the
+        generators are switched rarely.
+        """
+        stream = Stream(self._epoch_key, generators_of(self._sampler, self._batch_sampler))
+        with stream:
+            iterator = iter(source)
+        while True:
+            with stream:
+                stretch = list(itertools.islice(iterator, ahead))
+            yield from stretch
+            if len(stretch) < ahead:
+                return
+
+
+def _numbered(indices: Iterable[Any], seen: Counter[int] | None = None) -> Iterator[tuple[Any, int]]:
+    """Yield each index and how often it came before: an index drawn again in an epoch is another draw."""
+    seen = Counter() if seen is None else seen
+    for index in indices.tolist() if isinstance(indices, torch.Tensor) else indices:
+        number = index_id(index)
+        yield index, seen[number]
+        seen[number] += 1
+
+
+def _is_torchs_split(sampler: Any) -> bool:
+    return isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
+
+
+def _plain(indices: Any) -> list[Any]:
+    return indices.tolist() if isinstance(indices, torch.Tensor) else list(indices)

@@ -1,0 +1,135 @@
+"""Lay a stored module over a live one, tensor by tensor."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
+
+from holdfast.errors import CorruptCheckpointError
+
+from ..tree.names import canonical_keys, unwrap
+from ..tree.sharded import check_module, local_tensor
+from ..tree.values import ObjectNode, TensorRef
+from .meta import MetaMemory, home_of, without_memory
+
+if TYPE_CHECKING:
+    from .match import Matcher
+
+__all__ = ["match_module"]
+
+
+def match_module(matcher: Matcher, live: nn.Module, saved: Any, path: str) -> nn.Module:
+    """Match by name. Tensors the module owns are read in place; the rest goes through ``load_state_dict``."""
+    from .match import kind_of
+
+    if isinstance(saved, ObjectNode) and saved.kind != "optimizer":
+        entries = saved.state
+    else:
+        entries = {} if saved is None and matcher.moved else saved
+    prefix = f"{path}/" if path else ""
+    if not isinstance(entries, Mapping):
+        if matcher.takes(path):
+            matcher.problems.wrong.append(f"{path}: a module in the state, {kind_of(saved)} in the checkpoint")
+        return live
+    have = _named(matcher, entries, path, prefix)
+    module = unwrap(live)
+    check_module(module, path)
+    raw = module.state_dict()
+    owned = [*module.parameters(), *module.buffers()]
+    own = {local_tensor(tensor).data_ptr() for tensor in owned if not tensor.is_meta}
+    memory = MetaMemory(matcher, module) if any(tensor.is_meta for tensor in owned) else None
+    in_place = type(module).load_state_dict is nn.Module.load_state_dict
+    copies: dict[str, Any] = {}  # what has to go through load_state_dict
+    direct: dict[str, Any] = {}
+    absent: list[tuple[Any, str]] = []
+    for (key, value), name in zip(raw.items(), canonical_keys(module, list(raw)), strict=True):
+        where = prefix + name
+        if name not in have:
+            absent.append((value, where))
+            continue
+        ref = have.pop(name)
+        if not matcher.takes(where):
+            continue
+        # Extra state may have another size each time: no shape to compare.
+        if not isinstance(value, torch.Tensor) or not isinstance(ref, TensorRef) or _is_extra(key):
+            copies[key] = matcher.fresh(ref, where)
+        elif in_place and not (local := local_tensor(value)).is_meta and (local.data_ptr() in own or not local.numel()):
+            if matcher.read(ref, value, where):
+                direct[key] = value
+        elif in_place and memory is not None and local.is_meta and (made := memory.make(key)) is not None:
+            if matcher.read(ref, made, where):
+                direct[key] = made
+        else:
+            target = torch.empty_like(value, device=home_of(value, matcher.device))
+            if matcher.read(ref, target, where):
+                copies[key] = target
+    given = {(local_tensor(value).data_ptr(), value.shape) for value in direct.values()}
+    for value, where in absent:
+        # Others (transformers) store a tied tensor under one of its names only.
+        if not (isinstance(value, torch.Tensor) and (local_tensor(value).data_ptr(), value.shape) in given):
+            matcher.lacks(value, where)
+    for name in have:
+        if matcher.takes(prefix + name):
+            matcher.problems.unexpected.append(prefix + name)
+    if memory is not None:
+        matcher.actions.append(memory.install)
+    if copies:
+        tensors = [local_tensor(value) for value in raw.values() if isinstance(value, torch.Tensor)]
+        assign = not in_place and any(one.is_meta for one in tensors)
+        matcher.actions.append(lambda: _load_rest(module, direct, matcher.filled(copies), assign=assign))
+    elif direct:
+        matcher.actions.append(lambda: _run_hooks(module))
+    if memory is not None:
+        matcher.actions.append(lambda: _note_meta(matcher, module, prefix))
+    if copies or direct:
+        matcher.restored.append(path)
+    return live
+
+
+def _named(matcher: Matcher, entries: Mapping[Any, Any], path: str, prefix: str) -> dict[str, Any]:
+    """Return what is stored for this module by the name it has now."""
+    if not matcher.selection.renames:
+        return dict(entries)
+    have = {name[len(prefix) :]: ref for name, ref in matcher.moved.items() if name.startswith(prefix)}
+    for key, item in entries.items():
+        name = prefix + str(key)
+        if isinstance(item, TensorRef):
+            # By its stored name: the container may have been renamed as well.
+            name = item.name
+            if matcher.selection.renamed(name) != name:
+                continue
+        have[name.removeprefix(prefix)] = item
+    return have
+
+
+def _note_meta(matcher: Matcher, module: nn.Module, prefix: str) -> None:
+    for name in without_memory(module):
+        why = "still on the meta device: the checkpoint has nothing for it, so it is yours to initialise"
+        matcher.not_restored.append((prefix + name, why))
+
+
+def _is_extra(key: str) -> bool:
+    return key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+
+
+def _load_rest(module: nn.Module, direct: dict[str, Any], copies: dict[str, Any], *, assign: bool) -> None:
+    """Let the module take what cannot be read in place; the others go along, so that its hooks see them all."""
+    values = copies if assign else {**direct, **copies}
+    accepted = inspect.signature(module.load_state_dict).parameters
+    anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values())
+    wanted: dict[str, Any] = {"strict": False, **({"assign": True} if assign else {})}
+    outcome = module.load_state_dict(values, **{key: on for key, on in wanted.items() if anything or key in accepted})
+    if unexpected := getattr(outcome, "unexpected_keys", None):
+        raise CorruptCheckpointError(f"{type(module).__name__} refused {unexpected[:5]}")
+
+
+def _run_hooks(module: nn.Module) -> None:
+    """Run what modules registered for after a load, as ``load_state_dict`` does."""
+    for child in module.modules():
+        for hook in child._load_state_dict_post_hooks.values():
+            hook(child, _IncompatibleKeys([], []))

@@ -1,0 +1,399 @@
+"""Read tensors out of a checkpoint straight into memory, checking digests on the way.
+
+Where a digest chunk lies within one tensor it is read to its destination and checked there; where it holds several
+(or parts of several, such as columns) it goes through a small buffer and is scattered. A range of a file is read once,
+whatever number of tensors it holds, by two threads that take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, pairwise
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+import torch
+
+from holdfast.errors import CorruptCheckpointError, StateMismatchError, StorageNotFoundError
+from holdfast.format.digest import CHUNK
+from holdfast.storage.base import FileReader, Storage
+from holdfast.storage.together import together
+from holdfast.writer.serial_executor import SerialExecutor
+
+from ..memory import move
+from .digests import Digests
+from .feed import BLOCK, BlockFeed, split
+from .picks import Pick, can_pick, extent, is_plain
+
+if TYPE_CHECKING:
+    from .shared_blocks import Block
+    from .shared_reads import FileBlocks, SharedReads
+
+__all__ = ["BATCH", "ReadRequest", "is_direct", "read_tensors"]
+
+Place = int | list[Pick]
+"""Where the bytes of a range go: an address, or what picks from them."""
+
+_DIRECT = 4 * CHUNK  # a tensor with fewer whole chunks than this is not worth blocks of its own
+_FEW_BYTES = 8 << 20  # of a file: several such files at a store are read side by side
+BATCH = 32 << 20  # tensors that need a detour (other device, dtype, order) are read in batches of this size
+
+
+@dataclass(slots=True)
+class ReadRequest:
+    """One stored byte range and the tensor it goes to.
+
+    Attributes:
+        name: name of the tensor, for messages.
+        file: path inside the checkpoint.
+        offset: first byte within the file.
+        nbytes: number of bytes.
+        dtype: stored dtype.
+        target: where it goes: same number of elements; any device, strides or floating dtype.
+        within: (shape, slices) if only a part of these bytes is wanted: they are an array of this shape.
+    """
+
+    name: str
+    file: str
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    target: torch.Tensor
+    within: tuple[tuple[int, ...], tuple[slice, ...]] | None = None
+
+
+def read_tensors(
+    storage: Storage,
+    requests: Iterable[ReadRequest],
+    digests: Digests | None,
+    *,
+    progress: Callable[[int], None] | None = None,
+    shared: SharedReads | None = None,
+) -> int:
+    """Read every request; blocks until done. Returns the number of bytes read from the storage.
+
+    Args:
+        storage: rooted at the checkpoint.
+        requests: what to read, in any order.
+        digests: tables to check against; None reads unchecked.
+        progress: told the bytes of each finished block, from worker threads.
+        shared: what other ranks of this machine read as well.
+
+    Raises:
+        CorruptCheckpointError: a chunk differs from its digest. Targets may be partly written by then.
+        StorageError: the storage failed.
+    """
+    by_file: dict[str, list[ReadRequest]] = {}
+    for request in requests:
+        if request.nbytes:
+            by_file.setdefault(request.file, []).append(request)
+
+    def read(file: str) -> int:
+        total, rows = 0, sorted(by_file[file], key=attrgetter("offset"))
+        with _open(storage, file, rows) as reader, torch.no_grad():  # which every thread has to say for itself
+            job = _FileJob(reader, file, digests, side, progress)
+            for number, batch in enumerate(_apart(rows)):
+                # Shared blocks come in the order of the file, so only one pass can take from them.
+                job.shared = shared.file(file) if shared is not None and number == 0 else None
+                total += job.read_all(batch)
+        if shared is not None:
+            shared.done_with(file)
+        return total
+
+    few = [file for file, rows in by_file.items() if shared is None and sum(row.nbytes for row in rows) <= _FEW_BYTES]
+    beside = sorted(few) if storage.num_parallel > 1 else []
+    with contextlib.closing(SerialExecutor("holdfast-read")) as side:
+        total = sum(together(storage, [partial(read, file) for file in beside]))
+        return total + sum(read(file) for file in sorted(by_file.keys() - {*beside}))
+
+
+def _open(storage: Storage, file: str, rows: list[ReadRequest]) -> FileReader:
+    try:
+        return storage.open(file)
+    except StorageNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"{file} is gone; it holds tensor {rows[0].name!r} and {len(rows) - 1} more: this checkpoint is damaged; "
+            "use another one, or a copy of this file",
+            file=file,
+            tensor=rows[0].name,
+        ) from error
+
+
+def _apart(rows: list[ReadRequest]) -> list[list[ReadRequest]]:
+    """Split rows (sorted by offset) so that no two of a batch want the same bytes: one read fills one target.
+
+    More than one batch is needed only where tensors tied in the checkpoint are apart in the live state. Rows that want
+    parts of the very same range stay together: it is read once for all of them.
+    """
+    if all(one.offset + one.nbytes <= other.offset for one, other in pairwise(rows)):
+        return [rows]
+    batches: list[list[ReadRequest]] = [[]]
+    for row in rows:
+        for batch in batches:
+            last = batch[-1] if batch else None
+            if last is None or last.offset + last.nbytes <= row.offset or (last.within and _span(last) == _span(row)):
+                batch.append(row)
+                break
+        else:
+            batches.append([row])
+    return batches
+
+
+def _span(row: ReadRequest) -> tuple[int, int, bool]:
+    return row.offset, row.nbytes, row.within is not None
+
+
+def _groups(rows: list[ReadRequest]) -> Iterator[list[tuple[list[ReadRequest], Place | None]]]:
+    """Cut rows into groups whose detours need little memory: the rows of each range, and their place (see `_place`)."""
+    group: list[tuple[list[ReadRequest], Place | None]] = []
+    size = 0
+    for _, same in groupby(rows, _span):
+        members = list(same)
+        place = _place(members)
+        if place is None:
+            nbytes = members[0].nbytes
+            if size and size + nbytes > BATCH:
+                yield group
+                group, size = [], 0
+            size += nbytes
+        group.append((members, place))
+    if group:
+        yield group
+
+
+def _place(rows: list[ReadRequest]) -> Place | None:
+    """Return where the bytes of a range go, None if torch has to bring them there from memory in between."""
+    if rows[0].within is None and is_direct(rows[0].target, rows[0].dtype):
+        return _address(rows[0], rows[0].nbytes)
+    if not all(can_pick(row.target, row.dtype) for row in rows):
+        return None
+    found = []
+    for row in rows:
+        _address(row, extent(row.target))
+        shape, wanted = row.within or (row.target.shape, (slice(None),) * row.target.dim())
+        found.append(Pick(row.target, shape, wanted))
+    return found
+
+
+def _address(row: ReadRequest, size: int) -> int:
+    """Return where a target begins, of which ``size`` bytes are written; refuses one whose memory ends before."""
+    target = row.target
+    room = target.untyped_storage().nbytes() - target.storage_offset() * target.itemsize
+    if size > room or (row.within is None and target.nbytes != row.nbytes):
+        raise StateMismatchError(
+            f"{row.name}: {row.nbytes} bytes are to be read into a tensor of {target.nbytes}, which needs {size} bytes "
+            f"from its beginning, but its memory ends after {room}: it was freed or resized (fully sharded parameters "
+            "while they are gathered, say); load between two steps",
+            problems=(f"wrong: {row.name}",),
+        )
+    return target.data_ptr()
+
+
+def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether stored bytes can be read straight into a tensor."""
+    return is_plain(target, dtype) and target.is_contiguous()
+
+
+def _copy_into(target: torch.Tensor, value: torch.Tensor, name: str) -> None:
+    """Copy; an expanded target has one element where ``value`` has many, which must be equal then."""
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:
+            first = value.narrow(dim, 0, 1)
+            if not torch.equal(
+                first.expand_as(value).contiguous().view(torch.uint8), value.contiguous().view(torch.uint8)
+            ):
+                raise StateMismatchError(
+                    f"{name}: the live tensor is expanded along dimension {dim}, so its entries there are one and the "
+                    "same, but the stored entries differ: make the live one contiguous() first",
+                    problems=(f"wrong: {name}",),
+                )
+            target, value = target.narrow(dim, 0, 1), first
+    target.copy_(value)
+
+
+class _FileJob:
+    """Reads of one file."""
+
+    def __init__(
+        self,
+        reader: FileReader,
+        file: str,
+        digests: Digests | None,
+        side: SerialExecutor,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self.reader, self.file, self.digests, self.side, self.progress = reader, file, digests, side, progress
+        self.shared: FileBlocks | None = None
+        self.rows: Sequence[ReadRequest] = ()
+        self.end = 0  # where the last row of this pass begins
+        self.starts: list[int] = []
+        self.places: list[Place] = []
+        self.failed = threading.Event()
+        self.alone = 0  # bytes of shared blocks that nobody read for us
+
+    def read_all(self, rows: list[ReadRequest]) -> int:
+        """Read rows (sorted by offset) from the first to the last; those whose targets are no plain memory by a detour.
+
+        These go into a temporary batch, from where torch copies them.
+        """
+        total, self.end = 0, rows[-1].offset
+        for group in _groups(rows):
+            heads, places, detours = [], list[Place](), []
+            for members, place in group:
+                heads.append(members[0])
+                if place is not None:
+                    places.append(place)
+                    continue
+                memory = torch.empty(members[0].nbytes, dtype=torch.uint8)
+                detours.append((members, memory))
+                places.append(memory.data_ptr())
+            total += self.read(heads, places)
+            for members, memory in detours:
+                for row in members:
+                    shape, wanted = row.within or (row.target.shape, ...)
+                    _copy_into(row.target, memory.view(row.dtype).view(shape)[wanted], row.name)
+        return total
+
+    def read(self, rows: Sequence[ReadRequest], places: list[Place]) -> int:
+        """Read rows (sorted by offset) to their places."""
+        if not rows:
+            return 0
+        self.rows, self.places, self.starts, self.alone = rows, places, [row.offset for row in rows], 0
+        blocks, parts = self._blocks()
+        feed = BlockFeed(blocks, self.reader)
+
+        def work(parts: Sequence[tuple[int, int, Block]] = ()) -> None:
+            # Not closed by hand: the frames of an error hold parts of it, and closing would hide that error.
+            buffer = mmap.mmap(-1, BLOCK)
+            view = memoryview(buffer)
+            base = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+            try:
+                for offset, size, block in parts:
+                    if not self.failed.is_set():
+                        self._shared_block(offset, size, block, view, base)
+                if parts and self.shared is not None and self.rows[-1].offset == self.end:
+                    self.shared.passed(parts[-1][2])  # its owner must not wait while we read the rest
+                while not self.failed.is_set() and (next_one := feed.take()) is not None:
+                    self._block(*next_one, view, base)
+            except BaseException:
+                self.failed.set()
+                raise
+
+        other = self.side.run(work) if len(blocks) > 4 else None
+        try:
+            work(parts)
+        finally:
+            error = None if other is None else self._outcome(other)
+        if error is not None:
+            raise error
+        return sum(size for _, size, _ in blocks) + self.alone
+
+    def _outcome(self, other: Future[None]) -> BaseException | None:
+        """Wait for the other thread, whatever happens: the memory it writes to is the caller's again afterwards."""
+        try:
+            return other.exception()
+        except BaseException:  # a Ctrl-C
+            self.failed.set()
+            other.exception()
+            raise
+
+    def _blocks(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, Block]]]:
+        """Cover the wanted ranges with (offset, size, row) blocks of whole chunks; gaps between ranges are left out.
+
+        ``row`` is the number of the row a block lies in as a whole, -1 for a block to be scattered. Apart from these
+        come the ranges of blocks that are shared with other ranks.
+        """
+        end_of_file = self.reader.size
+        blocks: list[tuple[int, int, int]] = []
+        parts: list[tuple[int, int, Block]] = []
+
+        def add(start: int, stop: int, owner: int) -> None:
+            if self.shared is None:
+                split(start, stop, owner, blocks)
+                return
+            for low, high, block in self.shared.cut(start, stop):
+                if block is None:
+                    split(low, high, owner, blocks)
+                elif parts and parts[-1][2] is block and sum(parts[-1][:2]) == low:
+                    parts[-1] = (parts[-1][0], high - parts[-1][0], block)
+                else:
+                    parts.append((low, high - low, block))
+
+        done = 0  # everything before this is covered
+        for number, row in enumerate(self.rows):
+            stop = row.offset + row.nbytes
+            if stop <= done:
+                continue
+            if stop > end_of_file:
+                raise CorruptCheckpointError(
+                    f"{self.file} ends at byte {end_of_file}, but tensor {row.name!r} reaches to {stop}: "
+                    "the file was cut short",
+                    file=self.file,
+                    tensor=row.name,
+                )
+            inner = -(-row.offset // CHUNK) * CHUNK, stop // CHUNK * CHUNK  # whole chunks of this row alone
+            start = max(done, row.offset // CHUNK * CHUNK)
+            last = min(-(-stop // CHUNK) * CHUNK, end_of_file)
+            if inner[1] - inner[0] >= _DIRECT and start <= inner[0] and isinstance(self.places[number], int):
+                add(start, inner[0], -1)
+                add(inner[0], inner[1], number)
+                start = inner[1]
+            add(start, last, -1)
+            done = max(done, last)
+        return blocks, parts
+
+    def _block(self, offset: int, size: int, owner: int, buffer: memoryview, base: int) -> None:
+        place = self.places[owner] if owner >= 0 else None
+        if isinstance(place, int):
+            address = place + offset - self.rows[owner].offset
+            view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+        else:
+            view = buffer[:size]
+        self.reader.read_into(offset, view)
+        if self.digests is not None:
+            self.digests.check(self.file, offset // CHUNK, view, self._name_between)
+        if owner < 0:
+            self._scatter(offset, offset + size, base)
+        if self.progress is not None:
+            self.progress(size)
+
+    def _shared_block(self, offset: int, size: int, block: Block, buffer: memoryview, base: int) -> None:
+        """Take a range from the rank that reads and checks it; do so ourselves if there is none."""
+        assert self.shared is not None
+        found = self.shared.take(block, offset, size)
+        if found is None:
+            self._block(offset, size, -1, buffer, base)
+            self.alone += size
+            return
+        view, address = found
+        self._scatter(offset, offset + size, address)
+        del view  # kept the memory until here
+        if self.progress is not None:
+            self.progress(size)
+
+    def _scatter(self, offset: int, end: int, base: int) -> None:
+        starts, rows, places = self.starts, self.rows, self.places
+        for number in range(max(0, bisect_right(starts, offset) - 1), bisect_left(starts, end)):
+            first, place = starts[number], places[number]
+            low, high = max(first, offset), min(first + rows[number].nbytes, end)
+            if low >= high:
+                continue
+            if isinstance(place, int):
+                move(place + low - first, base + low - offset, high - low)
+            else:
+                for pick in place:
+                    pick.take(low - first, base + low - offset, high - low)
+
+    def _name_between(self, start: int, stop: int) -> str | None:
+        for row in self.rows:
+            if row.offset < stop and row.offset + row.nbytes > start:
+                return row.name
+        return None

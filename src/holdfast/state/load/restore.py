@@ -1,0 +1,334 @@
+"""Load a checkpoint: plan everything, refuse what does not fit, then read, then hand objects their state."""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, takewhile
+from typing import Any
+
+import torch
+
+from holdfast.errors import ConfigError, HoldfastError, StateMismatchError
+from holdfast.format.digest import bytes_digest
+from holdfast.format.manifest import Manifest
+from holdfast.format.strict_json import paused_gc
+from holdfast.storage.base import Storage
+
+from ..tree.fill import fill
+from ..tree.values import ObjectNode, PerRankNode, TensorRef
+from .digests import Digests
+from .match import Matcher, Problems
+from .reader import ReadRequest, read_tensors
+from .selection import Selection
+from .shared_reads import Swap, no_part, reading_together
+from .stored import Stored, open_stored
+from .targets import Targets
+
+__all__ = ["Loaded", "load_state", "paths", "select"]
+
+_SHOWN = 200  # offenders spelled out in a message before the rest is counted
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What a load brought back.
+
+    Attributes:
+        state: the loaded state.
+        restored: paths that were restored.
+        not_restored: (path, why) of what was not.
+        bytes_read: bytes read from the storage.
+        notes: what is not simply as it was saved, because another number of ranks loads; a sentence each.
+        manifest: of the checkpoint.
+    """
+
+    state: Any
+    restored: list[str] = field(default_factory=list)
+    not_restored: list[tuple[str, str]] = field(default_factory=list)
+    bytes_read: int = 0
+    notes: list[str] = field(default_factory=list)
+    manifest: Manifest | None = None
+
+
+@paused_gc()
+def load_state(
+    storage: Storage | Stored,
+    into: Mapping[Any, Any] | None = None,
+    *,
+    only: str | Iterable[str] | None = None,
+    skip: str | Iterable[str] | None = None,
+    strict: bool = True,
+    lenient: Iterable[str] = (),
+    allow_missing: Iterable[str] = (),
+    rename: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+    map_location: torch.device | str | None = None,
+    verify: bool = True,
+    rank: int = 0,
+    world_size: int | None = None,
+    progress: Callable[[int], None] | None = None,
+    swap: Swap | None = None,
+    idle_names: bool = False,
+    added: Callable[[Any], Collection[str]] | None = None,
+    apart: tuple[int, ...] | None = None,
+) -> Loaded:
+    """Load the checkpoint at the root of ``storage``, or an opened one. See `holdfast.load` for the arguments.
+
+    ``lenient`` names (or globs) what need not fit: the rest is checked as ever, and what does not fit is listed as not
+    restored. With ``world_size``, the number of ranks that load, generators and values of single ranks follow the rules
+    for another number of ranks than have saved. With ``swap`` all ranks load together, and those of one machine
+    read what several of them need once. ``idle_names`` allows ``only`` and ``rename`` to name what the checkpoint has
+    not: a run that is started again with the same arguments has renamed it already. ``added`` finds, in the stored
+    tree, the paths of values that came into the state while it was trained: where ``into`` has none of them yet, they
+    come back as values. ``apart`` are the ranks that hold the same as this one, where others hold something else (None:
+    all hold the same): the checkpoint may have more than ``into`` then. With ``swap`` some rank has to have it.
+
+    Raises:
+        StateMismatchError: ``into`` and the checkpoint do not fit; nothing was changed.
+        CorruptCheckpointError: bytes differ from their digests.
+    """
+    selection = Selection(only, skip, rename)
+    allowed = (allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing)
+    device = None if map_location is None else torch.device(map_location)
+    others = _Others(apart, rank, swap)
+    try:
+        stored = _opened(storage, rank, world_size, own_first=into is not None)
+        if not idle_names:
+            selection.check(paths(stored))
+        if into is None:
+            tree, requests = _plan_fresh(stored, selection, dtype, device)
+            matcher = None
+        else:
+            matcher = Matcher(
+                stored, selection, allow_missing=allowed, cast=dtype, rank=rank, device=device,
+                added=frozenset(added(stored.tree) if added is not None else ()),
+            )  # fmt: skip
+            state, requests = matcher.run(into), matcher.targets.requests
+            others.take(matcher)
+            if strict and (refused := matcher.problems.without(tuple(lenient))):
+                raise _mismatch(refused, stored.storage.uri)
+        digests = stored.digests_of({one.file for one in requests}) if verify else None
+    except Exception:
+        if swap is not None:
+            others.take(None)
+            no_part(swap)
+        raise
+    with torch.no_grad():
+        read = _read(stored, requests, digests, swap, progress=progress)
+        if matcher is None:
+            return Loaded(fill(tree, stored.per_rank), bytes_read=read, manifest=stored.manifest)
+        for action in (*matcher.actions, *matcher.handovers(sort=world_size is not None and world_size > 1)):
+            action()
+        state = matcher.filled(state)
+        for action in matcher.last:
+            action()
+    for kind in ("missing", "unexpected", "wrong"):
+        matcher.not_restored.extend((entry, kind) for entry in getattr(matcher.problems, kind))
+    return Loaded(state, matcher.restored, matcher.not_restored, read, matcher.notes, stored.manifest)
+
+
+@dataclass(slots=True)
+class _Others:
+    """What other ranks have that hold something else: stored entries that do not fit here may be theirs."""
+
+    apart: tuple[int, ...] | None
+    rank: int
+    swap: Swap | None
+    asked: bool = False
+
+    def take(self, matcher: Matcher | None) -> None:
+        """Take what others have from what was not expected; once on all ranks, without a matcher where it failed."""
+        if self.apart is None or self.asked:
+            return
+        self.asked = True
+        entries = [] if matcher is None else _leaves(matcher.problems.unexpected, matcher.stored)
+        left: list[str] = []
+        if self.swap is not None:
+            # One rank speaks for those that hold the same.
+            keys = None if matcher is None or self.rank != self.apart[0] else [_key(one) for one in entries]
+            # Where this rank has failed, that is what has to be said.
+            with contextlib.suppress(*(() if matcher is not None else (HoldfastError, RuntimeError))):
+                told = [set(one) for one in self.swap("apart", keys) if one is not None]
+                nobody = set.intersection(*told) if told else set()
+                left = [one for one in entries if _key(one) in nobody]
+        if matcher is not None and (taken := len(entries) - len(left)):
+            matcher.problems.unexpected = left
+            matcher.notes.append(f"{taken} entries of the checkpoint are for other ranks, which hold something else")
+
+
+def _leaves(entries: Sequence[str], stored: Stored) -> list[str]:
+    """Return the tensors below some stored entries, which other ranks may know by more or less of their path."""
+    names = sorted(stored.refs)
+    found: list[str] = []
+    for entry in entries:
+        start = bisect_left(names, f"{entry}/")
+        below = list(takewhile(lambda name, entry=entry: name.startswith(f"{entry}/"), islice(names, start, None)))  # type: ignore[misc]
+        found.extend(below or [entry])
+    return sorted(set(found))
+
+
+def _key(entry: str) -> str:
+    return bytes_digest(entry.encode(errors="surrogatepass")).removeprefix("xxh3:")
+
+
+def _opened(storage: Storage | Stored, rank: int, world_size: int | None, *, own_first: bool) -> Stored:
+    if isinstance(storage, Stored):
+        return storage
+    return open_stored(storage, rank=rank, world_size=world_size, own_first=own_first)
+
+
+def _read(
+    stored: Stored,
+    requests: Sequence[ReadRequest],
+    digests: Digests | None,
+    swap: Swap | None,
+    *,
+    progress: Callable[[int], None] | None,
+) -> int:
+    """Read, alone or together with other ranks; returns the bytes that this one has read."""
+    if swap is None:
+        return read_tensors(stored.storage, requests, digests, progress=progress)
+    with reading_together(stored.storage, stored.manifest, requests, digests, swap) as shared:
+        read = read_tensors(stored.storage, requests, digests, progress=progress, shared=shared)
+    return read + (0 if shared is None else shared.bytes_read)
+
+
+def _plan_fresh(
+    stored: Stored, selection: Selection, dtype: torch.dtype | None, device: torch.device | None
+) -> tuple[Any, list[ReadRequest]]:
+    """Plan a load without a live state: everything selected comes back as nested dicts with new tensors."""
+    tree = stored.tree if selection.everything else select(stored.tree, "", selection)
+    targets = Targets(stored)
+    by_tensor: dict[str, torch.Tensor] = {}
+    for ref in _live_refs(tree, stored):
+        original = stored.aliases.get(ref.name, ref.name)
+        if original not in by_tensor:
+            entry = stored.entry(ref.name)
+            own = targets.dtype(entry.dtype)
+            cast = dtype if dtype is not None and own.is_floating_point and ref.kind != "array" else own
+            home = torch.device("cpu") if ref.kind == "array" or device is None else device
+            by_tensor[original] = torch.empty(entry.shape, dtype=cast, device=home)
+            targets.append(original, by_tensor[original])
+        ref.value = by_tensor[original]
+    return tree, targets.requests
+
+
+def select(value: Any, path: str, selection: Selection) -> Any:
+    """Leave out what is not wanted and rename what is; containers stay where anything in them is wanted."""
+    if isinstance(value, ObjectNode):
+        state = select(value.state, path, selection)
+        return value if state is value.state else replace(value, state=state)
+    if not isinstance(value, dict):
+        return value
+    kept = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
+    for key, item in value.items():
+        where = f"{path}/{key}" if path else str(key)
+        content = item.state if isinstance(item, ObjectNode) else item
+        if isinstance(content, dict) and content:
+            inner = select(item, where, selection)
+            if inner.state if isinstance(inner, ObjectNode) else inner:
+                kept[_new_key(path, where, key, selection)] = inner
+        elif selection.takes(where):
+            kept[_new_key(path, where, key, selection)] = item
+    return kept
+
+
+def _new_key(path: str, where: str, key: Any, selection: Selection) -> Any:
+    renamed = selection.renamed(where)
+    parent = f"{selection.renamed(path)}/" if path else ""
+    if renamed == parent + str(key):
+        return key
+    if not renamed.startswith(parent):
+        raise ConfigError(
+            f"rename moves {where!r} to {renamed!r}, into another container: give `into`, or rename within it"
+        )
+    return renamed[len(parent) :]
+
+
+def paths(stored: Stored) -> Iterator[str]:
+    """Yield the path of everything in the checkpoint: containers, plain data, tensors."""
+    yield from stored.refs
+
+    def walk(value: Any, path: str) -> Iterator[str]:
+        if path:
+            yield path
+        value = value.state if isinstance(value, ObjectNode) else value
+        if isinstance(value, dict):
+            for key, item in value.items():
+                yield from walk(item, f"{path}/{key}" if path else str(key))
+
+    yield from walk(stored.tree, "")
+
+
+def _live_refs(tree: Any, stored: Stored) -> list[TensorRef]:
+    found: list[TensorRef] = []
+
+    def walk(value: Any) -> None:
+        if isinstance(value, TensorRef):
+            found.append(value)
+        elif isinstance(value, ObjectNode):
+            walk(value.state)
+        elif isinstance(value, PerRankNode):
+            stored.say_borrowed()
+            walk((stored.per_rank or {}).get(value.key))
+        elif isinstance(value, Mapping):
+            for item in value.values():
+                if not isinstance(item, (int, float, str)):
+                    walk(item)
+        elif isinstance(value, (list, tuple, set, frozenset, deque)) and not isinstance(value, torch.Size):
+            for item in value:
+                if not isinstance(item, (int, float, str)):
+                    walk(item)
+
+    walk(tree)
+    return found
+
+
+def _mismatch(problems: Problems, where: str) -> StateMismatchError:
+    lines = [f"the checkpoint {where} does not fit the state; nothing was changed."]
+    everything: list[str] = []
+    for title, kind, entries in (
+        ("in the state but not in the checkpoint", "missing", problems.missing),
+        ("in the checkpoint but not in the state", "unexpected", problems.unexpected),
+        ("different", "wrong", problems.wrong),
+    ):
+        if entries:
+            lines.append(f"  {len(entries)} {title}:")
+            lines.extend(f"    {entry}" for entry in sorted(entries)[:_SHOWN])
+            if len(entries) > _SHOWN:
+                lines.append(f"    ... and {len(entries) - _SHOWN} more")
+            everything.extend(f"{kind}: {entry}" for entry in sorted(entries))
+    if hint := _prefix_hint(problems.missing, problems.unexpected):
+        lines.append(f"  {hint}")
+    lines.append(
+        "  what to do: allow_missing=[...] for entries that are new, skip=[...] for ones not wanted, "
+        "rename={old: new} for other names, or strict=False to take what fits"
+    )
+    return StateMismatchError("\n".join(lines), problems=tuple(everything))
+
+
+def _prefix_hint(missing: list[str], unexpected: list[str]) -> str | None:
+    """Find one prefix that, put before the names of one side, gives the names of the other."""
+    if not missing or not unexpected:
+        return None
+    for fewer, more, have, want in (
+        (missing, unexpected, "checkpoint", "rename={{'{item}{prefix}*': '{item}*'}}"),
+        (unexpected, missing, "state", "rename={{'{item}*': '{item}{prefix}*'}}"),
+    ):
+        item, _, key = min(fewer).partition("/")
+        for name in more:
+            other_item, _, other = name.partition("/")
+            if other_item == item and other.endswith(key) and len(other) > len(key):
+                prefix = other[: len(other) - len(key)]
+                prefixed = {f"{one.partition('/')[0]}/{prefix}{one.partition('/')[2]}" for one in fewer}
+                # It has to explain everything: a name that merely ends alike is no prefix of a wrapper.
+                items = {one.partition("/")[0] for one in fewer}
+                rest = [one.partition("/")[2] for one in more if one.partition("/")[0] in items]
+                if prefixed <= set(more) and all(one.startswith(prefix) for one in rest):
+                    advice = want.format(item=item + "/", prefix=prefix)
+                    return f"names in the {have} carry the prefix {prefix!r}: pass {advice}"
+    return None

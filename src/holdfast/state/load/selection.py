@@ -1,0 +1,119 @@
+"""Which names of a checkpoint a load takes, and what they are called on the other side."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from holdfast.errors import ConfigError
+
+__all__ = ["Selection", "covers"]
+
+
+def covers(patterns: Iterable[str], path: str) -> bool:
+    """Tell whether a glob matches ``path`` or one of the containers above it ("model" covers "model/wte.weight")."""
+    for pattern in patterns:
+        if path == pattern or path.startswith(pattern + "/") or fnmatchcase(path, pattern):
+            return True
+        if fnmatchcase(path, pattern + "/*"):
+            return True
+    return False
+
+
+class Selection:
+    """The ``only``, ``skip`` and ``rename`` arguments of a load.
+
+    Args:
+        only: names or globs over "/"-joined paths; None takes everything.
+        skip: names or globs to leave out.
+        rename: glob of stored names -> new name; each ``*`` in the new name takes what the same ``*`` matched. The
+            name of a container renames everything in it.
+    """
+
+    def __init__(
+        self,
+        only: str | Iterable[str] | None = None,
+        skip: str | Iterable[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+    ) -> None:
+        self.only = None if only is None else _patterns(only, "only")
+        self.skip = _patterns(skip, "skip") if skip is not None else ()
+        self._rules = {old: (_compile(old), new) for old, new in (rename or {}).items()}
+        for old, new in (rename or {}).items():
+            if new.count("*") > old.count("*"):
+                raise ConfigError(f"rename {{{old!r}: {new!r}}}: the new name has more '*' than the old one")
+
+    def partly(self, path: str) -> bool:
+        """Tell whether something below ``path`` may be treated unlike the container itself."""
+        below = path + "/"
+        patterns = (*(self.only or ()), *self.skip)
+        return any(one.startswith(below) or ("*" in one and _may_match(one, below)) for one in patterns)
+
+    @property
+    def renames(self) -> bool:
+        """True when names change."""
+        return bool(self._rules)
+
+    @property
+    def everything(self) -> bool:
+        """True when nothing is left out and nothing is renamed."""
+        return self.only is None and not self.skip and not self._rules
+
+    def takes(self, *paths: str) -> bool:
+        """Tell whether the entry known under these paths is wanted: chosen by one of them and skipped by none."""
+        if self.only is not None and not any(covers(self.only, path) for path in paths):
+            return False
+        return not (self.skip and any(covers(self.skip, path) for path in paths))
+
+    def renamed(self, name: str) -> str:
+        """Return what a stored name is called in the live state; the first rule that matches wins."""
+        if not self._rules:
+            return name
+        for pattern, new in self._rules.values():
+            if match := pattern.fullmatch(name):
+                parts = new.split("*")
+                filled = parts[0]
+                for number, part in enumerate(parts[1:]):
+                    filled += match.groups()[number] + part
+                return filled + (match["below"] or "")
+        return name
+
+    def check(self, paths: Iterable[str]) -> None:
+        """Refuse patterns that select nothing: a misspelt one would silently load nothing.
+
+        Args:
+            paths: every path of the checkpoint.
+
+        Raises:
+            ConfigError: naming the patterns, and what there is.
+        """
+        if self.only is None and not self._rules:
+            return
+        known = list(paths)
+        idle = [f"only: {one!r}" for one in self.only or () if not any(covers((one,), path) for path in known)]
+        idle += [f"rename: {old!r}" for old, (rule, _) in self._rules.items() if not any(map(rule.fullmatch, known))]
+        if idle:
+            there = sorted(known, key=lambda path: (path.count("/"), path))[:12]
+            raise ConfigError(
+                f"nothing in the checkpoint matches {', '.join(idle)}: it holds {', '.join(there)}"
+                + (f" and {len(known) - len(there)} more" if len(known) > len(there) else "")
+            )
+
+
+def _may_match(glob: str, below: str) -> bool:
+    # Only what stands before the first wildcard can rule a container out.
+    fixed = re.split(r"[*?\[]", glob, maxsplit=1)[0]
+    return fixed.startswith(below) or below.startswith(fixed)
+
+
+def _patterns(value: str | Iterable[str], what: str) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else tuple(value)
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern:
+            raise ConfigError(f"{what}: give names or globs such as 'model' or 'optimizer/*', not {pattern!r}")
+    return tuple(pattern.rstrip("/") for pattern in patterns)
+
+
+def _compile(glob: str) -> re.Pattern[str]:
+    return re.compile("(.*)".join(re.escape(part) for part in glob.split("*")) + "(?P<below>/.*)?", re.DOTALL)

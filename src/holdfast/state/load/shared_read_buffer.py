@@ -1,0 +1,211 @@
+"""Memory that a rank shows to the other ranks of its machine while all of them read one checkpoint.
+
+Each rank writes to its own desk only and maps those of the others for reading, so no rank can spoil what another one
+works with. A desk is a memfd: no file system, no limit of /dev/shm, nothing left behind by a crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import mmap
+import os
+import secrets
+import select
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from holdfast.storage.local.local_io import address_of
+from holdfast.writer.arena import can_share_memory
+
+__all__ = ["PeerReadBuffer", "SharedReadBuffer", "can_share", "node_name", "pauses"]
+
+_PAGE = 4096
+_NAME = "holdfast-desk"
+_TOKEN_BYTES = 16
+_CONSUMED, _PUBLISHED, _GONE, _OPENED, _ENDED = range(_TOKEN_BYTES // 8, _TOKEN_BYTES // 8 + 5)
+_PAUSE_S = (50e-6, 2e-3)
+
+
+def can_share() -> bool:
+    """Tell whether this platform has what desks need."""
+    return can_share_memory() and _can_watch() and os.path.isdir("/proc/self/fd")
+
+
+@functools.cache
+def _can_watch() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except AttributeError:
+        return False
+    except OSError as error:
+        return error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES)
+    return True
+
+
+def node_name() -> str:
+    """Name this machine so that two processes name it alike only if one can open descriptors of the other."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+    except OSError:
+        return socket.gethostname()
+
+
+class SharedReadBuffer:
+    """Our own desk: how far we are, what we want, and what we have read for others.
+
+    Args:
+        wanted: one byte for each chunk of the checkpoint, not zero where this rank needs it.
+        slots_bytes: room for what we read for others.
+
+    Attributes:
+        wanted: what we want.
+        slots: that room.
+    """
+
+    def __init__(self, wanted: memoryview, slots_bytes: int) -> None:
+        start = _PAGE + -(-len(wanted) // _PAGE) * _PAGE
+        size = start + slots_bytes
+        self._token = secrets.token_hex(_TOKEN_BYTES)[:_TOKEN_BYTES]
+        self._shape = (len(wanted), start, size)
+        self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._fd, size)
+            # Of a fixed size for ever: memory that shrinks kills whoever has it mapped.
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            self._memory = mmap.mmap(self._fd, size)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        view = memoryview(self._memory)
+        view[:_TOKEN_BYTES] = self._token.encode()
+        view[_PAGE : _PAGE + len(wanted)] = wanted
+        self._words = view[:_PAGE].cast("q")
+        self.wanted = view[_PAGE : _PAGE + len(wanted)]
+        self.slots = view[start:]
+
+    def told(self) -> dict[str, Any]:
+        """Say where others find this desk."""
+        return {"pid": os.getpid(), "fd": self._fd, "token": self._token, "shape": self._shape}
+
+    @property
+    def published(self) -> int:
+        """How many blocks we have read for others."""
+        return self._words[_PUBLISHED]
+
+    def publish(self, count: int) -> None:
+        """Show that so many blocks are there."""
+        self._words[_PUBLISHED] = count
+
+    @property
+    def consumed(self) -> int:
+        """The shared block we are at: those before it are done with."""
+        return self._words[_CONSUMED]
+
+    def consume(self, number: int) -> None:
+        """Show that we are at this shared block."""
+        self._words[_CONSUMED] = number
+
+    def open_others(self) -> None:
+        """Show that we have mapped the desks of the others."""
+        self._words[_OPENED] = 1
+
+    def end(self) -> None:
+        """Show that we read for nobody any more; what others read we may still need."""
+        self._words[_ENDED] = 1
+
+    def leave(self) -> None:
+        """Show that we read for nobody any more, and need nothing."""
+        self._words[_GONE] = 1
+
+    def close(self) -> None:
+        """Give the descriptor back; others keep what they have mapped. Idempotent."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            for view in (self._words, self.wanted, self.slots):
+                view.release()
+            os.close(fd)
+            with contextlib.suppress(BufferError):  # unmapped when the last view of it goes
+                self._memory.close()
+
+
+class PeerReadBuffer:
+    """The desk of another rank, for reading.
+
+    Raises:
+        OSError, ValueError: it is not there (any more), or not the one we were told of.
+    """
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        wanted, start, size = told["shape"]
+        self._process = os.pidfd_open(told["pid"])
+        try:
+            fd = os.open(f"/proc/{told['pid']}/fd/{told['fd']}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if os.fstat(fd).st_size != size:
+                    raise ValueError("the desk of another rank has another size than it says")
+                self._memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+            finally:
+                os.close(fd)
+        except BaseException:
+            os.close(self._process)
+            raise
+        view = memoryview(self._memory)
+        if bytes(view[:_TOKEN_BYTES]) != told["token"].encode():
+            self.close()
+            raise ValueError("this is not the desk that another rank told of")
+        self._words = view[:_PAGE].cast("q")
+        self.wanted = view[_PAGE : _PAGE + wanted]
+        self.slots = view[start:]
+        self.address = address_of(self.slots) if len(self.slots) else 0
+
+    @property
+    def published(self) -> int:
+        """How many blocks that rank has read for others; they stay readable whatever becomes of it."""
+        return self._words[_PUBLISHED]
+
+    @property
+    def consumed(self) -> int:
+        """The shared block that rank is at."""
+        return self._words[_CONSUMED]
+
+    @property
+    def has_opened(self) -> bool:
+        """Whether that rank has mapped the desks of the others."""
+        return bool(self._words[_OPENED])
+
+    @property
+    def ended(self) -> bool:
+        """Whether that rank reads for nobody any more; it may still copy what others read."""
+        return bool(self._words[_ENDED]) or self.gone
+
+    @property
+    def gone(self) -> bool:
+        """Whether that rank reads and copies no more: it has left, or its process has ended."""
+        if self._words[_GONE] or self._process < 0:
+            return True
+        poll = select.poll()  # one for each call: two threads that read may not ask the same one at once
+        poll.register(self._process, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Let go of it; idempotent."""
+        if self._process >= 0:
+            os.close(self._process)
+            self._process = -1
+
+
+def pauses() -> Iterator[None]:
+    """Yield after ever longer pauses, the first of which is none."""
+    pause_s = _PAUSE_S[0]
+    yield
+    while True:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _PAUSE_S[1])
+        yield

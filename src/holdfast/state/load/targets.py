@@ -1,0 +1,189 @@
+"""Which stored tensor is read into which memory. Linear and lean: 100 000 tensors are an ordinary case."""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast.errors import CorruptCheckpointError
+from holdfast.format.boxes import Box
+from holdfast.format.index import Piece, TensorEntry
+from holdfast.format.pieces import Pieces
+
+from ..tree import arrays
+from ..tree.cuts import Cuts
+from ..tree.sharded import is_spread, local_parts, local_tensor
+from .reader import ReadRequest
+from .spans import spans
+from .stored import Stored
+
+__all__ = ["Targets", "box_of"]
+
+
+class Targets:
+    """Collects read requests for one load.
+
+    Args:
+        stored: the checkpoint.
+        cast: floating dtype that floating tensors may be read into; None allows no cast.
+    """
+
+    def __init__(self, stored: Stored, cast: torch.dtype | None = None) -> None:
+        self.stored, self._cast = stored, cast
+        self.requests: list[ReadRequest] = []
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._complete: set[str] = set()  # tensors whose boxes were found to make them up
+        self._cuts: dict[tuple[object, ...], Cuts] = {}
+        # By address: tied live tensors are one memory, which is read once.
+        self._at: dict[int, list[tuple[torch.Tensor, str]]] = {}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the torch dtype of a stored name."""
+        found = self._dtypes.get(name)
+        if found is None:
+            found = self._dtypes[name] = arrays.dtype_of(name)
+        return found
+
+    def add(self, name: str, live: torch.Tensor) -> str | None:
+        """Read stored tensor ``name`` into ``live``; returns why the two do not fit, None if they do.
+
+        Of a tensor that is spread over ranks what this rank holds is read; shapes are those of the whole.
+        """
+        entry = self.stored.entries.get(name) or self.stored.entry(name)
+        dtype = self._dtypes.get(entry.dtype) or self.dtype(entry.dtype)
+        if live.shape != entry.shape:
+            return f"shape {tuple(live.shape)} in the state, {tuple(entry.shape)} in the checkpoint"
+        if live.dtype is not dtype:
+            castable = self._cast is not None and dtype.is_floating_point and live.dtype.is_floating_point
+            if not castable:
+                return f"{arrays.dtype_name(live.dtype)} in the state, {entry.dtype} in the checkpoint"
+        spread = is_spread(live)
+        home = local_tensor(live) if spread else live
+        if home.is_meta:  # not of ``live``: a ShardedTensor with several shards here cannot be asked
+            return "it is on the meta device in the state: give it memory first"
+        address = home.data_ptr()
+        if address:
+            there = self._at.get(address)
+            if there is None:
+                self._at[address] = [(home, entry.name)]
+            else:
+                for other, source in there:
+                    if _same_memory(home, other):
+                        if source == entry.name or source in self.stored.own:
+                            return None
+                        if entry.name in self.stored.own:
+                            self._withdraw(source, other)
+                            there[:] = [pair for pair in there if pair[0] is not other]
+                            break
+                        return f"tied in the state to what is stored as {source!r}, but stored apart in the checkpoint"
+                there.append((home, entry.name))
+        if spread:
+            self._boxes(entry, dtype, local_parts(live))
+        else:
+            self._request(entry, dtype, live)
+        return None
+
+    def _withdraw(self, name: str, target: torch.Tensor) -> None:
+        """Do not read ``name`` into ``target``: this rank stored a value of its own for that memory."""
+        memory = target.untyped_storage().data_ptr()
+        self.requests = [
+            one for one in self.requests if one.name != name or one.target.untyped_storage().data_ptr() != memory
+        ]
+
+    def append(self, name: str, target: torch.Tensor) -> None:
+        """Read stored tensor ``name`` into memory that is known to fit."""
+        entry = self.stored.entry(name)
+        self._request(entry, self.dtype(entry.dtype), target)
+
+    def _request(self, entry: TensorEntry, dtype: torch.dtype, target: torch.Tensor) -> None:
+        name, stored_dtype, shape, pieces = entry
+        if len(pieces) != 1 or pieces[0].box_start is not None:
+            self._boxes(entry, dtype, [(_whole(shape), target)])
+            return
+        file, offset, nbytes, _, _ = pieces[0]
+        if nbytes != target.numel() * dtype.itemsize:
+            raise CorruptCheckpointError(
+                f"tensor {name!r}: its bytes do not make {stored_dtype} {list(shape)}: this checkpoint is damaged; use "
+                "another one",
+                file=file,
+                tensor=name,
+            )
+        self.requests.append(ReadRequest(name, file, offset, nbytes, dtype, target))
+
+    def _boxes(self, entry: TensorEntry, dtype: torch.dtype, parts: list[tuple[Box, torch.Tensor]]) -> None:
+        """Read boxes of a tensor, each into memory of its own, from stored boxes that may be others."""
+        cuts = self._cuts_of(entry)
+        if not self.stored.is_complete and not all(cuts.make_up(wanted) for wanted, _ in parts):
+            self.stored.complete()
+            entry = self.stored.entry(entry.name)
+            cuts = self._cuts_of(entry)
+        if entry.name not in self._complete:
+            problem = _wrong_sizes(entry, cuts, dtype)
+            if not problem and self.stored.is_complete:
+                problem = cuts.problem
+            if problem:
+                raise CorruptCheckpointError(
+                    f"tensor {entry.name!r}: {problem}: this checkpoint is damaged; use another one",
+                    file=entry.pieces[0].file if entry.pieces else None,
+                    tensor=entry.name,
+                )
+            if self.stored.is_complete:
+                self._complete.add(entry.name)
+        for wanted, target in parts:
+            for number, common in cuts.overlaps(wanted):
+                piece, box = entry.pieces[number], cuts.box(number)
+                self.requests.extend(spans(entry.name, piece, box, common, _within(target, wanted, common), dtype))
+
+    def _cuts_of(self, entry: TensorEntry) -> Cuts:
+        # By identity: boxes that are alike are one object, and to compare a million of them takes seconds.
+        shape, pieces = entry.shape, entry.pieces
+        key: tuple[object, ...]
+        if isinstance(pieces, Pieces):
+            key = shape, id(pieces.boxes)  # the entries keep these alive
+        else:
+            key = shape, *[id(piece[3]) for piece in pieces], *[id(piece[4]) for piece in pieces]
+        found = self._cuts.get(key)
+        if found is None:
+            if isinstance(pieces, Pieces):
+                found = Cuts(shape, pieces.boxes)
+            else:
+                found = Cuts.of(shape, [box_of(piece, shape) for piece in pieces])
+            self._cuts[key] = found
+        return found
+
+
+def _wrong_sizes(entry: TensorEntry, cuts: Cuts, dtype: torch.dtype) -> str | None:
+    """Return why the bytes of some piece do not make its box; None if all do."""
+    pieces, width = entry.pieces, dtype.itemsize
+    if isinstance(pieces, Pieces):
+        wrong = pieces.nbytes != cuts.counts_array * width
+        short = wrong.nonzero()[0].tolist() if wrong.any() else []
+    else:
+        short = [at for at, piece in enumerate(pieces) if piece[2] != cuts.counts[at] * width]
+    return f"its bytes do not make {entry.dtype} {list(cuts.box(short[0]).shape)}" if short else None
+
+
+def _whole(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def box_of(piece: Piece, shape: tuple[int, ...]) -> Box:
+    """Return the part of a tensor of ``shape`` that a piece is."""
+    start, size = piece.box_start, piece.box_shape
+    return _whole(shape) if start is None or size is None else Box(start, size)
+
+
+def _within(target: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
+    """Return the view of ``target``, the memory of ``box``, that is the memory of ``part``."""
+    for dim, (start, size) in enumerate(zip(part.start, part.shape, strict=True)):
+        if box.shape[dim] != size:
+            target = target.narrow(dim, start - box.start[dim], size)
+    return target
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.device == other.device
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )

@@ -1,0 +1,192 @@
+"""Copy live tensors into the arena: the only part of a save that training waits for.
+
+Copies are plain ``memmove`` calls of our own: large ones in chunks shared with one helper thread, small ones in a
+loop. torch's parallel copies are avoided on purpose: they collapse when another core is busy (measured: 0.77 s
+against 0.10 s for 1.4 GiB).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from holdfast.writer.serial_executor import SerialExecutor
+
+from ..memory import move, move_small
+from .plan import FileLayout, Layout
+
+__all__ = ["copy_window", "stage"]
+
+_CHUNK = 8 << 20  # large copies are handed out in pieces of this size
+_SHARE = 32 << 20  # below this a second thread costs more than it brings
+_SMALL = 64 << 10  # up to this size the GIL is kept
+_TELL = 96 << 20  # whoever follows the copying hears of it this often
+_NOWHERE = 1 << 64
+
+_helper: SerialExecutor | None = None
+_helper_lock = threading.Lock()
+
+
+def stage(
+    layout: Layout,
+    tensors: Sequence[torch.Tensor],
+    address: int,
+    view: memoryview,
+    *,
+    fresh_fd: int | None = None,
+    filled: Callable[[int], None] | None = None,
+) -> None:
+    """Copy every tensor to its place in an arena that holds the whole layout; done when this returns.
+
+    Args:
+        layout: where each tensor goes.
+        tensors: the live tensors, in the order of the layout; CPU tensors only (`cuda` takes the others).
+        address: address of the arena.
+        view: the arena's memory.
+        fresh_fd: file descriptor of an arena whose pages do not exist yet. One thread writes to it, which makes pages
+            without a fault for each; the other copies to the mapping, since two writers would wait for each other at
+            the inode's lock (measured for 1.4 GiB: 1.9 to 3.6 s for two writers, 1.2 for two copies, 1.0 for one each).
+        filled: told from time to time how many bytes of the arena are complete; not told of the end.
+    """
+    large: deque[tuple[int, int, int]] = deque()
+    total = 0
+    for tensor, offset, size in zip(tensors, layout.offsets, layout.sizes, strict=True):
+        if offset < 0 or not size:
+            continue  # an alias of a tensor that is copied, or nothing to copy
+        if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            arena_tensor(view, offset, size, tensor).copy_(tensor.detach())
+        elif size <= _SMALL:
+            move_small(address + offset, tensor.data_ptr(), size)
+        else:
+            total += size
+            source, target = tensor.data_ptr(), address + offset
+            for start in range(0, size, _CHUNK):
+                large.append((target + start, source + start, min(_CHUNK, size - start)))
+    copy = move if fresh_fd is None else partial(_write, fresh_fd, address)
+    if filled is not None:
+        large = deque(sorted(large))
+    queue = _Copies(large, address, filled)
+    if total >= _SHARE:
+        # Both threads take from one queue, so a helper that gets no core delays nothing but its last piece.
+        shared = _pool().run(partial(queue.drain, 1, move))
+        try:
+            queue.drain(0, copy)
+        except BaseException:
+            # A Ctrl-C, say: nothing may touch the arena any more once the caller has it back.
+            queue.clear()
+            shared.exception()
+            raise
+        shared.result()
+    else:
+        queue.drain(0, copy)
+
+
+def arena_tensor(view: memoryview, offset: int, size: int, like: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor over arena bytes with the dtype and shape of ``like``."""
+    flat = torch.frombuffer(view, dtype=torch.uint8, count=size, offset=offset)
+    return flat.view(like.dtype).view(like.shape)
+
+
+def copy_window(
+    layout: Layout, file: FileLayout, tensors: Sequence[torch.Tensor], *, start: int, size: int, address: int
+) -> None:
+    """Copy bytes ``start : start + size`` of one file into a window of a small arena (bounded-memory mode).
+
+    Args:
+        layout: where each tensor goes.
+        file: the file whose bytes are wanted.
+        tensors: the live tensors, in the order of the layout.
+        start: first byte within the file.
+        size: number of bytes, up to the padded end of the file.
+        address: address the first byte goes to.
+    """
+    if (end := file.size - start) < size:
+        ctypes.memset(address + end, 0, size - end)  # the padding of the last block
+    for source, first, nbytes in file.segments_between(start, start + size):
+        low, high = max(first, start), min(first + nbytes, start + size)
+        if isinstance(source, bytes):
+            ctypes.memmove(address + low - start, source[low - first : high - first], high - low)
+            continue
+        tensor = tensors[source].detach()
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            # Only the part that belongs to the window is made contiguous, whatever the size of the tensor.
+            width = tensor.element_size()
+            flat = _elements(tensor, (low - first) // width, -(-(high - first) // width))
+            skip = (low - first) % width
+            move(address + low - start, flat.data_ptr() + skip, high - low)
+        else:
+            move(address + low - start, tensor.data_ptr() + low - first, high - low)
+
+
+def _elements(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return elements ``start:stop`` of a tensor in row-major order as a contiguous CPU tensor."""
+    if tensor.dim() == 0:
+        return tensor.resolve_conj().resolve_neg().cpu().reshape(1)
+    row = max(1, tensor[0].numel()) if tensor.shape[0] else 1
+    rows = tensor[start // row : -(-stop // row)].resolve_conj().resolve_neg()
+    return rows.contiguous().cpu().reshape(-1)[start - start // row * row :]
+
+
+class _Copies:
+    """Large copies that two threads take in order; knows up to where all of them are done."""
+
+    def __init__(
+        self,
+        work: deque[tuple[int, int, int]],
+        address: int,
+        filled: Callable[[int], None] | None,
+    ) -> None:
+        self._work, self._address, self._filled = work, address, filled
+        self._lock = threading.Lock()
+        self._current = [_NOWHERE, _NOWHERE]  # where each thread is copying
+        self._told = address
+
+    def drain(self, thread: int, copy: Callable[[int, int, int], None]) -> None:
+        """Copy until nothing is left; thread 0 tells how far all is done."""
+        while True:
+            with self._lock:
+                if not self._work:
+                    self._current[thread] = _NOWHERE
+                    return
+                target, source, size = self._work.popleft()
+                self._current[thread] = target
+                done = min(self._current)
+            if self._filled is not None and thread == 0 and done - self._told >= _TELL:
+                self._told = done
+                self._filled(done - self._address)
+            copy(target, source, size)
+
+    def clear(self) -> None:
+        """Give up what is left."""
+        with self._lock:
+            self._work.clear()
+
+
+def _write(fd: int, base: int, target: int, source: int, size: int) -> None:
+    view = memoryview((ctypes.c_char * size).from_address(source)).cast("B")
+    done = 0
+    while done < size:
+        done += os.pwrite(fd, view[done:], target - base + done)
+
+
+def _pool() -> SerialExecutor:
+    global _helper
+    with _helper_lock:
+        if _helper is None:
+            _helper = SerialExecutor("holdfast-copy")
+        return _helper
+
+
+def _forget_helper() -> None:
+    """Drop the helper after a fork: its thread does not exist in the child."""
+    global _helper, _helper_lock
+    _helper, _helper_lock = None, threading.Lock()  # another thread may have held it
+
+
+os.register_at_fork(after_in_child=_forget_helper)

@@ -1,0 +1,291 @@
+"""Write torch's own file format (``torch.save``) in one pass, without holding the tensors and without pickling objects.
+
+The file is a zip of stored records: ``data.pkl`` with the structure, in which a tensor is a reference to a record
+``data/<number>``, then those records, each aligned to 64 bytes so that ``torch.load(mmap=True)`` can map it. Sizes are
+known before the first tensor is read; only the checksums are not, and these stand behind the data (the "data
+descriptor" of the zip format) and in the directory at the end.
+"""
+
+from __future__ import annotations
+
+import _codecs
+import io
+import pickle
+import struct
+import zlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.errors import UnsupportedStateError
+
+from ..tree import arrays
+
+__all__ = ["Late", "TorchFileWriter", "tensor_bytes"]
+
+_ALIGNMENT = 64  # what torch uses
+_WINDOW = 8 << 20
+_BIG = 0xFFFFFFFF  # sizes and offsets from here on are written in 64 bits
+_FLAGS = 0x0808  # checksum and sizes follow the data; names are UTF-8
+_DATE = (1 << 5) | 1  # 1980-01-01: equal states make equal files
+
+Bytes = bytes | bytearray | memoryview
+Sink = Callable[[memoryview], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Late:
+    """A record whose content is asked for when everything before it has been written.
+
+    Attributes:
+        size: its bytes.
+        make: gives them.
+    """
+
+    size: int
+    make: Callable[[], bytes]
+
+
+@dataclass(slots=True)
+class _Record:
+    name: str
+    size: int
+    data: bytes | Late | None  # None: the next tensor
+    offset: int = 0  # of its header
+    header: bytes = b""
+    checksum: int = 0
+
+    @property
+    def is_big(self) -> bool:
+        return self.size >= _BIG
+
+    @property
+    def end(self) -> int:
+        return self.offset + len(self.header) + self.size + (24 if self.is_big else 16)
+
+
+class TorchFileWriter:
+    """One file for ``torch.load``, with ``weights_only=True`` too.
+
+    Args:
+        value: what ``torch.load`` shall give: dicts, lists, tuples, text, numbers, None, tensors and what else the
+            weights-only reader takes (see `torch_plain.to_plain` for everything else). Tensors may be on any device,
+            "meta" as well: their bytes are asked for in `write`. Tensors that are the same memory stay tied.
+        records: further records, which ``torch.load`` ignores; written after the tensors, in this order.
+
+    Attributes:
+        size: bytes of the whole file.
+        tensors: the tensors in the order of the file, each memory once.
+
+    Raises:
+        UnsupportedStateError: ``value`` holds what the weights-only reader would refuse.
+
+    Example:
+        >>> writer = TorchFileWriter({"weight": torch.arange(3.0), "step": 7}, records={"note": b"mine"})
+        >>> file = io.BytesIO()
+        >>> writer.write(file.write)
+        >>> len(file.getvalue()) == writer.size
+        True
+        >>> torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        {'weight': tensor([0., 1., 2.]), 'step': 7}
+    """
+
+    def __init__(self, value: Any, *, records: Mapping[str, bytes | Late] | None = None) -> None:
+        structure = io.BytesIO()
+        pickler = _Pickler(structure)
+        pickler.dump(value)
+        self.tensors: list[torch.Tensor] = pickler.tensors
+        body = structure.getvalue()
+        self._records = [_Record("data.pkl", len(body), body), _Record("byteorder", 6, b"little")]
+        for number, tensor in enumerate(self.tensors):
+            self._records.append(_Record(f"data/{number}", tensor.numel() * tensor.itemsize, None))
+        for name, content in (records or {}).items():
+            size = content.size if isinstance(content, Late) else len(content)
+            self._records.append(_Record(name, size, content))
+        self._records.append(_Record("version", 2, b"3\n"))
+        offset = 0
+        for record in self._records:
+            record.offset, record.header = offset, _header(record, offset)
+            offset = record.end
+        self.size = offset + len(self._directory(offset))
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where in the file the bytes of each of `tensors` begin."""
+        return [record.offset + len(record.header) for record in self._records if record.data is None]
+
+    def write(self, sink: Sink, data: Iterable[Iterable[Bytes]] | None = None) -> None:
+        """Write the file.
+
+        Args:
+            sink: called with one part after the other.
+            data: for each of `tensors` its bytes in any number of parts (elements in row-major order, little endian);
+                None takes them from the tensors.
+
+        Raises:
+            ValueError: other than the expected number of bytes came.
+        """
+        contents = iter(map(tensor_bytes, self.tensors) if data is None else data)
+        for record in self._records:
+            sink(memoryview(record.header))
+            if record.data is None:
+                parts: Iterable[Bytes] = next(contents)
+            else:
+                parts = (record.data.make() if isinstance(record.data, Late) else record.data,)
+            checksum = count = 0
+            for part in parts:
+                view = memoryview(part).cast("B") if len(part) else memoryview(b"")
+                checksum, count = zlib.crc32(view, checksum), count + len(view)
+                sink(view)
+            if count != record.size:
+                raise ValueError(f"the record {record.name} got {count} bytes, {record.size} were announced")
+            record.checksum = checksum
+            sizes = "<QQ" if record.is_big else "<II"
+            sink(memoryview(b"PK\x07\x08" + struct.pack("<I", checksum) + struct.pack(sizes, count, count)))
+        sink(memoryview(self._directory(self._records[-1].end)))
+
+    def _directory(self, start: int) -> bytes:
+        """Return the end of the file: one entry for each record, and where they begin."""
+        entries = b"".join(map(_entry, self._records))
+        count, size = len(self._records), len(entries)
+        end = b""
+        if count >= 0xFFFF or start >= _BIG or size >= _BIG:
+            end += struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, size, start)
+            end += struct.pack("<IIQI", 0x07064B50, 0, start + size, 1)
+        short = min(count, 0xFFFF)
+        end += struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, short, short, min(size, _BIG), min(start, _BIG), 0)
+        return entries + end
+
+
+def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the elements of a tensor in row-major order; holds at most 8 MiB beside it, for any device and strides."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if not tensor.numel():
+        return
+    if tensor.is_contiguous() and tensor.is_cpu:
+        yield _view(tensor)
+        return
+    if tensor.dim() == 0 or tensor.numel() * tensor.itemsize <= _WINDOW:
+        yield _view(tensor.cpu().contiguous())
+        return
+    rows = max(1, _WINDOW * tensor.shape[0] // (tensor.numel() * tensor.itemsize))
+    for start in range(0, len(tensor), rows):
+        # One row at a time goes deeper by a dimension, so that this ends.
+        yield from tensor_bytes(tensor[start] if rows == 1 else tensor[start : start + rows])
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _name(record: _Record) -> bytes:
+    return f"archive/{record.name}".encode()
+
+
+def _header(record: _Record, offset: int) -> bytes:
+    name = _name(record)
+    extra = struct.pack("<HHQQ", 1, 16, 0, 0) if record.is_big else b""
+    # Padding is a field of its own, of four bytes at least; torch calls it "FB", too.
+    padding = -(offset + 30 + len(name) + len(extra) + 4) % _ALIGNMENT
+    extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    size = _BIG if record.is_big else 0
+    version = 45 if record.is_big else 20
+    fixed = struct.pack("<IHHHHHIIIHH", 0x04034B50, version, _FLAGS, 0, 0, _DATE, 0, size, size, len(name), len(extra))
+    return fixed + name + extra
+
+
+def _entry(record: _Record) -> bytes:
+    name = _name(record)
+    size, offset = min(record.size, _BIG), min(record.offset, _BIG)
+    wide = struct.pack("<QQ", record.size, record.size) if record.is_big else b""
+    wide += struct.pack("<Q", record.offset) if record.offset >= _BIG else b""
+    extra = struct.pack("<HH", 1, len(wide)) + wide if wide else b""
+    version = 45 if wide else 20
+    fixed = struct.pack("<IHHHHHHIIIHHHHHII", 0x02014B50, version, version, _FLAGS, 0, 0, _DATE, record.checksum, size,
+                        size, len(name), len(extra), 0, 0, 0, 0, offset)  # fmt: skip
+    return fixed + name + extra
+
+
+class _Storage:
+    """Stands for a tensor's memory in the structure."""
+
+    __slots__ = ("kind", "number", "numel")
+
+    def __init__(self, kind: Any, number: int, numel: int) -> None:
+        self.kind, self.number, self.numel = kind, number, numel
+
+
+_ALLOWED = (torch.Size, torch.dtype, torch.device, OrderedDict, Counter, set, bytearray, complex, bytes)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes the structure, and nothing that needs a class of anybody to be read."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)  # the one that the weights-only reader knows
+        self.tensors: list[torch.Tensor] = []
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._new_dtypes = frozenset(torch.storage._new_dtypes())
+        self._kinds = torch.storage._dtype_to_storage_type_map()
+        # Functions of torch that the reader knows; others are refused by `reducer_override`.
+        self._functions = (
+            torch._utils._rebuild_tensor_v2,
+            torch._utils._rebuild_tensor_v3,
+            torch._utils._rebuild_parameter,
+            *(getattr(torch, name) for name in self._kinds.values()),
+            torch.storage.UntypedStorage,
+            _codecs.encode,  # how bytes are written in this protocol
+        )
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, _Storage):
+            return ("storage", obj.kind, str(obj.number), "cpu", obj.numel)
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            return self._tensor(obj)
+        if type(obj) in _ALLOWED or any(obj is one for one in (*_ALLOWED, *self._functions)):
+            return NotImplemented
+        name = obj.__qualname__ if isinstance(obj, type) or callable(obj) else type(obj).__name__
+        raise UnsupportedStateError(
+            f"a value of type {name} cannot be in a file for torch.load(weights_only=True): give plain "
+            "data, or encode it with holdfast.state.save.torch_plain.to_plain"
+        )
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch._utils._rebuild_parameter, (tensor.detach(), tensor.requires_grad, OrderedDict())
+        if not tensor.is_meta:
+            arrays.check_tensor(tensor, "the file")
+        number = self._number(tensor)
+        shape = tuple(tensor.shape)
+        stride = _row_major(shape)
+        tail: tuple[Any, ...]
+        if tensor.dtype in self._new_dtypes:
+            kind, numel, tail = torch.storage.UntypedStorage, tensor.numel() * tensor.itemsize, (tensor.dtype,)
+            make: Any = torch._utils._rebuild_tensor_v3
+        else:
+            kind, numel, tail = getattr(torch, self._kinds[tensor.dtype]), tensor.numel(), ()
+            make = torch._utils._rebuild_tensor_v2
+        return make, (_Storage(kind, number, numel), 0, shape, stride, tensor.requires_grad, OrderedDict(), *tail)
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        memory = tensor.untyped_storage()._cdata
+        as_read = (tensor.is_conj(), tensor.is_neg())
+        key = (memory, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride(), as_read)
+        number = self._numbers.setdefault(key, len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(tensor)
+        return number
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

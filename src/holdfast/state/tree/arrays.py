@@ -1,0 +1,154 @@
+"""What torch and NumPy values look like in a stored tree: dtypes, devices, arrays, metrics, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from holdfast.errors import CorruptCheckpointError, UnsupportedStateError
+
+__all__ = [
+    "all_dense",
+    "array_from_tensor",
+    "array_to_tensor",
+    "check_tensor",
+    "decode_torch_value",
+    "dtype_name",
+    "dtype_of",
+    "encode_torch_value",
+    "is_array",
+    "is_dense",
+]
+
+_DENSE = (torch.Tensor, torch.nn.Parameter)
+_NO_NUMPY_BYTES = "OV"  # object and structured arrays: no bytes of their own, or no stable layout
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``"float32"`` for ``torch.float32``."""
+    return str(dtype)[6:]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the torch dtype of a stored name.
+
+    Raises:
+        CorruptCheckpointError: this torch has no such dtype.
+    """
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CorruptCheckpointError(f"this torch ({torch.__version__}) knows no dtype {name!r}: a newer one may")
+    return found
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is one block of elements (strided, with memory, no subclass)."""
+    return all_dense((tensor,))
+
+
+def all_dense(tensors: Iterable[torch.Tensor]) -> bool:
+    """Tell whether `is_dense` is true of all: without a call for each, of which a state has thousands."""
+    strided = torch.strided
+    for one in tensors:
+        if type(one) not in _DENSE or one.layout is not strided or one.is_meta or one.is_quantized:
+            return False
+    return True
+
+
+def check_tensor(tensor: torch.Tensor, path: str) -> None:
+    """Refuse tensors whose bytes cannot be stored as they are, saying what to do instead."""
+    if is_dense(tensor):
+        return
+    if torch.nn.parameter.is_lazy(tensor):
+        advice = "run one batch through the lazy module first, so that it gets its shape"
+    elif tensor.layout is not torch.strided:
+        advice = f"it is sparse ({tensor.layout}): save tensor.to_dense(), or its indices and values"
+    elif tensor.is_meta:
+        advice = "it is on the meta device and has no data: materialise the model first (to_empty, load)"
+    elif tensor.is_quantized:
+        advice = "it is quantized: save tensor.int_repr() with its scale and zero point"
+    else:
+        advice = "save a plain tensor made from it, or give the object that owns it a state_dict()"
+    raise UnsupportedStateError(f"{path}: {type(tensor).__name__} cannot be saved: {advice}")
+
+
+def encode_torch_value(value: Any) -> dict[str, Any] | None:
+    """Encode torch's plain values (dtype, device, Size, Generator); None for anything else."""
+    if isinstance(value, torch.dtype):
+        return {"$": "torch", "t": "dtype", "v": dtype_name(value)}
+    if isinstance(value, torch.device):
+        return {"$": "torch", "t": "device", "v": str(value)}
+    if isinstance(value, torch.Size):
+        return {"$": "torch", "t": "size", "v": list(value)}
+    if isinstance(value, torch.Generator):
+        state = value.get_state().cpu().numpy().tobytes().hex()
+        return {"$": "torch", "t": "generator", "d": str(value.device), "v": state}
+    return None
+
+
+def decode_torch_value(node: dict[str, Any]) -> Any:
+    """Rebuild what `encode_torch_value` encoded."""
+    kind, value = node.get("t"), node.get("v")
+    try:
+        if kind == "dtype":
+            return dtype_of(str(value))
+        if kind == "device":
+            return torch.device(str(value))
+        if kind == "size":
+            return torch.Size(value)  # type: ignore[arg-type]
+        if kind == "generator":
+            device = torch.device(node["d"])
+            if device.type != "cpu" and not torch.get_device_module(device).is_available():
+                device = torch.device("cpu")
+            generator = torch.Generator(device=device)
+            state = torch.frombuffer(bytearray.fromhex(str(value)), dtype=torch.uint8)
+            if generator.device == torch.device(node["d"]):
+                generator.set_state(state)
+            return generator
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CorruptCheckpointError(f"a stored torch {kind} cannot be rebuilt: {error}") from error
+    raise CorruptCheckpointError(f"unknown torch value {kind!r} in a stored tree")
+
+
+def is_array(value: Any) -> bool:
+    """Tell whether ``value`` is a NumPy array, without importing NumPy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def array_to_tensor(array: Any, path: str) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return a tensor over the array's memory, and what is needed to make the same array again."""
+    import numpy as np
+
+    if type(array) is not np.ndarray:
+        raise UnsupportedStateError(f"{path}: {type(array).__name__} is a subclass of ndarray: save np.asarray(it)")
+    if array.dtype.kind in _NO_NUMPY_BYTES or array.dtype.hasobject:
+        raise UnsupportedStateError(
+            f"{path}: an array of {array.dtype} cannot be saved: use one array for each field, or a list"
+        )
+    flat = np.ascontiguousarray(array)
+    if not flat.flags.writeable:
+        flat = flat.copy()
+    extra = {"dt": array.dtype.str, "sh": list(array.shape)}
+    if flat.nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8), extra
+    try:
+        return torch.from_numpy(flat.reshape(array.shape)), extra
+    except (TypeError, ValueError):  # a dtype torch lacks (dates, text, foreign byte order): its bytes
+        return torch.from_numpy(flat.reshape(-1).view(np.uint8)), extra
+
+
+def array_from_tensor(tensor: torch.Tensor, node: Mapping[str, Any]) -> Any:
+    """Rebuild the array that `array_to_tensor` took apart."""
+    import numpy as np
+
+    try:
+        dtype = np.dtype(node["dt"])
+        if dtype.hasobject:
+            raise CorruptCheckpointError("a stored array claims to hold Python objects: refused")
+        return tensor.reshape(-1).numpy().view(dtype).reshape([int(size) for size in node["sh"]])
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise CorruptCheckpointError(f"a stored array cannot be rebuilt: {error}") from error

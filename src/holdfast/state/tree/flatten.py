@@ -1,0 +1,428 @@
+"""Take a state apart: its tensors by name, and a tree of typed JSON for everything else.
+
+Nothing is copied here. The tensors are the live ones; `staging` copies them. Plain data is encoded at once, so the
+tree is a snapshot of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.errors import UnsupportedStateError
+from holdfast.format.codec import MAX_NESTING, encode
+from holdfast.format.scalars import is_text
+
+from . import arrays, metrics, optimizers, rng, sharded
+from .groups import parallel_group
+from .in_order import ask_in_order, state_of
+from .names import Modules, canonical_keys, parameter_names, stored_parameters, unwrap
+from .row_dictionaries import take_rows
+from .values import Attrs, PerRank
+
+__all__ = ["Flat", "flatten"]
+
+_PLAIN = frozenset({int, str, bool, type(None)})
+_TEXT = frozenset({str})
+_OF_RANK = re.compile(r"@\d+(?=[/~]|$)")  # where the name of a tensor says whose it is
+# One step of a path as the codec spells it: ['key'], [3] or .field.
+_STEP = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\]]*)\]|\.(\w+)""")
+
+
+@dataclass(slots=True)
+class Flat:
+    """A state taken apart.
+
+    Attributes:
+        tree: typed JSON of the structure and the plain data.
+        names: name of each tensor, in order of discovery; unique.
+        tensors: the live tensors, in the same order.
+        files: for each tensor the group of files it belongs to: the top-level key, or "" for loose tensors.
+        frozen: positions of tensors that are known not to train.
+        optimized: names of parameters, and of the state an optimizer keeps for them: these change in its step only.
+        per_rank: key -> tree of what each rank stores for itself.
+        own: positions of tensors that each rank stores for itself.
+        regions: position -> what part of a tensor lies there, for tensors that are spread over ranks. One that a rank
+            holds several boxes of has several positions, with one name.
+        replicated: positions of tensors that all ranks hold alike; found only when asked for.
+        loose: positions of tensors in plain containers, of which one rank stores its own; found only when asked for.
+        groups: ranks of the meshes and process groups of the state; found only when asked for.
+        dropped: paths left out because of ``unsupported="drop"``.
+    """
+
+    tree: Any = None
+    names: list[str] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    frozen: set[int] = field(default_factory=set)
+    optimized: set[str] = field(default_factory=set)
+    per_rank: dict[str, Any] = field(default_factory=dict)
+    own: list[int] = field(default_factory=list)
+    regions: dict[int, sharded.Region] = field(default_factory=dict)
+    replicated: list[int] = field(default_factory=list)
+    loose: list[int] = field(default_factory=list)
+    groups: set[tuple[int, ...]] = field(default_factory=set)
+    dropped: list[str] = field(default_factory=list)
+
+
+def flatten(state: Mapping[Any, Any], *, unsupported: str = "raise", rank: int = 0, shared: bool = False) -> Flat:
+    """Take ``state`` apart.
+
+    Args:
+        state: what to take apart.
+        unsupported: "raise" or "drop".
+        rank: this rank.
+        shared: several ranks save this state together: find out what is replicated.
+
+    Raises:
+        UnsupportedStateError: a value is of no supported kind; the message names its path, its type and what to do.
+    """
+    if not isinstance(state, Mapping):
+        raise UnsupportedStateError(
+            f"a state is a mapping {{name: value}}, not {type(state).__name__}: wrap it, as in {{'model': model}}"
+        )
+    modules: Modules = {}  # kept, because it takes long to go through them
+    walker = _Walker(parameter_names(state, modules), modules, drop=unsupported == "drop", rank=rank, shared=shared)
+    if shared:
+        walker.asked = ask_in_order(state)
+    walker.flat.tree = walker.mapping(state if isinstance(state, dict) else dict(state), "", "")
+    if shared:
+        if walker.flat.per_rank:
+            _check_names(walker.flat)
+        walker.settle_replicated()
+    return walker.flat
+
+
+class _Walker:
+    def __init__(self, names: dict[int, str], modules: Modules, *, drop: bool, rank: int, shared: bool) -> None:
+        self.flat = Flat()
+        self.parameter_names, self.modules = names, modules
+        self.drop, self.rank, self.shared = drop, rank, shared
+        self.known = frozenset(names.values()) if shared else frozenset()
+        self.file = ""
+        self.taken: set[str] = set()
+        self.active: set[int] = set()  # ids of the containers around the current value
+        self.spread = sharded.spread_types()
+        self.listed = frozenset({torch.Tensor, *self.spread})
+        self.regions = sharded.Regions()
+        self.owned = False  # within a value that each rank stores for itself
+        self.asked: dict[str, tuple[Any, Any]] = {}  # objects by name, with what their `state_dict` gave
+        self.inner: list[range] = []  # positions of what objects hold
+
+    # -- containers and objects
+
+    def mapping(self, value: Mapping[Any, Any], name: str, path: str) -> Any:
+        """Encode a dict; its own fast paths, because a state may hold 100 000 entries."""
+        kind = type(value)
+        if kind in (dict, OrderedDict) and _TEXT.issuperset(map(type, value)) and is_text("".join(value)):
+            if value and self.listed.issuperset(map(type, value.values())):
+                return self._all_tensors(value, name, path, ordered=kind is OrderedDict)
+            if kind is OrderedDict:
+                return {"$": "odict", "v": [[key, item] for key, item in self._items(value, name, path).items()]}
+            if "$" not in value:
+                return self._rows(value, name) or self._items(value, name, path)
+        return self._encode(value, name, path)
+
+    def _items(self, value: Mapping[str, Any], name: str, path: str) -> dict[str, Any]:
+        tree = {}
+        top = not name
+        with self._inside(value, path):
+            for key, item in value.items():
+                if type(item) in _PLAIN and (type(item) is not str or item.isascii()):
+                    tree[key] = item
+                    continue
+                if top:
+                    self.file = "" if isinstance(item, torch.Tensor) else key
+                try:
+                    tree[key] = self.value(item, f"{name}/{key}" if name else key, f"{path}[{key!r}]")
+                except UnsupportedStateError:
+                    if not self.drop:
+                        raise
+                    self.flat.dropped.append(f"state{path}[{key!r}]")
+        return tree
+
+    def _list(self, value: list[Any], name: str, path: str) -> list[Any]:
+        tree = []
+        with self._inside(value, path):
+            for number, item in enumerate(value):
+                try:
+                    tree.append(self.value(item, f"{name}/{number}", f"{path}[{number}]"))
+                except UnsupportedStateError:
+                    if not self.drop:
+                        raise
+                    self.flat.dropped.append(f"state{path}[{number}]")
+        return tree
+
+    @contextmanager
+    def _inside(self, value: Any, path: str) -> Iterator[None]:
+        """Refuse cycles, and nesting that a reader would refuse."""
+        if id(value) in self.active:
+            raise UnsupportedStateError(
+                f"state{path}: this {type(value).__name__} contains itself: save plain data without cycles"
+            )
+        if len(self.active) >= MAX_NESTING:
+            raise UnsupportedStateError(
+                f"state{path}: nested more than {MAX_NESTING} levels deep: flatten it, or store it as a list"
+            )
+        self.active.add(id(value))
+        try:
+            yield
+        finally:
+            self.active.discard(id(value))
+
+    def value(self, value: Any, name: str, path: str) -> Any:
+        """Encode any one value; ``name`` is where its tensors are called, ``path`` how an error spells it."""
+        kind = type(value)
+        if kind in _PLAIN and (kind is not str or value.isascii()):
+            return value
+        if kind is dict or kind is OrderedDict:
+            return self.mapping(value, name, path)
+        if kind is Attrs:
+            return self.mapping(dict(value), name, path)
+        leaf = self._leaf(value, name, path)
+        if leaf is not NotImplemented:
+            return leaf
+        if kind is list and not any(type(item) in (int, float, str) for item in value[:1]):
+            return self._list(value, name, path)
+        return self._encode(value, name, path)
+
+    def _encode(self, value: Any, name: str, path: str) -> Any:
+        """Leave everything else to the codec, which asks back for what is not plain."""
+        base = f"state{path}"
+
+        def leaf(item: Any, where: str) -> Any:
+            tail = where[len(base) :]
+            below = _as_name(tail)
+            return self._leaf(item, f"{name}/{below}" if name and below else name + below, path + tail)
+
+        return encode(value, leaf=leaf, path=base, dropped=self.flat.dropped if self.drop else None)
+
+    def _leaf(self, value: Any, name: str, path: str) -> Any:
+        """Encode a value that is not plain data; NotImplemented if it is none of ours."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, name, path)
+        if value is rng.RNG:
+            self.flat.per_rank[name] = {"rng": self._own(rng.capture(), name, path)}
+            return {"$": "rng", "key": name}
+        if isinstance(value, PerRank):
+            self.flat.per_rank[name] = self._own(value.value, name, path)
+            return {"$": "per_rank", "key": name}
+        if (plain := arrays.encode_torch_value(value)) is not None:
+            return plain
+        if arrays.is_array(value):
+            stored, extra = arrays.array_to_tensor(value, f"state{path}")
+            return {**self._add([(None, stored)], name), "k": "array", **extra}
+        if isinstance(value, type):
+            return NotImplemented
+        if isinstance(value, nn.Module):
+            return self._module(value, name, path)
+        if isinstance(value, torch.optim.Optimizer) and optimizers.is_plain(value):
+            return self._optimizer(value, name, path)
+        if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+            return self._object(value, "object", state_of(value, self.asked, name), name, path)
+        return NotImplemented
+
+    def _object(self, value: Any, kind: str, state: Any, name: str, path: str) -> dict[str, Any]:
+        start = len(self.flat.names)
+        tree = self.value(state, name, f"{path}.state_dict()")
+        if self.shared:
+            self.inner.append(range(start, len(self.flat.names)))
+        return {"$": "object", "type": type(value).__name__, "kind": kind, "state": tree}
+
+    def _own(self, value: Any, name: str, path: str) -> Any:
+        """Encode what this rank stores for itself: nothing in it is replicated, whatever it is."""
+        start, shared, self.shared, self.owned = len(self.flat.names), self.shared, False, True
+        try:
+            return self.value(value, f"{name}@{self.rank}", path)
+        finally:
+            self.shared, self.owned = shared, False
+            self.flat.own = [*(one for one in self.flat.own if one < start), *range(start, len(self.flat.names))]
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, name: str, path: str) -> dict[str, Any]:
+        named = optimizers.to_named(optimizer, self.parameter_names)
+        start = len(self.flat.names)
+        node = self._object(optimizer, "optimizer", named, name, path)
+        if self.spread and (layouts := optimizers.odd_layouts(optimizer, self.parameter_names, self.spread)):
+            prefix = f"{name}/state/" if name else "state/"
+            node["spread"] = {prefix + key: layout for key, layout in layouts.items()}
+        added = self.flat.names[start:]
+        self.flat.optimized.update(added, (key for group in named["param_groups"] for key in group["params"]))
+        if self.shared:
+            prefix = f"{name}/state/" if name else "state/"
+            self.flat.replicated.extend(self._states(named["state"], added, start, prefix))
+        return node
+
+    def _states(self, kept: Mapping[str, Any], added: list[str], start: int, prefix: str) -> Iterable[int]:
+        """Return the positions of what an optimizer keeps for parameters that a module has.
+
+        Those of no module ("param.7") may differ between ranks, for all we know.
+        """
+        end = len(added)
+        while end and not added[end - 1].startswith(prefix):
+            end -= 1  # tensors among the hyper-parameters, which come last
+        unknown = kept.keys() - self.known
+        if not unknown:
+            return range(start, start + end)
+        keys = enumerate(added[:end], start)
+        return [number for number, key in keys if key[len(prefix) :].partition("/")[0] not in unknown]
+
+    def _module(self, module: nn.Module, name: str, path: str) -> dict[str, Any]:
+        if metrics.is_metric(module):
+            return self._object(module, "metric", metrics.metric_state(module), name, path)
+        if self.shared and (group := parallel_group(module)) is not None:
+            self.flat.groups.add(group)
+        module = unwrap(module)
+        sharded.check_module(module, f"state{path}")
+        raw = module.state_dict()
+        named = OrderedDict(zip(canonical_keys(module, list(raw)), raw.values(), strict=True))
+        start = len(self.flat.names)
+        node = self._object(module, "module", named, name, path)
+        found = dict(self.modules.get(id(module), (module, []))[1])
+        if list(map(id, found.values())) != _ids(module, []) or not found.keys() <= named.keys():
+            found = dict(stored_parameters(module))  # state_dict, or a hook of it, has changed them
+        params = {f"{name}/{key}" if name else key: param for key, param in found.items()}
+        names, added = self.flat.names, range(start, len(self.flat.names))
+        self.flat.frozen.update(one for one in added if names[one] in params and not params[names[one]].requires_grad)
+        if self.shared:
+            self.flat.replicated.extend(one for one in added if names[one] in params)
+        return node
+
+    # -- tensors
+
+    def _all_tensors(self, value: Mapping[str, torch.Tensor], name: str, path: str, *, ordered: bool) -> dict[str, Any]:
+        prefix = f"{name}/" if name else ""
+        names = [prefix + key for key in value]
+        spread = not arrays.all_dense(value.values())
+        parts = self._parts(value.values()) if spread else None
+        if not self.taken.isdisjoint(names) or (spread and parts is None):
+            # A name is taken (a key with "/" in it) or a tensor is odd: each gets its own node.
+            nodes = self._items(value, name, path)
+            return {"$": "odict", "v": [[key, node] for key, node in nodes.items()]} if ordered else nodes
+        self.taken.update(names)
+        if parts is not None:
+            for unique, rows in zip(names, parts, strict=True):
+                self._put(unique, rows, self.file if name else "")
+        else:
+            self.flat.names.extend(names)
+            self.flat.tensors.extend(value.values())
+            self.flat.files.extend([self.file if name else ""] * len(names))
+        return {"$": "tensors", "at": prefix, "k": list(value), "o": int(ordered)}
+
+    def _rows(self, value: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+        rows = take_rows(value, f"{name}/") if name and len(self.active) < MAX_NESTING else None
+        if rows is None or not self.taken.isdisjoint(rows.names):
+            return None
+        self.taken.update(rows.names)
+        self.flat.names.extend(rows.names)
+        self.flat.tensors.extend(rows.tensors)
+        self.flat.files.extend([self.file] * len(rows.names))
+        return rows.tree
+
+    def _parts(self, tensors: Iterable[torch.Tensor]) -> list[sharded.Parts] | None:
+        """Return the parts of tensors some of which are spread over ranks; None if one of them cannot be saved."""
+        found: list[sharded.Parts] = []
+        try:
+            for one in tensors:
+                if type(one) is torch.Tensor:
+                    found.append([(None, one)])
+                    if not arrays.is_dense(one):
+                        return None
+                else:
+                    found.append(self._spread(one, ""))
+        except UnsupportedStateError:
+            return None
+        return found
+
+    def _tensor(self, value: torch.Tensor, name: str, path: str) -> dict[str, Any]:
+        if isinstance(value, self.spread):
+            node = self._add(self._spread(value, path), name)
+        else:
+            arrays.check_tensor(value, f"state{path}")
+            node = self._add([(None, value.detach())], name)
+        if isinstance(value, nn.Parameter):
+            node["k"] = "parameter"
+            node["rg"] = int(value.requires_grad)
+        return node
+
+    def _spread(self, value: torch.Tensor, path: str) -> sharded.Parts:
+        """Take a tensor apart that is spread over ranks."""
+        if self.owned:
+            raise UnsupportedStateError(
+                f"state{path}: a {type(value).__name__} says itself what each rank holds of it: take it out of PerRank"
+            )
+        try:
+            parts = self.regions.of(value)
+        except UnsupportedStateError as error:
+            raise UnsupportedStateError(f"state{path}: {error}") from None
+        for _, part in parts:
+            if not arrays.is_dense(part):
+                arrays.check_tensor(part, f"state{path}")
+        return parts
+
+    def _put(self, name: str, parts: sharded.Parts, file: str) -> None:
+        flat = self.flat
+        for region, part in parts:
+            if region is not None:
+                flat.regions[len(flat.names)] = region
+            flat.names.append(name)
+            flat.tensors.append(part)
+            flat.files.append(file)
+
+    def settle_replicated(self) -> None:
+        """Correct what was taken for replicated by its place by what tensors say of themselves."""
+        regions = self.flat.regions
+        held = bytearray(len(self.flat.names))
+        for rows in self.inner:
+            held[rows.start : rows.stop] = b"\1" * len(rows)
+        for number in (*self.flat.own, *regions):
+            held[number] = 1
+        self.flat.loose = [number for number, is_held in enumerate(held) if not is_held] if 0 in held else []
+        if regions:
+            self.flat.groups.update({region.spread.ranks for region in regions.values()})
+            everywhere = {number for number, region in regions.items() if region.everywhere}
+            self.flat.replicated = sorted(everywhere.union(self.flat.replicated).difference(regions) | everywhere)
+            for number in everywhere:
+                del regions[number]
+
+    def _add(self, parts: sharded.Parts, name: str) -> dict[str, Any]:
+        unique, number = name, 1
+        while unique in self.taken:
+            number += 1
+            unique = f"{name}~{number}"
+        self.taken.add(unique)
+        self._put(unique, parts, self.file)
+        return {"$": "tensor", "n": unique}
+
+
+def _check_names(flat: Flat) -> None:
+    """Refuse a name that a value of another rank may have: their indexes are read as one."""
+    own = frozenset(flat.own)
+    for number, name in enumerate(flat.names):
+        if "@" not in name or number in own:
+            continue
+        for match in _OF_RANK.finditer(name):
+            if name[: match.start()] in flat.per_rank:
+                raise UnsupportedStateError(
+                    f"the tensor {name!r} has the name that a rank's own part of {name[: match.start()]!r} "
+                    "(PerRank, RNG) may have: give it another name"
+                )
+
+
+def _ids(module: nn.Module, ids: list[int]) -> list[int]:
+    ids.extend([id(param) for param in module._parameters.values() if param is not None])
+    for child in module._modules.values():
+        if child is not None:
+            _ids(child, ids)
+    return ids
+
+
+def _as_name(tail: str) -> str:
+    """Turn the spelling of a path below a plain container ("[0]['a'].b") into a name ("0/a/b")."""
+    return "/".join(field or key.strip("'\"") for key, field in _STEP.findall(tail))

@@ -1,0 +1,107 @@
+"""Which ranks hold the same as this one: the others hold something else (stages of a pipeline, experts).
+
+Said by the user, or by the state itself: a mesh or a process group of some ranks says that the others are not meant. A
+group that is taken too small costs space, never data: what several groups hold under one name each of them stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+
+from holdfast.errors import ConfigError
+
+from .sharded import spread_of, spread_types
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Alike", "common_group", "group_of", "parallel_group", "ranks_alike"]
+
+Alike: TypeAlias = "DeviceMesh | ProcessGroup | Sequence[int] | None"
+"""The ranks that hold the same as this one; None: what the state says, else all of them."""
+
+
+def ranks_alike(alike: Any, *, rank: int, world_size: int) -> tuple[int, ...] | None:
+    """Return the ranks that ``alike`` names, None if it names none.
+
+    Raises:
+        ConfigError: it names no ranks, other ones than there are, or not this one.
+    """
+    if alike is None:
+        return None
+    if isinstance(alike, Sequence) and not isinstance(alike, (str, bytes)):
+        found = list(alike)
+    elif hasattr(alike, "mesh") and isinstance(alike.mesh, torch.Tensor):
+        found = alike.mesh.flatten().tolist()
+    else:
+        import torch.distributed as dist
+
+        if not dist.is_available() or not isinstance(alike, dist.ProcessGroup):
+            raise ConfigError(
+                f"alike={alike!r}: name the ranks that hold the same as this one, with a DeviceMesh (mesh['dp']), a "
+                "process group or a list of ranks; [rank] where each rank holds something of its own"
+            )
+        found = dist.get_process_group_ranks(alike)
+    good = all(type(one) is int and 0 <= one < world_size for one in found)
+    if not good or rank not in found or len(set(found)) != len(found):
+        raise ConfigError(
+            f"alike names the ranks {found}, and this is rank {rank} of {world_size}: name each rank that holds the "
+            "same as this one once, and this one, too"
+        )
+    return tuple(sorted(found))
+
+
+def common_group(found: Iterable[tuple[int, ...]], *, rank: int, world_size: int) -> tuple[int, ...] | None:
+    """Return the ranks that all groups of a state have in common; None if these are all ranks."""
+    common = set(range(world_size))
+    for group in found:
+        if rank in group:
+            common.intersection_update(group)
+    return None if len(common) == world_size else tuple(sorted(common))
+
+
+def group_of(state: Any, *, rank: int, world_size: int) -> tuple[int, ...] | None:
+    """Find out from the modules and tensors of a state which ranks hold the same; None: all of them."""
+    return common_group(set(_groups(state, ())), rank=rank, world_size=world_size)
+
+
+def parallel_group(module: nn.Module) -> tuple[int, ...] | None:
+    """Return the ranks over which a module is wrapped in DDP; None if it is not."""
+    kind = nn.parallel.DistributedDataParallel
+    if not isinstance(module, kind):
+        return None
+    import torch.distributed as dist
+
+    return tuple(sorted(dist.get_process_group_ranks(module.process_group)))
+
+
+def _groups(value: Any, above: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    kinds = spread_types()
+    if isinstance(value, nn.Module):
+        if (group := parallel_group(value)) is not None:
+            yield group
+        yield from _spread_over(value.parameters(), kinds)
+    elif isinstance(value, torch.Tensor):
+        yield from _spread_over([value], kinds)
+    elif isinstance(value, (Mapping, list, tuple)) and id(value) not in above:
+        items = value.values() if isinstance(value, Mapping) else value
+        yield from _spread_over((item for item in items if isinstance(item, torch.Tensor)), kinds)
+        for item in items:
+            if not isinstance(item, (torch.Tensor, int, float, str)):
+                yield from _groups(item, (*above, id(value)))
+
+
+def _spread_over(tensors: Iterable[torch.Tensor], kinds: tuple[type, ...]) -> Iterator[tuple[int, ...]]:
+    seen: dict[tuple[int, Any], Any] = {}
+    for one in tensors:
+        if kinds and isinstance(one, kinds):
+            mesh = getattr(one, "device_mesh", None)
+            key = (id(mesh), getattr(one, "placements", None)) if mesh is not None else (id(one), None)
+            if key not in seen:
+                seen[key] = mesh
+                yield spread_of(one).ranks

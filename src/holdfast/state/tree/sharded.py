@@ -1,0 +1,319 @@
+"""Tensors that are spread over ranks (DTensor, ShardedTensor): what this rank holds of them, and who else does.
+
+Everything comes from what a tensor says of itself: its mesh, its placements, its shape. No rank is asked. torch's
+distributed package is not imported here: where nobody has imported it there is no such tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from holdfast.errors import UnsupportedStateError
+from holdfast.format.boxes import Box
+from holdfast.format.digest import bytes_digest
+
+from .boxes import Cut, Held, held
+
+__all__ = [
+    "APART",
+    "Parts",
+    "Placement",
+    "Region",
+    "Regions",
+    "check_module",
+    "is_spread",
+    "local_parts",
+    "local_tensor",
+    "reshard",
+    "spread_of",
+    "spread_types",
+]
+
+# torch < 2.5 has the first name only.
+_DTENSOR = ("torch.distributed._tensor", "torch.distributed.tensor")
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+APART = frozenset({"pp", "pipe", "pipeline", "stage", "ep", "expert"})
+"""Names of dimensions of a mesh along which ranks hold different things."""
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """How a tensor is spread over ranks.
+
+    Attributes:
+        text: mesh and placements; the same on all ranks.
+        num_ranks: how many ranks the mesh covers, with those that hold the same.
+        rank: this rank, as the mesh counts.
+        holders: ranks that hold what this rank holds, this one included.
+        ranks: those that the mesh covers.
+    """
+
+    text: str
+    num_ranks: int
+    rank: int
+    holders: tuple[int, ...]
+    ranks: tuple[int, ...] = field(default=(), compare=False, repr=False)  # many; `text` tells them apart as well
+
+
+class Region(NamedTuple):
+    """A part of a tensor that this rank holds: the shape of the whole, and the box of it."""
+
+    shape: tuple[int, ...]
+    box: Box
+    spread: Placement
+
+    @property
+    def everywhere(self) -> bool:
+        """True if every rank holds the whole tensor."""
+        return 0 in self.shape or (len(self.spread.holders) == self.spread.num_ranks and self.box.shape == self.shape)
+
+
+Parts = list[tuple[Region | None, torch.Tensor]]
+"""What a rank holds of a tensor: regions with the memory of each; None for a tensor that is spread over no ranks."""
+
+
+def spread_types() -> tuple[type, ...]:
+    """Return the types of tensors that are spread over ranks; only those anybody can have made."""
+    found = [getattr(sys.modules.get(name), "DTensor", None) for name in _DTENSOR]
+    found.append(getattr(sys.modules.get(_SHARDED_TENSOR), "ShardedTensor", None))
+    return tuple(dict.fromkeys(one for one in found if isinstance(one, type)))
+
+
+def is_spread(value: object) -> bool:
+    """Tell whether a tensor is spread over ranks."""
+    return type(value) not in _PLAIN and isinstance(value, spread_types())
+
+
+def local_tensor(value: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor as a plain one: the same memory, and ``value`` itself if it is plain.
+
+    Of a ShardedTensor with several shards here it is the first.
+    """
+    if type(value) in _PLAIN or not is_spread(value):
+        return value
+    if hasattr(value, "local_shards"):
+        shards = value.local_shards()
+        return shards[0].tensor.detach() if shards else torch.empty(0)
+    return _local(value)
+
+
+def _local(value: Any) -> torch.Tensor:
+    found = getattr(value, "_local_tensor", None)
+    if type(found) is torch.Tensor and not found.requires_grad:
+        return found  # a fiftieth of the time of to_local
+    with torch.no_grad():
+        return value.to_local().detach()  # type: ignore[no-any-return]
+
+
+def local_parts(value: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """Return the boxes of a tensor that this rank holds, each with a view of its memory.
+
+    Raises:
+        UnsupportedStateError: what it holds are terms of a sum, or nobody can tell what they are.
+    """
+    if hasattr(value, "local_shards"):
+        return [(_shard_box(one), one.tensor.detach()) for one in value.local_shards()]
+    local = local_tensor(value)
+    expected, parts = _held(value)
+    if local.shape != expected:
+        _refuse_shape(value, local, expected)
+    return [(box, _part(local, box, at)) for box, at in parts]
+
+
+def spread_of(value: Any) -> Placement:
+    """Return how a tensor of `spread_types` is spread, without looking at what this rank holds."""
+    return _sharded_spread(value) if hasattr(value, "local_shards") else _spread(value.device_mesh, value.placements)
+
+
+class Regions:
+    """Finds out what is held of each tensor of one state. Tensors laid out alike are looked at once."""
+
+    def __init__(self) -> None:
+        self._spreads: dict[tuple[int, Any], Placement] = {}
+        self._known: dict[tuple[int, Any, Any], tuple[tuple[int, ...], list[Region], tuple[Held, ...]]] = {}
+        self._kept: list[Any] = []  # an id means something for as long as its object lives
+
+    def of(self, value: Any) -> Parts:
+        """Take one tensor apart: a region of no elements if this rank holds none.
+
+        Raises:
+            UnsupportedStateError: without a path.
+        """
+        if hasattr(value, "local_shards"):
+            return _of_shards(value)
+        local, mesh, placements = _local(value), value.device_mesh, value.placements
+        key = (id(mesh), placements, value.shape)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._look(value)
+        expected, regions, held_parts = known
+        if 0 in value.shape:
+            return [(regions[0], local.new_empty(value.shape))]
+        if local.shape != expected:
+            _refuse_shape(value, local, expected)
+        if len(regions) == 1:
+            return [(regions[0], local)]
+        rows = zip(regions, held_parts, strict=True)
+        return [(region, _part(local, box, at)) for region, (box, at) in rows]
+
+    def _look(self, value: Any) -> tuple[tuple[int, ...], list[Region], tuple[Held, ...]]:
+        mesh, placements, shape = value.device_mesh, value.placements, tuple(value.shape)
+        self._kept.append(mesh)
+        expected, parts = _held(value)
+        spread = self._spreads.get((id(mesh), placements))
+        if spread is None:
+            spread = self._spreads[id(mesh), placements] = _spread(mesh, placements)
+        regions = [Region(shape, box, spread) for box, _ in parts]
+        empty = shape if 0 in shape else expected
+        return expected, regions or [Region(shape, Box((0,) * len(shape), empty), spread)], parts
+
+
+def _of_shards(value: Any) -> Parts:
+    shape, spread = tuple(value.size()), _sharded_spread(value)
+    rows: Parts = [(Region(shape, _shard_box(one), spread), one.tensor.detach()) for one in value.local_shards()]
+    nothing = (0,) * len(shape)
+    return rows or [(Region(shape, Box(nothing, nothing), spread), torch.empty(nothing, dtype=value.dtype))]
+
+
+def _part(local: torch.Tensor, box: Box, at: tuple[int, ...]) -> torch.Tensor:
+    for dim, (start, size) in enumerate(zip(at, box.shape, strict=True)):
+        if local.shape[dim] != size:
+            local = local.narrow(dim, start, size)
+    return local
+
+
+def _held(value: Any) -> tuple[tuple[int, ...], tuple[Held, ...]]:
+    mesh = value.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return (0,), ()  # what torch gives ranks outside of a mesh
+    return held(tuple(value.shape), tuple(_cuts(value.placements, tuple(mesh.shape), coordinate)))
+
+
+def _refuse_shape(value: Any, local: torch.Tensor, expected: tuple[int, ...]) -> None:
+    if not local.numel() and not all(expected):
+        return  # nothing is nothing, whatever its shape
+    raise UnsupportedStateError(
+        f"a DTensor of shape {list(value.shape)} with placements {value.placements} over a mesh of "
+        f"{tuple(value.device_mesh.shape)} has {list(expected)} on this rank, but its local tensor is "
+        f"{list(local.shape)}: shard it as torch does (torch.chunk)"
+    )
+
+
+def _cuts(placements: Any, sizes: tuple[int, ...], coordinate: Any) -> Iterator[Cut]:
+    for placement, parts, number in zip(placements, sizes, coordinate, strict=True):
+        if placement.is_replicate():
+            continue
+        if placement.is_partial() or not hasattr(placement, "dim"):
+            raise UnsupportedStateError(
+                f"a DTensor with the placement {placement} holds terms of a sum that nobody has added up: save "
+                "tensor.redistribute(placements=[Replicate() or Shard(...)]) instead"
+            )
+        yield Cut(placement.dim, parts, number, int(getattr(placement, "split_factor", 1)))
+
+
+def _spread(mesh: Any, placements: Any) -> Placement:
+    """Find who holds the same: ranks along replicated dimensions, and along those that the mesh was sliced out of."""
+    grid, inner = _grid(mesh), mesh.mesh
+    text = f"{tuple(grid.shape)} {bytes_digest(repr(grid.flatten().tolist()).encode())} {tuple(inner.shape)} "
+    text += " ".join(map(str, placements))
+    if mesh.get_coordinate() is None:
+        return Placement(text=text, num_ranks=grid.numel(), rank=-1, holders=(), ranks=_sorted(grid))
+    here = mesh.get_coordinate()
+    rank = int(inner[tuple(here)])
+    same = inner[tuple(slice(None) if one.is_replicate() else at for one, at in zip(placements, here, strict=True))]
+    holders = {int(one) for one in same.flatten()}
+    if inner.numel() < grid.numel():
+        places = {one: (grid == one).nonzero()[0].tolist() for one in holders}
+        mine = (grid == rank).nonzero()[0].tolist()
+        others = torch.isin(grid, inner).nonzero()
+        along = [bool((others[:, dim] != at).any()) for dim, at in enumerate(mine)]
+        text += f" {along}"
+        for place in places.values():
+            found = grid[tuple(at if on else slice(None) for on, at in zip(along, place, strict=True))]
+            holders.update(int(one) for one in found.flatten())
+    return Placement(text=text, num_ranks=grid.numel(), rank=rank, holders=tuple(sorted(holders)), ranks=_sorted(grid))
+
+
+def _sorted(grid: torch.Tensor) -> tuple[int, ...]:
+    return tuple(sorted(grid.flatten().tolist()))
+
+
+def _grid(mesh: Any) -> torch.Tensor:
+    """Return the ranks that may hold what is spread over ``mesh``: those of the mesh that it was sliced out of.
+
+    Stages of a pipeline, and experts, are different things: along a dimension with such a name, nobody holds the same.
+    """
+    root = _root(mesh)
+    grid: torch.Tensor = root.mesh
+    names, own = root.mesh_dim_names or (), mesh.mesh_dim_names or ()
+    here = root.get_coordinate()
+    for dim, name in enumerate(names):
+        if name in APART and name not in own and here is not None:
+            rest = grid.narrow(dim, here[dim], 1)
+            if torch.isin(mesh.mesh, rest).all():
+                grid = rest
+    return grid
+
+
+def _root(mesh: Any) -> Any:
+    """Return the mesh that ``mesh`` was sliced out of, or itself."""
+    find = getattr(mesh, "_get_root_mesh", None)
+    if find is None:  # torch < 2.8
+        known: Any = getattr(sys.modules.get("torch.distributed.device_mesh"), "_mesh_resources", None)
+        find = getattr(known, "get_root_mesh", None) or getattr(known, "get_parent_mesh", None)
+        return (find(mesh) if find else None) or mesh
+    return find()
+
+
+def _shard_box(shard: Any) -> Box:
+    return Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
+
+
+def _sharded_spread(value: Any) -> Placement:
+    import torch.distributed as dist
+
+    shards = [(tuple(one.shard_offsets), tuple(one.shard_sizes)) for one in value.metadata().shards_metadata]
+    digest = bytes_digest(repr(shards).encode())
+    rank = dist.get_rank()
+    size = dist.get_world_size(value._process_group)
+    ranks = tuple(sorted(dist.get_process_group_ranks(value._process_group)))
+    return Placement(text=f"shards {digest}", num_ranks=size, rank=rank, holders=(rank,), ranks=ranks)
+
+
+def check_module(module: nn.Module, path: str) -> None:
+    """Refuse the first generation of FSDP, whose ``state_dict`` gathers everything and whose optimizers hold slices.
+
+    Raises:
+        UnsupportedStateError: saying what to give instead.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if kind is None:
+        return
+    for one in module.modules():
+        if isinstance(one, kind) and getattr(one.sharding_strategy, "name", "") != "NO_SHARD":
+            raise UnsupportedStateError(
+                f"{path}: {type(one).__name__} (FSDP1) keeps slices of flattened parameters: use "
+                "torch.distributed.fsdp.fully_shard, or give {'model': get_model_state_dict(model), 'optimizer': "
+                "get_optimizer_state_dict(model, optimizer)} of torch.distributed.checkpoint.state_dict, and hand what "
+                "was loaded to set_model_state_dict and set_optimizer_state_dict"
+            )
+
+
+def reshard(module: nn.Module) -> None:
+    """Bring modules under ``fully_shard`` back to their sharded parameters: the ones that optimizers know.
+
+    After a forward pass without a backward one (an evaluation) the gathered ones may still be in place.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if kind is not None:
+        for one in module.modules():
+            if isinstance(one, kind):
+                one.reshard()

@@ -1,0 +1,158 @@
+"""The kinds of value a state holds, and what stands for them in a stored tree.
+
+A stored tree is typed JSON (`holdfast.format.codec`). The nodes this layer adds:
+
+- ``{"$": "tensor", "n": name}``: one tensor; ``"k": "parameter"`` / ``"array"`` when it was one of these.
+- ``{"$": "tensors", "at": prefix, "k": [keys]}``: a dict that holds tensors only; its tensors are ``prefix/key``.
+- ``{"$": "object", "type": ..., "kind": ..., "state": tree}``: something with ``state_dict``.
+- ``{"$": "per_rank"}`` and ``{"$": "rng"}``: the tree is in the part of each rank.
+- ``{"$": "torch", "t": "dtype" | "device" | "size" | "generator", ...}``: torch's plain values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from holdfast.errors import ConfigError
+
+__all__ = ["RNG", "Attrs", "ObjectNode", "PerRank", "PerRankNode", "RngSentinel", "TensorRef", "attrs"]
+
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class PerRank:
+    """Marks a value that differs on every rank and is stored once for each.
+
+    Example:
+        >>> PerRank({"cache": [1, 2]}).value
+        {'cache': [1, 2]}
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+class Attrs(MutableMapping[str, Any]):
+    """Some attributes of an object as a mapping: a state saves them, a resume sets them again.
+
+    Args:
+        owner: any object whose attributes can be set.
+        names: of the attributes.
+
+    Raises:
+        ConfigError: there is no such attribute.
+    """
+
+    __slots__ = ("_names", "_owner")
+
+    def __init__(self, owner: Any, names: tuple[str, ...]) -> None:
+        missing = [name for name in names if not isinstance(name, str) or not hasattr(owner, name)]
+        if not names or missing:
+            what = f"has no attribute {', '.join(map(repr, missing))}" if missing else "with no names saves nothing"
+            raise ConfigError(
+                f"holdfast.attrs: {type(owner).__name__} {what}; name attributes that exist before the run begins, as "
+                "in holdfast.attrs(trainer, 'lr', 'best')"
+            )
+        self._owner, self._names = owner, tuple(dict.fromkeys(names))
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        return getattr(self._owner, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self._names:
+            raise KeyError(name)
+        setattr(self._owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError(f"{name!r} is an attribute of {type(self._owner).__name__}: it stays")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"attrs({type(self._owner).__name__}, {', '.join(map(repr, self._names))})"
+
+
+def attrs(owner: Any, *names: str) -> Attrs:
+    """Name attributes of an object as a value of a state: they are saved, and set again by a resume.
+
+    Args:
+        owner: any object whose attributes can be set.
+        *names: of the attributes; their values are of the kinds that a state may hold.
+
+    Raises:
+        ConfigError: there is no such attribute.
+
+    Example:
+        >>> class Schedule:
+        ...     best = 1.5
+        >>> dict(attrs(Schedule(), "best"))
+        {'best': 1.5}
+    """
+    return Attrs(owner, names)
+
+
+class RngSentinel:
+    """The value to put into a state for the python, numpy, torch and accelerator generators of each rank."""
+
+    _only: RngSentinel | None = None
+
+    def __new__(cls) -> RngSentinel:  # noqa: D102 - there is one
+        if cls._only is None:
+            cls._only = super().__new__(cls)
+        return cls._only
+
+    def __repr__(self) -> str:
+        return "holdfast.RNG"
+
+    def __reduce__(self) -> str:
+        return "RNG"
+
+
+RNG = RngSentinel()
+
+
+@dataclass(slots=True, eq=False)
+class TensorRef:
+    """A place in a decoded tree that a tensor fills; ``value`` is set once the tensor has been read."""
+
+    name: str
+    kind: str = "tensor"
+    extra: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)  # shared: a state may hold 100 000 of these
+    value: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class ObjectNode:
+    """A stored object: the class it had, how it was taken apart, and its decoded state.
+
+    ``spread`` has, for tensors of an optimizer that were spread over ranks and are not of their parameter's shape, the
+    dimension that was sharded along each dimension of the mesh, or None.
+    """
+
+    type: str
+    kind: str
+    state: Any
+    spread: Mapping[str, list[int | None]] = field(default_factory=lambda: _NOTHING)
+
+
+@dataclass(slots=True, eq=False)
+class PerRankNode:
+    """A stored `PerRank` (or `RNG`) value: where to find it among the parts of the ranks."""
+
+    key: str
+    rng: bool = False

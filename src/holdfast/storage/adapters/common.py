@@ -1,0 +1,317 @@
+"""What the adapters of fsspec, pyarrow and libcloud share: the contract of `Storage` from a few calls of a client.
+
+None of these clients has conditional writes. They are emulated by looking before writing, under a lock of this
+process: two threads are told apart, two machines are not, which `conditional` says and one line of the log repeats.
+Etags are digests of the content, for objects small enough to be read for that; leases and manifests are.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import copy
+import hashlib
+import os
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from holdfast._log import get_logger
+from holdfast.errors import StorageConflictError, StorageError, StorageExistsError, StorageNotFoundError
+
+from ..base import TEMPORARY, FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix
+from .errors import client_errors
+
+__all__ = ["AdaptedStorage", "BytesReader", "FoundObject", "short_read", "temporary_beside"]
+
+_T = TypeVar("_T", bound="AdaptedStorage")
+_log = get_logger("storage")
+# Objects up to this size are read for their etag, and up to the other one read whole when they are opened.
+_ETAG_BYTES = 64 << 10
+_WHOLE_BYTES = 1 << 20
+_COPY_BYTES = 8 << 20
+# A temporary file of a `put` lives for seconds; clocks of servers may be wrong by more than that.
+_DEAD_AFTER_S = 86400.0
+# One lock per object would never be given back; what shares one by chance only waits for a small write.
+_LOCKS = tuple(threading.Lock() for _ in range(64))
+_said: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundObject:
+    """What a client says about one name.
+
+    Attributes:
+        name: last part of the path when listed one level deep, else the path below the directory listed.
+        size: bytes; None for a directory.
+        modified: seconds since 1970; 0.0 if unknown.
+    """
+
+    name: str
+    size: int | None
+    modified: float = 0.0
+
+
+class AdaptedStorage(Storage):
+    """A client's file system below one of its directories; subclasses say how to talk to the client.
+
+    Their methods take full paths of the client and raise what the client raises: translation happens here.
+    """
+
+    def __init__(self, root: str, uri: str) -> None:
+        self._root, self._uri, self._place = root, uri, uri
+
+    # -- for subclasses -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _look(self, full: str) -> FoundObject | None:
+        """Describe a file; None for a directory. FileNotFoundError if there is nothing."""
+
+    @abstractmethod
+    def _fetch(self, full: str) -> bytes:
+        """Return a whole small file."""
+
+    @abstractmethod
+    def _reader(self, full: str, found: FoundObject, where: str) -> FileReader:
+        """Open a big file for ranges."""
+
+    @abstractmethod
+    def _store(self, full: str, data: bytes) -> None:
+        """Write a small file so that no reader sees a part of it."""
+
+    @abstractmethod
+    def _writer(self, full: str, size: int, where: str) -> FileWriter:
+        """Start a big file."""
+
+    @abstractmethod
+    def _scan(self, full: str, *, recursive: bool) -> Iterator[FoundObject]:
+        """Yield what is in a directory, links not followed; FileNotFoundError if it does not exist."""
+
+    @abstractmethod
+    def _remove(self, full: str) -> None:
+        """Remove a file and directories left empty, where the client can do the latter safely."""
+
+    def _repeat(self, source: str, target: str) -> bool:
+        """Copy a file on the server; False if the client cannot."""
+        return False
+
+    # -- the contract -------------------------------------------------------------------------------------------
+
+    def put(
+        self, path: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
+    ) -> str | None:
+        """Store a small object; conditions hold among the threads of this process. See `Storage.put`."""
+        full, where, content = self._full(path), self._where(path), bytes(data)
+        if not if_absent and if_match is None:
+            with client_errors("write", where):
+                self._store(full, content)
+            return _etag(content)
+        self._say_unconditional()
+        with _LOCKS[hash(where) % len(_LOCKS)]:
+            try:
+                found = self.stat(path).etag
+            except StorageNotFoundError:
+                if if_match is not None:
+                    raise StorageConflictError(
+                        f"cannot replace {where}: it is gone; read it again and decide anew"
+                    ) from None
+            else:
+                if if_absent:
+                    raise StorageExistsError(f"cannot create {where}: it exists; use another name or remove it")
+                if found != if_match:
+                    raise StorageConflictError(
+                        f"cannot replace {where}: another writer changed it; read it again and decide anew"
+                    )
+            with client_errors("write", where):
+                self._store(full, content)
+        return _etag(content)
+
+    @property
+    def conditional(self) -> bool:
+        """None of these clients has conditional writes."""
+        return False
+
+    def create(self, path: str, size: int) -> FileWriter:
+        """Start a big object; see `Storage.create`."""
+        full, where = self._full(path), self._where(path)
+        with client_errors("write", where):
+            return self._writer(full, size, where)
+
+    def open(self, path: str) -> FileReader:
+        """Open an object: a small one is read at once, a big one in ranges. See `Storage.open`."""
+        full, where = self._full(path), self._where(path)
+        found = self._found(path)
+        with client_errors("read", where):
+            if (found.size or 0) <= _WHOLE_BYTES:
+                return BytesReader(where, self._fetch(full))
+            return self._reader(full, found, where)
+
+    def stat(self, path: str) -> ObjectInfo:
+        """Describe an object; a small one is read for its etag. See `Storage.stat`."""
+        found = self._found(path)
+        size, etag = found.size or 0, None
+        if size <= _ETAG_BYTES:
+            with client_errors("read", self._where(path)):
+                content = self._fetch(self._full(path))
+            size, etag = len(content), _etag(content)
+        return ObjectInfo(path=path, size=size, etag=etag, modified=found.modified)
+
+    def exists(self, path: str) -> bool:
+        """Tell whether there is an object; see `Storage.exists`."""
+        try:
+            self._found(path)
+        except StorageNotFoundError:
+            return False
+        return True
+
+    def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
+        """Iterate over objects; see `Storage.list`."""
+        prefix = check_prefix(prefix)
+        base = f"{prefix}/" if prefix else ""
+        for found in self._entries(prefix, recursive=recursive):
+            if any(part.startswith(TEMPORARY) for part in found.name.split("/")):
+                continue
+            if found.size is not None:
+                yield ObjectInfo(path=base + found.name, size=found.size, modified=found.modified)
+            elif not recursive:
+                yield ObjectInfo(path=f"{base}{found.name}/", size=0)
+
+    def delete(self, path: str) -> None:
+        """Remove an object; see `Storage.delete`."""
+        try:
+            self._found(path)
+            with client_errors("delete", self._where(path)):
+                self._remove(self._full(path))
+        except StorageNotFoundError:
+            return
+
+    def delete_tree(self, prefix: str) -> None:
+        """Remove everything below the directory ``prefix``, what dead writers left included."""
+        for found in self._entries(prefix, recursive=True):
+            self._discard(prefix, found)
+
+    def tidy(self, directory: str) -> None:
+        """Remove temporary files of writers that must be dead by now; see `Storage.tidy`."""
+        for found in self._entries(directory, recursive=False):
+            if found.name.startswith(TEMPORARY) and 0.0 < found.modified < time.time() - _DEAD_AFTER_S:
+                self._discard(directory, found)
+
+    def _entries(self, directory: str, *, recursive: bool) -> builtins.list[FoundObject]:
+        try:
+            with client_errors("list", self._where(directory)):
+                return builtins.list(self._scan(self._join(check_prefix(directory)), recursive=recursive))
+        except StorageNotFoundError:
+            return []
+
+    def _discard(self, directory: str, found: FoundObject) -> None:
+        base = self._join(check_prefix(directory))
+        with contextlib.suppress(StorageNotFoundError), client_errors("delete", self._where(directory)):
+            self._remove(f"{base.rstrip('/')}/{found.name}" if base else found.name)
+
+    def copy(self, source: str, target: str) -> None:
+        """Repeat an object, on the server where the client can; see `Storage.copy`."""
+        old, new = self._full(source), self._full(target)
+        found = self._found(source)
+        if self.exists(target):
+            raise StorageExistsError(f"cannot copy to {self._where(target)}: it exists; use another name")
+        with client_errors("copy", self._where(target)):
+            if self._repeat(old, new):
+                return
+        with self.open(source) as reader, self.create(target, reader.size) as writer:
+            for start in range(0, found.size or 0, _COPY_BYTES):
+                chunk = memoryview(bytearray(min(_COPY_BYTES, reader.size - start)))
+                reader.read_into(start, chunk)
+                writer.write(chunk)
+
+    @property
+    def copies_itself(self) -> bool:
+        """Whether the client has the server copy."""
+        return type(self)._repeat is not AdaptedStorage._repeat
+
+    @property
+    def max_file_bytes(self) -> int:
+        """256 MiB: what was sent completely is not sent again after an interruption, so it should not be too much."""
+        return 256 << 20
+
+    @property
+    def uri(self) -> str:
+        """Where the root is, without credentials."""
+        return self._uri
+
+    def child(self: _T, path: str) -> _T:
+        """Return the storage of a directory below this one, through the same client."""
+        prefix = check_prefix(path)
+        clone = copy.copy(self)
+        if prefix:
+            clone._root, clone._uri = self._join(prefix), f"{self._uri.removesuffix('/')}/{prefix}"
+            if self._uri.endswith("://"):
+                clone._uri = f"{self._uri}{prefix}"
+        return clone
+
+    # -- paths and messages -------------------------------------------------------------------------------------
+
+    def _join(self, path: str) -> str:
+        if not path or not self._root:
+            return path or self._root
+        return f"{self._root.rstrip('/')}/{path}"
+
+    def _full(self, path: str) -> str:
+        return self._join(check_path(path))
+
+    def _where(self, path: str) -> str:
+        return f"{self._uri.removesuffix('/')}/{path}".rstrip("/")
+
+    def _found(self, path: str) -> FoundObject:
+        where = self._where(path)
+        with client_errors("read", where):
+            try:
+                found = self._look(self._full(path))
+            except (NotADirectoryError, IsADirectoryError):
+                found = None
+        if found is None:
+            raise StorageNotFoundError(f"cannot read {where}: there is no such object; check the path")
+        return found
+
+    def _say_unconditional(self) -> None:
+        if self._place not in _said:
+            _said.add(self._place)
+            _log.warning(
+                "%s has no conditional writes: if two machines start the same run, only its lease (checked again "
+                "after it was written) tells them apart",
+                self._place,
+            )
+
+
+class BytesReader(FileReader):
+    """Ranges of an object that was read whole: it cannot change under its reader."""
+
+    def __init__(self, where: str, data: bytes) -> None:
+        self._where, self._data, self.size = where, data, len(data)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from ``offset`` on."""
+        target = view.cast("B")
+        if offset < 0 or offset + len(target) > self.size:
+            raise short_read(self._where, len(target), offset, self.size)
+        target[:] = self._data[offset : offset + len(target)]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def short_read(where: str, wanted: int, offset: int, size: int) -> StorageError:
+    """Return the error for a range past the end of an object."""
+    return StorageError(f"short read of {where}: {wanted} bytes at {offset} asked for, the object ends at {size}")
+
+
+def temporary_beside(full: str) -> str:
+    """Return a name of our own in the directory of ``full``, for what is to become ``full``."""
+    head, slash, _ = full.rpartition("/")
+    return f"{head}{slash}{TEMPORARY}{os.getpid()}-{os.urandom(6).hex()}"
+
+
+def _etag(content: bytes) -> str | None:
+    return hashlib.blake2b(content, digest_size=16).hexdigest() if len(content) <= _ETAG_BYTES else None

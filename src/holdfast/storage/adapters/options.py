@@ -1,0 +1,75 @@
+"""Arguments of other people's clients on their way to another process: what JSON can hold, credentials apart."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.errors import ConfigError
+
+__all__ = ["Described", "rebuild_options"]
+
+_SECRET = re.compile(r"pass(word|wd|phrase)|secret|token|credential|signature|sas|_key$|^key$|^pkey$", re.IGNORECASE)
+# Credentials of clients described here, so that a handle that was pickled and comes back finds them. Never leaves us.
+_known: dict[str, dict[str, str]] = {}
+
+
+class Described:
+    """Arguments, split.
+
+    Attributes:
+        plain: the arguments, ``{"$secret": name}`` in the place of each credential; None if JSON cannot hold them.
+        secrets: the credentials by name.
+    """
+
+    __slots__ = ("plain", "secrets")
+
+    def __init__(self, options: Any) -> None:
+        self.secrets: dict[str, str] = {}
+        plain = self._split(options, "")
+        try:
+            text = json.dumps(plain, sort_keys=True)
+            self.plain: Any = plain if json.loads(text) == plain else None
+        except (TypeError, ValueError):
+            self.plain = None
+        if self.plain is not None and self.secrets:
+            _known[text] = self.secrets
+
+    def _split(self, value: Any, path: str) -> Any:
+        if isinstance(value, Mapping):
+            return {name: self._one(name, inner, f"{path}/{name}") for name, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._split(inner, f"{path}/{number}") for number, inner in enumerate(value)]
+        return value
+
+    def _one(self, name: Any, value: Any, path: str) -> Any:
+        if isinstance(value, str) and value and _SECRET.search(str(name)):
+            self.secrets[path] = value
+            return {"$secret": path}
+        return self._split(value, path)
+
+
+def rebuild_options(plain: Any, secrets: Mapping[str, str] | None, what: str) -> Any:
+    """Put the credentials back.
+
+    Raises:
+        ConfigError: they are not known in this process.
+    """
+    found = secrets or _known.get(json.dumps(plain, sort_keys=True)) or {}
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            if set(value) != {"$secret"}:
+                return {name: fill(inner) for name, inner in value.items()}
+            if value["$secret"] not in found:
+                name = value["$secret"].rpartition("/")[2]
+                raise ConfigError(
+                    f"{what}: its credentials ({name}) are never written down and not known in this process; let the "
+                    "client find them in its environment or configuration instead"
+                )
+            return found[value["$secret"]]
+        return [fill(inner) for inner in value] if isinstance(value, list) else value
+
+    return fill(plain)

@@ -1,0 +1,333 @@
+"""File systems of pyarrow as a storage: S3, GCS, Azure, HDFS and whatever else a `pyarrow.fs.FileSystem` is.
+
+Local ones become a `LocalStorage`, wrapped fsspec ones an `FsspecStorage`. Object stores are written under the final
+name, which they show only when it is whole; trees get a temporary file that is moved into place. pyarrow cannot remove
+a directory only if it is empty, so directories are left standing: listings leave out those without a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import posixpath
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from holdfast._optional import require
+from holdfast.errors import ConfigError, StorageError, StorageNotFoundError
+
+from ..base import TEMPORARY, FileReader, FileWriter, Storage, check_prefix, check_view
+from ..local.local_storage import LocalStorage
+from .common import AdaptedStorage, FoundObject, short_read, temporary_beside
+from .errors import client_errors
+from .options import Described, rebuild_options
+
+__all__ = ["PyarrowStorage", "from_description", "from_filesystem", "from_uri"]
+
+_T = TypeVar("_T")
+_OBJECT_STORES = frozenset({"abfs", "gcs", "s3"})
+# What may be rebuilt from a description: classes of pyarrow.fs whose arguments are plain values.
+_KINDS = ("AzureFileSystem", "GcsFileSystem", "HadoopFileSystem", "S3FileSystem")
+_SCHEMES = {"abfs": "abfs", "gcs": "gs", "hdfs": "hdfs", "s3": "s3"}
+_PREFIX = "pyarrow+"
+_TRIES = 20
+
+
+class PyarrowStorage(AdaptedStorage):
+    """Files of a pyarrow file system below ``root``.
+
+    Example:
+        >>> import tempfile, pyarrow.fs
+        >>> storage = PyarrowStorage(pyarrow.fs.LocalFileSystem(), tempfile.mkdtemp())
+        >>> tag = storage.put("a/b.json", b"{}")
+        >>> storage.read("a/b.json")
+        b'{}'
+    """
+
+    def __init__(self, filesystem: Any, root: str = "", *, uri: str | None = None) -> None:
+        self.filesystem = filesystem
+        super().__init__(root, uri or _uri_of(filesystem, root))
+
+    def describe(self) -> dict[str, Any] | None:
+        """Return kind, arguments and root; None for file systems that only this process has."""
+        told = Described(_client_of(self.filesystem)).plain
+        return told and {"kind": "pyarrow", "client": told, "root": self._root, "uri": self._uri}
+
+    def secrets(self) -> dict[str, str] | None:
+        """Return keys and tokens among the arguments."""
+        return Described(_client_of(self.filesystem)).secrets or None
+
+    @property
+    def _is_tree(self) -> bool:
+        fs = self.filesystem
+        while fs.type_name == "subtree":
+            fs = fs.base_fs
+        return fs.type_name not in _OBJECT_STORES
+
+    def _look(self, full: str) -> FoundObject | None:
+        from pyarrow.fs import FileType
+
+        info = self.filesystem.get_file_info(full)
+        if info.type == FileType.NotFound:
+            raise FileNotFoundError(full)
+        return None if info.type != FileType.File else _found(info, full)
+
+    def _fetch(self, full: str) -> bytes:
+        for _ in range(_TRIES):
+            with self.filesystem.open_input_file(full) as handle:
+                size, version = handle.size(), handle.metadata()
+                data: bytes = handle.read_at(size, 0)
+            if self._is_tree:
+                return data
+            # Size and bytes are two requests of an object store, and a put may come between: look once more.
+            with self.filesystem.open_input_file(full) as handle:
+                after = (handle.size(), handle.metadata())
+            if (size, version) == after and len(data) == size:
+                return data
+        raise StorageError(f"{full} is replaced faster than it can be read")
+
+    def _reader(self, full: str, found: FoundObject, where: str) -> FileReader:
+        handle = self.filesystem.open_input_file(full)
+        # An open file of a tree keeps its version; each range of an object store is a request for the newest one.
+        look = None if self._is_tree else lambda: self._look(full)
+        return _Reader(handle, where=where, found=found, look=look)
+
+    def _store(self, full: str, data: bytes) -> None:
+        if not self._is_tree:
+            self._write(full, data)
+            return
+        temporary = temporary_beside(full)
+        try:
+            self._in_directory(full, lambda: self._write(temporary, data))
+            self.filesystem.move(temporary, full)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.filesystem.delete_file(temporary)
+            raise
+
+    def _write(self, full: str, data: bytes) -> None:
+        with self.filesystem.open_output_stream(full, compression=None, buffer_size=0) as stream:
+            stream.write(data)
+
+    def _writer(self, full: str, size: int, where: str) -> FileWriter:
+        def start() -> Any:
+            return self.filesystem.open_output_stream(full, compression=None, buffer_size=0)
+
+        if self._is_tree:
+            # Removed first: what reads the older file goes on reading it.
+            with contextlib.suppress(FileNotFoundError):
+                self.filesystem.delete_file(full)
+            stream = self._in_directory(full, start)
+        else:
+            stream = start()
+
+        def drop() -> None:
+            self.filesystem.delete_file(full)
+
+        return _Writer(stream, where=where, size=size, drop=drop, check=lambda: self._look(full))
+
+    def _scan(self, full: str, *, recursive: bool) -> Iterator[FoundObject]:
+        from pyarrow.fs import FileSelector, FileType
+
+        if full and self.filesystem.get_file_info(full).type != FileType.Directory:
+            return
+        seen: set[str] = set()
+        # Always recursive: a directory counts only if there is a file below it.
+        for info in self.filesystem.get_file_info(FileSelector(full, recursive=True, allow_not_found=True)):
+            if info.type != FileType.File:
+                continue
+            path = info.path[len(full.rstrip("/")) :].lstrip("/") if full else info.path.lstrip("/")
+            head, slash, _ = path.partition("/")
+            if recursive or not slash:
+                yield _found(info, path)
+            elif head not in seen and not posixpath.basename(path).startswith(TEMPORARY):
+                seen.add(head)
+                yield FoundObject(name=head, size=None)
+
+    def _remove(self, full: str) -> None:
+        self.filesystem.delete_file(full)
+
+    def _repeat(self, source: str, target: str) -> bool:
+        if self._is_tree:
+            self._in_directory(target, lambda: self.filesystem.copy_file(source, target))
+        else:
+            self.filesystem.copy_file(source, target)
+        return True
+
+    def delete_tree(self, prefix: str) -> None:
+        """Remove everything below the directory ``prefix``, with its directories."""
+        full = self._join(check_prefix(prefix))
+        try:
+            with client_errors("delete", self._where(prefix)):
+                if not prefix:
+                    self.filesystem.delete_dir_contents(full, missing_dir_ok=True)
+                elif self._look(full) is None:
+                    self.filesystem.delete_dir(full)
+        except StorageNotFoundError:
+            return
+
+    def _in_directory(self, full: str, action: Callable[[], _T]) -> _T:
+        """Do ``action`` in the directory of ``full``, which is made if it is missing."""
+        try:
+            return action()
+        except FileNotFoundError:
+            self.filesystem.create_dir(posixpath.dirname(full), recursive=True)
+            return action()
+
+
+class _Writer(FileWriter):
+    def __init__(
+        self, stream: Any, *, where: str, size: int, drop: Callable[[], None], check: Callable[[], FoundObject | None]
+    ) -> None:
+        self._stream: Any = stream
+        self._where, self._size, self._drop, self._check = where, size, drop, check
+        self._offset = 0  # bytes written, padding included
+
+    def write(self, view: memoryview) -> None:
+        if self._stream is None:
+            raise StorageError(f"cannot write {self._where}: the writer is closed")
+        view = view.cast("B")
+        check_view(self._where, size=self._size, offset=self._offset, nbytes=len(view))
+        with client_errors("write", self._where):
+            # A copy: background writes keep what they are given until it is sent, and ours is reused.
+            self._stream.write(bytes(view[: max(0, self._size - self._offset)]))
+        self._offset += len(view)
+
+    def close(self) -> None:
+        if self._stream is None:
+            return
+        try:
+            if self._offset < self._size:
+                raise StorageError(
+                    f"cannot finish {self._where}: {self._offset} of {self._size} bytes were written; write the rest"
+                )
+            with client_errors("write", self._where):
+                self._stream.close()
+                found = self._check()
+            if found is None or found.size != self._size:
+                raise StorageError(f"cannot finish {self._where}: the server has {found and found.size} bytes of it")
+            self._stream = None
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is None:
+            return
+        # pyarrow has no abort in Python: what was begun is finished and removed at once.
+        with contextlib.suppress(Exception):
+            stream.close()
+        with contextlib.suppress(Exception):
+            self._drop()
+
+
+class _Reader(FileReader):
+    def __init__(
+        self, handle: Any, *, where: str, found: FoundObject, look: Callable[[], FoundObject | None] | None
+    ) -> None:
+        self._handle, self._where, self._found, self._look = handle, where, found, look
+        self.size = found.size or 0
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        target = view.cast("B")
+        if offset < 0 or offset + len(target) > self.size:
+            raise short_read(self._where, len(target), offset, self.size)
+        with client_errors("read", self._where):
+            data = self._handle.read_at(len(target), offset)
+            now = self._found if self._look is None else self._look()
+        if len(data) < len(target):
+            raise short_read(self._where, len(target), offset, offset + len(data))
+        if now != self._found:
+            raise StorageError(f"cannot read {self._where}: it was replaced while it was read; open it again")
+        target[:] = data
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._handle.close()
+
+
+def from_uri(uri: str) -> Storage:
+    """Return the storage for a URI that pyarrow knows, or for "pyarrow+" and such a URI.
+
+    Raises:
+        ConfigError: pyarrow does not take it.
+        MissingExtraError: pyarrow is not installed.
+    """
+    scheme = uri.partition("://")[0]
+    fs = require("pyarrow.fs", extra="pyarrow", purpose=f"{scheme}:// locations")
+    shown = re.sub(r"://[^/@]*@", "://", uri).partition("?")[0]
+    try:
+        with client_errors("open", shown):
+            filesystem, path = fs.FileSystem.from_uri(uri.removeprefix(_PREFIX))
+    except StorageError as error:
+        raise ConfigError(f"location {shown!r}: {error}") from error
+    return _adapt(filesystem, path, shown.rstrip("/"))
+
+
+def from_filesystem(filesystem: Any, path: str = "") -> Storage:
+    """Return the storage at ``path`` of a pyarrow file system; a local one becomes a `LocalStorage`."""
+    return _adapt(filesystem, path, None)
+
+
+def from_description(client: dict[str, Any], root: str, uri: str, secrets: dict[str, str] | None = None) -> Storage:
+    """Rebuild what `PyarrowStorage.describe` described.
+
+    Raises:
+        ConfigError: the kind of client is unknown, or its credentials are not known here.
+    """
+    return PyarrowStorage(_client_from(rebuild_options(client, secrets, uri)), root, uri=uri)
+
+
+def _adapt(filesystem: Any, path: str, uri: str | None) -> Storage:
+    kind = filesystem.type_name
+    if kind == "local":
+        return LocalStorage(os.path.expanduser(path.removeprefix("file://")) or ".")
+    if kind == "subtree" and filesystem.base_fs.type_name in ("local", "subtree"):
+        return _adapt(filesystem.base_fs, posixpath.join(filesystem.base_path, path.lstrip("/")), None)
+    if kind == "py::holdfast":  # one of ours, on its way back
+        handler = filesystem.handler
+        shown: Storage = handler.storage.child(handler.inside(path))
+        return shown
+    below = getattr(getattr(filesystem, "handler", None), "fs", None)
+    if below is not None and hasattr(below, "storage_options"):
+        from .fsspec import from_filesystem as from_fsspec
+
+        return from_fsspec(below, path)
+    return PyarrowStorage(filesystem, path.rstrip("/") if kind == "hdfs" else path.strip("/"), uri=uri)
+
+
+def _found(info: Any, name: str) -> FoundObject:
+    return FoundObject(name=name, size=int(info.size), modified=(info.mtime_ns or 0) / 1e9)
+
+
+def _client_of(filesystem: Any) -> dict[str, Any] | None:
+    if filesystem.type_name == "subtree":
+        base = _client_of(filesystem.base_fs)
+        return base and {"type": "SubTreeFileSystem", "path": filesystem.base_path, "base": base}
+    name = type(filesystem).__name__
+    if name not in _KINDS:
+        return None
+    # What pickle would be given, as plain values: a dictionary of arguments.
+    _, arguments = filesystem.__reduce__()[:2]
+    return {"type": name, "arguments": list(arguments)}
+
+
+def _client_from(told: dict[str, Any]) -> Any:
+    import pyarrow.fs
+
+    name = told.get("type")
+    if name == "SubTreeFileSystem":
+        return pyarrow.fs.SubTreeFileSystem(told["path"], _client_from(told["base"]))
+    if name not in _KINDS:
+        raise ConfigError(f"storage description: {name!r} is no file system that can be rebuilt here")
+    kind = getattr(pyarrow.fs, name)
+    return getattr(kind, "_reconstruct", kind)(*told["arguments"])
+
+
+def _uri_of(filesystem: Any, root: str) -> str:
+    prefix, fs = root.strip("/"), filesystem
+    while fs.type_name == "subtree":
+        prefix, fs = posixpath.join(fs.base_path.strip("/"), prefix).rstrip("/"), fs.base_fs
+    return f"{_PREFIX}{_SCHEMES.get(fs.type_name, fs.type_name)}://{'/' if fs.type_name == 'local' else ''}{prefix}"

@@ -1,0 +1,237 @@
+"""The one door to what lies below a directory that the user gave: it never leads out of it.
+
+A checkpoint, a run or a folder of somebody else may hold symbolic links that lead anywhere. No link below the top is
+followed, by any operation; links in the path *to* the top are the user's own and are. The kernel sees to it in one
+call where it has `openat2` (Linux 5.6); else directories are opened one by one, each relative to the one before.
+Whatever changes the disk then names a file relative to an open directory (`Inside`), so that a link that is put in
+the way a moment later changes nothing either.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import stat as stat_module
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
+__all__ = ["Beneath", "Inside", "OpenDirectory"]
+
+_PATH = getattr(os, "O_PATH", 0)
+_SEARCH = _PATH | os.O_DIRECTORY
+_OPENAT2 = 437  # the same number everywhere but on alpha and mips
+_MACHINES = ("x86_64", "aarch64", "arm64", "riscv64", "ppc64le", "s390x", "loongarch64")
+_RESOLVE = 0x02 | 0x04  # RESOLVE_NO_MAGICLINKS | RESOLVE_NO_SYMLINKS; there is no ".." in the paths that come here
+_AT_FDCWD = -100
+_PATH_MAX = 4096
+# What a path above the top that was changed since it was resolved may look like.
+_MOVED = (errno.ELOOP, errno.ENOENT, errno.ENOTDIR)
+
+
+class _How(ctypes.Structure):
+    """struct open_how of openat2(2)."""
+
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+class Inside(str):
+    """The absolute path of a file, for messages, that `Ops` reaches through an open directory.
+
+    Attributes:
+        dir_fd: the directory.
+        name: of the entry.
+        is_open: it is that very directory, and ``dir_fd`` may be read and synced.
+    """
+
+    __slots__ = ("dir_fd", "is_open", "name")
+
+    dir_fd: int
+    name: str
+    is_open: bool
+
+    @classmethod
+    def of(cls, path: str, dir_fd: int, name: str, *, is_open: bool = False) -> Inside:
+        """Name the entry ``name`` of an open directory."""
+        one = cls(path)
+        one.dir_fd, one.name, one.is_open = dir_fd, name, is_open
+        return one
+
+
+class OpenDirectory:
+    """A directory below the top, open; a context manager."""
+
+    __slots__ = ("_is_readable", "fd", "path")
+
+    def __init__(self, path: str, fd: int, *, is_readable: bool = True) -> None:
+        self.path, self.fd, self._is_readable = path, fd, is_readable
+
+    def at(self, name: str) -> Inside:
+        """Name an entry."""
+        return Inside.of(f"{self.path}/{name}", self.fd, name)
+
+    @property
+    def here(self) -> Inside:
+        """Name the directory itself."""
+        return Inside.of(self.path, self.fd, ".", is_open=self._is_readable)
+
+    def lstat(self, name: str) -> os.stat_result | None:
+        """Describe an entry, a link as a link; None if there is none."""
+        try:
+            return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    def dup(self) -> OpenDirectory:
+        """Return the same directory, to be closed apart from this one."""
+        return OpenDirectory(self.path, os.dup(self.fd), is_readable=self._is_readable)
+
+    def close(self) -> None:
+        """Close it; idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> OpenDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Beneath:
+    """Opens files and directories below ``top``.
+
+    All paths are relative, without ".", ".." or empty parts (`holdfast.storage.base.check_path`); "" is the top.
+
+    Args:
+        top: absolute; need not exist yet.
+    """
+
+    def __init__(self, top: str) -> None:
+        self.top = top
+        # The top with the user's links resolved: where the kernel knows `openat2`, one call then opens everything.
+        self._real: str | None = None
+
+    def full(self, inside: str) -> str:
+        """Return the absolute path, for messages."""
+        return f"{self.top.rstrip('/')}/{inside}" if inside else self.top
+
+    def open(self, inside: str, flags: int) -> int:
+        """Open something that exists.
+
+        Raises:
+            OSError: ELOOP if a part of the path below the top is a link.
+        """
+        real = self._real
+        if real is not None:
+            try:
+                return _open(real, inside, flags)
+            except OSError as error:
+                if error.errno not in _MOVED:
+                    raise
+                now = os.path.realpath(self.top)
+                if now == real:
+                    raise
+        else:
+            now = os.path.realpath(self.top)
+        self._real = None
+        found = _open(now, inside, flags)
+        self._real = now
+        return found
+
+    def stat(self, inside: str) -> os.stat_result:
+        """Describe something.
+
+        Raises:
+            OSError: as `open`.
+        """
+        fd = self.open(inside, _PATH or os.O_NONBLOCK)
+        try:
+            return os.fstat(fd)
+        finally:
+            os.close(fd)
+
+    def folder(self, inside: str) -> OpenDirectory:
+        """Open a directory to name files in it; one that may be passed but not read, too."""
+        try:
+            return self.listed(inside)
+        except PermissionError:
+            return OpenDirectory(self.full(inside), self.open(inside, _SEARCH), is_readable=False)
+
+    def listed(self, inside: str) -> OpenDirectory:
+        """Open a directory to list it: `os.scandir(folder.fd)`."""
+        return OpenDirectory(self.full(inside), self.open(inside, os.O_RDONLY | os.O_DIRECTORY))
+
+
+def _by_parts(top: str, inside: str, flags: int) -> int:
+    """Open directory after directory, without `openat2`."""
+    if len(os.fsencode(top)) + len(os.fsencode(inside)) + 1 >= _PATH_MAX:  # as the kernel has it
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), f"{top}/{inside}")
+    fd = os.open(top, (_SEARCH if inside else flags) | os.O_CLOEXEC)
+    parts = inside.split("/") if inside else []
+    for number, part in enumerate(parts):
+        wanted = (flags if number == len(parts) - 1 else _SEARCH) | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            found = os.open(part, wanted, dir_fd=fd)
+        except NotADirectoryError:
+            # With O_DIRECTORY a link is "no directory" too.
+            if stat_module.S_ISLNK(os.stat(part, dir_fd=fd, follow_symlinks=False).st_mode):
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), f"{top}/{inside}") from None
+            raise
+        finally:
+            os.close(fd)
+        fd = found
+    if flags & _PATH and stat_module.S_ISLNK(os.fstat(fd).st_mode):  # such an open takes the link itself
+        os.close(fd)
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), f"{top}/{inside}")
+    return fd
+
+
+def _by_kernel() -> Callable[[str, str, int], int] | None:
+    """Return `openat2` as a function, None where the kernel or a sandbox has none."""
+    if not sys.platform.startswith("linux") or platform.machine() not in _MACHINES:
+        return None
+    try:
+        syscall = ctypes.CDLL(None, use_errno=True).syscall
+    except (OSError, AttributeError):
+        return None
+    syscall.restype = ctypes.c_long
+    syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t]
+    hows: dict[int, tuple[_How, int]] = {}
+    size = ctypes.sizeof(_How)
+
+    def opened(top: str, inside: str, flags: int) -> int:
+        path = f"{top}/{inside}" if inside else top
+        if "\0" in path:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+        if flags not in hows:
+            how = _How(flags | os.O_CLOEXEC, 0, _RESOLVE)
+            hows[flags] = how, ctypes.addressof(how)
+        while True:
+            fd: int = syscall(_OPENAT2, _AT_FDCWD, os.fsencode(path), hows[flags][1], size)
+            if fd >= 0:
+                return fd
+            code = ctypes.get_errno()
+            if code not in (errno.EINTR, errno.EAGAIN):
+                raise OSError(code, os.strerror(code), path)
+
+    try:
+        os.close(opened("/", "", _SEARCH))
+    except OSError:
+        return None
+    return opened
+
+
+_way: Callable[[str, str, int], int] | None = None
+
+
+def _open(top: str, inside: str, flags: int) -> int:
+    global _way  # found out once, when it is first needed
+    if _way is None:
+        _way = _by_kernel() or _by_parts
+    return _way(top, inside, flags)

@@ -1,0 +1,216 @@
+"""Writing and reading one local file: O_DIRECT where it helps, ordinary calls where it does not."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+from collections.abc import Callable
+
+from holdfast.errors import StorageError
+
+from ..base import BLOCK, FileReader, FileWriter, check_view
+from .beneath import OpenDirectory
+from .ops import Ops, errors_of
+
+__all__ = ["LocalReader", "LocalWriter", "write_all"]
+
+# Read-ahead pays for files that are read in long runs; small ones are read whole anyway.
+_READ_AHEAD_FROM = 1 << 20
+_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
+
+
+class _PyBuffer(ctypes.Structure):
+    """Py_buffer of CPython's stable ABI: the one way in the standard library to the address of a read-only view."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+def address_of(view: memoryview) -> int:
+    """Return the address of the first byte of a contiguous view."""
+    buffer = _PyBuffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
+    try:
+        return int(buffer.buf or 0)
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+
+
+def write_all(ops: Ops, fd: int, view: memoryview, offset: int) -> None:
+    """Write all of ``view``, however few bytes the kernel takes at a time."""
+    while len(view):
+        written = ops.pwrite(fd, view, offset)
+        if written <= 0:
+            raise OSError(errno.EIO, "the file system took no bytes")
+        view, offset = view[written:], offset + written
+
+
+class LocalWriter(FileWriter):
+    """Writes a file past the page cache where views and file system allow it.
+
+    Direct writes neither evict the training data from the page cache nor cost a second copy; the file is durable
+    only after `close`, direct or not, because its metadata is not written with the bytes.
+    """
+
+    def __init__(
+        self, ops: Ops, folder: OpenDirectory, name: str, size: int, *, fd: int, on_abort: Callable[[], object]
+    ) -> None:
+        self._ops, self._size, self._fd = ops, size, fd
+        self._folder, self._path = folder, folder.at(name)  # the folder is ours
+        self._offset = 0  # bytes on the file, padding included
+        self._direct = self._refused = False
+        self._ended = False  # closed or aborted: nothing left to drop
+        self._on_abort = on_abort
+
+    def write(self, view: memoryview) -> None:
+        """Append ``view``: the aligned part directly, the rest through the page cache."""
+        if self._fd < 0:
+            raise StorageError(f"cannot write {self._path}: the writer is closed")
+        view = view.cast("B")
+        check_view(self._path, size=self._size, offset=self._offset, nbytes=len(view))
+        with errors_of("write", self._path):
+            done = self._write_direct(view)
+            # Padding is only needed to keep a direct write aligned.
+            rest = view[done : max(done, self._size - self._offset)]
+            if len(rest):
+                self._set_direct(on=False)
+                write_all(self._ops, self._fd, rest, self._offset + done)
+        self._offset += len(view)
+
+    def _write_direct(self, view: memoryview) -> int:
+        """Write the longest aligned head of ``view`` past the page cache; return how many bytes that were."""
+        end = len(view) // BLOCK * BLOCK
+        if end == 0 or address_of(view) % BLOCK or not self._set_direct(on=True):
+            return 0
+        done = 0
+        # A short write that is no multiple of the block leaves an unaligned rest, which goes the other way.
+        while done < end and done % BLOCK == 0:
+            try:
+                written = self._ops.pwrite(self._fd, view[done:end], self._offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # Some file systems accept the flag and refuse the write (alignment of their own).
+                self._refused = True
+                return done
+            if written <= 0:
+                return done
+            done += written
+        return done
+
+    def _set_direct(self, *, on: bool) -> bool:
+        """Switch O_DIRECT if it is not as wanted; False if the file system has none."""
+        if on and self._refused:
+            return False
+        if on != self._direct:
+            try:
+                self._ops.set_direct(self._fd, on=on)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._refused = True
+                return False
+            self._direct = on
+        return True
+
+    def close(self) -> None:
+        """Cut the padding, make bytes and name durable."""
+        if self._fd < 0:
+            return
+        try:
+            if self._offset < self._size:
+                raise StorageError(
+                    f"cannot finish {self._path}: {self._offset} of {self._size} bytes were written; write the rest"
+                )
+            with errors_of("write", self._path):
+                self._ops.ftruncate(self._fd, self._size)
+                self._ops.fsync(self._fd)
+                fd, self._fd = self._fd, -1
+                self._ops.close(fd)
+                self._ops.fsync_dir(self._folder.here)
+            self._ended = True
+            self._folder.close()
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Remove the file."""
+        if self._ended:
+            return
+        self._ended = True
+        fd, self._fd = self._fd, -1
+        with contextlib.suppress(OSError):
+            if fd >= 0:
+                self._ops.close(fd)
+        # What cannot be removed now is no part of any manifest, so the next sweep of the directory takes it.
+        with contextlib.suppress(OSError):
+            try:
+                self._ops.unlink(self._path)
+            finally:
+                self._folder.close()
+            self._on_abort()
+
+
+class LocalReader(FileReader):
+    """Reads ranges of a local file with `os.preadv`: no shared position, so threads need no lock."""
+
+    def __init__(self, path: str, *, fd: int, size: int) -> None:
+        self._path, self._fd, self.size = path, fd, size
+        if size >= _READ_AHEAD_FROM:
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def will_read(self, offset: int, size: int) -> None:
+        """Start reading a range into the page cache.
+
+        Two threads that take turns in one file look random to the kernel, which then reads ahead nothing (measured:
+        0.35 GiB/s cold without this hint, 1.5 GiB/s with it).
+        """
+        if self._fd >= 0 and hasattr(os, "posix_fadvise") and not (self._has(offset) and self._has(offset + size - 1)):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_WILLNEED)
+
+    def _has(self, offset: int) -> bool:
+        """Whether a byte is in the page cache: asking costs 2 us, a hint for 8 MiB that are there 200 us."""
+        if not _NOWAIT:
+            return False
+        try:
+            return os.preadv(self._fd, [bytearray(1)], offset, _NOWAIT) == 1
+        except OSError:  # EAGAIN, or a file system that cannot tell
+            return False
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from ``offset`` on."""
+        if self._fd < 0:
+            raise StorageError(f"cannot read {self._path}: the reader is closed")
+        view = view.cast("B")
+        wanted, done = len(view), 0
+        with errors_of("read", self._path):
+            while done < wanted:
+                count = os.preadv(self._fd, [view[done:]], offset + done)
+                if count == 0:
+                    raise StorageError(
+                        f"short read of {self._path}: {wanted} bytes at {offset} asked for, the file ends after "
+                        f"{offset + done}; it was truncated or is still being written"
+                    )
+                done += count
+
+    def close(self) -> None:
+        """Close the file."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)

@@ -1,0 +1,536 @@
+"""A directory of a local or mounted file system as a storage.
+
+No symbolic link below the root is followed (`_beneath`).
+
+General layout: `put` is a temporary file, fsync, barrier (fsync of the directory), rename, fsync of the directory.
+`create` writes under the final name and makes bytes, size and name durable when it is closed. Directories are made
+when first needed; each is durable before anything is put below it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import os
+import stat as stat_module
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from holdfast.errors import ConfigError, StorageConflictError, StorageExistsError, StorageNotFoundError
+
+from ..base import TEMPORARY, FileBatch, FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix
+from . import local_tree as tree
+from .beneath import Beneath, Inside, OpenDirectory
+from .local_io import LocalReader, LocalWriter, write_all
+from .ops import POSIX, Ops, errors_of, translate
+from .small_files import LocalBatch, flush_whole
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["LocalStorage", "as_given", "door_of"]
+
+_T = TypeVar("_T")
+_COPY_BYTES = 8 << 20
+_DELETING_THREADS = 16
+_DELETED_BY_EACH = 64  # files, at least
+# How often a directory may be pruned under a writer before it gives up.
+_TRIES = 20
+# Errors of link(2) that mean "not here": another device, no hard links, too many of them, not our file.
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
+# Errors that mean "not this file": another device, not ours to take, or in use as a mount.
+_NO_MOVE = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EBUSY, errno.EROFS)
+
+
+class LocalStorage(Storage):
+    """Files below ``root``; the directory is made when something is first written.
+
+    ``if_match`` is safe among processes that use it (the directory is locked while the etag is compared and the file
+    replaced); a `put` without conditions does not take the lock. Etags are built from time, size and inode.
+
+    Example:
+        >>> import tempfile
+        >>> storage = LocalStorage(tempfile.mkdtemp())
+        >>> tag = storage.put("step_1/manifest.json", b"{}")
+        >>> [info.path for info in storage.list()]
+        ['step_1/manifest.json']
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, ops: Ops = POSIX) -> None:
+        if not os.fspath(root) or "\0" in os.fspath(root):
+            raise ConfigError(f"LocalStorage({root!r}): give a directory")
+        # Made absolute now: a later chdir of the training script must not move its checkpoints.
+        self._root = os.path.abspath(os.fspath(root))
+        self._door, self._prefix = Beneath(self._root), ""
+        self._ops = ops
+        # Directories below the top that exist durably; shared with children. A cache only: ENOENT drops the entry.
+        self._ready: set[str] = set()
+
+    def put(
+        self, path: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
+    ) -> str | None:
+        """Store a small file atomically; see `Storage.put`."""
+        inside, name = self._split(path)
+        view = memoryview(data).cast("B")
+
+        def once(folder: OpenDirectory) -> str:
+            if if_absent and folder.lstat(name) is not None:
+                raise self._exists(folder.at(name))
+            if if_match is not None:
+                self._check_match(folder, name, if_match)
+            return self._put_once(folder, name, view, if_absent=if_absent, if_match=if_match)
+
+        with errors_of("write", self._full(path)):
+            return self._in_directory(inside, once)
+
+    def swap(self, path: str, data: bytes, *, if_match: str) -> str:
+        """Replace a small file as `put` does, without waiting for the disk: for what means nothing after a power cut.
+
+        Raises:
+            StorageConflictError: it is gone or its etag is not ``if_match``.
+        """
+        inside, name = self._split(path)
+
+        def once(folder: OpenDirectory) -> str:
+            self._check_match(folder, name, if_match)
+            return self._put_once(folder, name, memoryview(data), if_absent=False, if_match=if_match, durable=False)
+
+        with errors_of("write", self._full(path)):
+            return self._in_directory(inside, once)
+
+    def _put_once(
+        self,
+        folder: OpenDirectory,
+        name: str,
+        view: memoryview,
+        *,
+        if_absent: bool,
+        if_match: str | None,
+        durable: bool = True,
+    ) -> str:
+        ops, target, directory = self._ops, folder.at(name), folder.here
+        temporary = folder.at(f"{TEMPORARY}{os.getpid()}-{os.urandom(6).hex()}")
+        fd = ops.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            # Held while the file is in use: sweepers take only files whose writer is dead.
+            tree.lock_quietly(fd)
+            write_all(ops, fd, view, 0)
+            if durable:
+                ops.fsync(fd)
+            etag = _etag(os.fstat(fd))
+            if durable:
+                ops.fsync_dir(directory)  # the barrier: names of files written before are durable first
+            if if_absent:
+                self._publish_new(folder, temporary, name)
+            elif if_match is not None:
+                with tree.locked(folder):
+                    self._check_match(folder, name, if_match)
+                    ops.rename(temporary, target)
+            else:
+                ops.rename(temporary, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                ops.unlink(temporary)
+            raise
+        finally:
+            ops.close(fd)
+        if durable:
+            ops.fsync_dir(directory)
+        return etag
+
+    def _publish_new(self, folder: OpenDirectory, temporary: Inside, name: str) -> None:
+        """Give the finished file its name unless the name is taken, atomically."""
+        target = folder.at(name)
+        try:
+            self._ops.link(temporary, target)
+        except FileExistsError:
+            raise self._exists(target) from None
+        except OSError as error:
+            if error.errno not in _NO_LINK:
+                raise
+            # No hard links here: cooperating processes are kept apart by the lock instead.
+            with tree.locked(folder):
+                if folder.lstat(name) is not None:
+                    raise self._exists(target) from None
+                self._ops.rename(temporary, target)
+            return
+        with contextlib.suppress(OSError):
+            self._ops.unlink(temporary)
+
+    def create(self, path: str, size: int) -> FileWriter:
+        """Start a big file under its final name; see `Storage.create`."""
+        inside, name = self._split(path)
+        if size < 0:
+            raise ConfigError(f"create({path!r}, size={size}): the size must not be negative")
+
+        def once(folder: OpenDirectory) -> FileWriter:
+            target = folder.at(name)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            try:
+                fd = self._ops.open(target, flags)
+            except FileExistsError:
+                # Never truncated: an older file here may share its bytes with a checkpoint by a hard link.
+                with contextlib.suppress(FileNotFoundError):
+                    self._ops.unlink(target)
+                fd = self._ops.open(target, flags)
+            return LocalWriter(self._ops, folder.dup(), name, size, fd=fd, on_abort=lambda: self._prune(inside))
+
+        with errors_of("write", self._full(path)):
+            return self._in_directory(inside, once)
+
+    def batch(self, num_files: int) -> FileBatch:
+        """Start to write many small files; see `Storage.batch`."""
+        with errors_of("write", self._root):
+            return LocalBatch(self._ops, self._door, self._prefix, self._ready, num_files)
+
+    def open(self, path: str) -> FileReader:
+        """Open a file for reading; see `Storage.open`."""
+        full = self._full(path)
+        with errors_of("read", full):
+            try:
+                # O_NONBLOCK: a FIFO put here by somebody must not hang a resume.
+                fd = self._door.open(self._below(path), os.O_RDONLY | os.O_NONBLOCK)
+            except NotADirectoryError as error:
+                raise _not_found(full) from error
+        found = os.fstat(fd)
+        if not stat_module.S_ISREG(found.st_mode):
+            os.close(fd)
+            raise _not_found(full)
+        return LocalReader(full, fd=fd, size=found.st_size)
+
+    def stat(self, path: str) -> ObjectInfo:
+        """Describe a file; see `Storage.stat`."""
+        full = self._full(path)
+        with errors_of("read", full):
+            try:
+                found = self._door.stat(self._below(path))
+            except NotADirectoryError as error:
+                raise _not_found(full) from error
+        if not stat_module.S_ISREG(found.st_mode):
+            raise _not_found(full)
+        return ObjectInfo(path=path, size=found.st_size, etag=_etag(found), modified=found.st_mtime)
+
+    def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
+        """Iterate over files; symbolic links to directories are left out. See `Storage.list`.
+
+        A link to a file is named, so that nothing is left out silently by a copy; opening it is refused.
+        """
+        prefix = check_prefix(prefix)
+        pending = [prefix]
+        while pending:
+            inside = pending.pop()
+            base = f"{inside}/" if inside else ""
+            with errors_of("list", self._full(inside) if inside else self._root):
+                try:
+                    folder = self._door.listed(self._below(inside))
+                except (FileNotFoundError, NotADirectoryError):
+                    continue
+            with folder:
+                with errors_of("list", folder.path), os.scandir(folder.fd) as entries:
+                    found = list(entries)  # types come without a stat each
+                for entry in found:
+                    name = entry.name
+                    if name.startswith(TEMPORARY):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        if recursive:
+                            pending.append(base + name)
+                        else:
+                            yield ObjectInfo(path=f"{base}{name}/", size=0)
+                        continue
+                    try:
+                        about = entry.stat()
+                    except OSError as error:
+                        if error.errno not in (errno.ENOENT, errno.ELOOP):  # gone, or a link that leads to itself
+                            raise translate(error, "list", folder.path) from error
+                        continue
+                    if stat_module.S_ISREG(about.st_mode):
+                        yield ObjectInfo(
+                            path=base + name, size=about.st_size, etag=_etag(about), modified=about.st_mtime
+                        )
+
+    def delete(self, path: str) -> None:
+        """Remove a file, or a link itself, and the directories this leaves empty; see `Storage.delete`."""
+        self.delete_many((path,))
+
+    def delete_many(self, paths: Iterable[str]) -> None:
+        """Remove files, or links themselves, with one fsync for each directory; see `Storage.delete_many`.
+
+        Where there are many, by several threads: each waits for the journal of the file system most of its time.
+        """
+        names: dict[str, list[str]] = {}
+        for path in paths:
+            inside, name = self._split(path)
+            names.setdefault(inside, []).append(name)
+        for inside, its in names.items():
+            with errors_of("delete", self._door.full(f"{inside}/{its[0]}" if inside else its[0])):
+                try:
+                    folder = self._door.folder(inside)
+                except OSError as error:
+                    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                        continue  # what lies behind a link is no object of this storage
+                    raise
+                with folder:
+                    if not self._unlink_all(folder, its):
+                        # Nor is it pruned: it may be one that a writer has just made for its first file.
+                        continue
+                    self._ops.fsync_dir(folder.here)
+                self._prune(inside)
+
+    def _unlink_all(self, folder: OpenDirectory, names: Sequence[str]) -> int:
+        """Remove files of one directory; return how many there were."""
+        num_threads = min(_DELETING_THREADS, len(names) // _DELETED_BY_EACH)
+        if num_threads < 2:
+            return sum([self._unlink(folder, name) for name in names])
+        from concurrent.futures import ThreadPoolExecutor  # not above: few writers delete so many, and each start waits
+
+        with ThreadPoolExecutor(num_threads, "holdfast-delete") as pool:
+            shares = [names[start::num_threads] for start in range(num_threads)]
+            return sum(pool.map(lambda share: sum([self._unlink(folder, name) for name in share]), shares))
+
+    def _unlink(self, folder: OpenDirectory, name: str) -> bool:
+        """Remove a file; tell whether there was one."""
+        at = folder.at(name)
+        try:
+            self._ops.unlink(at)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            # unlink(2) of a directory: EISDIR on Linux, EPERM elsewhere. It holds no object of that name.
+            found = folder.lstat(name)
+            if found is None or not stat_module.S_ISDIR(found.st_mode):
+                raise translate(error, "delete", at) from error
+            return False
+        return True
+
+    def delete_tree(self, prefix: str) -> None:
+        """Remove everything below the directory ``prefix``; links are removed, not followed."""
+        inside = self._below(check_prefix(prefix))
+        with errors_of("delete", self._door.full(inside)):
+            try:
+                tree.remove_below(self._ops, self._door, inside, forget=self._ready.discard)
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                return  # as in `delete`
+            if prefix:
+                self._prune(inside)
+
+    def make_directories(self, paths: Iterable[str]) -> None:
+        """Make directories that hold nothing; see `Storage.make_directories`. One behind a link is refused."""
+        for path in paths:
+            inside = self._below(check_path(path))
+            with errors_of("make the directory", self._door.full(inside)):
+                self._in_directory(inside, lambda _: None)
+
+    def tidy(self, directory: str) -> None:
+        """Remove temporary files of dead writers, and the directory if that leaves it empty; see `Storage.tidy`."""
+        inside = self._below(check_path(directory))
+        with errors_of("delete", self._door.full(inside)):
+            try:
+                tree.sweep(self._ops, self._door, inside)
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                return  # as in `delete`
+            self._prune(inside)
+
+    def copy(self, source: str, target: str) -> None:
+        """Hard-link a file, or copy its bytes where that is impossible; see `Storage.copy`."""
+        new = self._full(target)
+        self.stat(source)
+        (old_inside, old_name), (inside, name) = self._split(source), self._split(target)
+
+        def once(folder: OpenDirectory) -> None:
+            if folder.lstat(name) is not None:
+                raise self._exists(new)
+            with self._door.folder(old_inside) as old:
+                try:
+                    self._ops.link(old.at(old_name), folder.at(name))
+                except FileExistsError:
+                    raise self._exists(new) from None
+            self._ops.fsync_dir(folder.here)
+
+        with errors_of("write", new):
+            try:
+                self._in_directory(inside, once)
+            except StorageExistsError:
+                raise
+            except OSError as error:
+                if error.errno not in _NO_LINK:
+                    raise
+                self._copy_bytes(source, target)
+
+    def _copy_bytes(self, source: str, target: str) -> None:
+        with self.open(source) as reader, self.create(target, reader.size) as writer:
+            for start in range(0, reader.size, _COPY_BYTES):
+                chunk = memoryview(bytearray(min(_COPY_BYTES, reader.size - start)))
+                reader.read_into(start, chunk)
+                writer.write(chunk)
+
+    def adopt(self, source: str, path: str) -> bool:
+        """Make a file durable and rename it into this storage; see `Storage.adopt`."""
+        inside, name = self._split(path)
+
+        def once(folder: OpenDirectory) -> None:
+            if folder.lstat(name) is not None:
+                raise self._exists(folder.at(name))
+            self._ops.rename(source, folder.at(name))
+            self._ops.fsync_dir(folder.here)
+
+        with errors_of("take over", source):
+            found = self._ops.lstat(source)
+            here = os.stat(tree.nearest_existing(os.path.dirname(self._full(path)))).st_dev
+            if not stat_module.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_dev != here:
+                return False
+            try:
+                self._fsync(source)  # before it is an object: whoever wrote it need not have cared
+                self._in_directory(inside, once)
+            except StorageExistsError:
+                raise
+            except OSError as error:
+                if error.errno not in _NO_MOVE:
+                    raise
+                return False
+        return True
+
+    def sync(self, path: str) -> None:
+        """Make a file and its name durable; see `Storage.sync`."""
+        inside, name = self._split(path)
+        with errors_of("make durable", self._full(path)):
+            with self._door.folder(inside) as folder:
+                self._fsync(folder.at(name))
+            while len(inside) >= len(self._prefix):
+                with self._door.folder(inside) as folder:
+                    self._ops.fsync_dir(folder.here)
+                if not inside:
+                    break
+                inside = inside.rpartition("/")[0]
+
+    def sync_all(self, paths: Collection[str]) -> None:
+        """Make files and their names durable, each directory once; see `Storage.sync_all`."""
+        with errors_of("make durable", self._root):
+            places = [self._split(path) for path in paths]
+            if flush_whole(self._ops, self._door, self._prefix, {inside for inside, _ in places}, len(places)):
+                return
+            folders = {""}
+            for home, name in places:
+                with self._door.folder(home) as folder:
+                    self._fsync(folder.at(name))
+                above = home
+                while above not in folders:
+                    folders.add(above)
+                    above = above.rpartition("/")[0]
+            for inside in sorted(one for one in folders if len(one) >= len(self._prefix)):
+                with self._door.folder(inside) as folder:
+                    self._ops.fsync_dir(folder.here)
+
+    def _fsync(self, full: str) -> None:
+        fd = self._ops.open(full, os.O_RDONLY)
+        try:
+            self._ops.fsync(fd)
+        finally:
+            self._ops.close(fd)
+
+    @property
+    def uri(self) -> str:
+        """The absolute directory."""
+        return self._root
+
+    @property
+    def local_root(self) -> Path | None:
+        """The absolute directory; it need not exist yet."""
+        from pathlib import Path  # not above: it would cost the start of a writer process 5 ms
+
+        return Path(self._root)
+
+    def describe(self) -> dict[str, Any] | None:
+        """Return the root: all another process needs."""
+        return {"kind": "local", "root": self._root}
+
+    def free_bytes(self) -> int | None:
+        """Return the bytes an ordinary user can still write on the file system of the root."""
+        with errors_of("look at", self._root):
+            found = os.statvfs(tree.nearest_existing(self._root))
+        return found.f_bavail * found.f_frsize
+
+    def child(self, path: str) -> LocalStorage:
+        """Return the storage of a directory below this one, with the same `Ops`; no link to it is followed either."""
+        prefix = check_prefix(path)
+        clone = copy.copy(self)
+        clone._root = os.path.join(self._root, prefix) if prefix else self._root
+        clone._prefix = self._below(prefix)
+        return clone
+
+    def _full(self, path: str) -> str:
+        return os.path.join(self._root, check_path(path))
+
+    def _below(self, path: str) -> str:
+        """Return a path in this storage as one below the top; "" for the root of this storage."""
+        return f"{self._prefix}/{path}" if self._prefix and path else path or self._prefix
+
+    def _split(self, path: str) -> tuple[str, str]:
+        """Return the directory of a file, below the top, and the file's name."""
+        head, _, name = self._below(check_path(path)).rpartition("/")
+        return head, name
+
+    def _in_directory(self, inside: str, action: Callable[[OpenDirectory], _T]) -> _T:
+        """Do ``action`` in a directory that exists, again if another process pruned the directory meanwhile."""
+        for _ in range(_TRIES):
+            if inside not in self._ready:
+                tree.make_durable(self._ops, self._door, inside)
+                self._ready.add(inside)
+            try:
+                with self._door.folder(inside) as folder:
+                    return action(folder)
+            except FileNotFoundError as error:
+                if isinstance(error, StorageNotFoundError):
+                    raise
+                self._ready.discard(inside)
+                missing = error
+        raise missing
+
+    def _prune(self, inside: str) -> None:
+        while len(inside) > len(self._prefix) and tree.remove_if_empty(self._ops, self._door, inside):
+            self._ready.discard(inside)
+            inside = inside.rpartition("/")[0]
+
+    def _check_match(self, folder: OpenDirectory, name: str, if_match: str) -> None:
+        about = folder.lstat(name)
+        found = None if about is None else _etag(about)
+        if found != if_match:
+            state = "it is gone" if found is None else "another process changed it"
+            raise StorageConflictError(f"cannot replace {folder.at(name)}: {state}; read it again and decide anew")
+
+    @staticmethod
+    def _exists(target: str) -> StorageExistsError:
+        return StorageExistsError(f"cannot create {target}: it exists; use another name or remove it")
+
+
+def as_given(storage: Storage) -> Storage:
+    """Return the same storage as one whose directory the user has named: links that lead to it are followed."""
+    if not isinstance(storage, LocalStorage):
+        return storage
+    clone = copy.copy(storage)
+    clone._door, clone._prefix, clone._ready = Beneath(storage._root), "", set()
+    return clone
+
+
+def door_of(storage: Storage) -> tuple[Beneath, str] | None:
+    """Return the door to a storage on a disk and the storage's place below it; None for one that is on no disk.
+
+    For what `Storage` has no operation for: a lock, names without a look at each file.
+    """
+    if isinstance(storage, LocalStorage):
+        return storage._door, storage._prefix
+    root = storage.local_root
+    return None if root is None else (Beneath(os.fspath(root)), "")
+
+
+def _etag(found: os.stat_result) -> str:
+    return f"{found.st_mtime_ns}-{found.st_size}-{found.st_ino}"
+
+
+def _not_found(full: str) -> StorageNotFoundError:
+    return StorageNotFoundError(f"cannot read {full}: there is no such file; check the path")

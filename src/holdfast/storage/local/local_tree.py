@@ -1,0 +1,255 @@
+"""Directories of a local storage: made durably, listed, swept of dead temporary files, removed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+
+from ..base import TEMPORARY
+from .beneath import Beneath, OpenDirectory
+from .ops import Ops
+
+__all__ = [
+    "lock_quietly",
+    "locked",
+    "make_durable",
+    "nearest_existing",
+    "remove_below",
+    "remove_if_empty",
+    "sweep",
+]
+
+_LOCK_NAME = f"{TEMPORARY}lock"
+_LOCK_S = 5.0
+# In use, on its way of being filled by somebody else, not ours, or no directory: an empty directory harms nobody.
+_STAYS = (
+    errno.ENOTEMPTY,
+    errno.EEXIST,
+    errno.EBUSY,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.ELOOP,
+)
+
+
+def nearest_existing(path: str) -> str:
+    """Return ``path`` or its closest ancestor that exists."""
+    while not os.path.lexists(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
+    return path
+
+
+def make_durable(ops: Ops, door: Beneath, inside: str) -> None:
+    """Make a directory exist, with a durable name in every ancestor, and sweep what dead writers left in it.
+
+    The name of the deepest directory found may not be durable yet: its maker may have died between mkdir and fsync.
+    Everything above it is, because each maker syncs that name before it goes one deeper.
+    """
+    missing: list[str] = []
+    found = inside
+    while found:
+        try:
+            door.folder(found).close()
+        except FileNotFoundError:
+            missing.append(found)
+            found = found.rpartition("/")[0]
+        else:
+            break
+    if found:
+        with door.folder(found.rpartition("/")[0]) as above:
+            _sync_quietly(ops, above.here)
+    else:
+        _make_top(ops, door.top)
+    for path in reversed(missing):
+        head, _, name = path.rpartition("/")
+        with door.folder(head) as above:
+            try:
+                ops.mkdir(above.at(name))
+            except FileExistsError:
+                door.folder(path).close()  # fine if another process was faster; not if a file or a link is in the way
+            ops.fsync_dir(above.here)
+    if not missing:
+        sweep(ops, door, inside)
+
+
+def _make_top(ops: Ops, top: str) -> None:
+    """Do the same for the directory that the user gave, and those above it: links in this path are the user's own."""
+    missing, found = [], top
+    while not os.path.isdir(found) and os.path.dirname(found) != found:
+        missing.append(found)
+        found = os.path.dirname(found)
+    _sync_quietly(ops, os.path.dirname(found))
+    for path in reversed(missing):
+        try:
+            ops.mkdir(path)
+        except FileExistsError:
+            # Fine if another process was faster; not if a file is in the way.
+            if not os.path.isdir(path):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
+        ops.fsync_dir(os.path.dirname(path))
+
+
+def _sync_quietly(ops: Ops, directory: str) -> None:
+    # The place above may be one that this user can pass but not read: then its names are not ours to sync.
+    with contextlib.suppress(PermissionError):
+        ops.fsync_dir(directory)
+
+
+def sweep(ops: Ops, door: Beneath, inside: str) -> None:
+    """Remove temporary files whose writer is dead: nobody holds their lock."""
+    try:
+        folder = door.listed(inside)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    with folder:
+        for name in sorted(os.listdir(folder.fd)):
+            if not name.startswith(TEMPORARY) or name == _LOCK_NAME:
+                continue
+            with contextlib.suppress(OSError):
+                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+                fd = os.open(name, flags, dir_fd=folder.fd)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    ops.unlink(folder.at(name))
+                finally:
+                    os.close(fd)
+
+
+def lock_quietly(fd: int) -> None:
+    """Lock a file of our own; file systems without locks do without (there nothing is swept either)."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@contextlib.contextmanager
+def locked(directory: str | OpenDirectory) -> Iterator[None]:
+    """Keep other holders of this lock out, on this machine and where the file system shares locks.
+
+    The directory itself is locked, which leaves nothing behind; NFS locks only what is open for writing, so there a
+    file does it.
+    """
+    where, dir_fd = (".", directory.fd) if isinstance(directory, OpenDirectory) else (directory, None)
+    fd = os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
+    try:
+        _lock(fd)
+    except OSError as error:
+        os.close(fd)
+        if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOTSUP):
+            raise
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(os.path.join(where, _LOCK_NAME), flags, 0o666, dir_fd=dir_fd)
+        try:
+            _lock(fd)
+        except OSError:
+            os.close(fd)
+            raise
+    try:
+        yield
+    finally:
+        # Unlocked by hand: a child forked meanwhile has the same open file and would keep the lock after our close.
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+
+def _lock(fd: int) -> None:
+    """Lock a file that nobody holds for long; a holder that was stopped in the middle is not waited for for ever."""
+    until = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES) or time.monotonic() >= until:
+                raise
+        time.sleep(0.001)
+
+
+def remove_if_empty(ops: Ops, door: Beneath, inside: str) -> bool:
+    """Remove a directory that holds nothing but dead temporary files; tell whether it is gone."""
+    try:
+        with door.listed(inside) as folder:
+            names = []
+            with os.scandir(folder.fd) as found:
+                for entry in found:
+                    # Stops at the first thing worth keeping: a run directory may have 10 000 children.
+                    if not entry.name.startswith(TEMPORARY):
+                        return False
+                    names.append(entry.name)
+            if names:
+                sweep(ops, door, inside)
+                with contextlib.suppress(OSError):
+                    if _LOCK_NAME in names:
+                        ops.unlink(folder.at(_LOCK_NAME))
+        head, _, name = inside.rpartition("/")
+        with door.folder(head) as above:
+            ops.rmdir(above.at(name))
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno in _STAYS:
+            return False
+        raise
+    return True
+
+
+class _Level:
+    """A directory that is being emptied."""
+
+    def __init__(self, door: Beneath, inside: str) -> None:
+        self.inside, self._door = inside, door
+        self.removed = False
+        self.folder: OpenDirectory | None = None
+        self.rest: list[tuple[str, bool]] = []
+        try:
+            folder = door.listed(inside)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        with folder, os.scandir(folder.fd) as found:
+            self.rest = sorted(((one.name, one.is_dir(follow_symlinks=False)) for one in found), reverse=True)
+
+    def opened(self) -> OpenDirectory:
+        if self.folder is None:
+            self.folder = self._door.folder(self.inside)
+        return self.folder
+
+    def close(self) -> None:
+        if self.folder is not None:
+            self.folder.close()
+            self.folder = None
+
+
+def remove_below(ops: Ops, door: Beneath, inside: str, *, forget: Callable[[str], None]) -> None:
+    """Remove everything in a directory, deepest first, following no link; the directory itself stays.
+
+    One directory is open at a time, however deep they go.
+    """
+    levels = [_Level(door, inside)]
+    try:
+        while levels:
+            level = levels[-1]
+            if level.rest:
+                name, is_directory = level.rest.pop()
+                if is_directory:
+                    level.close()
+                    level.removed = True
+                    levels.append(_Level(door, f"{level.inside}/{name}" if level.inside else name))
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    ops.unlink(level.opened().at(name))
+                    level.removed = True
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                if level.removed:
+                    ops.fsync_dir(level.opened().here)
+            level.close()
+            levels.pop()
+            if levels:
+                forget(level.inside)
+                remove_if_empty(ops, door, level.inside)
+    finally:
+        for level in levels:
+            level.close()

@@ -1,0 +1,178 @@
+"""The system calls that change a local disk: the seam at which tests count, fail, crash and record them.
+
+`Ops` does what `os` does and raises what `os` raises; translation of errors is the business of `errors_of`, here
+too, so that each errno has its message in one place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+from types import TracebackType
+
+from holdfast.errors import (
+    StorageError,
+    StorageExistsError,
+    StorageFullError,
+    StorageNotFoundError,
+    StoragePermissionError,
+)
+
+from .beneath import Inside
+
+__all__ = ["POSIX", "Ops", "errors_of", "translate"]
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+def _at(path: str) -> tuple[str, int | None]:
+    """Return a path as `os` wants it, with the directory it is relative to."""
+    return (path.name, path.dir_fd) if isinstance(path, Inside) else (path, None)
+
+
+def _sync(fd: int) -> None:
+    """Make the entries of an open directory durable."""
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some network and FUSE file systems have no fsync for directories: entries are theirs to keep.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+
+
+class Ops:
+    """Thin calls into the operating system; subclass to watch or to break them.
+
+    A path is absolute. That of a storage's own file is an `Inside` too: the call goes by its open directory then.
+    """
+
+    def open(self, path: str, flags: int) -> int:
+        """Open a file for writing, permissions 0666 less the umask; reads do not come through here."""
+        name, dir_fd = _at(path)
+        return os.open(name, flags | os.O_CLOEXEC | (0 if dir_fd is None else os.O_NOFOLLOW), 0o666, dir_fd=dir_fd)
+
+    def close(self, fd: int) -> None:
+        """Close what `open` gave."""
+        os.close(fd)
+
+    def set_direct(self, fd: int, *, on: bool) -> None:
+        """Switch O_DIRECT; changes nothing on the disk. EINVAL where the file system has none."""
+        if not _O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _O_DIRECT if on else flags & ~_O_DIRECT)
+
+    def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
+        """Write some of ``view``; returns how many bytes."""
+        return os.pwrite(fd, view, offset)
+
+    def fsync(self, fd: int) -> None:
+        """Make the content of a file durable."""
+        os.fsync(fd)
+
+    def fsync_dir(self, path: str) -> None:
+        """Make the entries of a directory durable."""
+        if isinstance(path, Inside) and path.is_open:
+            _sync(path.dir_fd)
+            return
+        name, dir_fd = _at(path)
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
+        try:
+            _sync(fd)
+        finally:
+            os.close(fd)
+
+    def syncfs(self, path: str, fd: int) -> None:
+        """Make everything durable on the file system of an open directory; ``path`` is its name, for messages."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.syncfs(fd) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), path)
+
+    def ftruncate(self, fd: int, size: int) -> None:
+        """Cut or extend a file."""
+        os.ftruncate(fd, size)
+
+    def lstat(self, path: str) -> os.stat_result:
+        """Describe an entry, a link as a link."""
+        name, dir_fd = _at(path)
+        return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+
+    def rename(self, source: str, target: str) -> None:
+        """Replace ``target`` atomically."""
+        (old, old_fd), (new, new_fd) = _at(source), _at(target)
+        os.replace(old, new, src_dir_fd=old_fd, dst_dir_fd=new_fd)
+
+    def link(self, source: str, target: str) -> None:
+        """Give a file a second name; EEXIST if the name is taken."""
+        (old, old_fd), (new, new_fd) = _at(source), _at(target)
+        os.link(old, new, src_dir_fd=old_fd, dst_dir_fd=new_fd, follow_symlinks=False)
+
+    def unlink(self, path: str) -> None:
+        """Remove a name."""
+        name, dir_fd = _at(path)
+        os.unlink(name, dir_fd=dir_fd)
+
+    def mkdir(self, path: str) -> None:
+        """Make one directory, permissions 0777 less the umask."""
+        name, dir_fd = _at(path)
+        os.mkdir(name, 0o777, dir_fd=dir_fd)
+
+    def rmdir(self, path: str) -> None:
+        """Remove an empty directory."""
+        name, dir_fd = _at(path)
+        os.rmdir(name, dir_fd=dir_fd)
+
+
+POSIX = Ops()
+
+_KINDS: dict[int, tuple[type[StorageError], str]] = {
+    errno.ENOSPC: (StorageFullError, "free some space, keep fewer checkpoints (Keep(last=...)) or use another place"),
+    errno.EDQUOT: (StorageFullError, "the quota is used up: free some space, keep fewer checkpoints or raise it"),
+    errno.EFBIG: (StorageFullError, "the file is larger than the file system or `ulimit -f` allows"),
+    errno.EACCES: (StoragePermissionError, "give this user access to it, or use another place"),
+    errno.EPERM: (StoragePermissionError, "give this user access to it, or use another place"),
+    errno.EROFS: (StoragePermissionError, "the file system is mounted read-only: remount it or use another place"),
+    errno.ENOENT: (StorageNotFoundError, "check the path; another process may have removed it"),
+    errno.EEXIST: (StorageExistsError, "use another name or remove it"),
+    errno.ENOTDIR: (StorageError, "a part of the path is a file, not a directory: use another place"),
+    errno.EISDIR: (StorageError, "it is a directory: use another name"),
+    errno.ENOTEMPTY: (StorageError, "the directory is not empty: another process writes into it"),
+    errno.EIO: (StorageError, "the device reported an error: its data cannot be trusted; check it (dmesg)"),
+    errno.EMFILE: (StorageError, "too many open files in this process: raise `ulimit -n`"),
+    errno.ENFILE: (StorageError, "too many open files on this machine"),
+    errno.ENAMETOOLONG: (StorageError, "use a shorter name"),
+    errno.ESTALE: (StorageError, "the network file system lost the file: check the mount"),
+    errno.ELOOP: (
+        StorageError,
+        "a part of the path is a symbolic link: none is followed below the directory of a run or a checkpoint, for it "
+        "could lead anywhere; if you trust it, copy the directory with its links resolved (cp -rL)",
+    ),
+}
+
+
+def translate(error: OSError, action: str, where: str) -> StorageError:
+    """Return the `StorageError` for an operating system error, saying what failed, where and what to do."""
+    kind, hint = _KINDS.get(error.errno or 0, (StorageError, "see the system log"))
+    translated = kind(f"cannot {action} {where}: {error.strerror or error}; {hint}")
+    # Handlers written for OSError look at errno; it is not part of args, which hold the message alone.
+    translated.errno = error.errno
+    return translated
+
+
+class errors_of(contextlib.AbstractContextManager[None]):  # noqa: N801  # reads as a verb phrase: with errors_of(...)
+    """Translate operating system errors of the block; Holdfast's own pass unchanged."""
+
+    __slots__ = ("_action", "_where")
+
+    def __init__(self, action: str, where: str) -> None:
+        self._action, self._where = action, where
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(value, OSError) and not isinstance(value, StorageError):
+            raise translate(value, self._action, self._where) from value

@@ -1,0 +1,157 @@
+"""The one place where errors of obstore become errors of Holdfast."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from holdfast.errors import (
+    HoldfastError,
+    StorageConflictError,
+    StorageError,
+    StorageExistsError,
+    StorageFullError,
+    StorageNotFoundError,
+    StoragePermissionError,
+    StorageUnavailableError,
+)
+
+__all__ = ["NO_BUCKET", "errors_of", "has_no_tls", "said", "status_of", "was_retried"]
+
+NO_BUCKET = "the bucket or container does not exist"
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([^<]{1,80})</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]{1,300})")
+_FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage", "AccountStorageLimit", "XMinioStorageFull")
+_BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound", "FilesystemNotFound", "The specified bucket does not exist")
+_EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "RequestExpired", "InvalidToken")
+_NO_CREDENTIALS = (
+    "169.254.169.254", "metadata.google.internal", "latest/api/token", "latest/meta-data", "computeMetadata/v1",
+    "metadata/identity/oauth2", "performing token request", "no credentials",
+)  # fmt: skip
+_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")
+_NO_TLS = re.compile(r"InvalidMessage\(\s*InvalidContentType")
+_BROKEN = ("error sending request", "response body error", "connection closed", "HTTP error: connection")
+_TIMEOUT = ("timed out", "kind: Timeout", "TimedOut", "deadline has elapsed")
+
+
+@contextmanager
+def errors_of(action: str, where: str, secrets: Iterable[str] = ()) -> Iterator[None]:
+    """Translate what obstore raises in the block.
+
+    Args:
+        action: what was tried: "read", "write", "list".
+        where: URI of the object.
+        secrets: values that no message may show.
+
+    Raises:
+        StorageError: or the subclass that says what to do about it.
+    """
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except Exception as error:
+        if not _is_of_client(error):
+            raise
+        # Not chained: the debug text of the client shows signed URLs, and a traceback would log them.
+        raise _translated(error, action, where, tuple(secrets)) from None
+
+
+def was_retried(error: BaseException) -> bool:
+    """Tell whether the client sent the request more than once, so that its own first try may be what it ran into."""
+    return re.search(r"after [1-9]\d* retries", str(error)) is not None
+
+
+def has_no_tls(error: BaseException) -> bool:
+    """Tell whether the two sides could not agree on a connection: trying once more at once is in vain."""
+    text = str(error)
+    return _CERTIFICATE.search(text) is not None or _NO_TLS.search(text) is not None
+
+
+def status_of(error: BaseException) -> int | None:
+    """Return the HTTP status behind an error of obstore."""
+    found = _STATUS.search(str(error))
+    return int(found[1]) if found else None
+
+
+def _is_of_client(error: Exception) -> bool:
+    modules = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+    return "obstore" in modules or isinstance(error, (OSError, ValueError))
+
+
+def _translated(error: Exception, action: str, where: str, secrets: tuple[str, ...]) -> StorageError:
+    text, kind, status = str(error), type(error).__name__, status_of(error)
+    told = said(text, secrets)
+    start = f"cannot {action} {where}"
+    if any(code in text for code in _FULL) or status == 507:
+        return StorageFullError(f"{start}: no space or quota is left ({told}); free some, or keep fewer checkpoints")
+    if any(code in text for code in _BUCKET_CODES):
+        return StorageNotFoundError(f"{start}: {NO_BUCKET}; create it, or check the name")
+    # The address of the service that lends credentials to virtual machines: the last place where the client looks.
+    if any(mark in text for mark in _NO_CREDENTIALS):
+        return StoragePermissionError(
+            f"{start}: no credentials were found ({told}); set them in the environment (see docs/storage.md)"
+        )
+    if any(f"<Code>{code}" in text for code in _EXPIRED):
+        return StoragePermissionError(
+            f"{start}: the credentials have expired or are not valid any more ({told}); get new ones, and longer-lived "
+            "ones for long trainings"
+        )
+    # No plain `StorageError`: somebody may renew it, or set the clock, while training goes on.
+    if (found := _CERTIFICATE.search(text)) is not None:
+        return StorageUnavailableError(
+            f"{start}: the server's certificate is refused ({found[1]}): {_what_to_do(found[1])}"
+        )
+    if _NO_TLS.search(text) is not None:
+        return StorageUnavailableError(
+            f"{start}: the endpoint is https:// and the server does not speak TLS: use http://"
+        )
+    if kind in ("PermissionDeniedError", "UnauthenticatedError", "PermissionError") or status in (401, 403):
+        return StoragePermissionError(
+            f"{start}: access was refused ({told}); check the credentials, their rights on this bucket and prefix "
+            "(without the right to list, S3 refuses also what does not exist), and the clock of this machine"
+        )
+    if kind == "AlreadyExistsError":
+        return StorageExistsError(f"{start}: it exists; use another name or remove it")
+    if kind == "PreconditionError" or status == 412:
+        return StorageConflictError(f"{start}: another writer changed it; read it again and decide anew")
+    if isinstance(error, FileNotFoundError) or status == 404:
+        return StorageNotFoundError(f"{start}: there is no such object; check the path")
+    if any(mark in text for mark in _TIMEOUT):
+        return StorageUnavailableError(f"{start}: the storage did not answer in time ({told}); it may work later")
+    if status in (408, 429) or (status is not None and status >= 500) or any(mark in text for mark in _BROKEN):
+        return StorageUnavailableError(f"{start}: {told}")
+    if status == 400 and _CODE.search(text) is None:
+        # What S3 says to a HEAD, whose answers have no body, when a session has ended.
+        return StorageError(f"{start}: {told}; no reason was given: credentials that have expired are the usual one")
+    return StorageError(f"{start}: {told}")
+
+
+def _what_to_do(problem: str) -> str:
+    if problem.startswith("NotValidForName"):
+        return "it was made out for another name than that of the endpoint; use the name that it has"
+    if problem.startswith(("Expired", "NotValidYet")):
+        return "its time is over or has not come; renew it, or set the clock of this machine"
+    return (
+        "no authority that this machine trusts has signed it; if it is your own, name the authority's certificate "
+        "(PEM) in SSL_CERT_FILE, or add it to those of the system"
+    )
+
+
+def said(text: str, secrets: tuple[str, ...]) -> str:
+    """Return the essence of a client's message: one line, no query strings, no XML, no secrets."""
+    head = text.partition("\n\nDebug source")[0]
+    code, message = _CODE.search(head), _MESSAGE.search(head)
+    head = head.partition("<?xml")[0].partition("<Error")[0].strip().rstrip(":")
+    if code is not None:
+        head = f"{head}: {code[1]}" + (f", {message[1].strip()}" if message else "")
+    if "kind: Timeout" in text and "timed out" not in head:
+        head = f"{head} (timed out)"
+    head = re.sub(r"\?[^\s\"')]*", "", " ".join(head.split()))
+    for secret in secrets:
+        if len(secret) > 3:
+            head = head.replace(secret, "***")
+    return head[:500]

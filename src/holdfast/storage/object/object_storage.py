@@ -1,0 +1,341 @@
+"""Buckets of S3, Google Cloud Storage, Azure and Oracle as storages, through obstore.
+
+General layout: `_object_place` says which bucket with which settings, `_object_io` moves the bytes, `_object_errors`
+translates what goes wrong, `_object_conditions` knows whether the store keeps the promise of conditional writes.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import Any
+
+from holdfast._optional import require
+from holdfast.errors import (
+    ConfigError,
+    HoldfastError,
+    StorageConflictError,
+    StorageError,
+    StorageExistsError,
+    StorageNotFoundError,
+)
+
+from ..base import TEMPORARY, FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix
+from .again import again_if_broken
+from .bucket import SECRETS, find_place, looked_for, split_settings
+from .client import make_store
+from .conditions import MARK, as_condition, conditions_of, landed
+from .delete import Deleter
+from .errors import NO_BUCKET, errors_of, said
+from .io import ObjectWriter
+from .read import list_all, open_reader, read_version
+
+__all__ = ["ObjectStorage", "from_options", "from_uri"]
+
+_COPY_MAX = 5 << 30  # what the stores copy in one request
+_COPY_BYTES = 32 << 20
+# What is no setting of the client but ours.
+_OURS = ("connect_timeout_s", "deadline_s", "max_retries", "timeout_s")
+# Credentials that were given by hand, by place: handles rebuilt in this process find them again. Never leaves it.
+_given: dict[tuple[str, str, str], dict[str, str]] = {}
+_first_pid: list[int] = []
+
+
+class ObjectStorage(Storage):
+    """Objects below a prefix of a bucket.
+
+    Every request has a time-out (``timeout_s``, 120 s) and is tried again with growing, random pauses (``max_retries``,
+    10) until ``deadline_s`` (180 s) has passed. All other options are settings of obstore's S3Store, GCSStore or
+    AzureStore; what is not given comes from the environment. Credentials are kept out of descriptions, messages and
+    pickles.
+
+    Args:
+        uri: "s3://bucket/prefix", "gs://", "az://", "abfs://" or "oci://".
+        options: settings by name, such as ``region``, ``endpoint``, ``access_key_id``.
+        secrets: credentials that come apart from the other options.
+
+    Example:
+        >>> ObjectStorage("s3://bucket/runs", {"region": "eu-west-1", "access_key_id": "k", "secret_access_key": "s"})
+        ObjectStorage('s3://bucket/runs')
+    """
+
+    def __init__(
+        self, uri: str, options: Mapping[str, object] | None = None, *, secrets: Mapping[str, str] | None = None
+    ) -> None:
+        options = dict(options or {})
+        by_hand = {name: str(value) for name, value in options.items() if name in SECRETS} | dict(secrets or {})
+        ours = {name: options.pop(name) for name in _OURS if name in options}
+        self._place = find_place(uri, options, by_hand)
+        self._limits = {name: float(str(value)) for name, value in ours.items()}
+        if by_hand:
+            _given[_vault_key(uri, self._place.options)] = by_hand
+        self._prefix = check_prefix(self._place.prefix)
+        self._store_or_none: list[Any] = []  # shared with children
+        self._deleter = Deleter(self._place, self._limits)  # so is this
+        require("obstore", extra=self._place.extra, purpose=f"{self._place.scheme}:// locations")
+
+    # -- writing
+
+    def put(
+        self, path: str, data: bytes | memoryview, *, if_absent: bool = False, if_match: str | None = None
+    ) -> str | None:
+        """Store a small object atomically; see `Storage.put`."""
+        key, obs = self._key(path), self._obs
+        if not if_absent and if_match is None:
+            with self._errors("write", key):
+                return again_if_broken(lambda: self._tag(obs.put(self._store, key, bytes(data), use_multipart=False)))
+        if not self.conditional:
+            self._check_first(path, if_absent=if_absent, if_match=if_match)
+            return self.put(path, data)
+        mark = uuid.uuid4().hex
+        mode = "create" if if_absent or if_match is None else {self._tag_name: as_condition(self, if_match)}
+        with self._errors("replace" if if_match else "create", key):
+            # The client does not repeat what is not safe to repeat. With the mark it is: it tells what our own first
+            # try wrote from another writer's object.
+            return again_if_broken(
+                lambda: self._tag(
+                    obs.put(self._store, key, bytes(data), use_multipart=False, mode=mode, attributes={MARK: mark})
+                ),
+                after=lambda error, again: landed(self, key, mark, error, again=again),
+            )
+
+    def _check_first(self, path: str, *, if_absent: bool, if_match: str | None) -> None:
+        """Do what can be done where the store itself does not compare: look before writing."""
+        try:
+            found: str | None = self.stat(path).etag
+        except StorageNotFoundError:
+            found = None
+        if if_absent and found is not None:
+            raise StorageExistsError(f"cannot create {self.uri}/{path}: it exists; use another name or remove it")
+        if if_match is not None and found != if_match:
+            raise StorageConflictError(
+                f"cannot replace {self.uri}/{path}: another writer changed it; read it again and decide anew"
+            )
+
+    def create(self, path: str, size: int) -> FileWriter:
+        """Start a multipart upload; see `Storage.create`."""
+        key = self._key(path)
+        if size < 0:
+            raise ConfigError(f"create({path!r}, size={size}): the size must not be negative")
+        return ObjectWriter(self, key, lambda action: self._errors(action, key), self._shown(key), size)
+
+    def copy(self, source: str, target: str) -> None:
+        """Copy on the side of the server; see `Storage.copy`."""
+        old, new = self._key(source), self._key(target)
+        if self.exists(target):
+            raise StorageExistsError(f"cannot copy to {self._shown(new)}: it exists; use another name")
+        try:
+            with self._errors("copy", old):
+                again_if_broken(lambda: self._obs.copy(self._store, old, new))
+            return
+        except StorageNotFoundError:
+            # If it is there, then the server does not understand unusual names in this one request.
+            size = self.stat(source).size
+        except StorageError:
+            size = self.stat(source).size
+            if size <= _COPY_MAX:
+                raise
+        with self.open(source) as reader, self.create(target, size) as writer:
+            buffer = memoryview(bytearray(_COPY_BYTES))
+            for start in range(0, size, _COPY_BYTES):
+                chunk = buffer[: min(_COPY_BYTES, size - start)]
+                reader.read_into(start, chunk)
+                writer.write(chunk)
+
+    def delete(self, path: str) -> None:
+        """Remove an object; see `Storage.delete`."""
+        self._delete([self._key(path)])
+
+    def delete_many(self, paths: Iterable[str]) -> None:
+        """Remove objects, a thousand in one request where the store can."""
+        self._delete([self._key(path) for path in paths])
+
+    def _delete(self, keys: list[str]) -> None:
+        if not keys or self._deleter.has_deleted(self._obs, keys):
+            return
+        try:
+            with self._errors("delete", keys[0]):
+                again_if_broken(lambda: self._obs.delete(self._store, keys))
+        except StorageNotFoundError as error:
+            if NO_BUCKET in str(error):
+                raise
+            # Stores without a request for many: one that is gone must not keep the others.
+            for key in keys if len(keys) > 1 else []:
+                with suppress(StorageNotFoundError), self._errors("delete", key):
+                    again_if_broken(partial(self._obs.delete, self._store, key))
+
+    # -- reading
+
+    def open(self, path: str) -> FileReader:
+        """Open the present version of an object; see `Storage.open`."""
+        key = self._key(path)
+        return open_reader(self, key, lambda action: self._errors(action, key), self._shown(key))
+
+    def read(self, path: str, offset: int = 0, size: int | None = None) -> bytes:
+        """Return the bytes of an object, nearly always in one request, or a range of them; see `Storage.read`."""
+        if offset or size is not None:
+            return super().read(path, offset, size)
+        key = self._key(path)
+        with self._errors("read", key):
+            return read_version(self, key, self._shown(key))[0]
+
+    def read_tagged(self, path: str) -> tuple[bytes, str | None]:
+        """Return content and etag of one version of an object; see `Storage.read_tagged`."""
+        key = self._key(path)
+        with self._errors("read", key):
+            data, meta = read_version(self, key, self._shown(key))
+            return data, self._tag(meta)
+
+    def stat(self, path: str) -> ObjectInfo:
+        """Describe an object; see `Storage.stat`."""
+        key = self._key(path)
+        with self._errors("look at", key):
+            return self._info(again_if_broken(lambda: self._obs.head(self._store, key)), path)
+
+    def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
+        """Iterate over objects; see `Storage.list`."""
+        inside = check_prefix(prefix)
+        base = "/".join(part for part in (self._prefix, inside) if part)
+        skip = len(self._prefix) + 1 if self._prefix else 0
+        with self._errors("list", base):
+            if not recursive:
+                found = again_if_broken(lambda: self._obs.list_with_delimiter(self._store, base or None))
+                for name in found["common_prefixes"]:
+                    path = name.rstrip("/")[skip:]
+                    if not path.rpartition("/")[2].startswith(TEMPORARY):
+                        yield ObjectInfo(path=f"{path}/", size=0)
+                metas = iter(found["objects"])
+            else:
+                metas = list_all(self, base)
+            for meta in metas:
+                path = meta["path"][skip:]
+                # An empty object named like the directory is how web consoles make "folders".
+                if path != inside and not any(part.startswith(TEMPORARY) for part in path.split("/")):
+                    yield self._info(meta, path)
+
+    # -- what it is
+
+    @property
+    def uri(self) -> str:
+        """Scheme, bucket and prefix."""
+        return f"{self._place.scheme}://{self._place.netloc}" + (f"/{self._prefix}" if self._prefix else "")
+
+    @property
+    def conditional(self) -> bool:
+        """Whether the store enforces conditional writes; some take the headers and ignore them."""
+        return conditions_of(self)
+
+    @property
+    def num_parallel(self) -> int:
+        """Requests wait for the line, not for a core."""
+        return 16
+
+    @property
+    def deletes_at_once(self) -> int:
+        """How many objects one request deletes: a thousand, unless the store has shown that it cannot."""
+        return self._deleter.at_once
+
+    @property
+    def max_file_bytes(self) -> int:
+        """Files of a checkpoint are small enough to be sent again, and copied by the server in one request."""
+        return 256 << 20
+
+    def describe(self) -> dict[str, Any] | None:
+        """Return the place and its settings, without credentials; `secrets` has those."""
+        return {"kind": "object", "uri": self.uri, "options": {**self._place.options, **self._limits}}
+
+    def secrets(self) -> dict[str, str] | None:
+        """Return the credentials, for the memory of another process of ours alone."""
+        return self._place.secrets or None
+
+    def credentials_missing_in(self) -> tuple[str, ...]:
+        """Name what holds no credentials; the role of the machine may still have some."""
+        return looked_for(self._place)
+
+    def child(self, path: str) -> ObjectStorage:
+        """Return the same bucket seen from deeper below, with the same connections."""
+        prefix = check_prefix(path)
+        clone = copy.copy(self)
+        clone._prefix = "/".join(part for part in (self._prefix, prefix) if part)
+        return clone
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return from_options, (self.uri, {**self._place.options, **self._limits})
+
+    # -- inside
+
+    @property
+    def _obs(self) -> Any:
+        if not _first_pid:
+            _first_pid.append(os.getpid())
+        if _first_pid[0] != os.getpid():
+            raise StorageError(
+                f"{self.uri} cannot be used in a process forked from one that used an object storage: start workers "
+                "with the 'spawn' or 'forkserver' method, or open the checkpoint before nothing else in the child"
+            )
+        return require("obstore", extra=self._place.extra, purpose=f"{self._place.scheme}:// locations")
+
+    @property
+    def _store(self) -> Any:
+        if not self._store_or_none:
+            try:
+                self._store_or_none.append(make_store(self._place, self._limits))
+            except Exception as error:
+                if isinstance(error, HoldfastError):
+                    raise
+                told = said(str(error), tuple(self._place.secrets.values()))
+                raise ConfigError(f"{self.uri}: the client refuses these settings: {told}") from None
+        return self._store_or_none[0]
+
+    @property
+    def _tag_name(self) -> str:
+        # Google compares generations, all others etags.
+        return "version" if self._place.store == "GCSStore" else "e_tag"
+
+    def _tag(self, meta: Any) -> str | None:
+        tag: str | None = meta.get(self._tag_name)
+        # Listings of Azure leave out the quotes that belong to an etag.
+        quoted = tag is None or self._place.store != "AzureStore" or tag.endswith('"')
+        return tag if quoted else f'"{tag}"'
+
+    def _info(self, meta: Any, path: str) -> ObjectInfo:
+        return ObjectInfo(
+            path=path, size=meta["size"], etag=self._tag(meta), modified=meta["last_modified"].timestamp()
+        )
+
+    def _key(self, path: str) -> str:
+        check_path(path)
+        return f"{self._prefix}/{path}" if self._prefix else path
+
+    def _shown(self, key: str) -> str:
+        return f"{self._place.scheme}://{self._place.netloc}/{key}"
+
+    def _errors(self, action: str, key: str) -> AbstractContextManager[None]:
+        return errors_of(action, self._shown(key), self._place.secrets.values())
+
+
+def from_uri(uri: str) -> Storage:
+    """Return the storage of a URI with settings and credentials from the environment.
+
+    Settings behind a "?" (of S3, as pyarrow has them: ``endpoint_override``, ``scheme``, ``region``) come first.
+    """
+    uri, options = split_settings(uri)
+    return ObjectStorage(uri, options)
+
+
+def from_options(
+    uri: str, options: Mapping[str, object] | None = None, secrets: Mapping[str, str] | None = None
+) -> Storage:
+    """Rebuild a storage from its description; credentials that are not told come from this process."""
+    if secrets is None:
+        secrets = _given.get(_vault_key(uri, options or {}))
+    return ObjectStorage(uri, options, secrets=secrets)
+
+
+def _vault_key(uri: str, options: Mapping[str, object]) -> tuple[str, str, str]:
+    scheme, _, rest = uri.partition("://")
+    return scheme, rest.partition("/")[0], str(options.get("endpoint") or "")

@@ -1,0 +1,193 @@
+"""Bytes from one object: parallel ranged reads with bounded memory, of the version that was opened. And listings."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import StorageError
+
+from ..base import FileReader
+from .again import Errors, ShortAnswerError, again_if_broken
+from .ahead import Ahead
+from .errors import status_of
+
+if TYPE_CHECKING:
+    from .object_storage import ObjectStorage
+
+__all__ = ["ObjectReader", "list_all", "open_reader", "read_version"]
+
+_RANGE_BYTES = 8 << 20
+_NUM_RANGES = 12  # asked for at once, in this process
+_FIRST_BYTES = 128 << 10
+"""What opening reads: nearly every manifest, index and report is whole with that, in one request."""
+
+_lock = threading.Lock()
+_pool: ThreadPoolExecutor | None = None
+
+
+def _readers() -> ThreadPoolExecutor:
+    """Return the threads that read ranges, shared by the process so that their memory is bounded too."""
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(_NUM_RANGES, thread_name_prefix="holdfast-ranges")
+        return _pool
+
+
+def _after_fork_in_child() -> None:
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def open_reader(storage: ObjectStorage, key: str, errors: Errors, path: str) -> ObjectReader:
+    """Ask for the beginning of an object: the answer tells its size and version, too.
+
+    Args:
+        storage: where.
+        key: of the object.
+        errors: translates what the client raises.
+        path: how messages call it.
+    """
+    with errors("read"):
+        first, meta = again_if_broken(lambda: _first(storage, key, path))
+    return ObjectReader(storage, key, errors, path, first=first, size=meta["size"], etag=meta.get("e_tag"))
+
+
+def read_version(storage: ObjectStorage, key: str, path: str) -> tuple[bytes, Any]:
+    """Return all bytes of one version of an object, and what the client says of it; a big one takes two requests."""
+    first, meta = again_if_broken(lambda: _first(storage, key, path))
+    if len(first) == meta["size"]:
+        return first, meta
+
+    def get() -> tuple[bytes, Any]:
+        found = storage._obs.get(storage._store, key)
+        data = bytes(found.bytes())
+        if len(data) != meta["size"] and found.meta.get("e_tag") == meta.get("e_tag"):
+            raise ShortAnswerError(f"cannot read {path}: the storage sent {len(data)} of {meta['size']} bytes")
+        return data, found.meta
+
+    return again_if_broken(get)
+
+
+def _first(storage: ObjectStorage, key: str, path: str) -> tuple[bytes, Any]:
+    obs, store = storage._obs, storage._store
+    try:
+        found = obs.get(store, key, options={"range": (0, _FIRST_BYTES)})
+    except Exception as error:
+        # Of an empty object no range can be had: most servers say so, others send nothing as a part of nothing.
+        if status_of(error) != 416 and "only 0 bytes long" not in str(error):
+            raise
+        return b"", obs.head(store, key)
+    first, meta = bytes(found.bytes()), found.meta
+    if len(first) != min(_FIRST_BYTES, meta["size"]):
+        raise ShortAnswerError(f"cannot read {path}: the storage sent {len(first)} of {meta['size']} bytes")
+    return first, meta
+
+
+def list_all(storage: ObjectStorage, base: str) -> Iterator[Any]:
+    """Yield what the client says of each object below a prefix; after a break it goes on behind the last one."""
+    last: str | None = None
+    pages = storage._obs.list(storage._store, base or None)
+    broken = False
+
+    def next_page() -> Any:
+        nonlocal pages, broken
+        if broken:
+            pages, broken = storage._obs.list(storage._store, base or None, offset=last), False
+        try:
+            return next(pages, None)
+        except Exception:
+            broken = True
+            raise
+
+    while (page := again_if_broken(next_page)) is not None:
+        for meta in page:
+            last = meta["path"]
+            yield meta
+
+
+class ObjectReader(FileReader):
+    """Reads ranges of the version of an object that was opened, several at once."""
+
+    ahead_bytes = 8 * _RANGE_BYTES
+
+    def __init__(
+        self, storage: ObjectStorage, key: str, errors: Errors, path: str, *, first: bytes, size: int, etag: str | None
+    ) -> None:
+        self._storage, self._key, self._errors, self._path = storage, key, errors, path
+        self._first, self._etag, self.size = first, etag, size
+        self._ahead = Ahead(self._read_range, _readers)
+
+    def will_read(self, offset: int, size: int) -> None:
+        """Begin to read a range; `read_into` takes what has come."""
+        known = min(max(0, len(self._first) - offset), size)
+        self._ahead.ask(offset + known, size - known)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` by parallel requests of at most 8 MiB."""
+        target = view.cast("B")
+        end = offset + len(target)
+        if offset < 0 or end > self.size:
+            raise StorageError(
+                f"short read of {self._path}: {len(target)} bytes at {offset} asked for, the object has {self.size}"
+            )
+        known = min(end, len(self._first)) - offset
+        if known > 0:
+            target[:known] = self._first[offset : offset + known]
+            offset, target = offset + known, target[known:]
+        taken = self._ahead.take(offset, target)
+        offset, target = offset + taken, target[taken:]
+        if not len(target):
+            return
+        if len(target) <= _RANGE_BYTES:
+            self._read_range(offset, target)
+            return
+        pool = _readers()
+        pieces = [
+            pool.submit(self._read_range, begin, target[begin - offset : min(begin + _RANGE_BYTES, end) - offset])
+            for begin in range(offset, end, _RANGE_BYTES)
+        ]
+        wait(pieces)  # each ends: every request has its deadline
+        for piece in pieces:
+            piece.result()
+
+    def _fetch(self, start: int, end: int) -> Any:
+        asked: dict[str, Any] = {"range": (start, end)}
+        if self._etag is not None:
+            asked["if_match"] = self._etag
+        found = self._storage._obs.get(self._storage._store, self._key, options=asked)
+        if self._etag is not None and found.meta.get("e_tag") not in (None, self._etag):
+            raise StorageError(f"cannot read {self._path}: it was replaced while it was read; open it again")
+        return found.stream(min_chunk_size=1 << 20)
+
+    def _read_range(self, offset: int, target: memoryview) -> None:
+        at = 0
+
+        def go_on() -> None:
+            nonlocal at
+            # Chunk by chunk as they arrive: an answer is never held twice. After a break it goes on from there.
+            for chunk in self._fetch(offset + at, offset + len(target)) if at < len(target) else ():
+                data = memoryview(chunk)
+                if at + len(data) > len(target):
+                    raise StorageError(f"cannot read {self._path}: the storage sent more than was asked for")
+                target[at : at + len(data)] = data
+                at += len(data)
+            if at < len(target):
+                raise ShortAnswerError(
+                    f"cannot read {self._path}: the storage sent {at} of {len(target)} bytes at {offset}"
+                )
+
+        with self._errors("read"):
+            again_if_broken(go_on)
+
+    def close(self) -> None:
+        """Let go of what was read at the beginning, and ahead."""
+        self._first = b""
+        self._ahead.close()

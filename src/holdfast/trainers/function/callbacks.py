@@ -1,0 +1,54 @@
+"""What callbacks of a run are told about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.config import RunConfig, ScalingConfig
+
+__all__ = ["RunContext", "UserCallback"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """First argument of ``after_report(context, metrics, checkpoint)`` and ``after_exception(context, errors)``.
+
+    Attributes:
+        name: of the run.
+        path: of the run's directory, or its URI.
+        train_loop_config: what train_func gets.
+    """
+
+    name: str
+    path: str
+    run_config: RunConfig
+    scaling_config: ScalingConfig
+    train_loop_config: Mapping[str, Any] | None = None
+
+    def get_run_config(self) -> RunConfig:
+        """The same as ``run_config``."""
+        return self.run_config
+
+
+class UserCallback:
+    """What `RunConfig` takes as ``callbacks``, doing nothing; a callback may be any object with one of the methods.
+
+    Both are called in the driver. What they raise is logged and stops nothing.
+    """
+
+    def after_report(
+        self, run_context: RunContext, metrics: Sequence[Mapping[str, Any]], checkpoint: Checkpoint | None
+    ) -> None:
+        """Hear of a report that all ranks have made; of one with a checkpoint when it is committed.
+
+        Args:
+            run_context: of the run.
+            metrics: what each rank reported, in the order of the ranks.
+            checkpoint: None if nobody reported one.
+        """
+
+    def after_exception(self, run_context: RunContext, worker_exceptions: Mapping[int, BaseException]) -> None:
+        """Hear of a failure: what went wrong, by rank."""

@@ -1,0 +1,306 @@
+"""What the controller takes in and gives out: frozen values, so that every step of it can be tested on its own.
+
+Into it go the engine's events, `ActionResult` of what it asked for, `Tick` and `StopRequested`; out come actions, which
+`holdfast.trainers.function.control.drive` carries out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from ..engine import Event
+from .states import RunState
+
+__all__ = [
+    "Action",
+    "ActionResult",
+    "Answer",
+    "Begin",
+    "Call",
+    "Commit",
+    "CommitParts",
+    "CommitUploaded",
+    "Details",
+    "End",
+    "FindStart",
+    "Ingest",
+    "Input",
+    "KillGroup",
+    "LateMetrics",
+    "NextAttempt",
+    "Note",
+    "OpenRun",
+    "Protect",
+    "ReportedDirectory",
+    "Resumed",
+    "Say",
+    "Send",
+    "StartGroup",
+    "StopRequested",
+    "StopValidation",
+    "StoreRows",
+    "Tick",
+    "Validate",
+]
+
+Location: TypeAlias = Mapping[str, Any]
+"""A checkpoint for the wire: {"storage": description or None, "uri": of the storage, "name": directory}."""
+
+# -- out: the run -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRun:
+    """Take the lease and register the first attempt. Outcome: `Opened`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextAttempt:
+    """End the attempt with these words and register another. Outcome: {"attempt", "start_id"}."""
+
+    reason: str
+    details: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindStart:
+    """Find the newest good checkpoint and set damaged ones aside. Outcome: `RunContents` of `.finder`.
+
+    Attributes:
+        deep: names whose every byte is read, not just their sizes.
+    """
+
+    deep: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """Note what this attempt goes on from."""
+
+    name: str
+    step: int
+    attempt: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Details:
+    """Add to what is noted of this attempt."""
+
+    details: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Keep a small JSON value in the run's index."""
+
+    key: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreRows:
+    """Store reported metrics."""
+
+    rows: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Protect:
+    """Keep these from retention, and no others any more."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateMetrics:
+    """Add metrics to a checkpoint that is committed, which ranks it anew."""
+
+    name: str
+    metrics: Mapping[str, Any]
+
+
+# -- out: checkpoints -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedDirectory:
+    """One directory that a rank reported."""
+
+    rank: int
+    path: str
+    owned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """What every way to a committed checkpoint has in common. Outcome: `holdfast.writer.messages.SaveResult`."""
+
+    index: int
+    directory: str
+    save_id: str
+    manifest: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ingest(Commit):
+    """Merge directories of ranks into one checkpoint."""
+
+    sources: tuple[ReportedDirectory, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitParts(Commit):
+    """Merge what the ranks' writers have stored already.
+
+    Attributes:
+        wait_s: how long parts are waited for, more than 0 where the worker whose writer finishes one is dead.
+    """
+
+    writers: tuple[int, ...]
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitUploaded(Commit):
+    """Commit files that the user has put into ``directory`` of the run.
+
+    Attributes:
+        beside: directories of other ranks, whose files are brought there before.
+    """
+
+    beside: tuple[ReportedDirectory, ...] = ()
+
+
+# -- out: workers -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartGroup:
+    """Start so many workers."""
+
+    attempt: int
+    num_workers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillGroup:
+    """End all workers: SIGTERM first, SIGKILL after the grace."""
+
+    grace_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """Tell a worker to run train_func, which is attached by whoever carries this out.
+
+    Attributes:
+        memory: pickled values to start from, in place of a stored checkpoint.
+    """
+
+    rank: int
+    header: Mapping[str, Any]
+    memory: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Answer a call of a worker with a value (``memory`` behind it), or with an error that is raised there."""
+
+    rank: int
+    call: int
+    value: Mapping[str, Any] | None = None
+    error: BaseException | None = None
+    memory: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Tell a worker something; ``error`` travels with it."""
+
+    rank: int
+    header: Mapping[str, Any]
+    error: BaseException | None = None
+
+
+# -- out: the rest ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validate:
+    """Start the validation of a checkpoint. Outcome: {"metrics": ...}, or the error."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopValidation:
+    """Stop the validation that runs."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Call a hook of the user's callbacks."""
+
+    hook: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Say:
+    """Print one line for people."""
+
+    line: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """Nothing follows.
+
+    Attributes:
+        state: FINISHED, ERRORED or ABORTED.
+        reason: for the index of the run.
+        error: what `fit` raises.
+        details: for the index of the run too: failures, seconds of each phase.
+    """
+
+    state: RunState
+    reason: str
+    error: BaseException | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+Action: TypeAlias = (
+    OpenRun | NextAttempt | FindStart | Resumed | Details | Note | StoreRows | Protect | LateMetrics | Commit
+    | StartGroup | KillGroup | Begin | Answer | Send | Validate | StopValidation | Call | Say | End
+)  # fmt: skip
+
+# -- in ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionResult:
+    """How an action ended: with a value or an error."""
+
+    action: Action
+    value: Any = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequested:
+    """Somebody wants the run to end: Ctrl-C or SIGTERM; a second one wants it now."""
+
+    why: str
+
+
+Input: TypeAlias = Event | ActionResult | Tick | StopRequested

@@ -1,0 +1,305 @@
+"""From complete reports to committed checkpoints, and what follows a commit: retention, validation, the word to all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from holdfast.errors import ConfigError, HoldfastError, ReportMismatchError
+from holdfast.writer.messages import SaveResult
+
+from .actions import (
+    Action,
+    Answer,
+    Commit,
+    CommitParts,
+    CommitUploaded,
+    Ingest,
+    LateMetrics,
+    Protect,
+    ReportedDirectory,
+    Say,
+    Send,
+    StopValidation,
+    Validate,
+)
+from .heard import Heard
+from .known_checkpoints import KnownCheckpoint, KnownCheckpoints, without_marks
+from .plan import RunSpec
+from .report_ledger import LedgerEntry, ReportLedger, Stage
+from .validation import WANTED, Validations, status_of
+
+__all__ = ["Commits", "epoch_of"]
+
+
+class Commits:
+    """Commits what is complete and tells the workers.
+
+    Args:
+        plan: of the run.
+        out: where actions go.
+
+    Attributes:
+        shelf: the checkpoints of the run.
+        board: reports of the group that runs.
+        validations: those that wait or run.
+        heard: what callbacks hear of reports.
+        untold: (rank, error) of background saves that failed when the rank could not be told any more.
+        attempt: number of the attempt that runs.
+        size: number of its workers.
+        just_saved: whether each commit of this group since the last look was an agreed save.
+    """
+
+    def __init__(self, plan: RunSpec, out: list[Action]) -> None:
+        self._plan, self._out = plan, out
+        self.shelf = KnownCheckpoints(first_number=1 if plan.strategy is not None else 0)
+        self.size = plan.num_workers
+        self.board = ReportLedger(plan.num_workers)
+        self.validations = Validations(timeout_s=plan.limits.validation_s)
+        self.heard = Heard(plan.num_workers, wanted=plan.has_callbacks)
+        self.untold: list[tuple[int, BaseException]] = []
+        self.attempt = 0
+        self.just_saved: list[bool] = []
+        self._under_way: dict[str, tuple[LedgerEntry, ReportLedger]] = {}
+        self._wanted: set[str] = set()
+        self._ranking: set[str] = set()  # validated; what their metrics cost others is not known yet
+        self._fields: dict[str, Any] = {}
+        self._warned: set[str] = set()  # of what comes with every report one word is enough
+        self._newest: str | None = None  # id of the newest checkpoint that this group had, or began with
+        self._parents: dict[str, str | None] = {}  # of saves under way: every writer of one has to name the same
+        self._start_id = ""
+
+    def begin(self, board: ReportLedger, *, run_id: str, attempt: int, start_id: str, parent: str | None) -> None:
+        """Begin with the reports of a new group."""
+        self.board, self.untold, self.attempt, self._start_id = board, [], attempt, start_id
+        self.size, self.just_saved = len(board.entered), []
+        self.heard.begin(self.size)
+        self._newest, self._parents = parent, {}
+        self._fields = {
+            "run_id": run_id,
+            "attempt": attempt,
+            "world_size": self.size,
+            "versions": dict(self._plan.versions),
+        }
+
+    @property
+    def busy(self) -> bool:
+        """Whether commits are under way."""
+        return bool(self._under_way)
+
+    @property
+    def pending_validation(self) -> tuple[str, ...]:
+        """Names of checkpoints, committed or about to be, whose validation has not ended."""
+        return tuple(sorted({*self._wanted, *self.validations.pending}))
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a validation may still change what there is: it waits, runs, or its metrics rank anew just now."""
+        return bool(self._ranking or self.pending_validation)
+
+    def advance(self) -> None:
+        """Commit what is complete."""
+        for report in self.board.committable():
+            self.commit(report)
+
+    def advance_validations(self, now: float) -> None:
+        """Stop a validation that has run for too long, begin the next one."""
+        running = self.validations.running
+        if running is not None and self.validations.is_overdue(now):
+            self._out.append(StopValidation(name=running.name))
+        if (waiting := self.validations.start(now)) is not None:
+            self._out.append(Validate(name=waiting.name, arguments=waiting.arguments))
+
+    # -- commits -------------------------------------------------------------------------------------------------
+
+    def job(self, report: LedgerEntry) -> dict[str, Any]:
+        """Give directory, save id and manifest fields: what every writer of this checkpoint has to know."""
+        save_id = f"{self._start_id}-{report.index:x}"
+        fields = {
+            **self._fields,
+            "checkpoint_id": f"{self._fields['run_id']}-{save_id}",
+            "parent": self._parents.setdefault(save_id, self._newest),
+            "step": report.index,
+            "epoch": epoch_of(report.metrics),
+            "metrics": dict(report.metrics),
+        }
+        if report.validation:
+            wanted = dict(report.validation) if isinstance(report.validation, Mapping) else WANTED
+            fields["extra"] = {"validation": wanted}
+        return {"directory": report.directory, "save_id": save_id, "manifest": fields}
+
+    def commit(self, report: LedgerEntry, *, wait_s: float = 0.0) -> None:
+        """Commit a report, or fail it if that is impossible.
+
+        Args:
+            report: one that nobody has to bring anything to any more.
+            wait_s: how long parts of dead workers are waited for.
+        """
+        problem = self._problem(report)
+        if problem is None and report.directory is None:
+            place = next((one.location for one in report.entries.values() if one.location is not None), None)
+            try:
+                wanted = report.name if place is None else place["name"]
+                report.directory = self.shelf.allocate(wanted, uploaded=place is not None)
+            except ConfigError as error:
+                problem = error
+        if problem is not None or report.directory is None:
+            self.fail(report, problem or ConfigError("no directory"))
+            return
+        job = self.job(report)
+        report.stage = Stage.COMMITTING
+        self._under_way[job["save_id"]] = (report, self.board)
+        if report.validation:
+            # Before the commit: the one after it may be on its way already and must not delete this one.
+            self._wanted.add(report.directory)
+            self._protect()
+        ranks = sorted(report.entries)
+        if report.in_parts:
+            self._out.append(CommitParts(index=report.index, **job, writers=tuple(ranks), wait_s=wait_s))
+            return
+        entries = [report.entries[rank] for rank in ranks if report.entries[rank].kind == "directory"]
+        sources = tuple(ReportedDirectory(rank=one.rank, path=one.path, owned=one.owned) for one in entries)
+        if len(sources) < len(ranks):
+            self._out.append(CommitUploaded(index=report.index, **job, beside=sources))
+        else:
+            self._out.append(Ingest(index=report.index, **job, sources=sources))
+
+    def _problem(self, report: LedgerEntry) -> HoldfastError | None:
+        problem = self.board.disagreement(report)
+        if problem is not None:
+            return ReportMismatchError(f"report {report.index}: {problem}")
+        if report.validation and not self._plan.validates:
+            return ConfigError(
+                f"report {report.index} asks for a validation: give the trainer a function for it, as in "
+                "TorchTrainer(..., validation=fn)"
+            )
+        return None
+
+    def done(self, action: Commit, result: SaveResult | None, error: BaseException | None) -> None:
+        """Take the outcome of a commit; it may belong to a group that is gone."""
+        report, board = self._under_way.pop(action.save_id)
+        self._parents.pop(action.save_id, None)
+        if result is None:
+            self.fail(report, error or HoldfastError("the commit failed"), board=board)
+            return
+        board.end(report)
+        fields, name = action.manifest, result.name
+        if board is self.board:
+            self._newest = fields["checkpoint_id"]
+            self.just_saved.append(report.agreed)
+        self.deleted(gone for gone, _ in result.deleted)
+        self.shelf.committed(
+            KnownCheckpoint(
+                name=name,
+                attempt=fields["attempt"],
+                step=report.index,
+                metrics=fields["metrics"],
+                checkpoint_id=fields["checkpoint_id"],
+            )
+        )
+        self._out += [Say(line=f"{name}: {text}") for text in result.warnings if text not in self._warned]
+        self._warned.update(result.warnings)
+        location = self._plan.location(name)
+        for rank in range(self.size) if board is self.board else ():
+            entry = report.entries.get(rank)
+            if entry is not None and entry.call is not None and not report.in_parts:
+                self._out.append(Answer(rank=rank, call=entry.call, value={"checkpoint": location}))
+            told = {"do": "committed", "index": report.index, "checkpoint": location}
+            self._out.append(Send(rank=rank, header=told))
+        if name in self._wanted:
+            self._wanted.discard(name)
+            self.validations.add(name, report.validation)
+        self._out += self.heard.committed(report, location, current=board is self.board)
+
+    def fail(
+        self,
+        report: LedgerEntry,
+        error: BaseException,
+        *,
+        ranks: Iterable[int] | None = None,
+        board: ReportLedger | None = None,
+    ) -> None:
+        """End a report with an error: ranks that wait get it as their answer, the others at their next call.
+
+        Args:
+            report: the report.
+            error: why.
+            ranks: who is told; default: all that brought something.
+            board: where the report belongs if not to the group that runs.
+        """
+        owner = board or self.board
+        owner.end(report, error)
+        if owner is self.board:
+            self.heard.forget(report.index)
+        if report.directory is not None:
+            self.shelf.failed(report.directory)
+            self._wanted.discard(report.directory)
+        if owner is not self.board:
+            self._out.append(Say(line=f"report {report.index} of the attempt before was not saved: {error}"))
+            return
+        for rank in sorted(report.entries if ranks is None else ranks):
+            if rank in owner.finished:
+                self.untold.append((rank, error))
+            else:
+                self.tell(rank, None if report.in_parts else report.entries[rank].call, report.index, error)
+
+    def tell(self, rank: int, call: int | None, index: int, error: BaseException) -> None:
+        """Let a rank know of an error: as the answer to its call, or as trouble that its next call raises."""
+        if call is not None:
+            self._out.append(Answer(rank=rank, call=call, error=error))
+        else:
+            self._out.append(Send(rank=rank, header={"do": "trouble", "index": index}, error=error))
+
+    def deleted(self, names: Iterable[str]) -> None:
+        """Forget checkpoints that retention removed."""
+        for name in names:
+            self.shelf.kept.pop(name, None)
+            self.validations.forget(name)
+
+    # -- validation ----------------------------------------------------------------------------------------------
+
+    def resume_validations(self, wanted: Mapping[str, Any]) -> None:
+        """Take up validations that an earlier driver did not come to, by checkpoint."""
+        for name, told in wanted.items():
+            if self._plan.validates and name in self.shelf.kept:
+                self.validations.add(name, told)
+        if self.validations.pending:
+            self._protect()
+
+    def validated(self, value: Mapping[str, Any] | None, error: BaseException | None) -> None:
+        """Take the outcome of the validation that ran."""
+        done, metrics, problem = self.validations.end(value or {}, error)
+        if problem is not None:
+            self._out.append(Say(line=f"the validation of {done.name} failed: {problem}"))
+        if done.name in self.shelf.kept:
+            self.shelf.add_metrics(done.name, metrics)
+            self._protect()  # before: it may be what the new ranking costs
+            self._ranking.add(done.name)
+            self._out.append(LateMetrics(name=done.name, metrics=metrics))
+
+    def ranked(self, name: str, deleted: Iterable[str]) -> None:
+        """Take the outcome of late metrics: what retention removed for them."""
+        self._ranking.discard(name)
+        self.deleted(deleted)
+
+    def _protect(self) -> None:
+        self._out.append(Protect(names=self.pending_validation))
+
+    def described(self) -> list[dict[str, Any]]:
+        """Describe every checkpoint that exists, oldest first, for the wire."""
+        pending = self.pending_validation
+        return [
+            {
+                "checkpoint": self._plan.location(one.name),
+                "metrics": without_marks(one.metrics),
+                "status": status_of(one.name, one.metrics, pending).value,
+            }
+            for one in self.shelf.in_order()
+        ]
+
+
+def epoch_of(metrics: Mapping[str, Any]) -> float | None:
+    """Give the epoch where the user reports one under that name; it serves rules such as ``Keep(every="5ep")``."""
+    value = metrics.get("epoch")
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value  # noqa: PLR0124
+    return value if known else None

@@ -1,0 +1,470 @@
+"""The controller of a run: a state machine that takes events in and gives actions out, and does nothing else.
+
+It reads no clock, starts no process and touches no storage, so every situation can be tested one step at a time. What
+it knows about reports is in `reports` and `commits` beside it; what is decided about failures in `policy`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    RunBusyError,
+    TrainingError,
+)
+from holdfast.writer.messages import RunOpened
+
+from ..engine import Capacity, Draining, Exited, Placed, Received, Started, Unable
+from ..failure import error_from_wire
+from .actions import (
+    Action,
+    ActionResult,
+    Call,
+    Commit,
+    Details,
+    End,
+    FindStart,
+    Input,
+    KillGroup,
+    LateMetrics,
+    NextAttempt,
+    Note,
+    OpenRun,
+    Say,
+    StartGroup,
+    StopRequested,
+    StopValidation,
+    StoreRows,
+    Validate,
+)
+from .commits import Commits
+from .ending import Ending, Teardown
+from .finder import RunContents
+from .handover import Handover
+from .plan import RunSpec
+from .policy import Cause, GiveUp
+from .report_ledger import ReportLedger
+from .reports import Reports
+from .room import Room
+from .starts import Start, choose_start
+from .states import RunState, check_transition
+from .watch import find_trouble, next_check
+from .worker_group import Clock, Crew, first_line, training_failed
+
+__all__ = ["Controller"]
+
+
+class Controller:
+    """Decides what happens in a run of workers.
+
+    Args:
+        plan: what was asked for.
+
+    Attributes:
+        state: where the run is.
+        commits: its checkpoints.
+        reports: the reports of the group that runs.
+        attempt: number of the attempt that runs.
+        restarts: how often the workers were started again.
+        first: what the first group started from.
+    """
+
+    def __init__(self, plan: RunSpec) -> None:
+        self._plan, self._limits = plan, plan.limits
+        self._out: list[Action] = []
+        self.state = RunState.INITIALIZING
+        self.commits = Commits(plan, self._out)
+        self.reports = Reports(plan, self.commits, self._out)
+        self.attempt = self.restarts = 0
+        self._run_id = self._start_id = ""
+        self._crew: Crew | None = None
+        self._teardown: Teardown | None = None
+        self._stop: str | None = None
+        self._history: list[Cause] = []
+        self._idle_starts = 0
+        self._clock = Clock()
+        self._suspect: tuple[str, Crew] | None = None
+        self.first = self._start = Start()
+        self._answer_until: float | None = None  # when the run itself has to have answered
+        self._waiting = False  # for the time of the next start, and for room
+        self._room = Room(plan)
+        self._not_before = 0.0
+        self._handover: Handover | None = None
+        self._last_sign = 0.0
+        self._ending: Ending | None = None
+        self._rows_lost = False
+        self._now = 0.0
+
+    def start(self, now: float) -> list[Action]:
+        """Begin; give the first actions."""
+        self._now = now
+        self._clock.begin(now)
+        self._ask(OpenRun())
+        actions, self._out[:] = list(self._out), []
+        return actions
+
+    def handle(self, event: Input, now: float) -> list[Action]:
+        """Take one event in and give out what has to be done about it."""
+        if self.state.is_end:
+            return []
+        self._now = now
+        if isinstance(event, ActionResult):
+            self._on_outcome(event)
+        elif isinstance(event, StopRequested):
+            self._on_stop(event.why)
+        elif isinstance(event, Capacity):
+            self._room.told(event, now)
+        elif isinstance(event, Draining):
+            if self._crew is not None and self._teardown is None:
+                self._hand_over(self._crew, Cause.PREEMPTION, event.detail)
+        elif isinstance(event, Unable):
+            self._fatal(event.error)
+        elif isinstance(event, (Placed, Started, Received, Exited)):
+            self._on_worker(event)
+        if not self.state.is_end:
+            self._advance()
+        actions, self._out[:] = list(self._out), []
+        return actions
+
+    def deadline(self) -> float | None:
+        """When a `Tick` is due if nothing else happens; None: never."""
+        times = [self.commits.validations.deadline, self._answer_until]
+        if self._teardown is not None:
+            times.append(self._teardown.deadline(self._now))
+        elif self._crew is not None:
+            times.append(next_check(self._crew, self.reports, self.commits, self._limits, self._last_sign))
+            times.append(self._ending.deadline if self._ending is not None else None)
+            times.append(self._growth(self._crew))
+        elif self._waiting:
+            room = self._room.deadline()
+            times.append(self._not_before if room is None or self._now < self._not_before else room)
+        return min((time for time in times if time is not None), default=None)
+
+    # -- outcomes ------------------------------------------------------------------------------------------------
+
+    def _on_outcome(self, outcome: ActionResult) -> None:
+        action, value, error = outcome.action, outcome.value, outcome.error
+        if isinstance(error, RunBusyError) and not isinstance(action, OpenRun):
+            self._fatal(error)  # the lease is lost: somebody else writes to the run now
+        if isinstance(action, Commit):
+            self._last_sign = self._now  # workers may have waited for this
+            self.commits.done(action, value, error)
+        elif isinstance(action, Validate):
+            self.commits.validated(value, error)
+        elif isinstance(action, LateMetrics):
+            self.commits.ranked(action.name, value or ())
+            if error is not None:
+                self._say(f"the metrics of {action.name} could not be stored: {first_line(error)}")
+        elif isinstance(action, (OpenRun, FindStart, NextAttempt)):
+            self._answer_until = None
+            if error is not None:
+                self._end(RunState.ERRORED, first_line(error), error)
+            elif isinstance(action, OpenRun):
+                self._opened(value)
+            elif isinstance(action, FindStart):
+                self._found(value)
+            else:
+                self._registered(value)
+        elif error is not None and isinstance(action, StartGroup):
+            self._end(RunState.ERRORED, first_line(error), error)  # whatever was started ends with the engine
+        elif error is not None and isinstance(action, StoreRows):
+            if not self._rows_lost:
+                self._say(f"metrics could not be stored (said once): {first_line(error)}")
+            self._rows_lost = True
+        elif error is not None:
+            self._say(f"{type(action).__name__} failed: {first_line(error)}")
+
+    def _opened(self, opened: RunOpened) -> None:
+        self._run_id, self._start_id, self.attempt = opened.run_id, opened.start_id, opened.attempt
+        noted = opened.notes.get("number")
+        if isinstance(noted, int):
+            self.commits.shelf.number = max(self.commits.shelf.number, noted)
+        self._ask(FindStart())
+
+    def _registered(self, told: dict[str, Any]) -> None:
+        self.attempt, self._start_id = told["attempt"], told["start_id"]
+        self._ask(FindStart())
+
+    def _found(self, found: RunContents) -> None:
+        self.commits.shelf.refresh(found.kept, taken=found.taken, set_aside=found.set_aside)
+        self.commits.resume_validations(found.unvalidated)
+        if self._suspect is not None:
+            (suspect, crew), self._suspect = self._suspect, None
+            self._decide(crew, free=any(name == suspect for name, _ in found.skipped))
+            return
+        self._start = choose_start(self._plan, found.start, self.commits.shelf.memory)
+        if self._start.resumed is not None:
+            self._out.append(self._start.resumed)
+        if not self.restarts:
+            self.first = self._start
+        self._clock.end("find", self._now)
+        self._waiting = True
+        self._room.wait(self._now)
+
+    # -- workers -------------------------------------------------------------------------------------------------
+
+    def _seek_room(self) -> None:
+        """Start the group if there is room for it; say what is waited for, and give up in the end."""
+        size = self._room.size(self._now)
+        if size is not None:
+            self._start_group(size)
+        elif (error := self._room.error(self._now)) is not None:
+            self._end(RunState.ERRORED, first_line(error), error)
+        elif (line := self._room.words(self._now)) is not None:
+            self._say(line)
+
+    def _start_group(self, size: int) -> None:
+        self._waiting = False
+        if self.restarts:
+            workers = f"{size} worker{'s' if size > 1 else ''}"
+            self._say(f"starting {workers} again from {self._start.words} (attempt {self.attempt})")
+        self._crew = Crew(size, self._now)
+        board = ReportLedger(size, self._start.step + 1)
+        parent = self._start.kept.checkpoint_id if self._start.kept is not None else None
+        self.commits.begin(board, run_id=self._run_id, attempt=self.attempt, start_id=self._start_id, parent=parent)
+        self.reports.begin(board)
+        self._last_sign, self._ending, self._handover = self._now, None, None
+        self._become(RunState.SCHEDULING)
+        self._out.append(StartGroup(attempt=self.attempt, num_workers=size))
+
+    def _on_worker(self, event: Placed | Started | Received | Exited) -> None:
+        crew, rank = self._crew, event.rank
+        if crew is None:
+            return
+        if isinstance(event, Exited):
+            crew.exited[rank] = event
+            ours = self._teardown is not None and self._teardown.kill_until is not None
+            if not ours and rank not in crew.finished and rank not in crew.failures:
+                crew.die(event)
+                self._fail(rank, crew.failures[rank])
+            return
+        crew.heard[rank] = self._last_sign = self._now
+        if isinstance(event, Placed):
+            crew.placed[rank] = event
+            return
+        if isinstance(event, Started):
+            crew.started.add(rank)
+            begin = self._start.begin(
+                self._plan,
+                rank,
+                size=crew.size,
+                placed=crew.placed.get(rank),
+                attempt=self.attempt,
+                start_id=self._start_id,
+            )
+            self._out.append(begin)
+            return
+        header, attachments = event.message.header, event.message.attachments
+        on = header["on"]
+        if on == "running":
+            crew.running.add(rank)
+            if crew.all_running and self.state is RunState.SCHEDULING:
+                self._clock.end("start", self._now)
+                self._room.satisfied()
+                crew.running_since = self._now
+                if self._handover is not None:
+                    self._handover.begin(self._out)
+                self._become(RunState.RUNNING)
+        elif on == "finished":
+            crew.finished.add(rank)
+            if header.get("left"):
+                crew.left.add(rank)
+            self.reports.board.finished.add(rank)
+        elif on == "failed":
+            told = error_from_wire(header["error"], attachments[0] if attachments else b"")
+            self._fail(rank, told, settle_s=self._limits.settle_s)
+        elif on == "at":
+            if self._handover is not None:
+                self._handover.at(rank, header["calls"], self._out)
+        else:
+            self._take(rank, header, attachments)
+
+    def _take(self, rank: int, header: dict[str, Any], attachments: tuple[bytes, ...]) -> None:
+        if self._teardown is not None and header["on"] == "report" and header["index"] > self._teardown.upto:
+            return
+        before = self.reports.board.any_report
+        if not self.reports.take(rank, header, attachments, self._now):
+            self._say(f"rank {rank} sent a message that this version does not know: {header['on']}")
+        elif not before and self.reports.board.any_report:
+            self._clock.end("load", self._now)
+            self._out.append(Details(details={"seconds": dict(self._clock.seconds)}))
+            self._idle_starts = 0
+
+    # -- moves -----------------------------------------------------------------------------------------------------
+
+    def _hand_over(self, crew: Crew, cause: Cause, why: str) -> None:
+        """Have all ranks save at one step; the group is ended after that."""
+        if self._handover is not None or crew.finished:
+            return
+        self._say(f"{why}: the workers save and are started again")
+        self._handover = Handover(cause=cause, why=why, size=crew.size)
+        if crew.running_since is not None:
+            self._handover.begin(self._out)
+
+    def _growth(self, crew: Crew) -> float | None:
+        """When the group should be ended in order to grow; None: not as things are."""
+        if crew.running_since is None or self._handover is not None or self._teardown is not None or crew.finished:
+            return None
+        return self._room.growth(crew.size, crew.running_since)
+
+    def _advance_moves(self, crew: Crew) -> None:
+        due = self._growth(crew)
+        if due is not None and self._now >= due:
+            self._hand_over(crew, Cause.RESIZE, f"there is room for {self._room.num_workers} workers, {crew.size} run")
+        saved, self.commits.just_saved = self.commits.just_saved, []
+        handover = self._handover
+        if handover is not None and any(handover.is_served(agreed=agreed) for agreed in saved):
+            crew.moved = (handover.cause, handover.why)
+            self._clock.begin(self._now)
+            self._tear_down()
+
+    # -- failures ------------------------------------------------------------------------------------------------
+
+    def _fail(self, rank: int, error: BaseException, *, settle_s: float = 0.0) -> None:
+        if self._crew is None:
+            return
+        self._crew.fail(rank, error)
+        if self._teardown is None:
+            self._clock.begin(self._now)
+            self._tear_down(settle_s=settle_s)
+
+    def _fatal(self, error: BaseException) -> None:
+        if self._crew is None:
+            self._end(RunState.ERRORED, first_line(error), error)
+            return
+        self._tear_down()
+        if self._teardown is not None and self._teardown.fatal is None:
+            self._teardown.fatal = error
+
+    def _on_stop(self, why: str) -> None:
+        again, self._stop = self._stop is not None, why
+        if self._crew is None:
+            self._end(RunState.ABORTED, why)
+            return
+        self._tear_down()
+        if again and self._teardown is not None:  # the second one waits for nothing
+            self._teardown.kill_until = self._now + self._limits.stop_s
+            self._out.append(KillGroup())
+
+    def _tear_down(self, *, settle_s: float = 0.0) -> None:
+        if self._teardown is None:
+            upto = max(self.reports.board.entered)
+            now, limits = self._now, self._limits
+            self._teardown = Teardown(settle_until=now + settle_s, drain_until=now + limits.drain_s, upto=upto)
+            if self._stop is None and self.state in (RunState.SCHEDULING, RunState.RUNNING):
+                self._become(RunState.RESTARTING)
+
+    def _decide(self, crew: Crew, *, free: bool = False) -> None:
+        """Ask the policy what follows the end of the group; ``free``: its cause has been removed."""
+        cause, told = crew.cause, crew.told()
+        reason, ended = crew.summary(), crew.ended_before(self.reports.board.entered)
+        ended_how = "moves" if crew.moved is not None else "told to go" if crew.preempted else "failed"
+        self._say(f"{ended_how}: {reason}{ended and f' ({ended})'}")
+        details = {"failures": told, "cause": cause.value, "seconds": dict(self._clock.seconds)}
+        if self._plan.has_callbacks:
+            self._out.append(Call(hook="after_exception", arguments={"worker_exceptions": dict(crew.causes)}))
+        self._idle_starts += not self.reports.board.any_report
+        self._crew = None
+        if not free:
+            self._history.append(cause)
+            decision = self._plan.policy.decide(self._history, idle_starts=self._idle_starts)
+            if isinstance(decision, GiveUp):
+                newest = self.commits.shelf.newest()
+                name = None if newest is None else newest.name
+                error = training_failed(crew, decision.why, self._plan.uri, name, ended)
+                self._end(RunState.ERRORED, f"training failed: {decision.why}", error, details)
+                return
+            self._not_before = self._now + decision.delay_s
+            if decision.delay_s:
+                self._say(f"the last {self._idle_starts} starts came to nothing: waiting {decision.delay_s:g} s")
+        self.restarts += 1
+        self._clock = Clock(since=self._now)
+        self._ask(NextAttempt(reason=reason, details=details))
+
+    # -- what time and the sum of events bring -------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        if self._answer_until is not None and self._now >= self._answer_until:
+            text = f"{self._plan.uri} did not answer within {self._limits.start_s:g} s: it is stuck or very slow"
+            self._end(RunState.ERRORED, text, TrainingError(text))
+            return
+        if self._waiting and self._now >= self._not_before:
+            self._seek_room()
+        if self._crew is not None and self._teardown is None:
+            self.commits.advance()
+            self.reports.advance(self._now)
+            self._advance_moves(self._crew)
+        if self._crew is not None and self._teardown is None:
+            found = find_trouble(self._now, self._crew, self.reports, self.commits, self._limits, self._last_sign)
+            if found is not None:
+                ranks, error = found
+                for rank in ranks:
+                    self._fail(rank, error)
+        if self._teardown is not None and self._crew is not None:
+            self._advance_teardown(self._crew, self._teardown)
+        elif self._crew is not None and self._crew.all_finished:
+            self._advance_end(self._crew)
+        if self.state is not RunState.INITIALIZING and not self.state.is_end and self._stop is None:
+            self.commits.advance_validations(self._now)
+
+    def _advance_teardown(self, crew: Crew, teardown: Teardown) -> None:
+        if not teardown.step(self._now, crew, self.reports, self._limits, self._out):
+            return
+        self._teardown = None
+        self._clock.end("stop", self._now)
+        if self._stop is not None:
+            self._end(RunState.ABORTED, self._stop)
+        elif teardown.fatal is not None:
+            self._end(RunState.ERRORED, first_line(teardown.fatal), teardown.fatal)
+        elif (name := self._damaged(crew)) is not None:
+            self._suspect, self._crew = (name, crew), None
+            self._ask(FindStart(deep=(name,)))
+        else:
+            self._decide(crew, free=crew.unplaced)
+
+    def _damaged(self, crew: Crew) -> str | None:
+        """Name the checkpoint that this group started from if it failed over damaged bytes before its first report."""
+        start = self._start
+        if start.kept is None or self.reports.board.any_report:
+            return None
+        broken = (CorruptCheckpointError, IncompleteCheckpointError, CheckpointNotFoundError)
+        return start.kept.name if any(isinstance(error, broken) for error in crew.failures.values()) else None
+
+    def _advance_end(self, crew: Crew) -> None:
+        if self._ending is None:
+            self._ending = Ending.begin(self._now, self._limits)
+        outcome = self._ending.step(self._now, crew, self.reports, self.commits, self._limits, self._out)
+        if isinstance(outcome, BaseException):
+            self._fatal(outcome)
+            self._advance()
+        elif outcome:
+            if (odd := crew.odd_ends(self.reports.board.entered)) is not None:
+                self._say(odd)
+            self._end(RunState.FINISHED, "finished")
+
+    # -- ends ----------------------------------------------------------------------------------------------------
+
+    def _end(
+        self, state: RunState, reason: str, error: BaseException | None = None, details: dict[str, Any] | None = None
+    ) -> None:
+        self._become(state)
+        self._crew = self._teardown = None
+        running = self.commits.validations.running
+        if running is not None:
+            self._out.append(StopValidation(name=running.name))
+        self._out.append(Note(key="number", value=self.commits.shelf.number))
+        seconds = {"seconds": dict(self._clock.seconds)}
+        self._out.append(End(state=state, reason=reason, error=error, details={**seconds, **(details or {})}))
+
+    def _ask(self, action: OpenRun | FindStart | NextAttempt) -> None:
+        self._answer_until = self._now + self._limits.start_s
+        self._out.append(action)
+
+    def _become(self, state: RunState) -> None:
+        self.state = check_transition(self.state, state)
+
+    def _say(self, line: str) -> None:
+        self._out.append(Say(line=line))

@@ -1,0 +1,132 @@
+"""Drives a run: hands events to the controller and has its actions carried out, until it says that nothing follows.
+
+This thread waits in one place only, `Engine.events`, and never longer than until the controller's next deadline.
+Everything that takes time goes on elsewhere and comes back as an event.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from holdfast._log import get_logger
+from holdfast.errors import HoldfastError
+from holdfast.storage.base import Storage
+from holdfast.writer.client import WriterClient
+
+from ..engine import TaskEnded, Woken
+from .actions import Action, End, Input, StartGroup, StopRequested, Tick
+from .controller import Controller
+from .execute import Executor, ExecutorOptions, LocalWorkers
+from .messages import end_line, say, start_block
+from .plan import RunSpec
+from .states import RunState
+
+__all__ = ["Driver", "ExecutorOptions"]
+
+_LOG = get_logger("runtime")
+_CLOSE_S = 120.0
+
+
+class Driver:
+    """One run from the lease to the last commit. `close` is always called, whatever `run` does.
+
+    Args:
+        plan: what was asked for.
+        options: what it is carried out with.
+        storage: root of the run.
+        engine: runs the workers; closed by `close`.
+
+    Attributes:
+        controller: decides.
+    """
+
+    def __init__(self, plan: RunSpec, options: ExecutorOptions, storage: Storage, engine: LocalWorkers) -> None:
+        self._plan, self._options, self._engine = plan, options, engine
+        self.controller = Controller(plan)
+        self._inputs: deque[Input] = deque()
+        self._client = WriterClient.start(storage)
+        self._executor = Executor(plan, options, storage, engine, self._client, self._post)
+        self._end: End | None = None
+        self._announced = False
+        self._begun = time.monotonic()
+
+    def stop(self, why: str) -> None:
+        """Ask for the end of the run; callable from any thread and from signal handlers."""
+        self._post(StopRequested(why=why))
+
+    def run(self) -> End:
+        """Go on until the run has ended; say how."""
+        self._carry_out(self.controller.start(time.monotonic()))
+        while self._end is None:
+            for event in self._engine.events(self._patience()):
+                if isinstance(event, TaskEnded):
+                    self._executor.task_ended(event)
+                elif not isinstance(event, Woken):
+                    self._take(event)
+            while self._inputs:
+                self._take(self._inputs.popleft())
+            self._take(Tick())
+        return self._end
+
+    def close(self) -> None:
+        """End all workers, note the end of the run, give the lease back. Idempotent, bounded."""
+        self._engine.close()
+        self._executor.close()
+        if not self._client.closed and self._executor.opened is not None:
+            end = self._end or End(state=RunState.ERRORED, reason="the driver failed")
+            try:
+                if end.state is RunState.FINISHED:
+                    self._client.run_op("finished", info={"step": self.num_reports})
+                self._client.run_op("close_run", reason=end.reason, details=dict(end.details))
+            except HoldfastError as error:
+                _LOG.warning("the end of the run could not be noted: %s", error)
+        self._client.close(_CLOSE_S)
+
+    @property
+    def num_reports(self) -> int:
+        """Number of the last report of any rank."""
+        return max(self.controller.reports.board.entered)
+
+    def last_words(self) -> str:
+        """Say how the run ended."""
+        controller, end = self.controller, self._end
+        return end_line(
+            self._plan,
+            controller.state,
+            end.reason if end is not None else "",
+            reports=self.num_reports,
+            restarts=controller.restarts,
+            names=[one.name for one in controller.commits.shelf.in_order()],
+            seconds=time.monotonic() - self._begun,
+        )
+
+    def _post(self, given: Input) -> None:
+        self._inputs.append(given)
+        self._engine.wake()
+
+    def _patience(self) -> float | None:
+        if self._inputs:
+            return 0.0
+        deadline = self.controller.deadline()
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+    def _take(self, given: Input) -> None:
+        self._carry_out(self.controller.handle(given, time.monotonic()))
+
+    def _carry_out(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, End):
+                self._end = action
+                continue
+            if isinstance(action, StartGroup) and not self._announced:
+                self._announce()
+            self._executor.do(action)
+
+    def _announce(self) -> None:
+        opened, found = self._executor.opened, self._executor.found
+        self._announced = True
+        if opened is not None and found is not None:
+            keep, use_gpu = self._options.keep, self._options.use_gpu
+            say(*start_block(self._plan, opened, found, self.controller.first, keep=keep, use_gpu=use_gpu))

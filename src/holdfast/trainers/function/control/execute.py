@@ -1,0 +1,348 @@
+"""Carries out what the controller decides: with the engine, the writer, and threads where a storage has to be read.
+
+Nothing here waits. What takes time comes back later as an `ActionResult`, given to ``post`` by whatever thread knows
+it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Protocol
+
+from holdfast._log import get_logger
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.config import Keep, ValidationConfig
+from holdfast.errors import HoldfastError
+from holdfast.storage.base import Storage
+from holdfast.writer.client import WriterClient
+from holdfast.writer.messages import IngestJob, IngestSource, PartsJob, RunOpened
+
+from ..engine import Engine, GroupSpec, TaskEnded
+from ..failure import error_to_wire
+from ..location import checkpoint_at
+from .actions import (
+    Action,
+    ActionResult,
+    Answer,
+    Begin,
+    Call,
+    CommitParts,
+    CommitUploaded,
+    Details,
+    FindStart,
+    Ingest,
+    Input,
+    KillGroup,
+    LateMetrics,
+    NextAttempt,
+    Note,
+    OpenRun,
+    Protect,
+    Resumed,
+    Say,
+    Send,
+    StartGroup,
+    StopValidation,
+    StoreRows,
+    Validate,
+)
+from .beside import bring_beside
+from .finder import RunContents, find_start
+from .log_copies import LogCopies
+from .messages import say
+from .plan import RunSpec
+from .validation import TaskRunner, pack_validation
+
+__all__ = ["Executor", "ExecutorOptions", "LocalWorkers"]
+
+_LOG = get_logger("runtime")
+_LEASE_S = 60.0
+_OP_S = 120.0
+
+
+class LocalWorkers(Engine, TaskRunner, Protocol):
+    """An engine that runs tasks too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorOptions:
+    """What is carried out with, besides the plan.
+
+    Attributes:
+        blob: train_func and its config, packed.
+        secrets: credentials of storages that workers open, packed.
+        keep: rules of retention.
+        use_gpu: workers get GPUs.
+        environment: variables of every worker.
+        validation: what validates a checkpoint.
+        callbacks: objects that hear of reports and failures.
+        context: what callbacks get first.
+    """
+
+    blob: bytes
+    keep: Keep
+    use_gpu: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    validation: ValidationConfig | None = None
+    callbacks: Sequence[Any] = ()
+    context: Any = None
+    secrets: bytes = field(default=b"", repr=False)
+
+
+class Executor:
+    """Does things for a controller.
+
+    Args:
+        plan: of the run.
+        options: what it is carried out with.
+        storage: root of the run.
+        engine: runs the workers.
+        client: the writer that holds the run.
+        post: takes outcomes; called from any thread.
+
+    Attributes:
+        opened: how the run was found; None before.
+        found: what lay in it at the last look.
+    """
+
+    def __init__(
+        self,
+        plan: RunSpec,
+        options: ExecutorOptions,
+        storage: Storage,
+        engine: LocalWorkers,
+        client: WriterClient,
+        post: Callable[[Input], None],
+    ) -> None:
+        self._plan, self._options, self._storage = plan, options, storage
+        self._engine, self._client, self._post = engine, client, post
+        self.opened: RunOpened | None = None
+        self.found: RunContents | None = None
+        self._quarantined: dict[str, str] = {}
+        self._tasks: dict[int, Validate] = {}
+        self._copies: LogCopies | None = None
+        self._does: dict[type[Any], Callable[[Any], None]] = {
+            OpenRun: self._open_run,
+            NextAttempt: lambda do: self._op(do, "next_attempt", reason=do.reason, details=dict(do.details)),
+            FindStart: self._find_start,
+            # Not held: it is the newest until the first new one is committed, and after that the rules decide alone.
+            Resumed: lambda do: self._op(do, "resumed", name=do.name, step=do.step, attempt=do.attempt, hold=False),
+            Details: lambda do: self._op(do, "details", details=dict(do.details)),
+            Note: lambda do: self._op(do, "note", key=do.key, value=do.value),
+            StoreRows: lambda do: self._op(do, "report", rows=[dict(row) for row in do.rows]),
+            Protect: lambda do: self._op(do, "protect", names=list(do.names)),
+            LateMetrics: lambda do: self._op(do, "metrics", name=do.name, metrics=dict(do.metrics)),
+            Ingest: self._ingest,
+            CommitParts: self._commit_parts,
+            CommitUploaded: self._commit_uploaded,
+            StartGroup: self._start_group,
+            KillGroup: lambda do: engine.kill(None, do.grace_s),
+            Begin: self._begin,
+            Answer: self._answer,
+            Send: lambda do: self._tell(do.rank, dict(do.header), do.error),
+            Validate: self._validate,
+            StopValidation: self._stop_validation,
+            Call: self._call,
+            Say: lambda do: say(f"holdfast: {do.line}"),
+        }
+
+    def do(self, action: Action) -> None:
+        """Begin to carry out an action; what goes wrong at once becomes its outcome."""
+        try:
+            self._does[type(action)](action)
+        except HoldfastError as error:
+            self._post(ActionResult(action=action, error=error))
+
+    def close(self) -> None:
+        """Store what the workers have printed last; to be called when they are gone. Idempotent, bounded."""
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            copies.close()
+
+    def task_ended(self, event: TaskEnded) -> None:
+        """Take the end of a validation."""
+        action = self._tasks.pop(event.task, None)
+        if action is None:
+            return
+        value = pickle.loads(event.result) if event.result is not None else None
+        self._post(ActionResult(action=action, value=value, error=event.error))
+
+    # -- the run -------------------------------------------------------------------------------------------------
+
+    def _follow(self, action: Action, future: Future[Any]) -> None:
+        def settled(done: Future[Any]) -> None:
+            error = done.exception()
+            self._post(ActionResult(action=action, value=None if error is not None else done.result(), error=error))
+
+        future.add_done_callback(settled)
+
+    def _op(self, action: Action, op: str, **args: Any) -> None:
+        self._follow(action, self._client.run_op(op, **args))
+
+    def _open_run(self, action: OpenRun) -> None:
+        owner = {"start_id": secrets.token_hex(4)}
+        future = self._client.open_run(self._storage, owner=owner, keep=self._options.keep.to_json(), wait_s=_LEASE_S)
+
+        def note(done: Future[RunOpened]) -> None:
+            if done.exception() is None:
+                self.opened = done.result()
+                self._quarantined.update(self.opened.quarantined)
+
+        future.add_done_callback(note)
+        self._follow(action, future)
+
+    def _find_start(self, action: FindStart) -> None:
+        """Look through the run in a thread: a checkpoint may have thousands of files."""
+
+        def work() -> None:
+            try:
+                found = find_start(
+                    self._storage,
+                    self._client.run_op("records").result(_OP_S),
+                    quarantined=self._quarantined,
+                    quarantine=self._quarantine,
+                    deep=action.deep,
+                    dead=() if self.opened is None else self.opened.dead,
+                    validations=self._options.validation is not None and self.found is None,
+                )
+            except Exception as error:  # noqa: BLE001 - a thread edge: the controller hears of it
+                self._post(ActionResult(action=action, error=error))
+            else:
+                self.found = found
+                self._post(ActionResult(action=action, value=found))
+
+        threading.Thread(target=work, name="holdfast-find", daemon=True).start()
+
+    def _quarantine(self, name: str, reason: str) -> None:
+        self._client.run_op("quarantine", name=name, reason=reason).result(_OP_S)
+        self._quarantined[name] = reason
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _ingest(self, action: Ingest | CommitUploaded) -> None:
+        """Take directories in; what was uploaded has none: it is committed where it lies."""
+        told = action.sources if isinstance(action, Ingest) else ()
+        job = IngestJob(
+            directory=action.directory,
+            save_id=action.save_id,
+            sources=tuple(IngestSource(rank=one.rank, path=one.path, owned=one.owned) for one in told),
+            manifest=_dated(action.manifest),
+        )
+        self._follow(action, self._client.ingest(self._storage, job))
+
+    def _commit_uploaded(self, action: CommitUploaded) -> None:
+        if not action.beside:
+            self._ingest(action)
+            return
+
+        def work() -> None:
+            try:
+                bring_beside(self._storage, action.directory, action.beside)
+                self._ingest(action)
+            except Exception as error:  # noqa: BLE001 - a thread edge: the controller hears of it
+                self._post(ActionResult(action=action, error=error))
+
+        threading.Thread(target=work, name="holdfast-beside", daemon=True).start()
+
+    def _commit_parts(self, action: CommitParts) -> None:
+        job = PartsJob(
+            directory=action.directory,
+            save_id=action.save_id,
+            writers=action.writers,
+            manifest=_dated(action.manifest),
+            wait_s=action.wait_s,
+        )
+        self._follow(action, self._client.commit_parts(self._storage, job))
+
+    # -- workers -------------------------------------------------------------------------------------------------
+
+    def _start_group(self, action: StartGroup) -> None:
+        environment = dict(self._options.environment)
+        self._engine.start(
+            GroupSpec(
+                num_workers=action.num_workers,
+                attempt=action.attempt,
+                environment=dict.fromkeys(range(action.num_workers), environment),
+                log_directory=self._logs() / f"attempt-{action.attempt:05d}",
+                use_gpu=self._options.use_gpu,
+            )
+        )
+
+    def _logs(self) -> Path:
+        """Give the folder of the logs: in the run itself, or one that is copied there."""
+        root = self._storage.local_root
+        if root is not None:
+            return root / "logs"
+        if self._copies is None:
+            self._copies = LogCopies(self._storage)
+        return self._copies.folder
+
+    def _begin(self, action: Begin) -> None:
+        attachments = [self._options.blob, action.memory or b"", self._options.secrets]
+        while attachments and not attachments[-1]:
+            attachments.pop()
+        self._engine.send(action.rank, dict(action.header), attachments)
+
+    def _answer(self, action: Answer) -> None:
+        header: dict[str, Any] = {"do": "answer", "call": action.call}
+        if action.error is not None:
+            self._tell(action.rank, header, action.error)
+        else:
+            memory = () if action.memory is None else (action.memory,)
+            self._engine.send(action.rank, {**header, "value": dict(action.value or {})}, memory)
+
+    def _tell(self, rank: int, header: dict[str, Any], error: BaseException | None) -> None:
+        if error is None:
+            self._engine.send(rank, header)
+            return
+        told, data = error_to_wire(error)
+        self._engine.send(rank, {**header, "error": told}, (data,))
+
+    # -- validations and callbacks -------------------------------------------------------------------------------
+
+    def _validate(self, action: Validate) -> None:
+        validation = self._options.validation
+        if validation is None:
+            raise HoldfastError("there is no function that validates")
+        defaults = {} if validation.task_config is None else validation.task_config.fn_kwargs or {}
+        blob = pack_validation(
+            validation.fn,
+            Checkpoint.at(self._storage, action.name),
+            {**defaults, **action.arguments},
+            secrets=self._options.secrets,
+        )
+        task = self._engine.run_task(
+            blob,
+            name=f"validation of {action.name}",
+            log_file=self._logs() / f"validation-{action.name}.log",
+        )
+        self._tasks[task] = action
+
+    def _stop_validation(self, action: StopValidation) -> None:
+        for task, running in self._tasks.items():
+            if running.name == action.name:
+                self._engine.kill_task(task)
+
+    def _call(self, action: Call) -> None:
+        arguments = [
+            checkpoint_at(value) if name == "checkpoint" and value is not None else value
+            for name, value in action.arguments.items()
+        ]
+        for callback in self._options.callbacks:
+            hook = getattr(callback, action.hook, None)
+            if callable(hook):
+                try:
+                    hook(self._options.context, *arguments)
+                except Exception:  # noqa: BLE001 - the user's code must not end a training that may have run for days
+                    _LOG.exception("%s of %r failed; training goes on", action.hook, callback)
+
+
+def _dated(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    return {**manifest, "created": datetime.now(timezone.utc).isoformat(timespec="milliseconds")}

@@ -1,0 +1,156 @@
+"""The checkpoints of the run as the controller knows them: what there is, what a new one is called, which is newest."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast.run.record import metric_value
+from holdfast.storage.base import check_path
+
+__all__ = ["VALIDATED", "KnownCheckpoint", "KnownCheckpoints", "UnwrittenValues", "without_marks"]
+
+VALIDATED = "_validated"
+"""Late metric that says how a validation ended: true, "failed" or "timeout"."""
+
+_RESERVED = frozenset({"reports", "logs"})
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownCheckpoint:
+    """A committed checkpoint that exists."""
+
+    name: str
+    attempt: int
+    step: int
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint_id: str = ""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The highest is the newest."""
+        return (self.attempt, self.step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnwrittenValues:
+    """The newest values of `save_checkpoint` that were not written."""
+
+    attempt: int
+    step: int
+    name: str
+    values: bytes
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The highest is the newest."""
+        return (self.attempt, self.step)
+
+
+class KnownCheckpoints:
+    """Names and order of checkpoints.
+
+    Args:
+        first_number: number of the first directory of a run.
+
+    Attributes:
+        kept: committed ones by name.
+        memory: what is kept in memory only.
+        number: the highest number a checkpoint of this run ever had; below ``first_number`` if none had.
+    """
+
+    def __init__(self, first_number: int = 0) -> None:
+        self.kept: dict[str, KnownCheckpoint] = {}
+        self.memory: UnwrittenValues | None = None
+        self.number = first_number - 1
+        self._taken: set[str] = set()
+        self._set_aside: frozenset[str] = frozenset()
+        self._pending: dict[str, Any] = {}
+
+    def refresh(
+        self, kept: Iterable[KnownCheckpoint], *, taken: Iterable[str] = (), set_aside: Iterable[str] = ()
+    ) -> None:
+        """Take over what was found under the run: checkpoints, all names, and names of damaged checkpoints."""
+        self.kept = {one.name: one for one in kept}
+        self._set_aside = frozenset(set_aside)
+        self._taken = {*taken, *self.kept, *self._set_aside}
+        numbers = (int(match[1]) for name in self._taken if (match := _NUMBERED.fullmatch(name)))
+        self.number = max(self.number, *numbers, -1)
+
+    def allocate(self, name: str | None = None, *, score: Any = None, uploaded: bool = False) -> str:
+        """Give the directory of a new checkpoint and reserve it.
+
+        Args:
+            name: what the user chose; None numbers it. In place of one that was set aside it gets a number behind it.
+            score: of a dict checkpoint on its way to the disk.
+            uploaded: the directory is there already.
+
+        Raises:
+            ConfigError: the name is taken, or none at all.
+        """
+        if name is None:
+            self.number += 1
+            name = f"checkpoint_{self.number:06d}"
+        elif name in self._set_aside and not uploaded:
+            others = (f"{name}-{number}" for number in itertools.count(2))
+            name = next(other for other in others if other not in self._taken and other not in self._pending)
+        else:
+            self._check(name, uploaded=uploaded)
+        self._pending[name] = score
+        return name
+
+    def skip(self) -> str:
+        """Give the name of one that is not written: it counts all the same."""
+        self.number += 1
+        return f"checkpoint_{self.number:06d}"
+
+    def _check(self, name: str, *, uploaded: bool) -> None:
+        if "/" in check_path(name) or name.startswith(".") or name in _RESERVED:
+            raise ConfigError(
+                f"checkpoint_dir_name={name!r}: it becomes the name of one directory of the run; give a plain name "
+                f"that does not begin with a dot and is none of {', '.join(sorted(_RESERVED))}"
+            )
+        if name in self.kept or name in self._pending or (name in self._taken and not uploaded):
+            raise ConfigError(
+                f"checkpoint_dir_name={name!r} is taken in this run: every checkpoint needs a name of its own; put the "
+                "epoch or step into it, or leave it out to have them numbered"
+            )
+
+    def committed(self, one: KnownCheckpoint, deleted: Sequence[str] = ()) -> None:
+        """Enter a checkpoint and forget those that retention deleted for it."""
+        self._pending.pop(one.name, None)
+        self._taken.add(one.name)
+        self.kept[one.name] = one
+        for name in deleted:
+            self.kept.pop(name, None)
+
+    def failed(self, name: str) -> None:
+        """Note that nothing came of one: its name is free again."""
+        self._pending.pop(name, None)
+
+    def add_metrics(self, name: str, metrics: Mapping[str, Any]) -> None:
+        """Add late metrics."""
+        if name in self.kept:
+            self.kept[name] = replace(self.kept[name], metrics={**self.kept[name].metrics, **metrics})
+
+    def newest(self) -> KnownCheckpoint | None:
+        """The newest committed one."""
+        return max(self.kept.values(), key=lambda one: (*one.order, one.name), default=None)
+
+    def in_order(self) -> list[KnownCheckpoint]:
+        """All, oldest first."""
+        return sorted(self.kept.values(), key=lambda one: (*one.order, one.name))
+
+    def scores(self, attribute: str) -> list[Any]:
+        """Scores of those on the disk and on their way to it."""
+        return [metric_value(one.metrics, attribute) for one in self.kept.values()] + list(self._pending.values())
+
+
+def without_marks(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what Holdfast notes among the metrics for itself."""
+    return {name: value for name, value in metrics.items() if name != VALIDATED}

@@ -1,0 +1,114 @@
+"""What a run of workers prints: one block when it starts, single lines when something happens, one line at its end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+from holdfast._units import format_duration
+from holdfast.config import Keep
+from holdfast.writer.messages import RunOpened
+
+from .finder import RunContents
+from .plan import RunSpec
+from .starts import Start
+from .states import RunState
+
+__all__ = ["end_line", "listed", "say", "start_block"]
+
+_SHOWN = 8
+
+
+def say(*lines: str) -> None:
+    """Print lines for people."""
+    print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201 - what a run prints, it prints here
+
+
+def listed(names: Iterable[str]) -> str:
+    """Write a list of names, the first few of them."""
+    every = list(names)
+    more = f", ... and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    return ", ".join(every[:_SHOWN]) + more
+
+
+def start_block(
+    plan: RunSpec, opened: RunOpened, found: RunContents, start: Start, *, keep: Keep, use_gpu: bool
+) -> list[str]:
+    """Say what a start found and does."""
+    attempt = f"(attempt {opened.attempt})"
+    if start.kept is not None:
+        headline = f"{plan.run_name} resumes from {start.words} at report {start.step} {attempt}"
+    elif start.location is not None or start.memory is not None:
+        headline = f"{plan.run_name} starts from {start.words} {attempt}"
+    else:
+        headline = f"{plan.run_name} starts fresh: there is no checkpoint {attempt}"
+    group = "" if plan.num_workers == 1 else f", process group {'nccl' if use_gpu else 'gloo'}"
+    lines = [
+        f"holdfast: {headline}",
+        f"  storage   {plan.uri}",
+        "  workers   none: train_func runs in this process"
+        if plan.inline
+        else f"  workers   {_workers(plan)} {plan.where}{group}",
+        f"  keeps     {_rules(plan, keep)}",
+    ]
+    return [*lines, *(f"  {note}" for note in _notes(plan, opened, found, start))]
+
+
+def _notes(plan: RunSpec, opened: RunOpened, found: RunContents, start: Start) -> list[str]:
+    notes = [
+        f"set aside {name}, its files are left alone: {reason.partition(chr(10))[0]}"
+        for name, reason in {**opened.quarantined, **dict(found.skipped)}.items()
+    ]
+    if start.kept is not None and (plan.first_checkpoint is not None or plan.first_memory is not None):
+        notes.append("this run has checkpoints of its own: resume_from_checkpoint is not used")
+    if opened.finished is not None:
+        notes.append(
+            f"this run had finished after report {opened.finished.get('step', 0)}: train_func runs again and goes on "
+            "from there; give another name for a new run"
+        )
+    if opened.swept:
+        gone = sorted({path.split("/")[0] for path in opened.swept})
+        notes.append(f"removed what unfinished saves left: {listed(gone)}")
+    if opened.waited_s > 1:
+        notes.append(f"waited {opened.waited_s:.1f} s for the writer of the life before to finish")
+    if found.unvalidated and plan.validates:
+        notes.append(f"takes up the validation of {listed(found.unvalidated)}")
+    return notes
+
+
+def _workers(plan: RunSpec) -> str:
+    return str(plan.num_workers) if plan.min_workers is None else f"{plan.min_workers} to {plan.num_workers}"
+
+
+def _rules(plan: RunSpec, keep: Keep) -> str:
+    if plan.strategy is not None and plan.strategy["num_to_keep"] == 0:
+        return "nothing on disk, the newest values in memory"
+    rules = [f"the last {keep.last}"] if keep.last is not None else []
+    if keep.best is not None:
+        rules.append(f"the best {keep.best} by {keep.metric} ({keep.mode})")
+    if keep.interval is not None:
+        rules.append(f"one every {keep.interval}")
+    if not rules:
+        return "all checkpoints"
+    return ", ".join(rules) + ("" if keep.last is not None else ", and the newest")
+
+
+def end_line(
+    plan: RunSpec, state: RunState, reason: str, *, reports: int, restarts: int, names: Sequence[str], seconds: float
+) -> str:
+    """Say how a run ended.
+
+    Args:
+        plan: of the run.
+        state: its last one.
+        reason: in a few words.
+        reports: number of the last report.
+        restarts: how often workers were started again.
+        names: checkpoints that exist, oldest first.
+        seconds: since `fit` was called.
+    """
+    ended = {RunState.FINISHED: "finished", RunState.ABORTED: f"was stopped ({reason})"}.get(state, "failed")
+    again = f", {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
+    kept = f"{len(names)} checkpoint{'s' if len(names) > 1 else ''}, newest {names[-1]}" if names else "no checkpoint"
+    line = f"holdfast: {plan.run_name} {ended} at report {reports} after {format_duration(seconds)}{again}; {kept}"
+    return line if state is RunState.FINISHED else f"{line}; run the same script again to go on"

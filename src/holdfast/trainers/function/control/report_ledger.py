@@ -1,0 +1,275 @@
+"""Who has reported what: pure bookkeeping of the reports of one group of workers.
+
+Reports are numbered; every rank enters each number once and in order, most of them with nothing but metrics. One that
+brings data is complete when all ranks have entered it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+__all__ = ["Ask", "Entry", "LedgerEntry", "ReportLedger", "Stage", "named"]
+
+
+class Stage(Enum):
+    """How far a report with data has come."""
+
+    OPEN = "open"
+    COMMITTING = "committing"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What one rank brought to a report.
+
+    Attributes:
+        kind: "directory", "uploaded", "state" or "values".
+        call: number of the call that waits for the commit; None if none does.
+        path: of the directory.
+        owned: the directory has been taken over and may be moved.
+        location: where an uploaded one lies.
+    """
+
+    rank: int
+    kind: str
+    call: int | None = None
+    path: str = ""
+    owned: bool = False
+    location: Mapping[str, Any] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class LedgerEntry:
+    """A report that at least one rank brought data to.
+
+    Attributes:
+        index: its number.
+        since: when the first rank brought data.
+        entries: by rank.
+        metrics: of rank 0.
+        time: when rank 0 reported, by its clock.
+        name: directory name that the user chose.
+        directory: the directory it is committed in, once that is settled.
+        validation: False, True, or arguments of the validation.
+        sealed: ranks whose writer has all of their part.
+        durable: ranks whose part is stored.
+        agreed: it is the save that all ranks agreed on before they move.
+    """
+
+    index: int
+    since: float
+    entries: dict[int, Entry] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    time: float | None = None
+    name: str | None = None
+    directory: str | None = None
+    validation: Any = False
+    sealed: set[int] = field(default_factory=set)
+    durable: set[int] = field(default_factory=set)
+    stage: Stage = Stage.OPEN
+    agreed: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Kind of its entries; that they agree is checked by `ReportLedger.disagreement`."""
+        return next(iter(self.entries.values())).kind
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the workers' own writers store it."""
+        return self.kind in ("state", "values")
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether every part is stored."""
+        return self.durable >= self.entries.keys()
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether every part is stored or will be, even if its worker dies."""
+        return self.sealed | self.durable >= self.entries.keys()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A question of a rank that is answered when the reports before it have ended.
+
+    Attributes:
+        upto: number of reports this rank had entered.
+        what: "checkpoint" or "all".
+        mode: "committed" or "validated".
+        since: when it came.
+        deadline: when it is answered with what there is.
+    """
+
+    rank: int
+    call: int
+    upto: int
+    what: str
+    mode: str = "committed"
+    since: float = 0.0
+    deadline: float | None = None
+
+
+class ReportLedger:
+    """Reports of one group of workers.
+
+    Args:
+        world_size: number of ranks.
+        first_index: number of the first report of this group.
+
+    Attributes:
+        entered: the highest report that each rank has entered.
+        finished: ranks whose train_func has ended.
+        reports: reports with data that have not ended, by number.
+        failed: why reports failed that some ranks have not entered yet: they must not make a checkpoint of the rest.
+        asks: questions that wait.
+    """
+
+    def __init__(self, world_size: int, first_index: int = 1) -> None:
+        self.first_index = first_index
+        self.entered = [first_index - 1] * world_size
+        self.finished: set[int] = set()
+        self.reports: dict[int, LedgerEntry] = {}
+        self.failed: dict[int, BaseException] = {}
+        self.asks: list[Ask] = []
+
+    @property
+    def any_report(self) -> bool:
+        """Whether any rank has reported anything."""
+        return max(self.entered) >= self.first_index
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether writers of the workers still store what is complete otherwise."""
+        return any(
+            report.in_parts and report.is_sealed and not report.is_durable and not self.waits_for_ranks(report)
+            for report in self.reports.values()
+        )
+
+    def enter(self, rank: int, upto: int) -> None:
+        """Note that ``rank`` has entered all reports up to ``upto``."""
+        self.entered[rank] = max(self.entered[rank], upto)
+
+    def bring(self, index: int, entry: Entry, now: float) -> LedgerEntry:
+        """Note that a rank has entered report ``index`` and brought data."""
+        self.enter(entry.rank, index)
+        report = self.reports.setdefault(index, LedgerEntry(index=index, since=now))
+        report.entries[entry.rank] = entry
+        return report
+
+    def end(self, report: LedgerEntry, error: BaseException | None = None) -> None:
+        """Forget a report: it is committed, or it never will be, for ``error``."""
+        report.stage = Stage.ENDED
+        self.reports.pop(report.index, None)
+        if error is not None and self.missing(report.index):
+            self.failed[report.index] = error
+
+    # -- who is missing ------------------------------------------------------------------------------------------
+
+    def missing(self, index: int) -> list[int]:
+        """Ranks that have not entered report ``index``."""
+        return [rank for rank, entered in enumerate(self.entered) if entered < index]
+
+    def waits_for_ranks(self, report: LedgerEntry) -> bool:
+        """Whether the report cannot be committed yet because ranks are missing.
+
+        What `save_checkpoint` saves belongs to rank 0 alone.
+        """
+        return report.kind != "values" and bool(self.missing(report.index))
+
+    def overdue(self, now: float, timeout_s: float) -> tuple[int, list[int]] | None:
+        """Give a report that ranks are missing at for too long, or that some will never come to, and those ranks."""
+        for index, since, missing, gone in self._waiting():
+            if gone or now - since >= timeout_s:
+                return index, gone or missing
+        return None
+
+    def next_timeout(self, timeout_s: float) -> float | None:
+        """When `overdue` may have something new to say."""
+        return min((since + timeout_s for _, since, _, _ in self._waiting()), default=None)
+
+    def _waiting(self) -> Iterator[tuple[int, float, list[int], list[int]]]:
+        """Where somebody waits for other ranks: report, since when, for whom, and who of these will never come."""
+        for index, report in sorted(self.reports.items()):
+            if report.stage is Stage.OPEN and self.waits_for_ranks(report):
+                missing = self.missing(index)
+                yield index, report.since, missing, [rank for rank in missing if rank in self.finished]
+        for ask in self.asks:
+            # One that has finished brings nothing more: nobody has to wait for it.
+            missing = [rank for rank in self.missing(ask.upto) if rank not in self.finished]
+            if missing:
+                yield ask.upto, ask.since, missing, []
+
+    # -- what can be done ----------------------------------------------------------------------------------------
+
+    def disagreement(self, report: LedgerEntry) -> str | None:
+        """Say why a complete report cannot be committed: its ranks did not do the same thing."""
+        kinds = sorted({entry.kind for entry in report.entries.values()})
+        if len(kinds) > 1 and kinds != ["directory", "uploaded"]:
+            told = ", ".join(f"rank {rank}: {report.entries[rank].kind}" for rank in sorted(report.entries))
+            return f"ranks reported different kinds of checkpoints ({told}); all that bring one must do it in one way"
+        absent = [rank for rank in range(len(self.entered)) if rank not in report.entries]
+        if kinds == ["state"] and absent:
+            return (
+                f"{named(absent)} called it without state=; the ranks share the work of storing a state, so all of "
+                "them must pass it"
+            )
+        places = {str(entry.location) for entry in report.entries.values() if entry.location is not None}
+        if len(places) > 1:
+            return f"ranks named different places: {', '.join(sorted(places))}; one checkpoint lies in one place"
+        return None
+
+    def committable(self) -> list[LedgerEntry]:
+        """Reports that can be committed now, in order."""
+        return [
+            report
+            for _, report in sorted(self.reports.items())
+            if report.stage is Stage.OPEN
+            and not self.waits_for_ranks(report)
+            and (report.is_durable or not report.in_parts)
+        ]
+
+    def salvageable(self, dead: Iterable[int]) -> tuple[list[LedgerEntry], list[LedgerEntry]]:
+        """What can still be committed after ranks have died.
+
+        Returns:
+            Reports whose missing parts nobody but writers that outlive their workers has to finish, and those which
+            living workers may still seal.
+        """
+        gone = set(dead)
+        sure: list[LedgerEntry] = []
+        possible: list[LedgerEntry] = []
+        for _, report in sorted(self.reports.items()):
+            if report.stage is not Stage.OPEN or not report.in_parts or self.waits_for_ranks(report):
+                continue
+            if self.disagreement(report):
+                continue
+            if report.is_sealed:
+                sure.append(report)
+            elif gone.isdisjoint(report.entries.keys() - report.sealed - report.durable):
+                possible.append(report)
+        return sure, possible
+
+    def is_settled(self, ask: Ask) -> bool:
+        """Whether all reports that ``ask`` has to wait for have ended, so that every rank gets the same answer."""
+        if any(rank not in self.finished for rank in self.missing(ask.upto)):
+            return False
+        for index, report in self.reports.items():
+            # Whoever reported a directory with SYNC, or values, has waited for their commit himself.
+            waits = ask.what == "all" or any(
+                entry.call is not None and entry.kind != "state" for entry in report.entries.values()
+            )
+            if index <= ask.upto and waits:
+                return False
+        return True
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Write ranks for people."""
+    some = list(ranks)
+    return f"rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some))}"

@@ -1,0 +1,80 @@
+"""Which engine a trainer runs on: the processes of this machine, or a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from holdfast.config import ScalingConfig
+from holdfast.errors import ConfigError
+from holdfast.storage.base import Storage
+
+from .engines.cluster import ray_api
+from .engines.cluster.engine import ClusterEngine
+from .engines.cluster.ray_nodes import RayNodes, Wanted
+from .engines.local.engine import LocalEngine
+
+__all__ = ["make_engine", "runs_on_ray", "threads"]
+
+
+def runs_on_ray(scaling: ScalingConfig) -> bool:
+    """Whether this is a run on a Ray cluster.
+
+    Raises:
+        ConfigError: what is asked for needs Ray, which is not there.
+    """
+    if scaling.engine == "ray":
+        return True
+    if scaling.engine == "auto" and scaling.num_workers != 0 and ray_api.is_wanted():
+        return True
+    if isinstance(scaling.num_workers, tuple):
+        raise ConfigError(
+            f"ScalingConfig(num_workers={scaling.num_workers!r}): an elastic range needs a Ray cluster, and there is "
+            "none: connect with ray.init(), set RAY_ADDRESS, or give one number"
+        )
+    return False
+
+
+def make_engine(scaling: ScalingConfig, storage: Storage) -> LocalEngine | ClusterEngine:
+    """Make the engine; it begins to load what workers need while its caller goes on.
+
+    Args:
+        scaling: what was asked for.
+        storage: root of the run.
+
+    Raises:
+        ConfigError: there is no cluster, or it cannot do this.
+    """
+    if not runs_on_ray(scaling):
+        return LocalEngine(num_workers=scaling.most_workers)
+    resources = _resources(scaling)
+    count = scaling.num_workers
+    wanted = Wanted(
+        least=count[0] if isinstance(count, tuple) else count,
+        most=scaling.most_workers,
+        resources=resources,
+        strategy=scaling.placement_strategy,
+        labels=scaling.label_selector,
+    )
+    return ClusterEngine(RayNodes(ray_api.connect(), wanted), storage=storage)
+
+
+def threads(scaling: ScalingConfig) -> dict[str, str]:
+    """Return the variable that sizes thread pools of workers, where something is known of it."""
+    cores: Any = (scaling.resources_per_worker or {}).get("CPU")
+    if not cores and runs_on_ray(scaling) and "OMP_NUM_THREADS" not in os.environ:
+        cores = _resources(scaling)["CPU"]  # what is reserved
+    return {} if not cores else {"OMP_NUM_THREADS": str(max(1, int(cores)))}
+
+
+def _resources(scaling: ScalingConfig) -> dict[str, float]:
+    """Amounts of each worker: one CPU unless something else is said, and its GPU."""
+    resources = {"CPU": 1.0, **(scaling.resources_per_worker or {})}
+    if scaling.use_gpu:
+        resources = {"GPU": 1.0, **resources}
+        if resources["GPU"] != 1:
+            raise ConfigError(
+                f"ScalingConfig(resources_per_worker={dict(scaling.resources_per_worker or {})!r}): on Ray each worker "
+                "gets one GPU, others amounts are not built yet; start more workers, or leave 'GPU' out"
+            )
+    return {name: amount for name, amount in resources.items() if amount}

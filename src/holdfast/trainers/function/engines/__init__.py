@@ -1,0 +1,1 @@
+"""Engines start the workers of a run and say how they end."""

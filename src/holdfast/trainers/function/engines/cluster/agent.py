@@ -1,0 +1,300 @@
+"""The agent of a node: runs workers there with a supervisor and a zygote of its own, as the driver asks over TCP.
+
+It ends, with everything it started, when the connection to the driver ends or is silent for long.
+
+Driver to agent: {"do": "probe" | "prepare" | "listen" | "fork" | "keep" | "send" | "kill" | "limit" | "beat" |
+"close"}. Agent to driver: {"on": "here" | "probed" | "listening" | "started" | "message" | "ended" | "output" |
+"closed" | "beat"}. ``child`` in them is the driver's number of a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from holdfast._log import get_logger
+from holdfast.errors import HoldfastError
+from holdfast.storage.resolve import from_description
+from holdfast.writer.frames import Channel, Message
+from holdfast.writer.ranks.hello import CHALLENGE_BYTES, PROOF_BYTES, make_answer, make_proof
+
+from ..local.child import Child
+from ..local.inbox import Inbox
+from ..local.launch import threads_for
+from ..local.supervisor import Supervisor
+from .nodes import AgentCall
+
+__all__ = ["BEAT_S", "Agent", "connect", "join_cluster", "run_agent", "version"]
+
+_LOG = get_logger("runtime")
+BEAT_S = 2.0
+_CONNECT_S = 30.0
+_SILENCE_S = 120.0
+_KEEP = 8  # both sides count in the same way
+_HOLD_S = 1.0
+# What Ray sets for its own worker is not meant for ours.
+_NOT_OURS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "RAY_JOB_ID", "RAY_RAYLET_PID")
+
+
+def run_agent(call: AgentCall) -> str:
+    """Be the agent of this node until the driver leaves; returns why it ended."""
+    return Agent(join_cluster(call)).serve()
+
+
+def join_cluster(call: AgentCall) -> socket.socket:
+    """Connect to the driver; both sides have shown that they know the token when this returns.
+
+    Raises:
+        HoldfastError: the driver cannot be reached, or is none of ours.
+    """
+    try:
+        sock = socket.create_connection((call.host, call.port), timeout=_CONNECT_S)
+    except OSError as error:
+        raise HoldfastError(
+            f"the driver at {call.host}:{call.port} cannot be reached from this node: {error}; open its ports to the "
+            "nodes of the cluster"
+        ) from error
+    challenge = _read(sock, CHALLENGE_BYTES)
+    answer = make_answer(call.token, challenge, call.number)
+    if answer is None:
+        raise HoldfastError(f"{call.host}:{call.port} is no driver of this version of Holdfast")
+    sock.sendall(answer)
+    if not hmac.compare_digest(_read(sock, PROOF_BYTES), make_proof(call.token, challenge, answer)):
+        raise HoldfastError(f"{call.host}:{call.port} does not know the token of this run")
+    return connect(sock)
+
+
+def connect(sock: socket.socket) -> socket.socket:
+    """Set a connection between agent and driver up for messages."""
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
+class Agent:
+    """Serves one driver over one connection.
+
+    Args:
+        sock: connected and proven.
+        silence_s: a driver that says nothing for so long is gone.
+    """
+
+    def __init__(self, sock: socket.socket, *, silence_s: float = _SILENCE_S) -> None:
+        self._sock, self._silence_s = sock, silence_s
+        self._channel, self._inbox = Channel(sock), Inbox(sock)
+        self._supervisor = Supervisor(
+            on_start=self._on_start,
+            on_message=self._on_message,
+            on_end=self._on_end,
+            zygote_sinks=(_Sink(self._tell, 0, 0), _Sink(self._tell, 0, 1)),
+        )
+        self._supervisor.watch(sock.fileno(), self._read)
+        self._children: dict[int, Child] = {}
+        self._numbers: dict[int, int] = {}  # the supervisor's number of a child -> the driver's
+        self._kept: dict[str, bytes] = {}
+        self._listener: socket.socket | None = None
+        self._heard = time.monotonic()
+        self._ended: str | None = None
+        self._does: dict[str, Callable[[Message], None]] = {
+            "probe": self._probe,
+            "prepare": lambda message: self._supervisor.prepare(message.header["num_workers"]),
+            "listen": self._listen,
+            "fork": self._fork,
+            "keep": self._keep,
+            "send": self._send,
+            "kill": self._kill,
+            "limit": self._limit,
+            "beat": lambda _: None,
+            "close": lambda _: self._end("the driver closed it"),
+        }
+
+    def serve(self) -> str:
+        """Serve until the driver leaves or is silent; returns why it ended. Nothing that it started is left then."""
+        self._tell(_facts())
+        next_beat = time.monotonic() + BEAT_S
+        try:
+            while self._ended is None:
+                now = time.monotonic()
+                if now >= next_beat:
+                    self._tell({"on": "beat"})
+                    next_beat = now + BEAT_S
+                self._supervisor.wait(max(0.0, next_beat - now))
+                if time.monotonic() > self._heard + self._silence_s:
+                    self._end(f"the driver has said nothing for {self._silence_s:.0f} s")
+        finally:
+            self._supervisor.close()
+            if self._listener is not None:
+                self._listener.close()
+            self._channel.flush(_HOLD_S)
+            self._channel.close()
+        return self._ended or "an error"
+
+    # ---- what the driver says
+
+    def _read(self) -> None:
+        for message in self._inbox.read():
+            self._heard = time.monotonic()
+            if self._ended is None:
+                self._does[message.header["do"]](message)
+        if self._inbox.ended:
+            self._end("the driver is gone")
+
+    def _end(self, why: str) -> None:
+        self._ended = self._ended or why
+
+    def _probe(self, message: Message) -> None:
+        """Say whether this node sees the run's storage as the driver does; in a thread, it may be slow."""
+
+        def work() -> None:
+            told = message.header
+            try:
+                why = _look_at(told)
+            except Exception as error:  # noqa: BLE001 - a thread edge: the driver hears of it
+                why = f"{type(error).__name__}: {error}"
+            self._tell({"on": "probed", "why": why})
+
+        threading.Thread(target=work, name="holdfast-probe", daemon=True).start()
+
+    def _listen(self, message: Message) -> None:
+        """Bind the port that rank 0 will listen on, at the address by which the driver is reached."""
+        if self._listener is not None:
+            self._listener.close()
+        host = self._sock.getsockname()[0]
+        self._listener = socket.create_server((host, 0), family=self._sock.family, backlog=1024)
+        told = {"on": "listening", "group": message.header["group"], "host": host}
+        self._tell({**told, "port": self._listener.getsockname()[1]})
+
+    def _fork(self, message: Message) -> None:
+        told = message.header
+        number = told["child"]
+        environment = {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
+        environment["OMP_NUM_THREADS"] = str(threads_for(told["local_size"]))
+        try:
+            self._supervisor.prepare(told["local_size"])
+            child = self._supervisor.fork(
+                told["name"],
+                told["entry"],
+                environment={**environment, **told["environment"]},
+                sinks=(_Sink(self._tell, number, 0), _Sink(self._tell, number, 1)),
+                arguments=told["arguments"],
+                listener=self._listener if told["listen"] else None,
+                use_gpu=told["use_gpu"],
+            )
+        except (HoldfastError, OSError) as error:
+            why = f"it could not be started: {error}; check the limits on processes and open files of the node"
+            self._tell({"on": "ended", "child": number, "status": None, "why": why})
+            return
+        if told["listen"] and self._listener is not None:
+            self._listener.close()  # the worker has it
+            self._listener = None
+        self._children[number] = child
+        self._numbers[child.number] = number
+
+    def _keep(self, message: Message) -> None:
+        (self._kept[message.header["key"]],) = message.attachments
+        while len(self._kept) > _KEEP:
+            del self._kept[next(iter(self._kept))]
+
+    def _send(self, message: Message) -> None:
+        child = self._children.get(message.header["child"])
+        if child is not None:
+            given = iter(message.attachments)
+            parts = [next(given) if key is None else self._kept[key] for key in message.header["parts"]]
+            child.send(message.header["header"], parts)
+
+    def _kill(self, message: Message) -> None:
+        child = self._children.get(message.header["child"])
+        if child is not None:
+            self._supervisor.kill(child, message.header["grace_s"])
+
+    def _limit(self, message: Message) -> None:
+        child = self._children.get(message.header["child"])
+        if child is not None:
+            self._supervisor.limit(child, message.header["seconds"])
+
+    # ---- what children do
+
+    def _on_start(self, child: Child) -> None:
+        self._tell({"on": "started", "child": self._numbers[child.number], "pid": child.pid})
+
+    def _on_message(self, child: Child, message: Message) -> None:
+        told = {"on": "message", "child": self._numbers[child.number], "header": message.header}
+        self._tell(told, message.attachments)
+
+    def _on_end(self, child: Child, why: str) -> None:
+        number = self._numbers.pop(child.number)
+        del self._children[number]
+        self._tell({"on": "ended", "child": number, "status": child.status, "why": why})
+
+    def _tell(self, header: dict[str, Any], attachments: tuple[bytes, ...] = ()) -> None:
+        with contextlib.suppress(OSError):  # the driver is gone, which the next read tells
+            self._channel.send(header, attachments)
+            if header["on"] == "output" and not self._channel.flush(0):
+                self._channel.flush(_HOLD_S)  # who prints faster than the network takes it has to wait
+
+
+class _Sink:
+    """Sends the output of one stream to the driver."""
+
+    def __init__(self, tell: Callable[..., None], child: int, stream: int) -> None:
+        self._tell, self._child, self._stream = tell, child, stream
+        self.tail: deque[str] = deque(maxlen=20)
+
+    def feed(self, data: bytes) -> None:
+        if data:
+            self.tail.extend(data.decode(errors="replace").splitlines())
+            self._tell({"on": "output", "child": self._child, "stream": self._stream}, (data,))
+
+    def flush(self) -> None:
+        """The driver knows when the child has ended."""
+
+    def end(self) -> None:
+        self._tell({"on": "closed", "child": self._child, "stream": self._stream})
+
+
+def version() -> str:
+    """Return the version of Holdfast that is installed here."""
+    return importlib.metadata.version("holdfast")
+
+
+def _facts() -> dict[str, Any]:
+    return {
+        "on": "here",
+        "holdfast": version(),
+        "python": platform.python_version(),
+        "torch": importlib.util.find_spec("torch") is not None,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+    }
+
+
+def _look_at(told: dict[str, Any]) -> str:
+    """Say what is wrong with the storage as seen from here; "" if nothing is."""
+    storage = from_description(told["storage"], told["secrets"])
+    marker: str = told["marker"]
+    if not storage.exists(marker):
+        return "what the driver has written there is not seen from this node: it is another disk"
+    mine = f"{marker}-{told['node'][:16]}"
+    storage.put(mine, b"seen")
+    storage.delete(mine)
+    return ""
+
+
+def _read(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = sock.recv(size - len(data))
+        if not more:
+            raise HoldfastError("the driver has closed the connection: it is gone, or does not know this agent")
+        data += more
+    return data

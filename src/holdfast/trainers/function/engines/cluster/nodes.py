@@ -1,0 +1,81 @@
+"""What the cluster engine needs of whatever has nodes: places for workers, and an agent on each node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+from .places import NodePlace
+
+__all__ = ["AgentCall", "AgentFailed", "NodeEvent", "Nodes", "PlacesChanged", "Refused"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentCall:
+    """With what an agent is started; `holdfast.trainers.function.engines.cluster.agent.run_agent` takes it.
+
+    Attributes:
+        host: where the driver listens.
+        port: of it.
+        token: proves that agent and driver belong together.
+        number: of this agent among all that were ever started.
+    """
+
+    host: str
+    port: int
+    token: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacesChanged:
+    """The places for workers now.
+
+    Attributes:
+        places: all of them.
+        missing: why there are not more, for people.
+        draining: nodes that are about to go: seconds until then, when that was seen. Nothing is started there any more.
+    """
+
+    places: Sequence[NodePlace]
+    missing: str = ""
+    draining: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentFailed:
+    """An agent could not be started, or has ended; its connection, if it had one, tells so too."""
+
+    number: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Nothing can be run here at all."""
+
+    error: BaseException
+
+
+NodeEvent: TypeAlias = PlacesChanged | AgentFailed | Refused
+
+
+class Nodes(Protocol):
+    """Finds places and starts agents. `post` is called from any thread; no method waits for long."""
+
+    @property
+    def host(self) -> str:
+        """Address of this machine that nodes can connect to."""
+
+    def open(self, post: Callable[[NodeEvent], Any]) -> None:
+        """Begin to look for places; PlacesChanged comes first of all, and whenever they change."""
+
+    def launch(self, node: str, call: AgentCall) -> None:
+        """Start an agent on a node. It connects by itself, or AgentFailed comes."""
+
+    def end(self, number: int) -> None:
+        """End an agent, whatever it does. Idempotent."""
+
+    def close(self) -> None:
+        """End all agents and give all places back. Idempotent, bounded."""

@@ -1,0 +1,99 @@
+"""Which rank runs where, and what it is told of that: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from holdfast.trainers.function.engine import GroupSpec, Placed
+
+__all__ = ["NodePlace", "arrange", "rank_environment", "short"]
+
+_LOOPBACK = ("127.", "::1", "localhost")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlace:
+    """Room for one worker.
+
+    Attributes:
+        node: id of the node.
+        address: of the node, for people.
+        number: of the place among all; two places never share one.
+        gpus: ids of its accelerators on that node.
+    """
+
+    node: str
+    address: str = ""
+    number: int = 0
+    gpus: tuple[str, ...] = ()
+
+
+def arrange(places: Iterable[NodePlace], num_workers: int) -> list[tuple[NodePlace, Placed]] | None:
+    """Choose a place for each rank; None if there are too few.
+
+    Ranks follow the ids of nodes and then the lowest accelerator, so that ranks of one node are neighbours and the same
+    places always get the same ranks. With places to spare, nodes that have more of them come first.
+    """
+    by_node: dict[str, list[NodePlace]] = {}
+    for place in places:
+        by_node.setdefault(place.node, []).append(place)
+    chosen: list[NodePlace] = []
+    for _, members in sorted(by_node.items(), key=lambda item: (-len(item[1]), item[0])):
+        chosen += sorted(members, key=_within)[: num_workers - len(chosen)]
+    if len(chosen) < num_workers:
+        return None
+    chosen.sort(key=lambda place: (place.node, *_within(place)))
+    nodes = sorted({place.node for place in chosen})
+    seen = dict.fromkeys(nodes, 0)
+    found = []
+    for rank, place in enumerate(chosen):
+        size = sum(1 for one in chosen if one.node == place.node)
+        placed = Placed(
+            rank=rank,
+            node=place.node,
+            address=place.address,
+            local_rank=seen[place.node],
+            local_size=size,
+            node_rank=nodes.index(place.node),
+        )
+        seen[place.node] += 1
+        found.append((place, placed))
+    return found
+
+
+def rank_environment(
+    spec: GroupSpec, placed: Placed, *, master: tuple[str, int], gpus: Iterable[str]
+) -> dict[str, str]:
+    """Return the variables of one worker that its node cannot know.
+
+    Args:
+        spec: the group.
+        placed: where the rank runs.
+        master: host and port where rank 0 listens.
+        gpus: ids of the accelerators that all workers of this node have, in the order of their ranks.
+    """
+    host, port = master
+    environment: Mapping[str, str] = {
+        "RANK": str(placed.rank),
+        "WORLD_SIZE": str(spec.num_workers),
+        "LOCAL_RANK": str(placed.local_rank),
+        "LOCAL_WORLD_SIZE": str(placed.local_size),
+        "GROUP_RANK": str(placed.node_rank),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus) if spec.use_gpu else "",
+    }
+    # Between machines gloo finds the interface by itself; where all are one machine its name need not resolve.
+    lo = {"GLOO_SOCKET_IFNAME": "lo"} if host.startswith(_LOOPBACK) else {}
+    return {**lo, **environment, **spec.environment.get(placed.rank, {})}
+
+
+def short(node: str, address: str = "") -> str:
+    """Name a node for people."""
+    return f"node {node[:8]}" + (f" ({address})" if address else "")
+
+
+def _within(place: NodePlace) -> tuple[int, str, int]:
+    first = min(place.gpus, key=lambda one: (len(one), one), default="")
+    return len(first), first, place.number

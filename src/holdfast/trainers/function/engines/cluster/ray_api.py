@@ -1,0 +1,247 @@
+"""Everything that Holdfast asks of Ray, in one place: what is private or new there is here too."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import os
+import socket
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast._log import get_logger
+from holdfast.errors import ConfigError
+
+from .nodes import AgentCall
+
+__all__ = ["NodeFacts", "RayApi", "connect", "is_wanted"]
+
+_LOG = get_logger("runtime")
+_CLIENT = (
+    "a driver over Ray Client (ray://) is not on the cluster: its nodes cannot connect to it. Submit the script as a "
+    "job (ray job submit -- python train.py), or run it on a node of the cluster"
+)
+
+
+def is_wanted() -> bool:
+    """Whether ``engine="auto"`` means Ray here: a cluster is connected, or RAY_ADDRESS names one (jobs have it)."""
+    if importlib.util.find_spec("ray") is None:
+        return False
+    if os.environ.get("RAY_ADDRESS"):
+        return True
+    import sys
+
+    ray: Any = sys.modules.get("ray")  # who has not imported it is not connected
+    return ray is not None and bool(ray.is_initialized())
+
+
+def connect() -> RayApi:
+    """Connect to the cluster that is there, unless this process is connected.
+
+    Raises:
+        ConfigError: Ray is not installed, there is no cluster, or the connection is one of Ray Client.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            f"ScalingConfig(engine='ray'): Ray cannot be imported ({error}): pip install 'holdfast[ray]'"
+        ) from error
+    if ray.util.client.ray.is_connected() or os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
+        raise ConfigError(f"ScalingConfig(engine='ray'): {_CLIENT}")
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto")
+        except ConnectionError as error:
+            raise ConfigError(
+                "ScalingConfig(engine='ray'): there is no Ray cluster here (ray start --head starts one), and "
+                f"RAY_ADDRESS names none: {error}"
+            ) from error
+    return RayApi(ray)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """A node that is alive.
+
+    Attributes:
+        address: IP address.
+        resources: amounts by name.
+    """
+
+    address: str
+    resources: Mapping[str, float]
+
+
+class RayApi:
+    """Calls of Ray that wait for no more than an answer of the cluster's control service."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._state: Any = getattr(getattr(getattr(ray, "_private", None), "state", None), "state", None)
+        self._said = False
+        self._agent = ray.remote(num_cpus=0, max_restarts=0)(_AgentActor)
+        self._slot = ray.remote(max_restarts=0)(_SlotActor)
+        # What a task asks for belongs to its job and outlives its process.
+        context = ray.get_runtime_context()
+        works = getattr(getattr(context, "worker", None), "mode", None) == ray.WORKER_MODE  # a driver would be warned
+        in_task = works and context.get_task_id() is not None and context.get_actor_id() is None
+        self._keeper = _Keeper(ray, self.host) if in_task else None
+
+    @property
+    def host(self) -> str:
+        """Address of this machine in the cluster."""
+        return str(self._ray.util.get_node_ip_address())
+
+    def nodes(self) -> dict[str, NodeFacts]:
+        """Return the nodes that the cluster holds alive, by id."""
+        return {
+            node["NodeID"]: NodeFacts(address=node["NodeManagerAddress"], resources=node["Resources"])
+            for node in self._ray.nodes()
+            if node["Alive"]
+        }
+
+    def draining(self) -> dict[str, float]:
+        """Return the nodes that are about to go, with the seconds until then; nothing where this Ray does not tell."""
+        try:
+            found = self._state.get_draining_nodes()
+        except AttributeError as error:  # it is private to Ray
+            if not self._said:
+                _LOG.warning("this Ray does not tell which nodes are being drained; they end like lost ones: %s", error)
+            self._said = True
+            return {}
+        now = time.time()
+        return {node: max(0.0, deadline / 1000 - now) if deadline else 3600.0 for node, deadline in found.items()}
+
+    def reserve(self, bundles: Sequence[Mapping[str, float]], strategy: str, labels: Mapping[str, str] | None) -> Any:
+        """Ask for a placement group; it is made when there is room.
+
+        Raises:
+            ConfigError: this Ray knows no labels.
+        """
+        from ray.util.placement_group import placement_group
+
+        more: dict[str, Any] = {}
+        if labels:
+            if "bundle_label_selector" not in inspect.signature(placement_group).parameters:
+                raise ConfigError(
+                    f"ScalingConfig(label_selector=...): Ray {self._ray.__version__} knows no labels of nodes; it came "
+                    "with 2.47: install a newer one, or use resources_per_worker with a custom resource"
+                )
+            more["bundle_label_selector"] = [dict(labels)] * len(bundles)
+        wanted = [dict(bundle) for bundle in bundles]
+        if self._keeper is None:
+            return placement_group(wanted, strategy=strategy, **more)
+        return self._keeper.reserve(wanted, strategy, more)
+
+    def bundles(self, groups: Sequence[Any]) -> list[dict[int, str]]:
+        """Return, for each placement group, the node of each bundle that has one; it may be dead. One question."""
+        util = self._ray.util
+        if len(groups) == 1:
+            tables = [util.placement_group_table(groups[0])]
+        else:
+            every = util.placement_group_table()
+            tables = [every.get(group.id.hex(), {}) for group in groups]
+        return [
+            {int(number): node for number, node in (table.get("bundles_to_node_id") or {}).items() if node}
+            for table in tables
+        ]
+
+    def release(self, group: Any) -> None:
+        """Give a placement group back."""
+        self._ray.util.remove_placement_group(group)
+
+    def start_agent(self, node: str) -> Any:
+        """Start the actor of an agent on this node and no other."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        return self._agent.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+
+    def start_slot(self, group: Any, bundle: int, resources: Mapping[str, float]) -> tuple[Any, Any]:
+        """Start an actor that takes the accelerator of a bundle; its second value tells the ids."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        actor = self._slot.options(num_cpus=0, num_gpus=resources["GPU"], scheduling_strategy=strategy).remote()
+        return actor, actor.gpus.remote()
+
+    def serve(self, actor: Any, call: Mapping[str, Any]) -> Any:
+        """Let an agent connect; what comes back is there when it has ended."""
+        return actor.serve.remote(dict(call))
+
+    def ended(self, refs: Sequence[Any]) -> list[Any]:
+        """Return those that are there, without waiting."""
+        return list(self._ray.wait(list(refs), num_returns=len(refs), timeout=0)[0]) if refs else []
+
+    def outcome(self, ref: Any) -> Any:
+        """Return what an actor returned; raises what it raised, or how it died."""
+        return self._ray.get(ref, timeout=10)
+
+    def close(self) -> None:
+        """End what this object has started for itself."""
+        if self._keeper is not None:
+            self._keeper.close()
+
+    def kill(self, actor: Any) -> None:
+        """End an actor at once."""
+        self._ray.kill(actor, no_restart=True)
+
+
+class _Keeper:
+    """Asks for placement groups in place of a task, so that they end with the task's process.
+
+    A detached actor owns them, and ends when its connection to this process does; nothing is said on that connection.
+    """
+
+    def __init__(self, ray: Any, host: str) -> None:
+        self._ray = ray
+        self._listener = socket.create_server((host, 0))
+        options = {"num_cpus": 0, "lifetime": "detached", "namespace": "holdfast", "name": f"keeper-{uuid.uuid4().hex}"}
+        self._actor = ray.remote(_KeeperActor).options(max_restarts=0, max_concurrency=2, **options).remote()
+        self._actor.watch.remote(host, self._listener.getsockname()[1])
+
+    def reserve(self, bundles: list[dict[str, float]], strategy: str, more: dict[str, Any]) -> Any:
+        return self._ray.get(self._actor.reserve.remote(bundles, strategy, more))
+
+    def close(self) -> None:
+        self._listener.close()
+        self._ray.kill(self._actor, no_restart=True)
+
+
+class _KeeperActor:
+    """Owns placement groups."""
+
+    def watch(self, host: str, port: int) -> None:
+        """Wait for the end of the process that listens there, and end too: what this actor owns goes with it."""
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=30) as connection:
+            connection.settimeout(None)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.recv(1)
+        os._exit(0)
+
+    def reserve(self, bundles: list[dict[str, float]], strategy: str, more: dict[str, Any]) -> Any:
+        from ray.util.placement_group import placement_group
+
+        return placement_group(bundles, strategy=strategy, **more)
+
+
+class _AgentActor:
+    """An agent in a worker process of Ray."""
+
+    def serve(self, call: dict[str, Any]) -> str:
+        from holdfast.trainers.function.engines.cluster.agent import run_agent
+
+        return run_agent(AgentCall(**call))
+
+
+class _SlotActor:
+    """Takes the accelerator of one bundle and says which it is."""
+
+    def gpus(self) -> list[str]:
+        import ray
+
+        return [str(one) for one in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]

@@ -1,0 +1,122 @@
+"""An engine without processes: its one worker is a call in this process, for a debugger to step through."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from holdfast.errors import HoldfastError
+from holdfast.trainers.function.engine import Event, Exited, GroupSpec, Received, Started, TaskEnded, Woken
+from holdfast.writer.frames import Channel
+
+__all__ = ["InlineEngine"]
+
+
+class InlineEngine:
+    """Implements `holdfast.trainers.function.engine.Engine` for a group of one.
+
+    The controller runs in a thread of its own and asks for a start; whoever made this engine waits for that in
+    `next_call`, runs the function, and says so with `ended`. A call cannot be killed: its connection is closed, so that
+    its next report raises.
+    """
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Channel | None] = queue.SimpleQueue()
+        self._channel: Channel | None = None
+        self._socket: socket.socket | None = None
+        self._status = 0
+        self._tasks = 0
+
+    # ---- for the thread that calls the function
+
+    def next_call(self) -> Channel | None:
+        """Wait for the next start; gives the worker's end of the channel, None when the run is over."""
+        return self._calls.get()
+
+    def ended(self, status: int) -> None:
+        """Note how the call ended, before its end of the channel is closed."""
+        self._status = status
+
+    # ---- for the controller
+
+    def start(self, spec: GroupSpec) -> None:
+        """Start the one worker."""
+        ours, theirs = socket.socketpair()
+        self._socket, self._channel = ours, Channel(ours)
+        self._events.put(Started(rank=0, pid=os.getpid()))
+        threading.Thread(target=self._read, args=(self._channel,), name="holdfast-inline", daemon=True).start()
+        self._calls.put(Channel(theirs))
+
+    def send(self, rank: int, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
+        """Send a message to the worker; dropped when it has ended."""
+        try:
+            if self._channel is not None:
+                self._channel.send(header, attachments)
+        except OSError:
+            return
+
+    def events(self, timeout_s: float | None) -> list[Event]:
+        """Wait for events; an empty list after ``timeout_s``. None waits until there is one."""
+        try:
+            found = [self._events.get(timeout=timeout_s)]
+        except queue.Empty:
+            return []
+        while not self._events.empty():
+            found.append(self._events.get())
+        return found
+
+    def kill(self, ranks: Iterable[int] | None = None, grace_s: float = 0.0) -> None:
+        """Close the connection: the function ends with an error at its next report."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def wake(self) -> None:
+        """Make `events` return; callable from any thread and from signal handlers."""
+        self._events.put(Woken())
+
+    def close(self) -> None:
+        """Let `next_call` return None; idempotent."""
+        self._calls.put(None)
+
+    # ---- tasks
+
+    def run_task(
+        self,
+        blob: bytes,
+        *,
+        name: str = "task",
+        environment: Mapping[str, str] | None = None,
+        log_file: Path | None = None,
+    ) -> int:
+        """Run a pickled function without arguments in a thread; its end is a `TaskEnded`."""
+        self._tasks += 1
+        threading.Thread(target=self._run_task, args=(self._tasks, blob), name=f"holdfast-{name}", daemon=True).start()
+        return self._tasks
+
+    def kill_task(self, task: int, grace_s: float = 0.0) -> None:
+        """End the waiting for a task; the thread itself cannot be ended."""
+        self._events.put(TaskEnded(task=task, result=None, error=HoldfastError("it was stopped")))
+
+    def _run_task(self, task: int, blob: bytes) -> None:
+        try:
+            result = cloudpickle.dumps(cloudpickle.loads(blob)())
+        except Exception as error:  # noqa: BLE001 - a thread edge: the controller decides what it means
+            self._events.put(TaskEnded(task=task, result=None, error=error))
+        else:
+            self._events.put(TaskEnded(task=task, result=result, error=None))
+
+    def _read(self, channel: Channel) -> None:
+        while (message := channel.receive()) is not None:
+            self._events.put(Received(rank=0, message=message))
+        channel.close()
+        self._events.put(Exited(rank=0, exit_code=self._status, signal=None))

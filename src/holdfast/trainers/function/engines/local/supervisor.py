@@ -1,0 +1,332 @@
+"""The driver's side of the zygote: one selector over everything that children say and how they end. No threads."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+from holdfast._log import get_logger
+from holdfast.errors import HoldfastError
+from holdfast.writer.frames import Channel, Message
+
+from .child import Child
+from .launch import import_paths, launch_zygote
+from .logs import LogStream, Sink, shown_and_kept
+from .sweep import end_session
+
+__all__ = ["Supervisor"]
+
+_LOG = get_logger("runtime")
+_STATUS_S = 5.0  # how long the zygote may take to tell the status of a process that is gone
+_END_S = 5.0
+_LIVE: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+
+
+class Supervisor:
+    """Owns the zygote and its children; tells what happens through three functions, called from `wait` alone.
+
+    Args:
+        on_start: a child exists.
+        on_message: a child sent a message.
+        on_end: a child and all its session are gone; ``why`` tells more if it never started or its status is unknown.
+        zygote_sinks: where the zygote's own output goes; default: shown.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_start: Callable[[Child], None],
+        on_message: Callable[[Child, Message], None],
+        on_end: Callable[[Child, str], None],
+        zygote_sinks: tuple[Sink, Sink] | None = None,
+    ) -> None:
+        self._on_start, self._on_message, self._on_end = on_start, on_message, on_end
+        self._selector = selectors.DefaultSelector()
+        self._children: dict[int, Child] = {}
+        self._numbers = itertools.count(1)
+        self._zygote: _Zygote | None = None
+        self._zygote_sinks = zygote_sinks
+        self._closed = False
+        _LIVE.add(self)
+
+    # ---- asking
+
+    def prepare(self, num_workers: int) -> None:
+        """Start the zygote unless it lives."""
+        if self._closed:
+            raise HoldfastError("this engine is closed; make another one")
+        while self._zygote is not None and self._zygote.process.poll() is not None:
+            self._read_zygote()  # up to its end, which is there or about to come
+        if self._zygote is None:
+            self._zygote = _Zygote(num_workers, self._zygote_sinks or shown_and_kept("workers", None))
+            self._selector.register(self._zygote.sock, selectors.EVENT_READ, self._read_zygote)
+            for log in self._zygote.logs:
+                self._watch_log(log)
+
+    def watch(self, fd: int, function: Callable[[], None]) -> None:
+        """Call ``function`` from `wait` whenever a descriptor has something to read."""
+        self._selector.register(fd, selectors.EVENT_READ, function)
+
+    def fork(
+        self,
+        name: str,
+        entry: str,
+        *,
+        environment: Mapping[str, str],
+        sinks: tuple[Sink, Sink],
+        arguments: Sequence[str] | None = None,
+        listener: socket.socket | None = None,
+        use_gpu: bool = False,
+    ) -> Child:
+        """Ask for a process that runs ``entry`` ("module:function"); `prepare` comes first.
+
+        Args:
+            name: what people call it.
+            entry: what it runs.
+            environment: all its variables.
+            sinks: where its stdout and stderr go.
+            arguments: its ``sys.argv``; default: that of this process.
+            listener: a socket for it.
+            use_gpu: whether it may use accelerators.
+        """
+        if self._zygote is None:
+            raise HoldfastError("the zygote is gone")
+        child = Child(next(self._numbers), name, sinks)
+        fds = child.hand_over()
+        if listener is not None:
+            fds["listen"] = listener.fileno()
+        request = {
+            "do": "fork",
+            "id": child.number,
+            "fds": list(fds),
+            "entry": entry,
+            "environment": dict(environment),
+            "directory": _working_directory(),
+            "paths": import_paths(),
+            "arguments": list(sys.argv if arguments is None else arguments),
+            "use_gpu": use_gpu,
+        }
+        # If the zygote has just died, reading from it tells: the child then ends without having started.
+        with contextlib.suppress(OSError):
+            self._zygote.channel.send(request, fds=tuple(fds.values()))
+        child.handed_over()
+        self._children[child.number] = child
+        self._selector.register(child, selectors.EVENT_READ, lambda: self._read_child(child))
+        for log in child.logs:
+            self._watch_log(log)
+        return child
+
+    def kill(self, child: Child, grace_s: float) -> None:
+        """SIGTERM now and SIGKILL after the grace; one that is still being started is killed when it exists."""
+        if grace_s > 0:
+            child.signal(signal.SIGTERM)
+        self.limit(child, grace_s if child.pid is not None else 0.0)
+        self._kill_overdue()
+
+    def limit(self, child: Child, seconds: float) -> None:
+        """Give a child so much time to end by itself."""
+        due = time.monotonic() + seconds
+        child.kill_at = due if child.kill_at is None else min(due, child.kill_at)
+
+    # ---- what happens
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Handle what is there now, or comes next; return after that, at a deadline of ours, or after the time-out."""
+        due = [c.kill_at for c in self._children.values() if c.kill_at is not None and c.pid is not None]
+        due += [c.gone_at + _STATUS_S for c in self._children.values() if c.gone_at is not None]
+        if due:
+            left = max(0.0, min(due) - time.monotonic())
+            timeout_s = left if timeout_s is None else min(left, timeout_s)
+        for key, _ in self._selector.select(timeout_s):
+            # What came before in this round may have closed it.
+            if self._selector.get_map().get(key.fd) is key:
+                key.data()
+        self._kill_overdue()
+        self._settle_overdue()
+
+    def _read_zygote(self) -> None:
+        zygote = self._zygote
+        if zygote is None:
+            return
+        message = zygote.channel.receive()
+        if message is None:
+            self._zygote = None
+            self._selector.unregister(zygote.sock)
+            self._lose(zygote)
+            return
+        child = self._children.get(message.header["id"])
+        on = message.header["on"]
+        if child is None:
+            for fd in message.fds:
+                os.close(fd)
+        elif on == "forked":
+            child.pid = message.header["pid"]
+            if message.fds:
+                child.pidfd = message.fds[0]
+                self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._see_gone(child))
+            self._on_start(child)
+        elif on == "not_forked":
+            self._end(child, f"its process could not be started: {message.header['error']}")
+        else:
+            child.status = message.header["status"]
+            self._end(child, "")
+
+    def _lose(self, zygote: _Zygote) -> None:
+        """The zygote died. Running children go on; only their exit status will not be known."""
+        why = f"the process that starts workers ended ({zygote.end(at_once=False)})"
+        _LOG.warning("%s; it is started again when it is needed", why)
+        for child in list(self._children.values()):
+            if child.pid is None:
+                for log in zygote.logs:
+                    log.drain()
+                self._end(child, "\n".join([f"{why} before it had started this one", *zygote.logs[1].sink.tail]))
+            elif child.gone_at is not None or (child.inbox.ended and child.pidfd < 0):
+                self._end(child, why)
+
+    def _read_child(self, child: Child) -> None:
+        for message in child.inbox.read():
+            self._on_message(child, message)
+        if child.inbox.ended:
+            self._selector.unregister(child)
+            if self._zygote is None and child.pidfd < 0:
+                self._end(child, "its exit status is not known")
+
+    def _see_gone(self, child: Child) -> None:
+        self._selector.unregister(child.pidfd)
+        child.gone_at = time.monotonic()
+        if self._zygote is None:
+            self._end(child, "its exit status is not known: the process that started it is gone")
+
+    def _kill_overdue(self) -> None:
+        now = time.monotonic()
+        for child in self._children.values():
+            if child.pid is not None and child.kill_at is not None and now >= child.kill_at:
+                child.signal(signal.SIGKILL)
+                child.kill_at = None
+
+    def _settle_overdue(self) -> None:
+        now = time.monotonic()
+        for child in list(self._children.values()):
+            if child.gone_at is not None and now >= child.gone_at + _STATUS_S:
+                self._end(child, "its exit status is not known: the process that started it does not answer")
+
+    def _end(self, child: Child, why: str) -> None:
+        """Deliver all that the child left behind, then its end."""
+        if child.status is None and child.pid is not None:
+            end_session(child.pid)
+        while not child.inbox.ended and (messages := child.inbox.read()):
+            for message in messages:
+                self._on_message(child, message)
+        for log in child.logs:
+            if log.fd >= 0:
+                log.drain()
+        del self._children[child.number]
+        for fd in (child.fileno(), child.pidfd):
+            if fd >= 0 and fd in self._selector.get_map():
+                self._selector.unregister(fd)
+        child.close()
+        self._on_end(child, why)
+
+    def _watch_log(self, log: LogStream) -> None:
+        def read() -> None:
+            if not log.read():
+                self._selector.unregister(log)
+                log.close()
+
+        self._selector.register(log, selectors.EVENT_READ, read)
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Kill all children with their sessions and end the zygote. Idempotent; bounded."""
+        if self._closed:
+            return
+        self._closed = True
+        for child in self._children.values():
+            child.signal(signal.SIGKILL)
+        if self._zygote is not None:
+            self._zygote.end(at_once=all(child.pid is None for child in self._children.values()))
+        for child in self._children.values():
+            if child.pid is not None and child.status is None:
+                end_session(child.pid)
+            child.close()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, LogStream):
+                key.fileobj.drain()
+                key.fileobj.close()
+        self._selector.close()
+
+    def forget_in_child(self) -> None:
+        """Let go, in a process forked from the driver, of everything whose end of file means something to others."""
+        self._closed = True
+        for child in self._children.values():
+            child.forget_in_child()
+        if self._zygote is not None:
+            self._zygote.forget_in_child()
+        self._children.clear()
+        self._selector.close()
+
+
+class _Zygote:
+    """The zygote process, its socket and its own output."""
+
+    def __init__(self, num_workers: int, sinks: tuple[Sink, Sink]) -> None:
+        launched = launch_zygote(num_workers)
+        self.process, self.sock = launched.process, launched.sock
+        self.channel = Channel(launched.sock)
+        self.logs = (LogStream(launched.out, sinks[0]), LogStream(launched.err, sinks[1]))
+
+    def end(self, *, at_once: bool) -> str:
+        """Make sure that it is gone; say how it ended. It ends by itself when we leave, after its children."""
+        self.channel.close()
+        if at_once or not _ended_within(self.process, _END_S):
+            self.process.kill()
+        status = self.process.wait()
+        return f"signal {-status}" if status < 0 else f"status {status}"
+
+    def forget_in_child(self) -> None:
+        self.channel.forget_in_child()
+        for log in self.logs:
+            if log.fd >= 0:
+                os.close(log.fd)
+                log.fd = -1
+        self.process.returncode = 0  # not our child: keeps Popen from warning about it
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was deleted
+        return "/"
+
+
+def _ended_within(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    try:
+        fd = os.pidfd_open(process.pid)
+    except (AttributeError, OSError):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout_s)
+        return process.poll() is not None
+    try:
+        return bool(select.select([fd], [], [], timeout_s)[0])
+    finally:
+        os.close(fd)
+
+
+def _after_fork_in_child() -> None:
+    for supervisor in list(_LIVE):
+        supervisor.forget_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

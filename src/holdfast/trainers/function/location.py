@@ -1,0 +1,74 @@
+"""Checkpoints and runs on the wire: {"storage": description or None, "uri": of the storage, "name": directory}."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.errors import ConfigError
+from holdfast.storage.base import Storage
+from holdfast.storage.local.local_storage import as_given
+from holdfast.storage.resolve import from_description
+
+__all__ = ["TravellingSecrets", "checkpoint_at", "describe_location", "learn_secrets", "open_root", "pack_secrets"]
+
+
+def describe_location(storage: Storage, name: str) -> dict[str, Any]:
+    """Describe a directory of a storage."""
+    return {"storage": storage.describe(), "uri": storage.uri, "name": name}
+
+
+def checkpoint_at(told: Mapping[str, Any]) -> Checkpoint:
+    """Return a handle of a location.
+
+    Raises:
+        ConfigError: it lives in the memory of another process.
+    """
+    return Checkpoint.at(_storage(told), told["name"])
+
+
+def open_root(told: Mapping[str, Any]) -> Storage:
+    """Return the storage rooted at a location.
+
+    Raises:
+        ConfigError: it lives in the memory of another process.
+    """
+    return as_given(_storage(told).child(told["name"]))
+
+
+def pack_secrets(*storages: Storage) -> bytes:
+    """Return the credentials that the descriptions of these storages leave out; b"" if there are none.
+
+    For the control sockets of our own processes: never for a file, an argument, the environment or a log.
+    """
+    told = [{"storage": storage.describe(), "secrets": storage.secrets()} for storage in storages]
+    told = [one for one in told if one["storage"] is not None and one["secrets"]]
+    return json.dumps(told).encode() if told else b""
+
+
+def learn_secrets(data: bytes) -> None:
+    """Let this process find the credentials of `pack_secrets` when it opens those storages, or unpickles them."""
+    for told in json.loads(data) if data else ():
+        # Storages note the credentials they were given, and `describe` those found among a client's arguments.
+        from_description(told["storage"], told["secrets"]).describe()
+
+
+class TravellingSecrets:
+    """Credentials in front of a pickled task: the process that unpickles it has learnt them before the rest."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return learn_secrets, (self._data,)
+
+
+def _storage(told: Mapping[str, Any]) -> Storage:
+    if told["storage"] is None:
+        raise ConfigError(
+            f"{told['uri'].rstrip('/')}/{told['name']} lives in the memory of the driver: worker processes can neither "
+            "read nor write it; use a directory as storage_path"
+        )
+    return from_description(told["storage"])

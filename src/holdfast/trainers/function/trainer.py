@@ -1,0 +1,410 @@
+"""`TorchTrainer`: runs one function on several workers, keeps its checkpoints, and starts it again when it fails."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import platform
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from datetime import datetime
+from typing import Any, TypeAlias
+
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.config import (
+    CheckpointConfig,
+    CheckpointStrategy,
+    FailureConfig,
+    Keep,
+    RunConfig,
+    ScalingConfig,
+    ValidationConfig,
+)
+from holdfast.errors import CheckpointNotFoundError, ConfigError
+from holdfast.storage.base import Storage
+from holdfast.storage.local.local_storage import as_given
+from holdfast.storage.resolve import resolve
+
+from .callbacks import RunContext
+from .control.actions import End
+from .control.drive import Driver, ExecutorOptions
+from .control.messages import say
+from .control.plan import RunSpec, WaitLimits
+from .control.policy import FailurePolicy
+from .control.result import Result
+from .control.stops import Stops
+from .engine_choice import make_engine, runs_on_ray, threads
+from .engines.local.inline import InlineEngine
+from .location import describe_location, pack_secrets
+from .transit import pack_call, pack_value, takes_config
+from .values import TIMESTAMP, pack_checkpoint, unpack_checkpoint
+
+__all__ = ["TorchTrainer"]
+
+TrainFunc: TypeAlias = Callable[[], Any] | Callable[[dict[str, Any]], Any]
+Resumable: TypeAlias = Checkpoint | str | os.PathLike[str] | Mapping[str, Any]
+
+_HOME = "~/holdfast_results"
+_REPORT_TIMEOUT = "HOLDFAST_REPORT_TIMEOUT_S"
+_PLACEMENT_TIMEOUT = "HOLDFAST_PLACEMENT_TIMEOUT_S"
+_GROW_AFTER = "HOLDFAST_GROW_AFTER_S"
+_NOT_TAKEN = {
+    "backend_config": "the process group is gloo on CPUs and nccl on GPUs; start another one in train_func",
+    "dataset_config": "use prepare_data_loader in train_func",
+    "datasets": "use prepare_data_loader in train_func",
+    "metadata": "put it into train_loop_config, or into the checkpoints with Checkpoint.set_metadata",
+    "torch_config": "the process group is gloo on CPUs and nccl on GPUs; start another one in train_func",
+}
+
+
+class TorchTrainer:
+    """Runs ``train_func`` on ``num_workers`` workers: of this machine, or on the nodes of a Ray cluster.
+
+    Workers are processes of their own with a process group (gloo, or nccl with GPUs) among them. Nothing needs an
+    ``if __name__ == "__main__"``: a closure or lambda, a script or a notebook will do. When a worker fails, all are
+    started again from the newest checkpoint, as often as `FailureConfig` allows. The same name again resumes.
+
+    Args:
+        train_func: called on every worker, with the config if it takes an argument. ``train_loop_per_worker`` is
+            another name for it.
+        train_loop_config: what ``train_func`` gets; {} if left out.
+        scaling_config: how many workers.
+        run_config: name and place of the run, which checkpoints stay, which failures are recovered from.
+        resume_from_checkpoint: what a run without checkpoints of its own starts from: a `Checkpoint`, its path, or a
+            dictionary.
+        validation: ``fn(checkpoint) -> dict``, or a `ValidationConfig` with arguments for it, that is run in the
+            background on checkpoints reported with ``validation=``; its metrics join those of the checkpoint.
+            ``validation_config`` is another name for it.
+
+    Raises:
+        ConfigError: an argument is wrong.
+        CheckpointNotFoundError: there is nothing at ``resume_from_checkpoint``.
+
+    Example:
+        >>> trainer = TorchTrainer(  # doctest: +SKIP
+        ...     train_func,
+        ...     scaling_config=holdfast.ScalingConfig(num_workers=2),
+        ...     run_config=holdfast.RunConfig(name="digits", failure_config=holdfast.FailureConfig(max_failures=3)),
+        ... )
+        >>> trainer.fit().checkpoint  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        train_func: TrainFunc | None = None,
+        *,
+        train_loop_per_worker: TrainFunc | None = None,
+        train_loop_config: Mapping[str, Any] | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        resume_from_checkpoint: Resumable | None = None,
+        validation: Callable[..., Mapping[str, Any]] | ValidationConfig | None = None,
+        validation_config: Callable[..., Mapping[str, Any]] | ValidationConfig | None = None,
+        **others: Any,
+    ) -> None:
+        _refuse(others)
+        if (train_func is None) == (train_loop_per_worker is None):
+            raise ConfigError("TorchTrainer() takes one function: train_func (or train_loop_per_worker, its Ray name)")
+        function: Any = train_func or train_loop_per_worker
+        takes_config(function)
+        _check("train_loop_config", train_loop_config, Mapping, "a dict")
+        _check("scaling_config", scaling_config, ScalingConfig, "a holdfast.ScalingConfig")
+        _check("run_config", run_config, RunConfig, "a holdfast.RunConfig")
+        self._function, self._config = function, train_loop_config
+        self._scaling = scaling_config or ScalingConfig()
+        self._run = run_config or RunConfig()
+        self._first = _first_checkpoint(resume_from_checkpoint)
+        self._validation = _validation_of(validation, validation_config)
+        self._root(self._run.name or "run")  # a place that cannot work is refused here
+
+    @classmethod
+    def restore(cls, path: str | os.PathLike[str], *_: Any, **__: Any) -> TorchTrainer:
+        """Say how to go on with a run; there is nothing to restore but the checkpoints.
+
+        Raises:
+            ConfigError: always.
+        """
+        place, _slash, name = os.fspath(path).rstrip("/").rpartition("/")
+        raise ConfigError(
+            f"TorchTrainer.restore({os.fspath(path)!r}): make the trainer as before, with "
+            f"RunConfig(name={name!r}, storage_path={place or '.'!r}): the same name in the same place goes on from "
+            "its newest checkpoint"
+        )
+
+    @classmethod
+    def can_restore(cls, path: str | os.PathLike[str], storage_filesystem: Any = None) -> bool:
+        """Tell whether a run is at ``path``; a trainer with its name and storage_path goes on from there."""
+        try:
+            Result.from_path(path, storage_filesystem)
+        except CheckpointNotFoundError:
+            return False
+        return True
+
+    def fit(self) -> Result:
+        """Train to the end; blocks. Everything reported is durable when it returns.
+
+        Ctrl-C commits what is complete, stops the workers and raises KeyboardInterrupt; SIGTERM the same with
+        SystemExit(143). A second one waits for nothing.
+
+        Raises:
+            TrainingFailedError: workers failed more often than allowed; ``failures`` has the exception of each rank.
+            RunBusyError: a live process trains the run of this name.
+            CorruptCheckpointError: the run has checkpoints and none of them is good.
+            ConfigError: something cannot be sent to the workers, or they cannot reach the storage.
+        """
+        name = self._run.name or _default_name(self._function)
+        storage = self._root(name)
+        inline = InlineEngine() if self._scaling.num_workers == 0 else None
+        engine = inline or make_engine(self._scaling, storage)  # loads torch while we go on
+        try:
+            options = self._options(name, storage)
+            driver = Driver(self._plan(name, storage), options, storage, engine)
+        except BaseException:
+            engine.close()
+            raise
+        if inline is not None:
+            self._run_here(driver, inline)
+        else:
+            with Stops(driver.stop) as stops:
+                try:
+                    end = driver.run()
+                finally:
+                    driver.close()
+            say(driver.last_words())
+            if end.error is not None:
+                raise end.error
+            stops.raise_again()
+        memory, newest = driver.controller.commits.shelf.memory, driver.controller.commits.shelf.newest()
+        values = None
+        if memory is not None and (newest is None or memory.order > newest.order):
+            values = unpack_checkpoint(memory.values).to_dict()
+        return Result(storage, keep=options.keep, memory=values)
+
+    def _run_here(self, driver: Driver, engine: InlineEngine) -> None:
+        """Drive the run in a thread, and call the train function here each time it is to start."""
+        from .worker.here import run_here  # loads torch
+
+        outcome: Future[End] = Future()
+        raised: list[BaseException] = []
+
+        def drive() -> None:
+            try:
+                outcome.set_result(driver.run())
+            except BaseException as error:  # noqa: BLE001 - a thread edge: raised below
+                outcome.set_exception(error)
+            engine.close()
+
+        def ended(status: int, error: BaseException | None) -> None:
+            raised[:] = [] if error is None else [error]
+            engine.ended(status)
+
+        @functools.wraps(self._function)
+        def function(*arguments: Any) -> None:
+            try:
+                self._function(*arguments)
+            except KeyboardInterrupt:
+                driver.stop("SIGINT")  # before the controller hears of a failure, which it would recover from
+                raise
+
+        driving = threading.Thread(target=drive, name="holdfast-drive")
+        driving.start()
+        try:
+            while (channel := engine.next_call()) is not None:
+                run_here(channel, function, self._config, ended=ended)
+        except BaseException:
+            driver.stop("an error")
+            raise
+        finally:
+            driving.join()
+            driver.close()
+        say(driver.last_words())
+        if raised and isinstance(raised[0], KeyboardInterrupt):
+            raise raised[0]
+        end = outcome.result()
+        if end.error is not None:
+            raise end.error from (raised[0] if raised else end.error.__cause__)
+
+    def _root(self, name: str) -> Storage:
+        """Give the root of the run of this name.
+
+        Raises:
+            ConfigError: workers cannot reach it, or it is a file.
+        """
+        path = self._run.storage_path
+        if self._run.storage_filesystem is not None:
+            base = resolve("" if path is None else path, self._run.storage_filesystem)
+        else:
+            base = resolve(os.path.expanduser(_HOME) if path is None else path)
+        storage = as_given(base.child(name))
+        if storage.describe() is None:
+            raise ConfigError(
+                f"storage_path: {base.uri} lives in the memory of this process: workers are processes of their own and "
+                "can neither read nor write it; give a directory"
+            )
+        root = storage.local_root
+        if root is not None and root.exists() and not root.is_dir():
+            raise ConfigError(f"{root} is a file; a run needs a directory: give another name or storage_path")
+        return storage
+
+    def _plan(self, name: str, storage: Storage) -> RunSpec:
+        failure = self._run.failure_config or FailureConfig()
+        score, strategy = _scores(self._run.checkpoint_config)
+        location, memory, _ = self._first
+        count, on_ray = self._scaling.num_workers, runs_on_ray(self._scaling)
+        return RunSpec(
+            run_name=name,
+            storage=storage.describe() or {},
+            uri=storage.uri,
+            num_workers=self._scaling.most_workers or 1,
+            min_workers=count[0] if isinstance(count, tuple) else None,
+            finds_places=on_ray,
+            where="on the Ray cluster" if on_ray else "on this machine",
+            inline=count == 0,
+            policy=FailurePolicy(max_failures=failure.max_failures, max_preemptions=failure.max_preemptions),
+            limits=self._limits(failure),
+            score=score,
+            strategy=strategy,
+            validates=self._validation is not None,
+            has_callbacks=bool(self._run.callbacks),
+            first_checkpoint=location,
+            first_memory=memory,
+            versions=_versions(),
+        )
+
+    def _limits(self, failure: FailureConfig) -> WaitLimits:
+        limits = WaitLimits(
+            report_s=_seconds(_REPORT_TIMEOUT),
+            place_s=_seconds(_PLACEMENT_TIMEOUT),
+            grow_after_s=_seconds(_GROW_AFTER, "60"),
+            hang_s=failure.hang_timeout_s,
+        )
+        task = None if self._validation is None else self._validation.task_config
+        return limits if task is None or task.timeout_s is None else replace(limits, validation_s=task.timeout_s)
+
+    def _options(self, name: str, storage: Storage) -> ExecutorOptions:
+        if self._validation is not None:
+            pack_value(self._validation.fn, "validation")  # refused now, not after the first checkpoint
+        return ExecutorOptions(
+            blob=b"" if self._scaling.num_workers == 0 else pack_call(self._function, self._config),
+            keep=_keep(self._run.checkpoint_config),
+            use_gpu=self._scaling.use_gpu,
+            environment=threads(self._scaling),
+            secrets=pack_secrets(storage, *self._first[2]),
+            validation=self._validation,
+            callbacks=self._run.callbacks or (),
+            context=RunContext(
+                name=name,
+                path=storage.uri,
+                run_config=self._run,
+                scaling_config=self._scaling,
+                train_loop_config=self._config,
+            ),
+        )
+
+
+def _refuse(others: Mapping[str, Any]) -> None:
+    known = sorted(name for name in others if name in _NOT_TAKEN)
+    if known:
+        lines = "; ".join(f"{name}: {_NOT_TAKEN[name]}" for name in known)
+        raise ConfigError(f"TorchTrainer has no such argument: {lines}")
+    if others:
+        raise TypeError(f"TorchTrainer() got an unexpected keyword argument {sorted(others)[0]!r}")
+
+
+def _check(name: str, value: Any, kind: type[Any], wanted: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"TorchTrainer({name}={value!r}): give {wanted}")
+
+
+def _validation_of(given: Any, config: Any) -> ValidationConfig | None:
+    if given is not None and config is not None:
+        raise ConfigError("TorchTrainer() got validation= and validation_config=: they mean the same, give one")
+    found = config if given is None else given
+    if found is None or isinstance(found, ValidationConfig):
+        return found
+    if not callable(found):
+        raise ConfigError(
+            f"TorchTrainer(validation={found!r}): give a function (checkpoint) -> dict, or a holdfast.ValidationConfig"
+        )
+    return ValidationConfig(found)
+
+
+def _first_checkpoint(given: Any) -> tuple[dict[str, Any] | None, bytes | None, tuple[Storage, ...]]:
+    """Turn ``resume_from_checkpoint`` into what workers can open: a place and its storage, or packed files.
+
+    Raises:
+        ConfigError: it is nothing of the kind.
+        CheckpointError: there is none, or it is damaged.
+    """
+    if given is None:
+        return None, None, ()
+    if isinstance(given, Mapping):
+        given = Checkpoint.from_dict(given)
+    elif isinstance(given, (str, os.PathLike)) and not isinstance(given, Checkpoint):  # a handle is a PathLike too
+        given = Checkpoint(given)
+    if not isinstance(given, Checkpoint):
+        raise ConfigError(
+            f"TorchTrainer(resume_from_checkpoint={given!r}): give a holdfast.Checkpoint, the path of one, or a dict"
+        )
+    root = given.storage.local_root
+    if root is not None and not (root / given.directory).exists():
+        raise CheckpointNotFoundError(f"resume_from_checkpoint: there is nothing at {given.uri}; check the path")
+    _ = given.manifest  # one that is damaged or was never committed is refused here
+    if given.storage.describe() is None:
+        return None, pack_checkpoint(given), ()
+    return describe_location(given.storage, given.directory), None, (given.storage,)
+
+
+def _default_name(function: Any) -> str:
+    called: str = getattr(getattr(function, "func", function), "__name__", "")
+    plain = "".join(letter if letter.isalnum() or letter in "_-" else "" for letter in called).strip("-")
+    plain = "train" if plain in ("", "lambda") else plain
+    return f"{plain}-{datetime.now().astimezone():%Y-%m-%d}-{secrets.token_hex(3)}"
+
+
+def _seconds(name: str, default: str = "600") -> float:
+    text = os.environ.get(name, default)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(f"{name}={text!r}: give a positive number of seconds")
+    return seconds
+
+
+def _keep(config: CheckpointConfig | CheckpointStrategy | None) -> Keep:
+    if config is None:
+        return Keep()
+    if isinstance(config, CheckpointStrategy) and _is_by_age(config):
+        return Keep(last=config.num_to_keep or None)  # the order of saves, whatever clocks say
+    return config.retention
+
+
+def _scores(
+    config: CheckpointConfig | CheckpointStrategy | None,
+) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Give the score of a CheckpointConfig, and the strategy of a CheckpointStrategy, for the wire."""
+    if isinstance(config, CheckpointStrategy):
+        told = {"attribute": config.checkpoint_score_attribute, "order": config.checkpoint_score_order}
+        return None, {"num_to_keep": config.num_to_keep, **told}
+    keep = _keep(config)
+    return (None if keep.metric is None else {"attribute": keep.metric, "order": keep.mode}), None
+
+
+def _is_by_age(config: CheckpointStrategy) -> bool:
+    return config.checkpoint_score_attribute == TIMESTAMP and config.checkpoint_score_order == "max"
+
+
+def _versions() -> dict[str, str]:
+    from holdfast import __version__
+
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "unknown"
+    return {"holdfast": __version__, "torch": torch, "python": platform.python_version()}

@@ -1,0 +1,284 @@
+"""`Session`: one worker's side of a run, from "begin" to the end of train_func."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.config import ValidationTaskConfig
+from holdfast.errors import ConfigError, SessionError
+from holdfast.writer.frames import Channel
+
+from ..location import checkpoint_at, open_root
+from ..types import CheckpointUploadMode, ReportedCheckpoint, ReportedCheckpointStatus
+from ..values import check_score, plain_metrics, unpack_checkpoint
+from .answers import end_process
+from .context import Context, StorageContext
+from .delivery import Delivery
+from .handoff import HandoffArea
+from .link import ControllerLink
+from .requests import UploadFn, check_request
+
+__all__ = ["Session", "current_session"]
+
+_SYNC = CheckpointUploadMode.SYNC
+_current: Session | None = None
+
+
+class Session:
+    """What a worker reports and asks. All methods may be called from any thread: reports then follow one another.
+
+    Making one makes it the current session of the process and starts its threads; from then on only the session
+    receives on the channel. Docstrings of the methods that users reach through functions are at those functions, in
+    `holdfast.trainers.function.worker.session`.
+
+    Args:
+        channel: to the controller.
+        begin: the controller's "begin" message.
+        memory: a packed dictionary checkpoint to start from, in place of ``begin["checkpoint"]``.
+        on_gone: what to do when the driver is gone; ends the process by default.
+
+    Attributes:
+        rank: of this worker.
+        context: what `get_context` returns.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        begin: dict[str, Any],
+        memory: bytes | None = None,
+        *,
+        on_gone: Callable[[], None] = end_process,
+    ) -> None:
+        global _current
+        told = begin["run_root"]
+        root = None if told["storage"] is None else open_root(told)
+        uri = root.uri if root is not None else f"{told['uri'].rstrip('/')}/{told['name']}".rstrip("/")
+        self.rank: int = begin["rank"]
+        self._begin, self._memory = begin, memory or None
+        self._lock = threading.RLock()  # re-entrant: a signal handler may report too
+        self._place = HandoffArea(
+            root=root, uri=uri, start_id=begin["start_id"], rank=self.rank, apart=begin.get("apart", False)
+        )
+        local = self._place.local
+        self.context = Context(
+            begin,
+            StorageContext(
+                uri=uri,
+                storage=root,
+                experiment_dir_name=begin["run_name"],
+                experiment_fs_path=uri.partition("://")[2] or uri if local is None else str(root and root.local_root),
+            ),
+        )
+        self._link = ControllerLink(
+            channel, first_index=begin["first_index"], timeout_s=begin["report_timeout_s"], on_gone=on_gone
+        )
+        self._delivery = Delivery(self._link, begin, self._place)
+        _current = self
+
+    def report(
+        self,
+        metrics: Mapping[str, Any],
+        checkpoint: Checkpoint | None = None,
+        *,
+        state: Mapping[Any, Any] | None = None,
+        checkpoint_dir_name: str | None = None,
+        checkpoint_upload_mode: CheckpointUploadMode = _SYNC,
+        delete_local_checkpoint_after_upload: bool | None = None,
+        checkpoint_upload_fn: UploadFn | None = None,
+        validation: bool | Mapping[str, Any] | ValidationTaskConfig = False,
+    ) -> None:
+        """See `holdfast.report`."""
+        if checkpoint is None and state is None and not (validation and self.rank == 0):
+            self._report_metrics(metrics)
+            return
+        request = check_request(
+            metrics,
+            checkpoint,
+            state=state,
+            name=checkpoint_dir_name,
+            mode=checkpoint_upload_mode,
+            delete=delete_local_checkpoint_after_upload,
+            upload=checkpoint_upload_fn,
+            validation=validation,
+        )
+        score = self._begin["score"]
+        if self.rank == 0 and score is not None:
+            check_score(request.metrics, score["attribute"])
+        with self._lock:
+            self._check_data(request.metrics)
+            finish = self._delivery.enter(request, self._link.count + 1)
+        # Outside of the lock: other threads may report while this one waits for its commit.
+        if finish is not None:
+            finish()
+
+    def _report_metrics(self, metrics: Mapping[str, Any]) -> None:
+        plain = plain_metrics(metrics)  # on every rank, so that a mistake shows on all of them
+        row = self._row(plain)
+        with self._lock:
+            self._link.check()
+            self._link.add(row)
+            # After it has been counted: whoever goes on after such an error still reports as often as the others.
+            self._link.raise_trouble()
+
+    def _check_data(self, metrics: dict[str, Any] | None = None) -> None:
+        """Refuse a report with data if something earlier has failed; it then counts as one without."""
+        self._link.check()
+        if self._link.has_trouble:
+            self._link.add(self._row(metrics or {}))
+            self._link.raise_trouble()
+
+    def _row(self, metrics: dict[str, Any]) -> dict[str, Any] | None:
+        """Make the row of a report without data; None on ranks whose metrics nobody wants."""
+        wanted = self.rank == 0 or self._begin.get("all_metrics")
+        return {"metrics": metrics, "time": time.time()} if wanted else None
+
+    def _check_question(self) -> None:
+        self._link.check()
+        self._link.raise_trouble()
+
+    def save_checkpoint(self, **values: Any) -> None:
+        """See `holdfast.save_checkpoint`."""
+        with self._lock:
+            self._check_data()
+            if self.rank != 0:
+                self._link.add(self._row({}))
+                return
+            finish = self._delivery.save_values(values, self._link.count + 1)
+        if finish is not None:
+            finish()
+
+    def load_checkpoint(self) -> dict[str, Any] | None:
+        """See `holdfast.load_checkpoint`."""
+        checkpoint = self.get_checkpoint()
+        if checkpoint is None:
+            return None
+        manifest = checkpoint.manifest
+        if manifest is None or not manifest.with_role("state"):
+            raise ConfigError(
+                f"{checkpoint.uri} is a directory of files, not a dictionary: get_checkpoint().as_directory() opens it"
+            )
+        return checkpoint.to_dict()
+
+    def get_checkpoint(self) -> Checkpoint | None:
+        """See `holdfast.get_checkpoint`."""
+        with self._lock:
+            self._check_question()
+            upto = self._link.count
+            if upto < self._begin["first_index"]:
+                return self._first_checkpoint()
+            answer = self._link.ask({"what": "checkpoint", "upto": upto})
+        message = answer()
+        value = message.header["value"]
+        if value.get("memory"):
+            return unpack_checkpoint(message.attachments[0])
+        return None if value["checkpoint"] is None else checkpoint_at(value["checkpoint"])
+
+    def _first_checkpoint(self) -> Checkpoint | None:
+        """What every rank began with; nobody has to be asked for it."""
+        if self._memory is not None:
+            return unpack_checkpoint(self._memory)
+        told = self._begin["checkpoint"]
+        return None if told is None else checkpoint_at(told)
+
+    def get_all_reported_checkpoints(
+        self, consistency_mode: Any = "validated", timeout_s: float | None = None
+    ) -> list[ReportedCheckpoint]:
+        """See `holdfast.get_all_reported_checkpoints`."""
+        mode = str(getattr(consistency_mode, "value", consistency_mode)).lower()
+        if mode not in ("committed", "validated"):
+            raise ConfigError(f"consistency_mode={consistency_mode!r}: use 'committed' or 'validated'")
+        if timeout_s is not None and not timeout_s >= 0:
+            raise ConfigError(f"timeout_s={timeout_s!r}: give seconds, or None to wait as long as it takes")
+        with self._lock:
+            self._check_question()
+            answer = self._link.ask({"what": "all", "mode": mode, "upto": self._link.count, "timeout_s": timeout_s})
+        return [
+            ReportedCheckpoint(
+                checkpoint=checkpoint_at(row["checkpoint"]),
+                metrics=row["metrics"],
+                status=ReportedCheckpointStatus(row["status"]),
+            )
+            for row in answer().header["value"]["checkpoints"]
+        ]
+
+    def should_save(self) -> bool:
+        """See `holdfast.should_save`."""
+        return self._link.agreement.ask()
+
+    @property
+    def report_timeout_s(self) -> float:
+        """How long ranks wait for one another."""
+        return float(self._begin["report_timeout_s"])
+
+    @property
+    def score_attribute(self) -> str | None:
+        """Name of the metric by which the run ranks checkpoints."""
+        score = self._begin["score"]
+        return None if score is None else str(score["attribute"])
+
+    def new_place(self, name: str) -> str:
+        """Return a path, the same on all ranks, where a directory may be written that will be reported.
+
+        On the disk of the run if it has one here, so that reporting costs a rename. Nothing is made.
+        """
+        return self._place.new(name)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Wait until everything reported is safe; called when train_func has returned.
+
+        Raises:
+            BaseException: what failed in the background and was not raised yet.
+        """
+        self._link.drain()
+
+    def abandon(self, timeout_s: float = 10.0) -> None:
+        """Send what is ready, after train_func has raised; never raises, takes ``timeout_s`` at most."""
+        self._link.abandon(timeout_s)
+
+    def close(self) -> None:
+        """End the threads and close the channel; idempotent. What was handed to writers is still committed."""
+        global _current
+        if _current is self:
+            _current = None
+        self._delivery.close()
+        self._link.close()
+
+    def forget_in_child(self) -> None:
+        """Let go of what belongs to the parent, in a forked child such as a worker of a DataLoader."""
+        self._link.forget_in_child()
+
+
+def current_session(function: str) -> Session:
+    """Return the session of this process.
+
+    Args:
+        function: who asks, for the message.
+
+    Raises:
+        SessionError: there is none.
+    """
+    if _current is None:
+        raise SessionError(
+            f"holdfast.{function}() was called outside of train_func: it works in the worker processes that "
+            "TorchTrainer(train_func).fit() starts, not in the driver and not in processes forked from a worker; in a "
+            "loop of your own use holdfast.Checkpointer or holdfast.save"
+        )
+    return _current
+
+
+def _after_fork_in_child() -> None:
+    global _current
+    if _current is not None:
+        _current.forget_in_child()
+        _current = None
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

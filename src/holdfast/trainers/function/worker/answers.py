@@ -1,0 +1,181 @@
+"""What a worker hears from its controller: answers, commits, trouble, and the end of the driver."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from typing import Any
+
+from holdfast._log import get_logger
+from holdfast.errors import SessionError
+from holdfast.writer.frames import Channel, Message
+
+from ..failure import error_from_wire
+
+__all__ = ["ControllerAnswers", "end_process"]
+
+_LOG = get_logger("runtime")
+_PATIENCE_S = 60.0
+
+
+def end_process() -> None:
+    """End this worker at once: without its driver nobody takes its reports, and nobody else would stop it.
+
+    What was handed to a writer process is still committed by that process.
+    """
+    os._exit(1)
+
+
+class ControllerAnswers:
+    """Receives on a thread of its own; whoever waits is released by an answer, or by the end of the driver.
+
+    Args:
+        channel: from the controller; nobody else receives on it from now on.
+        on_gone: called on the receiving thread when the controller has gone away unasked.
+        other: takes messages of other kinds; returns whether it knows them.
+
+    Attributes:
+        troubles: failures of background work that nobody has raised yet.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        *,
+        on_gone: Callable[[], None] = end_process,
+        other: Callable[[Mapping[str, Any]], bool] = lambda _: False,
+    ) -> None:
+        self._channel, self._on_gone, self._other = channel, on_gone, other
+        self._changed = threading.Condition()
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, Future[Message]] = {}
+        self._unsettled: set[int] = set()
+        self._undo: dict[int, Callable[[], object]] = {}  # of reports in the background that have taken files away
+        self.troubles: deque[BaseException] = deque()
+        self._closing = self._gone = False
+        self._thread = threading.Thread(target=self._read, name="holdfast-session", daemon=True)
+        self._thread.start()
+
+    def call(self) -> tuple[int, Future[Message]]:
+        """Return a number for a question, and where its answer will be."""
+        number, future = next(self._numbers), Future[Message]()
+        with self._changed:
+            if self._gone:
+                future.set_exception(_gone())
+            else:
+                self._calls[number] = future
+        return number, future
+
+    def answer(self, future: Future[Message], what: str) -> Message:
+        """Wait for an answer; the controller bounds that. Says what it waits for once a minute.
+
+        Raises:
+            BaseException: what the controller answered instead.
+        """
+        begun = time.monotonic()
+        while not wait([future], timeout=_PATIENCE_S).done:
+            _LOG.warning("still waiting for %s, for %.0f s now", what, time.monotonic() - begun)
+        return future.result()
+
+    def expect(self, index: int, undo: Callable[[], object] | None = None) -> None:
+        """Note a report that goes on in the background: `settled` waits for its end; ``undo`` is called if it fails."""
+        if undo is not None:
+            self._undo[index] = undo
+        with self._changed:
+            self._unsettled.add(index)
+
+    def trouble(self, index: int | None, error: BaseException) -> None:
+        """Keep a failure of background work for the next call; ``index`` is the report it ends, None if unknown."""
+        undo = None if index is None else self._undo.pop(index, None)
+        if undo is not None:  # first: whoever hears of the failure finds his files in their place
+            undo()
+        with self._changed:
+            self.troubles.append(error)
+            # Without a number it may be any of them: nothing waits for them any more.
+            self._unsettled -= set(self._unsettled) if index is None else {index}
+            self._changed.notify_all()
+
+    def forget(self, index: int) -> None:
+        """Stop waiting for a report: it is committed, or its caller knows that it never will be."""
+        self._undo.pop(index, None)
+        with self._changed:
+            self._unsettled.discard(index)
+            self._changed.notify_all()
+
+    def settled(self, what: str, index: int | None = None) -> None:
+        """Wait until report ``index``, or every one noted, has been committed.
+
+        Raises:
+            BaseException: trouble in the background; it ends the waiting.
+        """
+        begun = time.monotonic()
+        with self._changed:
+            while not self._changed.wait_for(lambda: self._is_settled(index), _PATIENCE_S):
+                seconds, waiting = time.monotonic() - begun, sorted(self._unsettled)
+                _LOG.warning("still waiting for %s (reports %s), for %.0f s now", what, waiting, seconds)
+            gone = self._gone
+        self.raise_trouble()
+        if gone:
+            raise _gone()
+
+    def raise_trouble(self) -> None:
+        """Raise the oldest failure of background work that was not raised yet, if there is one."""
+        if self.troubles:
+            raise self.troubles.popleft()
+
+    def close(self) -> None:
+        """Close the channel and end the thread; idempotent."""
+        self._closing = True
+        self._channel.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _is_settled(self, index: int | None) -> bool:
+        done = not self._unsettled if index is None else index not in self._unsettled
+        return done or bool(self.troubles) or self._gone
+
+    def _read(self) -> None:
+        try:
+            while (message := self._channel.receive()) is not None:
+                self._take(message)
+        except Exception as error:  # noqa: BLE001 - a thread edge: whoever waits must hear of it
+            _LOG.error("a message of the controller could not be read", exc_info=error)
+        if not self._closing:
+            self._on_gone()
+        with self._changed:
+            self._gone = True
+            lost, self._calls = list(self._calls.values()), {}
+            self._changed.notify_all()
+        for future in lost:
+            future.set_exception(_gone())
+
+    def _take(self, message: Message) -> None:
+        header = message.header
+        if header["do"] == "answer":
+            with self._changed:
+                future = self._calls.pop(header["call"], None)
+            if future is None:
+                return
+            if "error" in header:
+                future.set_exception(_error(message))
+            else:
+                future.set_result(message)
+        elif header["do"] == "committed":
+            self.forget(header["index"])
+        elif header["do"] == "trouble":
+            self.trouble(header.get("index"), _error(message))
+        elif not self._other(header):
+            _LOG.debug("a message that this worker does not know: %s", header["do"])
+
+
+def _error(message: Message) -> BaseException:
+    return error_from_wire(message.header["error"], message.attachments[0] if message.attachments else b"")
+
+
+def _gone() -> SessionError:
+    return SessionError("the driver of this run is gone: nobody takes reports any more, this worker has to end")

@@ -1,0 +1,206 @@
+"""Reports that bring data: a directory, a file, a state, values, or a checkpoint that is somewhere already."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from holdfast.checkpoint.handle import Checkpoint, without_prefix
+from holdfast.errors import ConfigError, SessionError
+from holdfast.state.save.snapshot import Snapshotter
+from holdfast.storage.base import Storage
+from holdfast.writer.frames import Message
+
+from ..location import describe_location, open_root
+from ..types import CheckpointUploadMode
+from ..values import TIMESTAMP, pack_checkpoint, score_of
+from .handoff import HandoffArea, Taken, check_source, name_in_run, out_of_reach, remove_local, take
+from .link import ControllerLink
+from .requests import Request
+from .shares import Shares
+
+__all__ = ["Delivery", "Finish"]
+
+_ASYNC = CheckpointUploadMode.ASYNC
+_VALUES_STAGING = 64 << 20  # `save_checkpoint` waits anyway, so it streams through a small arena
+
+Finish = Callable[[], None]
+
+
+class Delivery:
+    """Carries out such reports of one rank. Callers take care that one report follows another.
+
+    Args:
+        link: to the controller.
+        begin: the controller's "begin" message.
+        place: where directories are put until they are taken in.
+    """
+
+    def __init__(self, link: ControllerLink, begin: Mapping[str, Any], place: HandoffArea) -> None:
+        self._link, self._begin, self._place = link, begin, place
+        self._shares: dict[str, Shares] = {}
+
+    def enter(self, request: Request, index: int) -> Finish | None:
+        """Enter report ``index``; returns what is left to wait for, None if nothing is."""
+        checkpoint = request.checkpoint
+        if checkpoint is None:
+            self._state(request, index)
+            return None
+        local = checkpoint.storage.local_root is not None
+        if local and request.upload is None:  # whose function may wait for somebody who still writes the files
+            check_source(checkpoint.path, self._place)
+        in_run = checkpoint.uri.startswith(f"{self._place.uri.rstrip('/')}/")
+        if (
+            request.upload is not None
+            or request.mode is CheckpointUploadMode.NO_UPLOAD
+            or (in_run and not local)
+        ):  # fmt: skip
+            return self._make(request, index, partial(self._uploaded, request, index, checkpoint))
+        if not local:
+            return self._make(request, index, partial(self._downloaded, request, index, checkpoint))
+        return self._directory(request, index, checkpoint)
+
+    def save_values(self, values: dict[str, Any], index: int) -> Finish | None:
+        """Enter report ``index`` of `save_checkpoint` on rank 0; returns what is left to wait for."""
+        header, stripped = self._values_header(values, index), without_prefix(values)
+        told = self._link.answer(self._link.call(header), index).header["value"]
+        if told.get("memory"):
+            try:
+                packed = pack_checkpoint(Checkpoint.from_dict(stripped))
+            except BaseException as error:
+                self._link.part_failed(index, error)  # so that nobody waits for them
+                raise
+            self._link.memory(index, packed)
+        if not told.get("go"):
+            return None
+        self._submit("values", stripped, told["go"], index)
+        return partial(self._link.committed, index)
+
+    def close(self) -> None:
+        """Leave the writers to finish what they have; idempotent."""
+        for shares in self._shares.values():
+            shares.close()
+
+    # -- directories ---------------------------------------------------------------------------------------------
+
+    def _directory(self, request: Request, index: int, checkpoint: Checkpoint) -> Finish | None:
+        asynchronous = request.mode is _ASYNC
+        taken = take(checkpoint, self._place, index, delete=request.delete, asynchronous=asynchronous)
+        header = self._header(request, index, "directory") | {"source": taken.source()}
+        if asynchronous and taken.safe:
+            self._link.tell(header, undo=taken.failed)
+            return None
+        return partial(self._finish, self._link.call(header), index, taken)
+
+    def _finish(self, future: Future[Message], index: int, taken: Taken) -> None:
+        try:
+            self._link.answer(future, index)
+        except SessionError:
+            raise  # the driver is gone: its writer may still be at work on these files
+        except Exception:
+            taken.failed()
+            raise
+        taken.committed()
+
+    def _make(self, request: Request, index: int, work: Callable[[], dict[str, Any]]) -> Finish | None:
+        """Let ``work`` make the message of the report: here and now, or in the background."""
+        if request.mode is _ASYNC:
+            self._link.tell_later(index, work)
+            return None
+        future = self._link.call(work())
+
+        def finish() -> None:
+            self._link.answer(future, index)
+
+        return finish
+
+    def _uploaded(self, request: Request, index: int, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Let the caller's function upload, if there is one, and tell where the checkpoint is."""
+        rank, placed = self._place.rank, checkpoint
+        if request.upload is not None:
+            name = request.name or f"checkpoint_{index:06d}-{self._place.start_id}"
+            placed = request.upload(checkpoint, name)
+            if not isinstance(placed, Checkpoint):
+                raise ConfigError(
+                    f"rank {rank}: checkpoint_upload_fn returned {placed!r}, not a Checkpoint: it has to say where it "
+                    "has put the files, as in Checkpoint(path)"
+                )
+        name = name_in_run(placed, self._place)
+        wanted = request.mode is _ASYNC if request.delete is None else request.delete
+        if wanted and placed != checkpoint and checkpoint.storage.local_root is not None:
+            remove_local(checkpoint.path)
+        where = describe_location(self._root(), name)
+        return self._header(request, index, "uploaded") | {"location": where}
+
+    def _downloaded(self, request: Request, index: int, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Bring what is no local directory (a dictionary, another storage) into one that the writer can take."""
+        incoming = self._place.incoming(index)
+        if self._place.apart and incoming is None:
+            raise out_of_reach(checkpoint.uri, self._place)
+        path = checkpoint.to_directory(incoming)
+        return self._header(request, index, "directory") | {"source": {"path": path, "owned": True}}
+
+    # -- states and values ---------------------------------------------------------------------------------------
+
+    def _state(self, request: Request, index: int) -> None:
+        assert request.state is not None
+        self._root()  # before anybody is told, for it may be out of reach
+        header = self._header(request, index, "state")
+        go = self._link.answer(self._link.call(header), index).header["value"]["go"]
+        self._submit("state", request.state, go, index)
+
+    def _submit(self, kind: str, state: Mapping[Any, Any], go: Mapping[str, Any], index: int) -> None:
+        self._link.expect(index)
+        try:
+            self._get_shares(kind).submit(
+                state, go, sealed=partial(self._link.sealed, index), ended=partial(self._link.part_ended, index)
+            )
+        except BaseException as error:
+            self._link.part_failed(index, error)
+            raise
+
+    def _values_header(self, values: Mapping[str, Any], index: int) -> dict[str, Any]:
+        strategy, now = self._begin["strategy"], time.time()
+        ranked = strategy or self._begin["score"]
+        attribute = TIMESTAMP if ranked is None else ranked["attribute"]
+        metrics, score = {TIMESTAMP: now}, now
+        if attribute != TIMESTAMP or TIMESTAMP in values:
+            found = score_of(values, attribute, required=strategy is not None)
+            score = found  # type: ignore[assignment]
+            if found is not None:
+                metrics[attribute] = found
+        header = {"on": "report", "index": index, "kind": "values", "score": score, "metrics": metrics, "time": now}
+        return {**header, "name": None, "validation": False}
+
+    def _get_shares(self, kind: str) -> Shares:
+        found = self._shares.get(kind)
+        if found is None:
+            if kind == "state":
+                snapshotter = Snapshotter(rank=self._place.rank, world_size=self._begin["world_size"])
+            else:
+                snapshotter = Snapshotter(max_staging_bytes=_VALUES_STAGING)
+            snapshotter.max_file_bytes = self._root().max_file_bytes
+            timeout_s: float = self._begin["report_timeout_s"]
+            found = self._shares[kind] = Shares(self._root(), snapshotter, timeout_s=timeout_s)
+        return found
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _root(self) -> Storage:
+        return self._place.root if self._place.root is not None else open_root(self._begin["run_root"])
+
+    def _header(self, request: Request, index: int, kind: str) -> dict[str, Any]:
+        return {
+            "on": "report",
+            "index": index,
+            "kind": kind,
+            "call": None,
+            "metrics": request.metrics if self._place.rank == 0 or self._begin.get("all_metrics") else None,
+            "time": time.time(),
+            "name": request.name,
+            "validation": request.validation,
+            **({"agreed": True} if self._link.agreement.reached else {}),
+        }

@@ -1,0 +1,283 @@
+"""Taking over the caller's directory: the caller may do with it what he likes afterwards, and it costs no copy.
+
+A directory is renamed away only if its deletion was asked for; else it is cloned where the file system can share
+blocks, or stays where it is until the driver's writer has copied it. Never hard-linked: `torch.save` truncates the
+file it writes, and a link would follow. The caller's directory is not changed unless he asked for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast._log import get_logger
+from holdfast.checkpoint.handle import METADATA_FILE, Checkpoint
+from holdfast.copying.private_directory import private_directory
+from holdfast.errors import CheckpointNotFoundError, ConfigError
+from holdfast.format.names import MANIFEST_NAME
+from holdfast.run.remains import INCOMING
+from holdfast.storage.base import Storage
+from holdfast.writer.ingest.sources import scan
+from holdfast.writer.messages import IngestSource
+
+from .reflink import clone_tree
+
+__all__ = ["HandoffArea", "Taken", "check_source", "name_in_run", "out_of_reach", "remove_local", "take"]
+
+_LOG = get_logger("runtime")
+_RESERVED = ("logs", "reports")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffArea:
+    """Where the directories of one rank are put until the driver's writer has taken them in.
+
+    Attributes:
+        root: of the run; None if worker processes cannot open that storage.
+        uri: of the run.
+        start_id: of this attempt.
+        rank: of this worker.
+        apart: the driver is on another machine: it sees what is in the run, and nothing else that is here.
+    """
+
+    root: Storage | None
+    uri: str
+    start_id: str
+    rank: int
+    apart: bool = False
+
+    @property
+    def local(self) -> str | None:
+        """The run's directory, if it has one on this machine."""
+        root = None if self.root is None else self.root.local_root
+        return None if root is None else os.path.realpath(root)
+
+    def incoming(self, index: int) -> str | None:
+        """A place inside the run for the directory of one report."""
+        local = self.local
+        return None if local is None else os.path.join(local, f"{INCOMING}{self.start_id}", f"{index}-{self.rank}")
+
+    def new(self, name: str) -> str:
+        """A place to write something that will be reported; the same for all ranks. In the run if that is local."""
+        base = self.local or private_directory("holdfast-new")
+        return os.path.join(base, f"{INCOMING}{self.start_id}", name)
+
+    def sibling(self, path: str, index: int) -> str:
+        """A hidden place beside the caller's directory: on the same file system, whatever that is."""
+        return os.path.join(os.path.dirname(path), f".holdfast-{self.start_id}-{index:x}-{self.rank}")
+
+
+@dataclass(slots=True, kw_only=True)
+class Taken:
+    """Where the files of a report are now.
+
+    Attributes:
+        path: directory, or the one file, that the writer reads.
+        owned: the writer may take its files away and removes the rest.
+        safe: nothing the caller does can touch them any more.
+        caller: the caller's directory or file.
+        delete: `caller` is still there and has to go after the commit.
+        moved: (new, old) paths, to be undone if the report fails while the caller waits for it.
+    """
+
+    path: str
+    owned: bool
+    safe: bool
+    caller: str
+    delete: bool = False
+    moved: tuple[tuple[str, str], ...] = ()
+
+    def source(self) -> dict[str, Any]:
+        """Describe this for the controller."""
+        return {"path": self.path, "owned": self.owned}
+
+    def committed(self) -> None:
+        """Clean up after the commit; a failure is only logged, for the checkpoint is safe."""
+        if self.delete:
+            remove_local(self.caller)
+
+    def failed(self) -> None:
+        """Put back what was moved: a caller who still waits gets his files back."""
+        for new, old in reversed(self.moved):
+            with contextlib.suppress(OSError):
+                if os.path.lexists(new) and not os.path.lexists(old):
+                    os.rename(new, old)
+                    _LOG.warning("the report failed: %s is back in its place", old)
+
+
+def take(checkpoint: Checkpoint, place: HandoffArea, index: int, *, delete: bool | None, asynchronous: bool) -> Taken:
+    """Take over a local directory or file.
+
+    Args:
+        checkpoint: the caller's.
+        place: of this rank.
+        index: of the report.
+        delete: the caller wants it to be gone in the end; None: as is usual for the mode.
+        asynchronous: the caller goes on before the commit, if that can be made safe.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing.
+        ConfigError: the directory may not be reported, or not be deleted, or no checkpoint can hold what is in it.
+    """
+    path = checkpoint.path
+    check_source(path, place)
+    wanted = asynchronous if delete is None else delete
+    if wanted and _in_checkpoint(path, place):
+        if delete:
+            raise ConfigError(
+                f"rank {place.rank}: {path} belongs to a checkpoint of this run: it cannot be deleted after the "
+                "report; leave delete_local_checkpoint_after_upload out"
+            )
+        wanted = False
+    incoming = place.incoming(index)
+    if wanted:
+        # What no checkpoint can hold is refused now: afterwards the files would lie somewhere else.
+        scan(IngestSource(rank=place.rank, path=path))
+        for target in filter(None, (incoming, None if place.apart else place.sibling(path, index))):
+            moved = _move(path, target)
+            if moved:
+                return Taken(path=target, owned=True, safe=True, caller=path, moved=moved)
+    elif (asynchronous or place.apart) and incoming is not None and clone_tree(path, incoming):
+        _take_metadata(path, incoming)
+        return Taken(path=incoming, owned=True, safe=True, caller=path)
+    if place.apart:
+        return _bring(path, place, incoming, delete=wanted)
+    return Taken(path=path, owned=False, safe=False, caller=path, delete=wanted)
+
+
+def _bring(path: str, place: HandoffArea, incoming: str | None, *, delete: bool) -> Taken:
+    """Copy what only this machine has into the run, where the driver's writer takes it in.
+
+    Raises:
+        ConfigError: the run is on a store, where that is not built yet.
+    """
+    if incoming is None:
+        raise out_of_reach(path, place)
+    scan(IngestSource(rank=place.rank, path=path))  # what no checkpoint can hold is refused before it is copied
+    try:
+        if os.path.isdir(path):
+            shutil.copytree(path, incoming)
+        else:
+            os.makedirs(incoming)
+            shutil.copyfile(path, os.path.join(incoming, os.path.basename(path)))
+        _take_metadata(path, incoming)
+    except BaseException:
+        shutil.rmtree(incoming, ignore_errors=True)
+        raise
+    # Where it is to be deleted its caller waits for the commit: until then there is no other copy that lasts.
+    return Taken(path=incoming, owned=True, safe=not delete, caller=path, delete=delete)
+
+
+def out_of_reach(path: str, place: HandoffArea) -> ConfigError:
+    """Make the error of files that the driver cannot read."""
+    return ConfigError(
+        f"rank {place.rank}: {path} is on this node, the run is on {place.uri}, and the driver cannot read it: "
+        "directories on the way from a cluster's nodes to a store are not built yet. Use report(state=...), or "
+        "checkpoint_upload_fn"
+    )
+
+
+def check_source(path: str, place: HandoffArea) -> None:
+    """Refuse what is not there, and a directory that holds the run itself.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing.
+        ConfigError: the run's directory lies inside.
+    """
+    if not os.path.exists(path):
+        raise CheckpointNotFoundError(
+            f"rank {place.rank}: there is no {path} to report: it was never written on this rank, or is deleted "
+            "already (do two ranks share one directory, and the other's report took it away? Give each rank its own)"
+        )
+    local, real = place.local, os.path.realpath(path)
+    if local is not None and (local + os.sep).startswith(real.rstrip(os.sep) + os.sep):
+        raise ConfigError(
+            f"rank {place.rank}: {path} holds the run itself ({local}): a checkpoint of it would contain all others; "
+            "write each checkpoint into a directory of its own and report that"
+        )
+
+
+def name_in_run(checkpoint: Checkpoint, place: HandoffArea) -> str:
+    """Return the directory name, inside the run, of a checkpoint that the caller has put there.
+
+    Raises:
+        ConfigError: it lies elsewhere.
+    """
+    local = place.local
+    if local is not None and checkpoint.storage.local_root is not None:
+        name = os.path.relpath(os.path.realpath(checkpoint.path), local)
+    else:
+        uri, root = checkpoint.uri, place.uri.rstrip("/") + "/"
+        name = uri[len(root) :] if uri.startswith(root) else ".."
+    if "/" in name or name.startswith(".") or name in _RESERVED:
+        raise ConfigError(
+            f"rank {place.rank}: {checkpoint.uri} is no place in this run: what you upload yourself has to be a "
+            f"directory right below {place.uri} (get_context().get_storage().build_checkpoint_path_from_name(name))"
+        )
+    return name
+
+
+def _in_checkpoint(path: str, place: HandoffArea) -> bool:
+    """Tell whether a path is a committed checkpoint of the run, or in one."""
+    local, real = place.local, os.path.realpath(path)
+    if local is None or not real.startswith(local + os.sep):
+        return False
+    first = real[len(local) + 1 :].split(os.sep)[0]
+    return os.path.exists(os.path.join(local, first, MANIFEST_NAME))
+
+
+def _move(path: str, target: str) -> tuple[tuple[str, str], ...]:
+    """Rename a directory to ``target``, or a file into it; nothing where that is impossible."""
+    made = False
+    try:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if os.path.isdir(path):
+            os.rename(path, target)
+            return ((target, path),)
+        os.mkdir(target)
+        made = True
+        new = os.path.join(target, os.path.basename(path))
+        os.rename(path, new)
+    except OSError as error:
+        # Another file system, a mount point, no permission there: the next place, or a copy.
+        _LOG.debug("%s cannot be renamed to %s: %s", path, target, error)
+        if made:
+            os.rmdir(target)
+        return ()
+    moved = [(new, path)]
+    metadata = _metadata_of(path)
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(metadata, os.path.join(target, METADATA_FILE))
+        moved.append((os.path.join(target, METADATA_FILE), metadata))
+    return tuple(moved)
+
+
+def _take_metadata(path: str, directory: str) -> None:
+    """A file keeps its metadata beside it; in a directory they have a name of their own."""
+    if os.path.isfile(path):
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(_metadata_of(path), os.path.join(directory, METADATA_FILE))
+
+
+def _metadata_of(path: str) -> str:
+    found = Path(path)
+    return str(found.with_name(f".{found.name}{METADATA_FILE}"))
+
+
+def remove_local(path: str) -> None:
+    """Remove the caller's directory or file; a failure is only logged, for what was in it is safe."""
+    try:
+        if os.path.isdir(path):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(_metadata_of(path))
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _LOG.warning("%s is committed, but could not be deleted here: %s", path, error)

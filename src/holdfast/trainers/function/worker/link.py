@@ -1,0 +1,173 @@
+"""One worker's link to its controller: what goes out in order, what comes back, and what is still on its way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from holdfast._log import get_logger
+from holdfast.errors import SessionError
+from holdfast.writer.frames import Channel, Message
+
+from ..failure import error_to_wire
+from .agreement import Agreement
+from .answers import ControllerAnswers, end_process
+from .report_queue import ReportQueue
+from .uploads import BackgroundUploads
+
+__all__ = ["ControllerLink"]
+
+_LOG = get_logger("runtime")
+_CLOSE_S = 1.0
+
+
+class ControllerLink:
+    """Numbers the reports of one rank and sends them. Callers take care that one report follows another.
+
+    Args:
+        channel: to the controller; only this link receives on it.
+        first_index: number of the next report.
+        timeout_s: bound of waiting for a controller that takes nothing.
+        on_gone: what to do when the driver is gone.
+
+    Attributes:
+        count: number of the last report that was entered.
+        agreement: this rank's part in agreed saves.
+    """
+
+    def __init__(
+        self, channel: Channel, *, first_index: int, timeout_s: float, on_gone: Callable[[], None] = end_process
+    ) -> None:
+        self.count = first_index - 1
+        self._channel, self._timeout_s = channel, timeout_s
+        self._closed = False
+        self._outbox = ReportQueue(channel, timeout_s=timeout_s)
+        self.agreement = Agreement(self._outbox.send_now)
+        self._answers = ControllerAnswers(channel, on_gone=on_gone, other=self.agreement.take)
+        self._uploads = BackgroundUploads(self._outbox)
+
+    # -- reports -------------------------------------------------------------------------------------------------
+
+    def add(self, row: dict[str, Any] | None) -> None:
+        """Enter a report without data; ``row`` is None where nobody keeps the metrics."""
+        self.count += 1
+        self._outbox.add(self.count, row)
+
+    def call(self, header: dict[str, Any]) -> Future[Message]:
+        """Enter a report that is answered."""
+        header["call"], future = self._answers.call()
+        self.count = header["index"]
+        self._outbox.send(header)
+        return future
+
+    def tell(self, header: dict[str, Any], *, undo: Callable[[], object]) -> None:
+        """Enter a report that is committed in the background; ``undo`` is called if that fails."""
+        self.count = header["index"]
+        self._answers.expect(self.count, undo)
+        self._outbox.send(header)
+
+    def tell_later(self, index: int, work: Callable[[], dict[str, Any]]) -> None:
+        """Enter a report whose message ``work`` makes in the background; what follows is sent after it."""
+        self._answers.expect(index)  # first: the word that it is committed may come before `submit` returns
+        try:
+            self._uploads.submit(work)
+        except BaseException:
+            self._answers.forget(index)
+            raise
+        self.count = index
+
+    def expect(self, index: int) -> None:
+        """Note that report ``index`` goes on in the background."""
+        self._answers.expect(index)
+
+    def memory(self, index: int, values: bytes) -> None:
+        """Give the controller values that are not written to storage."""
+        self._outbox.send({"on": "memory", "index": index}, (values,))
+
+    def sealed(self, index: int) -> None:
+        """Tell that this rank's writer has its part and will finish it whatever happens here."""
+        self._outbox.send_now({"on": "sealed", "index": index})
+
+    def part_ended(self, index: int, error: BaseException | None) -> None:
+        """Tell that this rank's part is durable, or has failed: then the next call here raises it."""
+        if error is None:
+            self._outbox.send_now({"on": "part", "index": index})
+        else:
+            self.part_failed(index, error)
+            self._answers.trouble(index, error)
+
+    def part_failed(self, index: int, error: BaseException) -> None:
+        """Tell that this rank's part has failed, which its caller knows already."""
+        told, blob = error_to_wire(error)
+        self._outbox.send_now({"on": "part", "index": index, "error": told}, (blob,))
+        self._answers.forget(index)
+
+    # -- answers -------------------------------------------------------------------------------------------------
+
+    def ask(self, question: dict[str, Any]) -> Callable[[], Message]:
+        """Send a question; the function that comes back waits for its answer."""
+        call, future = self._answers.call()
+        self._outbox.send_now({"on": "ask", "call": call, **question})
+        return partial(self._answers.answer, future, f"the answer to {question['what']!r}")
+
+    def answer(self, future: Future[Message], index: int) -> Message:
+        """Wait for the answer to report ``index``.
+
+        Raises:
+            BaseException: what the controller answered instead.
+        """
+        return self._answers.answer(future, f"report {index}")
+
+    def committed(self, index: int) -> None:
+        """Wait for the commit of report ``index``; raises what went wrong instead."""
+        self._answers.settled(f"the commit of report {index}", index)
+
+    def check(self) -> None:
+        """Refuse to go on after the end, or after an upload that has left a hole in the reports of this rank."""
+        if self._closed:
+            raise SessionError("this session is over: train_func has ended on this worker")
+        self._uploads.check()
+
+    @property
+    def has_trouble(self) -> bool:
+        """Whether background work has failed and nobody has raised it yet."""
+        return bool(self._answers.troubles)
+
+    def raise_trouble(self) -> None:
+        """Raise the oldest failure of background work, once."""
+        self._answers.raise_trouble()
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Wait until everything reported is committed; raises what failed and was not raised yet."""
+        self._uploads.drain()
+        self.check()
+        self.raise_trouble()
+        if not self._outbox.flush(self._timeout_s):
+            raise SessionError(f"the driver has taken nothing for {self._timeout_s:.0f} s: is it stopped?")
+        self._answers.settled("the last reports to be committed")
+
+    def abandon(self, timeout_s: float) -> None:
+        """Send what is ready; never raises."""
+        deadline = time.monotonic() + timeout_s
+        done = self._uploads.drain(timeout_s)
+        if not self._outbox.flush(max(0.0, deadline - time.monotonic())) or not done:
+            _LOG.warning("uploads in the background, or reports, were given up: train_func has failed")
+
+    def close(self) -> None:
+        """End all threads and close the channel; idempotent."""
+        self._closed = True
+        self.agreement.end()
+        self._uploads.close()
+        self._outbox.close()
+        self._channel.flush(_CLOSE_S)
+        self._answers.close()
+
+    def forget_in_child(self) -> None:
+        """Let go of the channel in a forked child, so that the driver still sees this worker's end."""
+        self._closed = True
+        self._channel.forget_in_child()

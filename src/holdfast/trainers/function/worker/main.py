@@ -1,0 +1,139 @@
+"""The main of a worker: take the function, join the process group, run it, and say how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import cloudpickle
+
+from holdfast.errors import HoldfastError
+from holdfast.writer.frames import Channel, Message
+
+from ..failure import error_to_wire
+from ..location import learn_secrets
+from ..transit import takes_config, unpack_call
+from .group import ALONE_S, process_group
+
+__all__ = ["FLUSH_S", "MakeSession", "WorkerSession", "call", "fail", "run", "run_task"]
+
+FLUSH_S = 30.0
+
+
+class WorkerSession(Protocol):
+    """What this module needs of `holdfast.trainers.function.worker.session.Session`."""
+
+    def drain(self) -> None:
+        """Wait for what the function has reported; raise what went wrong with it."""
+
+    def abandon(self, timeout_s: float = 10.0) -> None:
+        """Send what is ready after the function has raised; never raises."""
+
+
+MakeSession = Callable[[Channel, dict[str, Any], bytes | None], WorkerSession]
+
+
+def run(
+    channel: Channel, *, listen_fd: int = -1, use_gpu: bool = False, make_session: MakeSession | None = None
+) -> int:
+    """Run one train function as the controller asks; returns the exit status of this process.
+
+    ``sys.exit(0)`` in the function is its end like any other; another status becomes that of this process, after
+    everything reported has been stored.
+
+    Args:
+        channel: to the controller, which sends "begin" first.
+        listen_fd: a socket that listens on MASTER_PORT, for rank 0.
+        use_gpu: talk over NCCL.
+        make_session: stands in for `holdfast.trainers.function.worker.session.Session`.
+    """
+    begin = _receive(channel, "begin")
+    session: WorkerSession | None = None
+    try:
+        # What is rebuilt from here on, in the session and in the function, may need them.
+        learn_secrets(*begin.attachments[2:3] or (b"",))
+        # First of all: from here on somebody listens for the driver's end.
+        session = (make_session or _session)(channel, begin.header, *(begin.attachments[1:2] or (None,)))
+        function, config = unpack_call(begin.attachments[0])
+        arguments = ({} if config is None else config,) if takes_config(function) else ()
+        rank, world_size = begin.header["rank"], begin.header["world_size"]
+        with process_group(rank, world_size, listen_fd=listen_fd, use_gpu=use_gpu) as group:
+            channel.send({"on": "running"})
+            status, left = call(function, arguments)
+            session.drain()
+            if not status:
+                channel.send({"on": "finished", "left": True} if left else {"on": "finished"})
+                channel.flush(FLUSH_S)
+                group.leave(min(ALONE_S, begin.header.get("report_timeout_s", ALONE_S)))
+    except BaseException as error:  # noqa: BLE001 - the edge of the process: the controller decides what it means
+        fail(channel, session, error)
+        status = 1
+    channel.flush(FLUSH_S)
+    return status
+
+
+def run_task(channel: Channel, *, listen_fd: int = -1, use_gpu: bool = False) -> int:
+    """Call one function and send back what it returns or raises; returns the exit status of this process."""
+    del listen_fd, use_gpu  # those of workers
+    message = _receive(channel, "task")
+    try:
+        result = cloudpickle.dumps(cloudpickle.loads(message.attachments[0])())
+    except BaseException as error:  # noqa: BLE001 - as above
+        fail(channel, None, error)
+        result = None
+    else:
+        channel.send({"on": "result"}, [result])
+    channel.flush(FLUSH_S)
+    return 0 if result is not None else 1
+
+
+def _session(channel: Channel, begin: dict[str, Any], memory: bytes | None) -> WorkerSession:
+    from .session import Session
+
+    return Session(channel, begin, memory)
+
+
+def _receive(channel: Channel, what: str) -> Message:
+    # Processes that we fork (loader workers) must not keep this conversation open when we are gone.
+    os.register_at_fork(after_in_child=channel.forget_in_child)
+    message = channel.receive()
+    if message is None:  # the driver is gone
+        os._exit(1)
+    if message.header.get("do") != what:
+        raise HoldfastError(f"a worker was told {message.header.get('do')!r} before {what!r}")
+    return message
+
+
+def call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[int, bool]:
+    """Call the function; return the status it wants this process to have, and whether it asked for its end."""
+    try:
+        function(*arguments)
+    except SystemExit as leaving:
+        if leaving.code is None or isinstance(leaving.code, int):
+            return leaving.code or 0, True
+        print(leaving.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
+        return 1, True
+    return 0, False
+
+
+def fail(channel: Channel, session: WorkerSession | None, error: BaseException) -> None:
+    """Tell the controller of an error, after what was reported before it."""
+    _begin_at_user(error)
+    traceback.print_exception(error)
+    if session is not None:
+        session.abandon()
+    told, data = error_to_wire(error)
+    with contextlib.suppress(OSError):  # the driver is gone
+        channel.send({"on": "failed", "error": told}, [data])
+
+
+def _begin_at_user(error: BaseException) -> None:
+    """Cut our own frames off the front of a traceback."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals.get("__name__") == __name__ and frames.tb_next is not None:
+        frames = frames.tb_next
+    error.__traceback__ = frames

@@ -1,0 +1,95 @@
+"""`report(state=...)`: this rank's share of a state on its way to storage, through a writer process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from typing import Any
+
+from holdfast.errors import HoldfastError, SessionError
+from holdfast.state.save.snapshot import Snapshotter
+from holdfast.storage.base import Storage
+from holdfast.writer.client import WriterClient
+
+__all__ = ["Shares"]
+
+
+class Shares:
+    """Copies states and hands them to the writer, one after another. The writer starts with the first of them.
+
+    Args:
+        storage: root of the run.
+        snapshotter: knows how the work is shared; ours from now on.
+        timeout_s: how long a share may wait for the one before.
+    """
+
+    def __init__(self, storage: Storage, snapshotter: Snapshotter, *, timeout_s: float) -> None:
+        self._storage, self._snapshotter, self._timeout_s = storage, snapshotter, timeout_s
+        self._client: WriterClient | None = None
+        self._pending: Future[Any] | None = None
+        self._busy = False
+
+    def submit(
+        self,
+        state: Mapping[Any, Any],
+        go: Mapping[str, Any],
+        *,
+        sealed: Callable[[], None],
+        ended: Callable[[BaseException | None], None],
+    ) -> None:
+        """Copy this rank's share and hand it over; the caller may change the state when this returns.
+
+        Args:
+            state: the whole state.
+            go: "directory", "save_id" and "manifest" of the checkpoint.
+            sealed: called when the writer has everything and will finish even if this process dies.
+            ended: called, on another thread, with None when the share is durable, else with the error.
+
+        Raises:
+            UnsupportedStateError: the state cannot be saved.
+            HoldfastError: the share before this one is stuck.
+        """
+        if self._busy:
+            # Only a signal handler gets here: the copy it interrupted would be torn by a second one.
+            raise SessionError(
+                "report(state=...) was called in the middle of another: not from a signal handler, please"
+            )
+        self._busy = True
+        try:
+            self._wait()
+            if self._client is None or self._client.closed:
+                self._client = WriterClient.start(self._storage)
+            submitted = self._snapshotter.submit(
+                state,
+                self._client,
+                self._storage,
+                directory=go["directory"],
+                save_id=go["save_id"],
+                manifest=go["manifest"],
+                reuse=self._snapshotter.max_staging_bytes is None,
+                part=True,
+            )
+        except BaseException:
+            # Interrupted after the hand-over, the job may still read the arena: that one is never used again.
+            self._snapshotter.close()
+            raise
+        finally:
+            self._busy = False
+        self._pending = submitted.future
+        sealed()
+        submitted.future.add_done_callback(lambda done: ended(done.exception()))
+
+    def close(self) -> None:
+        """Leave the writer to finish what it has; idempotent."""
+        if self._client is not None:
+            self._client.close(0.0)
+        self._snapshotter.close()
+
+    def _wait(self) -> None:
+        """Wait until the arena is free; how that save ended is told through its own callback."""
+        if self._pending is not None and not wait([self._pending], timeout=self._timeout_s).done:
+            raise HoldfastError(
+                f"the state reported before is not durable after {self._timeout_s:.0f} s: {self._storage.uri} is stuck "
+                "or very slow"
+            )
+        self._pending = None

@@ -1,0 +1,210 @@
+"""What lies in a save folder: directories and single files alike, as values that can be ordered."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from holdfast._log import get_logger
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    StorageNotFoundError,
+)
+from holdfast.format.commit import read_manifest
+from holdfast.format.manifest import MANIFEST_NAME
+from holdfast.run.record import Record, timestamp
+from holdfast.run.remains import is_remains
+from holdfast.run.sidecar import read_sidecar
+from holdfast.storage.base import Storage
+
+from ..times.timestamp import Timestamp
+from .files import read_note
+from .naming import is_later
+
+__all__ = [
+    "CONTAINERS",
+    "OWN_NAMES",
+    "FolderEntry",
+    "container_of",
+    "is_foreign",
+    "is_in_the_way",
+    "look",
+    "look_at",
+    "names_in",
+]
+
+_LOG = get_logger("trainer")
+OWN_NAMES = ("lease.json", "logs", "reports", "run-changes.json", "run.json")  # what a run keeps beside its checkpoints
+CONTAINERS = {"": "directory", ".pt": "torch", ".safetensors": "safetensors"}
+_REFUSED = (
+    ".tar",
+    ".tgz",
+    ".gz",
+    ".bz2",
+    ".lzma",
+    ".lz4",
+    ".lzo",
+    ".xz",
+    ".zst",
+    ".zip",
+    ".pth",
+    ".pkl",
+    ".bin",
+    ".ckpt",
+)
+
+
+def container_of(name: str, *, what: str) -> str:
+    """Return how a checkpoint of this name is stored: "directory", "torch" or "safetensors".
+
+    Raises:
+        ConfigError: the suffix is that of a container there is none of.
+    """
+    suffix = PurePosixPath(name).suffix
+    if suffix.lower() in _REFUSED or (suffix not in CONTAINERS and suffix.lower() in CONTAINERS):
+        raise ConfigError(
+            f"{what}={name!r}: there is no container {suffix!r}; use no suffix (a Holdfast directory), '.pt' (one file "
+            "for torch.load) or '.safetensors' (weights)"
+        )
+    return CONTAINERS.get(suffix, "directory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderEntry:
+    """One checkpoint in a folder.
+
+    Attributes:
+        name: path inside the folder.
+        container: "directory", "torch" or "safetensors".
+        attempt, step: what orders the checkpoints of a folder.
+        batch: batches trained; None if it does not say.
+        weights_only: it holds nothing but weights.
+        problem: why it cannot be used; None if it seems fine.
+        created: seconds since 1970.
+        metrics: recorded with it.
+        training: which training saved it, over all its lives; "" if it does not say.
+    """
+
+    name: str
+    container: str
+    attempt: int = 0
+    step: int = 0
+    weights_only: bool = False
+    problem: str | None = None
+    created: float = 0.0
+    epoch: float | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    training: str = ""
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        """Sort key: the highest is the newest."""
+        return self.attempt, self.step, self.name
+
+    def record(self, storage: Storage) -> Record:
+        """Return what retention decides by."""
+        pinned = self.container == "directory" and read_sidecar(storage, self.name).pinned
+        return Record(
+            name=self.name, attempt=self.attempt, step=self.step, epoch=self.epoch, created=self.created,
+            metrics=self.metrics, pinned=pinned,
+        )  # fmt: skip
+
+
+def names_in(storage: Storage, *, nested: bool) -> list[str]:
+    """Return the names of everything in a folder that may be a checkpoint: directories, and files by their suffix.
+
+    Args:
+        storage: the folder.
+        nested: look into sub-folders too.
+    """
+    names = set()
+    for info in storage.list("", recursive=nested):
+        path = info.path
+        if path.endswith("/"):
+            names.add(path[:-1])
+        elif path.endswith(f"/{MANIFEST_NAME}"):
+            names.add(path[: -len(MANIFEST_NAME) - 1])
+        elif PurePosixPath(path).suffix in CONTAINERS and PurePosixPath(path).suffix:
+            names.add(path)
+    # Files of a directory (model-....safetensors) are no checkpoints of their own.
+    return sorted(name for name in names if not any(str(above) in names for above in PurePosixPath(name).parents))
+
+
+def look(storage: Storage, *, nested: bool, wanted: Callable[[str], object] | None = None) -> list[FolderEntry]:
+    """Return the checkpoints of a folder, newest first; damaged ones come with their problem.
+
+    Args:
+        storage: the folder.
+        nested: look into sub-folders too.
+        wanted: tells which names matter.
+
+    Raises:
+        StorageError: the folder cannot be read. Never taken for an empty one.
+    """
+    found = []
+    for name in names_in(storage, nested=nested):
+        if wanted is None or wanted(name):
+            one = look_at(storage, name)
+            if one is not None:
+                found.append(one)
+    return sorted(found, key=lambda one: one.order, reverse=True)
+
+
+def look_at(storage: Storage, name: str) -> FolderEntry | None:
+    """Return one checkpoint; None for what Holdfast did not make, or did not complete."""
+    container = CONTAINERS.get(PurePosixPath(name).suffix, "directory")
+    try:
+        if container == "directory":
+            return _directory(storage, name)
+        note = read_note(storage, name)
+    except (IncompleteCheckpointError, CheckpointNotFoundError, StorageNotFoundError):
+        return None
+    except (CorruptCheckpointError, CheckpointError, ConfigError) as error:
+        return FolderEntry(name=name, container=container, problem=str(error))
+    if note is None:
+        return None
+    return FolderEntry(
+        name=name, container=container, attempt=int(note.get("attempt", 0)), step=int(note.get("step", 0)),
+        weights_only=bool(note.get("weights_only")), created=float(note.get("created", 0.0)),
+        epoch=note.get("epoch"), metrics=dict(note.get("metrics") or {}), training=str(note.get("training", "")),
+    )  # fmt: skip
+
+
+def is_foreign(storage: Storage, name: str) -> bool:
+    """Tell whether something that is no checkpoint is not the remains of one of ours either."""
+    if storage.exists(name):
+        return True
+    files = [info.path for info in storage.list(name, recursive=False)]
+    return bool(files) and not is_remains(files)
+
+
+def is_in_the_way(storage: Storage, name: str, match: re.Match[str] | None, now: Timestamp) -> bool:
+    """Tell whether what has this name is a checkpoint of a later moment, or somebody else's."""
+    after = False if match is None else is_later(match, now)
+    if after is False:
+        return False
+    one = look_at(storage, name)
+    if one is None:
+        return is_foreign(storage, name)  # a name is all there is to go by
+    if one.problem is not None:
+        # Damage that a resume has set aside is written anew; where nothing was resumed it may be the user's own file.
+        return now.count("batch") == 0
+    # A name without counters tells nothing: what it says about itself does.
+    return bool(after) or one.step > now.count("batch") or now.count("batch") == 0
+
+
+def _directory(storage: Storage, name: str) -> FolderEntry:
+    manifest = read_manifest(storage, name)
+    metrics = {**manifest.metrics, **read_sidecar(storage, name).metrics}
+    return FolderEntry(
+        name=name, container="directory", attempt=manifest.attempt, step=manifest.step or 0, metrics=metrics,
+        weights_only=manifest.extra.get("content") == "weights", created=timestamp(manifest.created),
+        epoch=manifest.epoch, training=str(manifest.extra.get("training", "")),
+    )  # fmt: skip

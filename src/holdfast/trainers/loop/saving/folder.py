@@ -1,0 +1,317 @@
+"""A folder that checkpoints go to: its storage, the writer that serves it, the leases in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+
+from holdfast.checkpointer.rank_group import RankGroup
+from holdfast.checkpointer.start import answer, open_together
+from holdfast.errors import ConfigError, StorageError, StorageNotFoundError
+from holdfast.format.commit import remove
+from holdfast.format.manifest import MANIFEST_NAME
+from holdfast.run.remains import PROBE, is_remains
+from holdfast.storage.base import TEMPORARY, Storage
+from holdfast.storage.local.beneath import Beneath
+from holdfast.storage.local.beneath import OpenDirectory as OpenFolder
+from holdfast.storage.local.local_tree import make_durable
+from holdfast.storage.local.ops import POSIX, errors_of
+from holdfast.storage.resolve import resolve, split_uri
+from holdfast.writer.client import WriterClient
+from holdfast.writer.messages import RunOpened
+
+from ..training.ranks import TIMEOUT_S, Ranks
+from .file_leases import LEASE_S, FileLeases
+from .finder import FolderEntry, look
+
+__all__ = ["SaveFolder", "check_link", "link_latest"]
+
+# What killed lives have left; anything younger may be in use.
+_OLD_S = 600.0
+_PROBED = re.compile(re.escape(PROBE) + r"[0-9a-f]{8,64}")
+_LINKED = re.compile(re.escape(TEMPORARY) + r"\d+-[0-9a-f]{12}")
+
+
+class SaveFolder:
+    """One save folder, shared by all savers that write to it.
+
+    Attributes:
+        spelling: as the user wrote it, variables filled in.
+        storage: the folder.
+        attempt: number of this life; every checkpoint of it is newer than all of those before.
+        run_id: identity of the run, where the folder holds directories.
+        start_id: of this life, part of file names.
+        quarantined: names that were set aside, with reasons.
+        client: our writer, while the folder is open for directories.
+        team: the writers of all ranks, if there are several.
+        claims: the names of single files that only this trainer writes.
+    """
+
+    def __init__(self, spelling: str, ranks: Ranks | None = None) -> None:
+        self.spelling = spelling
+        self.ranks = ranks if ranks is not None else Ranks()
+        self.storage: Storage = resolve(spelling)
+        self.claims = FileLeases(self.storage, self.ranks)
+        self.attempt = 0
+        self.run_id: str | None = None
+        self.start_id = secrets.token_hex(4)
+        self.quarantined: dict[str, str] = {}
+        self.client: WriterClient | None = None
+        self.team: RankGroup | None = None
+        self._number = self._above = 0
+        root = self.storage.local_root
+        if root is not None and root.is_file():
+            raise ConfigError(f"save_folder={spelling!r} is a file: give a directory")
+
+    @property
+    def is_remote(self) -> bool:
+        """True when it is not a local directory."""
+        return split_uri(self.spelling)[0] not in ("file",)
+
+    def open(self, *, claim: str | None, nested: bool = False) -> None:
+        """Get ready to save; idempotent.
+
+        Args:
+            claim: the name that single files have, whose lease is taken; None where checkpoints are directories: then
+                a writer is started and takes that of the run.
+            nested: their names lie in sub-folders.
+
+        Raises:
+            RunBusyError: another live process saves there.
+            StorageError: it cannot be written to.
+        """
+        if claim is not None:
+            self.claims.take(claim)
+        elif self.client is None:
+            self._take_lease()
+        if not self.attempt:
+            self._look_for_attempt(nested=nested)
+
+    def _take_lease(self) -> None:
+        """Open the run on rank 0; with several ranks our writer joins the others, and the run is theirs as well."""
+        self.client = client = WriterClient.start(self.storage)
+        try:
+            opened = self._open_run(client)
+        except BaseException:
+            self.client = None
+            client.close(TIMEOUT_S)
+            self._leave()
+            raise
+        self.run_id, self.start_id, self.quarantined = opened.run_id, opened.start_id, dict(opened.quarantined)
+        self.attempt = max(self.attempt, opened.attempt, self._above + 1)
+
+    def _open_run(self, client: WriterClient) -> RunOpened:
+        ranks, storage = self.ranks, self.storage
+        meeting = ranks.meeting("folder")
+        if ranks.world_size > 1:
+            self.team = RankGroup(meeting, client, timeout_s=TIMEOUT_S)
+            self.start_id = self.team.start_id
+
+        def open_run() -> RunOpened:
+            future = client.open_run(storage, owner={"start_id": self.start_id}, keep=None, wait_s=LEASE_S)
+            opened: RunOpened = answer(future, storage, LEASE_S + TIMEOUT_S, bound="")
+            return opened
+
+        return open_together(meeting, storage, self.start_id, open_run, work_s=LEASE_S + TIMEOUT_S)
+
+    def _leave(self) -> None:
+        team, self.team = self.team, None
+        if team is not None:
+            team.close()
+
+    def _look_for_attempt(self, *, nested: bool) -> None:
+        """Number this life by what lies there, and see that the folder can be written to before any training."""
+
+        def look_here() -> int:
+            self._probe()
+            with contextlib.suppress(StorageNotFoundError):
+                return 1 + max((one.attempt for one in look(self.storage, nested=nested)), default=0)
+            return 1
+
+        self.attempt = max(self.attempt, self._above + 1, self.ranks.lead("attempt", look_here))
+
+    def rise_above(self, attempt: int) -> None:
+        """Number this life after another one, which only uploads may know of: this folder may be a new one."""
+        self._above = max(self._above, attempt)
+        self.attempt = max(self.attempt, self._above + 1)
+
+    def _probe(self) -> None:
+        """See that this folder takes a file, and gives it up; remove such files of killed lives."""
+        mine = f"{PROBE}{self.start_id}"
+        self.storage.put(mine, b"")
+        self.storage.delete(mine)
+        for info in list(self.storage.list("", recursive=False)):
+            old = 0.0 < info.modified < time.time() - _OLD_S
+            if _PROBED.fullmatch(info.path) and info.size == 0 and old:
+                with contextlib.suppress(StorageError):  # another user's, perhaps
+                    self.storage.delete(info.path)
+
+    def next_save_id(self) -> str:
+        """Return an id for one save, unique over all lives."""
+        self._number += 1
+        return f"{self.start_id}-{self._number:x}"
+
+    def quarantine(self, name: str, reason: str) -> None:
+        """Set a bad checkpoint aside: it is never picked again, its files stay."""
+        self.quarantined[name] = reason
+        if self.client is not None and "/" not in name and self.ranks.leads:
+            answer(self.client.run_op("quarantine", name=name, reason=reason), self.storage, TIMEOUT_S, bound="")
+
+    def delete(self, one: FolderEntry, *, claim: str | None = None) -> None:
+        """Delete a checkpoint; the index of the run forgets it first, so that remains of a deletion are swept.
+
+        Args:
+            one: which.
+            claim: the name of single files whose lease says that it is ours to delete.
+
+        Raises:
+            RunBusyError: another process has taken the folder over: nothing is deleted.
+        """
+        if one.container != "directory":
+            if claim is not None:
+                self.claims.confirm(claim)
+            self.storage.delete(one.name)
+            return
+        gone: list[str] = []
+        if self.client is not None:
+            if "/" not in one.name:
+                future = self.client.run_op("discard", names=[one.name], why="not kept by its saver")
+                gone = answer(future, self.storage, TIMEOUT_S, bound="")
+            if not gone:  # not in the index of the run: said all the same before it goes
+                self.confirm(one.name)
+        if not gone:
+            remove(self.storage, one.name)
+
+    def confirm(self, *doomed: str) -> None:
+        """See that nobody has taken the run over up to now, and say what is about to be deleted beside its index.
+
+        Raises:
+            RunBusyError: somebody has.
+        """
+        if self.client is not None and self.ranks.leads:
+            answer(self.client.run_op("confirm", names=list(doomed)), self.storage, TIMEOUT_S, bound="")
+
+    def sweep(self, wanted: Callable[[str], object], *, nested: bool) -> None:
+        """Remove what killed saves and deletions left in sub-folders, and empty directories with names of ours.
+
+        The writer sweeps everything else that lies directly here; it does not know which names are ours.
+        """
+        for info in self.storage.list("", recursive=False) if self.storage.local_root is not None else ():
+            name = info.path.rstrip("/")
+            if name != info.path and wanted(name) and next(iter(self.storage.list(name)), None) is None:
+                self.storage.tidy(name)
+        for name in {PurePosixPath(one.path).parent.as_posix() for one in self.storage.list("")} if nested else ():
+            if "/" in name and wanted(name) and not self.storage.exists(f"{name}/{MANIFEST_NAME}"):
+                files = [info.path for info in self.storage.list(name, recursive=False)]
+                if is_remains(files):
+                    for path in files:
+                        self.storage.delete(path)
+
+    def close(self, reason: str, *, patient: bool = True) -> None:
+        """Give the leases back and end the writer, after all it was given is durable; idempotent."""
+        client, self.client = self.client, None
+        # Another trainer may save here from now on: what comes after that is another attempt.
+        self._above = max(self._above, self.attempt)
+        self.start_id, self.attempt, self._number = secrets.token_hex(4), 0, 0
+        try:
+            self.claims.release(patient=patient)
+        finally:
+            if client is not None:
+                self._end_writer(client, reason, patient=patient)
+
+    def _end_writer(self, client: WriterClient, reason: str, *, patient: bool) -> None:
+        try:
+            if patient and self.ranks.leads and not client.closed:
+                answer(client.run_op("close_run", reason=reason), self.storage, TIMEOUT_S, bound="")
+        finally:
+            client.close(TIMEOUT_S if patient else 0.0, why=f"it has left the training ({reason})")
+            self._leave()
+
+
+def link_latest(storage: Storage, latest: str, name: str) -> None:
+    """Let ``latest`` mean ``name``, in one step, after ``name`` is complete.
+
+    A relative symbolic link in a local folder; anywhere else a small object ``<latest>.symlink`` that holds the path.
+    """
+    root = storage.local_root
+    if root is None:
+        storage.put(f"{latest}.symlink", f"{storage_prefix(storage)}{name}".encode())
+        return
+    with errors_of("link", str(root / latest)):
+        _link(root, latest, name)
+
+
+def check_link(storage: Storage, latest: str) -> None:
+    """Refuse a name for the link to the newest that something else has; remove what a killed life left of a link.
+
+    Raises:
+        ConfigError: a file or a directory is in the way.
+    """
+    if (root := storage.local_root) is None:
+        return
+    link = root / latest
+    with errors_of("link", str(link)):
+        with contextlib.suppress(FileNotFoundError):
+            Beneath(str(root)).folder(_folder_of(latest)).close()  # no link leads out of the save folder
+        _refuse_other(link)
+        for path in link.parent.glob(f"{TEMPORARY}*") if link.parent.is_dir() else ():
+            with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+                if _LINKED.fullmatch(path.name) and path.is_symlink() and path.lstat().st_mtime < time.time() - _OLD_S:
+                    path.unlink()
+
+
+def _refuse_other(link: Path) -> None:
+    if not link.is_symlink() and link.exists():
+        kind = "directory" if link.is_dir() else "file"
+        raise ConfigError(
+            f"save_latest_filename: {link} is a {kind}, so no link can be made of it (a copy of the folder that "
+            "followed links?): move it away, or use another name"
+        )
+
+
+def _folder_of(latest: str) -> str:
+    return "" if (above := PurePosixPath(latest).parent.as_posix()) == "." else above
+
+
+def _link(root: Path, latest: str, name: str) -> None:
+    link = root / latest
+    _refuse_other(link)
+    target = os.path.relpath(root / name, link.parent)
+    inside, door = _folder_of(latest), Beneath(str(root))
+    for is_last in (False, True):
+        make_durable(POSIX, door, inside)
+        try:
+            with door.folder(inside) as folder:
+                _put_link(folder, link.name, target)
+                POSIX.fsync_dir(folder.here)
+            return
+        except FileNotFoundError:  # somebody has cleaned up here
+            if is_last:
+                raise
+
+
+def _put_link(folder: OpenFolder, name: str, target: str) -> None:
+    with contextlib.suppress(OSError):
+        if os.readlink(name, dir_fd=folder.fd) == target:
+            return
+    temporary = f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}"
+    os.symlink(target, temporary, dir_fd=folder.fd)
+    try:
+        os.replace(temporary, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder.fd)
+        raise
+
+
+def storage_prefix(storage: Storage) -> str:
+    """Return the path of a folder inside its bucket, with a slash at its end; "" for the bucket itself."""
+    scheme, path = split_uri(storage.uri)
+    for _ in range(2 if scheme == "libcloud" else 1):  # the bucket; libcloud's has its provider before it
+        _, _, path = path.partition("/")
+    return f"{path.strip('/')}/" if path.strip("/") else ""

@@ -1,0 +1,124 @@
+"""`save_checkpoint`, `load_checkpoint`: one checkpoint of a `State`, at any path, now."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from holdfast.checkpointer.functions import save
+from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S
+from holdfast.errors import ConfigError
+from holdfast.storage.resolve import resolve
+
+from ..arguments import check_flags, check_path
+from ..state import State
+from ..training.metrics import metrics_of
+from ..training.parallel import is_sharded
+from ..training.ranks import TIMEOUT_S
+from .files import FileImage
+from .finder import container_of
+from .gather import gathered
+from .load import LoadOptions, load_path
+from .naming import NameTemplate, run_variables
+from .schema import IgnoreKeys, as_torch_file, check_ignore_keys, expand, ignored
+from .uploads import as_object_store
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+_SAVE_S = TIMEOUT_S + ANSWER_MARGIN_S
+
+
+def save_checkpoint(
+    state: State,
+    filename: str | os.PathLike[str] = "ep{epoch}-ba{batch}-rank{rank}",
+    *,
+    weights_only: bool = False,
+    ignore_keys: IgnoreKeys = None,
+) -> str:
+    """Save a state once; durable on return. Every rank calls it.
+
+    Args:
+        state: of a trainer.
+        filename: path or URI; variables are filled in, the suffix says how it is stored.
+        weights_only: nothing but the weights.
+        ignore_keys: globs over "/"-joined paths that are not saved, or a function that changes the dictionary.
+
+    Returns:
+        Where it is.
+    """
+    variables = run_variables(state.run_name, state.ranks.info)
+    path = NameTemplate(check_path(filename, "name"), what="name").format(variables, state.timestamp)
+    ignore = check_ignore_keys(ignore_keys, "ignore_keys")
+    container = container_of(path, what="name")
+    live = ignored(state.live(weights_only=weights_only), ignore, what="ignore_keys", looked=set())
+    step = state.timestamp.count("batch")
+    if container == "directory":
+        save(path, live, step=step, metrics=metrics_of(state), overwrite=True)
+        return path
+    if is_sharded(state.model):
+        raise ConfigError(
+            f"save_checkpoint({os.fspath(filename)!r}): a sharded model is no single file: use a name without suffix"
+        )
+    found = gathered(expand(live), state.ranks)
+    note = {"step": step, "weights_only": weights_only or container != "torch", "metrics": metrics_of(state)}
+    state.ranks.lead("save", lambda: _store(path, container, found or {}, note), work_s=_SAVE_S)
+    return path
+
+
+def _store(path: str, container: str, found: dict[str, Any], note: dict[str, Any]) -> None:
+    head, _, tail = path.rpartition("/")
+    image = FileImage()
+    try:
+        if container == "torch":
+            image.take_torch(as_torch_file(found), note)
+        else:
+            model = found["state"]["model"]
+            image.take_weights({key: one for key, one in model.items() if torch.is_tensor(one)}, note)
+        image.store(resolve(head or ("/" if path.startswith("/") else ".")), tail)
+    finally:
+        image.close()
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    state: State,
+    logger: Any = None,
+    object_store: Any = None,
+    load_weights_only: bool = False,
+    strict_model_weights: bool = True,
+    progress_bar: bool = True,
+    ignore_keys: IgnoreKeys = None,
+) -> Mapping[str, Any] | None:
+    """Load a checkpoint into a state, as ``load_path`` of a trainer does it. Every rank calls it.
+
+    Args:
+        path: path or URI, or a path inside ``object_store``.
+        state: of a trainer.
+        logger: not needed.
+        object_store: where ``path`` lies, if that is no path and no URI.
+        load_weights_only: take the weights alone.
+        strict_model_weights: refuse weights that are missing, left over or of another shape.
+        progress_bar: show how far it is, on a terminal.
+        ignore_keys: globs over "/"-joined paths, or a function that changes the loaded dictionary.
+
+    Returns:
+        States of random generators for `holdfast.state.tree.rng.restore`, None if it has none.
+
+    Raises:
+        CheckpointError: there is nothing, or it is damaged, or does not fit.
+    """
+    check_flags(
+        load_weights_only=load_weights_only, strict_model_weights=strict_model_weights, progress_bar=progress_bar
+    )
+    options = LoadOptions(
+        weights_only=load_weights_only, strict_model_weights=strict_model_weights, progress_bar=progress_bar,
+        ignore_keys=check_ignore_keys(ignore_keys, "ignore_keys"),
+    )  # fmt: skip
+    store = None if object_store is None else as_object_store(object_store)
+    report = load_path(check_path(path, "path"), state, options=options, object_store=store)
+    if state.ranks.leads:
+        report.show()
+    return report.generators

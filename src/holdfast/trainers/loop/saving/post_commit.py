@@ -1,0 +1,206 @@
+"""The checkpoints of one saver that exist: the link to the newest, their uploads, and which of them stay."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from holdfast._log import get_logger
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpointer.transient import TRANSIENT_ERRORS, state_of
+from holdfast.config import Keep
+from holdfast.errors import StorageError
+from holdfast.run.retention import decide
+
+from .finder import FolderEntry, look, look_at
+from .folder import SaveFolder, link_latest
+from .naming import TIME_VARIABLES, NameTemplate
+from .uploads import RemoteUploaderDownloader
+
+if TYPE_CHECKING:
+    from .saver import CheckpointSaver
+    from .saver_group import SaverGroup
+
+__all__ = ["Destinations", "PostCommit"]
+
+_LOG = get_logger("trainer")
+
+
+class Destinations(NamedTuple):
+    """Further names of a checkpoint; None for those it does not get.
+
+    Attributes:
+        latest: the link to it in its folder.
+        remote: of its upload.
+        remote_latest: of the pointer to its upload.
+    """
+
+    latest: str | None
+    remote: str | None
+    remote_latest: str | None
+
+
+class PostCommit:
+    """Follows the commits of one saver, on its thread and on those of uploads.
+
+    Args:
+        saver: says what stays.
+        site: says where to upload to.
+        folder: where the checkpoints lie.
+    """
+
+    def __init__(self, saver: CheckpointSaver, site: SaverGroup, folder: SaveFolder) -> None:
+        self._saver, self._site, self._folder = saver, site, folder
+        self._lock = threading.Lock()
+        self._found: list[FolderEntry] = []  # oldest first
+        self._uploading: list[str] = []
+        self._unlinked = False  # the link means an older checkpoint than the newest: nothing is deleted meanwhile
+
+    @property
+    def all(self) -> list[FolderEntry]:
+        """Those that exist, oldest first."""
+        with self._lock:
+            found = list(self._found)
+        if self._folder.ranks.leads:
+            return found
+        # Rank 0 stores and deletes them.
+        return [one for one in found if look_at(self._folder.storage, one.name) is not None]
+
+    def has(self, step: int) -> bool:
+        """Tell whether a checkpoint of this moment exists; before anything is saved all ranks know the same."""
+        return any(one.step == step for one in self._found)
+
+    # -- when training goes on
+
+    def find_earlier(self, pattern: re.Pattern[str]) -> bool:
+        """Take over what earlier lives have left, and finish what they had begun to do with it.
+
+        Returns:
+            Whether the moment that training goes on from is among it.
+        """
+        ranks, now = self._folder.ranks, self._site.state.timestamp
+        found = ranks.lead("kept", lambda: self._earlier(pattern))
+        with self._lock:
+            self._found = [one for one in (FolderEntry(**row) for row in found) if one.step <= now.count("batch")]
+            newest = next((one for one in self._found[-1:] if one.step == now.count("batch")), None)
+            if self._saver.num_to_keep == 0:  # what an earlier life has left was never uploaded
+                self._found = [newest] if newest is not None else []
+        ranks.lead("links", lambda: self._finish_begun(newest, self._saver.destinations(now)))
+        return newest is not None
+
+    def _finish_begun(self, newest: FolderEntry | None, there: Destinations) -> None:
+        if newest is not None:
+            self._send_again(newest, there)
+        self._repair_link()
+
+    def _earlier(self, pattern: re.Pattern[str]) -> list[dict[str, Any]]:
+        """Describe the good checkpoints of this saver that earlier lives have left, oldest first."""
+        saver = self._saver
+        found = look(self._folder.storage, nested=saver.nested, wanted=pattern.fullmatch)
+        good = [one for one in reversed(found) if one.problem is None and one.name not in self._folder.quarantined]
+        return [asdict(one) for one in good if one.weights_only is saver.weights_only]
+
+    def _send_again(self, saved: FolderEntry, there: Destinations) -> None:
+        """Upload the checkpoint of this moment, where the life that saved it did not come to that."""
+        if there.remote is None or self._saver.remote_file_name is None:
+            return
+        is_unique = _has_times(self._saver.remote_file_name)
+        missing = []
+        for uploader in self._site.uploads_of(self._saver):
+            sent = look_at(uploader.storage, uploader.path_of(there.remote)) if is_unique else None
+            if sent is not None and sent.problem is None:
+                uploader.point(saved, there.remote, there.remote_latest)
+            else:
+                missing.append(uploader)
+        with self._lock:
+            self._uploading += [saved.name] * len(missing)
+        self._send(saved, missing, there)
+
+    def _repair_link(self) -> None:
+        """Let the link mean the newest checkpoint there is: a life that died may have left it behind."""
+        template, found = self._saver.latest_filename, self.all
+        if template is not None and found and self._saver.num_to_keep != 0 and not _has_times(template):
+            link_latest(self._folder.storage, template.format(self._site.variables), found[-1].name)
+
+    # -- after a commit, on another thread
+
+    def add(self, saved: FolderEntry, there: Destinations) -> None:
+        """A checkpoint is committed.
+
+        Raises:
+            StorageError: of the link, after all else but deletions: the link may still mean one of those.
+        """
+        storage, leads = self._folder.storage, self._folder.ranks.leads
+        self._site.begun |= self._saver is self._site.source
+        unlinked: StorageError | None = None
+        if there.latest is not None and self._saver.num_to_keep != 0 and leads:
+            try:
+                link_latest(storage, there.latest, saved.name)
+            except TRANSIENT_ERRORS as error:
+                unlinked = error
+        uploaders = self._site.uploads_of(self._saver) if leads and there.remote is not None else []
+        with self._lock:  # at once: an upload that ends meanwhile must not delete it
+            self._found = [*(one for one in self._found if one.name != saved.name), saved]
+            self._uploading += [saved.name] * len(uploaders)
+            self._unlinked = unlinked is not None
+        if leads:
+            self._send(saved, uploaders, there)
+            self._retain()
+            if any(one.name == saved.name for one in self._found):
+                self._site.tell(Checkpoint.at(storage, saved.name))
+        if unlinked is not None:
+            raise unlinked
+
+    def make_room(self) -> bool:
+        """Delete, because a save found its disk full, what the rules do not keep; tell whether anything has gone.
+
+        There is something where deletions are behind: a life before had other rules, or could not delete.
+        """
+        if not self._folder.ranks.leads:
+            return False
+        before = len(self._found)
+        try:
+            self._retain()
+        except StorageError as error:
+            _LOG.warning("older checkpoints were not deleted: %s", error)
+        return len(self._found) < before
+
+    def _send(self, saved: FolderEntry, uploaders: Sequence[RemoteUploaderDownloader], there: Destinations) -> None:
+        for uploader in uploaders:
+            assert there.remote is not None
+            uploader.upload(
+                self._folder.storage, saved, there.remote, there.remote_latest,
+                after=lambda: self._uploaded(saved.name),
+            )  # fmt: skip
+
+    def _uploaded(self, name: str) -> None:
+        with self._lock:
+            self._uploading.remove(name)  # one that cannot be uploaded stays here, where it is safe
+        try:
+            self._retain()
+        except TRANSIENT_ERRORS as error:  # the upload has not failed
+            _LOG.warning("older checkpoints were not deleted, %s (%s): the next save does that", state_of(error), error)
+
+    def _retain(self) -> None:
+        """Delete what the rules do not keep, and nothing that is still being uploaded."""
+        storage, keep, number = self._folder.storage, self._saver.keep, self._saver.num_to_keep
+        if self._unlinked or (keep is None and (number < 0 or self._folder.is_remote)):
+            return
+        with self._lock:
+            protect = frozenset(self._uploading)
+            if number == 0:
+                doomed = {one.name for one in self._found} - protect
+            else:
+                records = [one.record(storage) for one in self._found]
+                verdicts = decide(keep if keep is not None else Keep(last=number), records, protect)
+                doomed = {verdict.name for verdict in verdicts if not verdict.keep}
+            for one in [one for one in self._found if one.name in doomed]:
+                self._folder.delete(one, claim=self._saver.claim)
+                self._found.remove(one)
+
+
+def _has_times(template: NameTemplate) -> bool:
+    return bool(set(template.variables) & set(TIME_VARIABLES))

@@ -1,0 +1,197 @@
+"""What a trainer begins with: the newest good checkpoint of its run, ``load_path``, or nothing, which is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from holdfast._log import get_logger
+from holdfast.checkpointer.block import ResumeBlock
+from holdfast.checkpointer.resume import first_bad
+from holdfast.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    StorageNotFoundError,
+)
+from holdfast.storage.base import Storage
+
+from .finder import OWN_NAMES, FolderEntry, look, look_at, names_in
+from .load import LoadOptions, LoadReport, load_from, load_path
+from .schema import IgnoreKeys, check_ignore_keys
+from .uploads import as_object_store
+
+if TYPE_CHECKING:
+    from .saver import CheckpointSaver
+    from .saver_group import SaverGroup
+
+__all__ = ["StartingPoint"]
+
+_LOG = get_logger("trainer")
+_NO_FIT = (
+    "autoresume goes on with all of it: make the trainer as it was; or begin another training, with this as load_path, "
+    "another save_folder, and load_weights_only=True or load_ignore_keys=['state/optimizers', ...]"
+)
+
+
+class StartingPoint:
+    """Decides what is loaded before training, and loads it.
+
+    Args:
+        site: folders of the trainer.
+        path: ``load_path``.
+        object_store: where it lies.
+        weights_only, strict, ignore_keys, progress_bar: how to load it.
+        autoresume: look for a checkpoint of an earlier start first.
+    """
+
+    def __init__(
+        self, site: SaverGroup, *, path: str | None, object_store: Any, weights_only: bool, strict: bool,
+        ignore_keys: IgnoreKeys, autoresume: bool, progress_bar: bool,
+    ) -> None:  # fmt: skip
+        self._site, self._path = site, path
+        self._store = None if object_store is None else as_object_store(object_store)
+        self._options = LoadOptions(
+            weights_only=weights_only, strict_model_weights=strict,
+            ignore_keys=check_ignore_keys(ignore_keys, "load_ignore_keys"), progress_bar=progress_bar,
+        )  # fmt: skip
+        self._saver = self._reference() if autoresume else None
+        self._resumed = False
+
+    def _reference(self) -> CheckpointSaver:
+        """Return the saver whose folder tells where an earlier start has got to: the first that saves everything."""
+        if (saver := self._site.source) is not None:
+            self._site.autoresumes = True
+            return saver
+        raise ConfigError(
+            "autoresume=True needs save_folder, or a CheckpointSaver among the callbacks, that saves everything (not "
+            "weights only): there is nothing to go on from otherwise"
+        )
+
+    def run(self) -> Mapping[str, Any] | None:
+        """Load; returns states of random generators for the moment when training begins."""
+        report = None if self._saver is None else self._resume(self._saver)
+        if report is None and self._path is not None:
+            report = load_path(self._path, self._site.state, options=self._options, object_store=self._store)
+            self._note_folder(report)
+        elif report is not None and self._path is not None:
+            report.notes.append(f"load_path={self._path!r} is not used: this run has got further by itself")
+        if report is None:
+            return None
+        self._site.parent = report.checkpoint_id if report.full else None
+        # Only a run's own checkpoints are its to clean up.
+        self._site.resumed = report.full and (self._resumed or self._site.resumed_at is not None)
+        if self._site.state.is_finished:
+            report.notes.append(
+                f"this run has lasted for {self._site.state.max_duration}, as long as it should: nothing to do unless "
+                "more is asked for"
+            )
+        if self._site.ranks.leads:
+            report.show()
+        return report.generators
+
+    def _note_folder(self, report: LoadReport) -> None:
+        """Find out whether what was loaded lies in the folder that will be saved to."""
+        for saver in self._site.savers:
+            if saver.is_full and report.full and report.uri.startswith(f"{saver.place.storage.uri.rstrip('/')}/"):
+                self._site.resumed_at = saver.place
+                return
+
+    def _resume(self, saver: CheckpointSaver) -> LoadReport | None:
+        """Load the newest good checkpoint of this run; None if there truly is none.
+
+        Raises:
+            CorruptCheckpointError: there are some, and none is good.
+            StorageError: nobody can tell whether there are any.
+        """
+        folder = saver.place
+        # The lease first: an earlier life may be about to finish a newer one.
+        saver.take_place()
+        storages = [folder.storage, *(one.storage for one in self._site.uploads_of(saver))]
+        local, ranks = folder.storage, self._site.ranks
+        bad: list[tuple[str, str]] = []
+        candidates = ranks.lead("candidates", lambda: self._candidates(saver, storages))
+        folder.rise_above(max((row["attempt"] for _, row in candidates), default=0))
+        for number, row in candidates:
+            storage, one = storages[number], FolderEntry(**row)
+            if storage is local and one.name in folder.quarantined:
+                bad.append((one.name, folder.quarantined[one.name]))
+                continue
+            found: list[LoadReport] = []
+            reason = one.problem
+            if reason is None:
+                reason = ranks.agree("load", partial(self._try, storage, one.name, found), first_bad)
+            if reason is not None:
+                bad.append((one.name, reason))
+                if storage is local and one.problem is None:  # together: of what rank 0 fails at, all have to hear
+                    ranks.agree("aside", partial(folder.quarantine, one.name, reason))
+            elif found[0].full:
+                found[0].notes += [
+                    f"set aside {name}, its files are left alone: {why.splitlines()[0]}" for name, why in bad
+                ]
+                self._resumed, self._site.begun, self._site.training = True, True, one.training
+                self._site.resumed_at = folder if storage is local else None
+                return found[0]
+        if bad:
+            rows = "\n".join(f"  {name}: {why}" for name, why in bad)
+            raise CorruptCheckpointError(
+                f"autoresume=True: {folder.spelling} has {len(bad)} checkpoint(s) and none of them is good; not "
+                f"starting from zero:\n{rows}\nwhat to do: repair or copy one back, or remove them to start afresh"
+            )
+        then = f"; load_path={self._path!r} is used" if self._path is not None else ""
+        headline = f"autoresume: no checkpoint under {folder.storage.uri}{then or ', a fresh start'}"
+        notes = ranks.lead("not usable", lambda: self._not_usable(saver))
+        if ranks.leads:
+            ResumeBlock(headline=headline, notes=notes).show()
+        return None
+
+    def _candidates(self, saver: CheckpointSaver, storages: Sequence[Storage]) -> list[tuple[int, dict[str, Any]]]:
+        """Return what there is to go on from, newest first: (number of the storage, what was found)."""
+        places: list[tuple[int, FolderEntry]] = []
+        for number, storage in enumerate(storages):
+            try:
+                found = look(storage, nested=saver.nested or number > 0, wanted=self._wanted(saver, storage))
+            except StorageNotFoundError:
+                continue
+            places += [(number, one) for one in found if not one.weights_only]
+        # Of one moment that is in both places the near one comes first. What cannot be read may have been the newest of
+        # all: before any other, so that it is said.
+        places.sort(key=lambda one: (one[1].problem is not None, one[1].attempt, one[1].step, -one[0]), reverse=True)
+        return [(number, asdict(one)) for number, one in places]
+
+    def _try(self, storage: Storage, name: str, found: list[LoadReport]) -> str | None:
+        """Load a candidate; give the reason if it is bad."""
+        options = replace(self._options, weights_only=False, ignore_keys=None, advice=_NO_FIT)
+        try:
+            found.append(load_from(storage, name, self._site.state, options=options))
+        except (CorruptCheckpointError, IncompleteCheckpointError, CheckpointNotFoundError) as error:
+            return str(error)
+        return None
+
+    def _not_usable(self, saver: CheckpointSaver) -> list[str]:
+        """Say what lies there all the same: whoever expected a resume has to see why there is none."""
+        storage = saver.place.storage
+        names = [name for name in names_in(storage, nested=saver.nested) if name not in OWN_NAMES]
+        wanted = self._wanted(saver, storage)
+        other = [name for name in names if wanted is not None and not wanted(name)]
+        left = [
+            name
+            for name in names
+            if name not in other and ((one := look_at(storage, name)) is None or one.weights_only)
+        ]
+        rows = [
+            ("of other runs, by their names", other),
+            ("weights only, never completed, or not written by Holdfast", left),
+        ]
+        return [f"{what}: {', '.join(of[:8])}{' ...' if len(of) > 8 else ''}" for what, of in rows if of]
+
+    def _wanted(self, saver: CheckpointSaver, storage: Storage) -> Any:
+        """Return what tells the checkpoints of this run from others."""
+        if storage is saver.place.storage:
+            # Whatever lies in the folder is of this run, unless the names in it say whose they are.
+            named = "run_name" in saver.filename.variables
+            return saver.filename.pattern(self._site.variables).fullmatch if named else None
+        return saver.remote_names(next(one for one in self._site.uploaders if one.storage is storage))

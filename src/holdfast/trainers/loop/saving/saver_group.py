@@ -1,0 +1,340 @@
+"""What the savers of one trainer share: the folders, the uploads, and how a training ends for them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from holdfast._log import get_logger
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S, RankGroup
+from holdfast.errors import ConfigError, SessionError
+from holdfast.storage.resolve import resolve
+from holdfast.writer.client import WriterClient
+
+from ..events import Event
+from ..state import State
+from ..training.ranks import TIMEOUT_S
+from .finder import FolderEntry
+from .folder import SaveFolder
+from .functions import save_checkpoint
+from .naming import NameTemplate, run_variables
+from .uploads import RemoteUploaderDownloader
+
+if TYPE_CHECKING:
+    from .saver import CheckpointSaver
+
+__all__ = ["SaverGroup"]
+
+_LOG = get_logger("trainer")
+_SAVE_S = TIMEOUT_S + ANSWER_MARGIN_S  # that the last save of one saver may take
+
+
+class SaverGroup:
+    """Holds the folders of all savers of a trainer.
+
+    Attributes:
+        state: of the trainer.
+        variables: of the run, for names.
+        savers: in their order; the first that saves everything is what autoresume goes by.
+        resumed: training goes on from a checkpoint of this very run, with everything that was in it.
+        resumed_at: the folder that checkpoint lies in, if it is one of ours.
+        autoresumes: it was looked for; else nothing of an earlier life is taken for ours.
+        training: identity of the training over all its lives, also on another machine; "" before `open`.
+        begun: the first saver that saves everything has done so: a later life knows our training.
+        parent: id of the checkpoint that training goes on from; None if it began anew, or with a single file.
+    """
+
+    def __init__(self, state: State, savers: Sequence[CheckpointSaver], destinations: Sequence[Any]) -> None:
+        self.state, self.savers, self.ranks = state, tuple(savers), state.ranks
+        self.variables = run_variables(state.run_name, self.ranks.info)
+        self.uploaders = [one for one in destinations if isinstance(one, RemoteUploaderDownloader)]
+        self._destinations = tuple(destinations)
+        self.resumed = False
+        self.resumed_at: SaveFolder | None = None
+        self.autoresumes, self.training, self.begun = False, "", False
+        self.parent: str | None = None
+        self._folders: dict[str, SaveFolder] = {}
+        self._open = self._left = False
+        self._process = 0  # that has opened the folders
+        self._control: tuple[WriterClient, RankGroup] | None = None
+        for saver in self.savers:
+            spelling = saver.folder.format(self.variables)
+            folder = SaveFolder(spelling, self.ranks)
+            saver.attach(self, self._folders.setdefault(folder.storage.uri, folder))
+        self._check_names()
+
+    def _check_names(self) -> None:
+        """Refuse savers whose checkpoints, or links to the newest, would be written over each other."""
+        seen: dict[str, str] = {}
+        for saver in self.savers:
+            for where, what, template in self._names_of(saver):
+                name = f"{where.rstrip('/')}/{template.shape(self.variables)}"
+                if name in seen and what == "latest_remote_file_name" and saver.points_by_default:
+                    _LOG.warning(
+                        "the pointer %s among the uploads is that of %s; the saver of %r gets none: give it a "
+                        "latest_remote_file_name of its own", name, seen[name], saver.filename.text,
+                    )  # fmt: skip
+                    saver.latest_remote_file_name = None
+                elif name in seen:
+                    raise ConfigError(
+                        f"{seen[name]} and {what} would be written under the same name, {name}: give them different "
+                        "names or folders, or None for the link or the upload of one of them"
+                    )
+                seen[name] = f"{what}={template.text!r}"
+
+    def _names_of(self, saver: CheckpointSaver) -> list[tuple[str, str, NameTemplate]]:
+        """Return everything a saver writes: where, under which argument, and its name."""
+        uri = saver.place.storage.uri
+        found = [(uri, "save_filename", saver.filename), (uri, "save_latest_filename", saver.latest_filename)]
+        for uploader in self.uploads_of(saver):
+            there = f"{uploader.storage.uri.rstrip('/')} (uploads)"
+            found.append((there, "save_remote_file_name", saver.remote_file_name))
+            found.append((there, "latest_remote_file_name", saver.latest_remote_file_name))
+        return [(where, what, template) for where, what, template in found if template is not None]
+
+    def uploads_of(self, saver: CheckpointSaver) -> list[RemoteUploaderDownloader]:
+        """Return where the checkpoints of a saver are uploaded to; nowhere if they are remote already."""
+        return [] if saver.remote_file_name is None or saver.place.is_remote else self.uploaders
+
+    def _check_uploads(self) -> None:
+        """Refuse an upload onto the checkpoint itself: what is deleted here after it would be gone."""
+        for saver in self.savers:
+            here = f"{saver.place.storage.uri.rstrip('/')}/{saver.filename.shape(self.variables)}"
+            for uploader in self.uploads_of(saver):
+                assert saver.remote_file_name is not None
+                path = uploader.path_of(saver.remote_file_name.shape(self.variables))
+                if f"{uploader.storage.uri.rstrip('/')}/{path}" == here:
+                    raise ConfigError(
+                        f"save_filename={saver.filename.text!r} would be uploaded onto itself, {here}: give the "
+                        "RemoteUploaderDownloader another place, or save_remote_file_name"
+                    )
+
+    def tell(self, checkpoint: Checkpoint) -> None:
+        """Tell callbacks and loggers of a commit; what they raise is logged."""
+        for one in (*self.state.callbacks, *self._destinations):
+            hear = getattr(one, "checkpoint_committed", None)
+            try:
+                if hear is not None:
+                    hear(checkpoint)
+            except Exception:  # noqa: BLE001 - the user's code must not end a training
+                _LOG.exception("%r did not take note of %s; training goes on", one, checkpoint.uri)
+
+    def flush_logs(self) -> None:
+        """Let loggers write what they keep: no checkpoint is ahead of its metrics."""
+        for one in self._destinations:
+            if callable(flush := getattr(one, "flush", None)):
+                flush()
+
+    # -- life
+
+    def open(self, *, check: bool = True) -> None:
+        """Take the folders and refuse what must not be overwritten; idempotent.
+
+        Args:
+            check: something may be overwritten from now on.
+
+        Raises:
+            RunBusyError: another live process saves to one of them.
+            CheckpointExistsError: see `CheckpointSaver.check_overwrite`.
+            SessionError: the trainer was closed.
+        """
+        if self._open:
+            return
+        if self._left:
+            raise SessionError("this trainer is closed: make another one")
+        for saver in self.savers:
+            saver.check_interval()
+        self._check_uploads()
+        self._process = os.getpid()
+        try:
+            for saver in self.savers:
+                saver.take_place()
+            self._identify()
+            if check:
+                self.ranks.lead("overwrite", self._check_overwrite)
+            for saver in self.savers:
+                saver.open()
+        except BaseException:
+            self.abandon()
+            raise
+        self._open = True
+
+    def _identify(self) -> None:
+        """Know which training this is: the one that was resumed, or the run of the folder, which is there at once."""
+        if not self.training:
+            source = self.source
+            run_id = None if source is None or source.container != "directory" else source.place.run_id
+            self.training = run_id or self.ranks.lead("training", lambda: secrets.token_hex(8))
+
+    @property
+    def source(self) -> CheckpointSaver | None:
+        """The saver that a later life goes on from: the first that saves everything."""
+        return next((saver for saver in self.savers if saver.is_full), None)
+
+    def is_ahead(self, saver: CheckpointSaver, found: FolderEntry) -> bool:
+        """Tell whether another saver than the one we go on from has saved this in an earlier life of our training."""
+        ours = self.autoresumes and saver is not self.source
+        return ours and found.training in (self.training, self._begun_at)
+
+    def training_of(self, saver: CheckpointSaver) -> str:
+        """Return what a checkpoint of ``saver`` says it belongs to.
+
+        Of single files nothing tells a later life which training this is, before the first is there to go on from:
+        what other savers save meanwhile names its place.
+        """
+        return self.training if self.begun or saver is self.source else self._begun_at
+
+    @property
+    def _begun_at(self) -> str:
+        source = self.source
+        if source is None or source.claim is None:  # the run of a folder knows its training from the start
+            return self.training
+        return f"at {xxhash.xxh3_64_hexdigest(f'{source.place.storage.uri}/{source.claim}'.encode())}"
+
+    def _check_overwrite(self) -> None:
+        for saver in self.savers:
+            saver.check_overwrite(self.state.timestamp)
+
+    def team(self) -> RankGroup:
+        """Return the writers of all ranks, through which they agree on moments; ours is started if no folder has one.
+
+        All ranks call it, while the site is open.
+        """
+        known = next((one.team for one in self._folders.values() if one.team is not None), None)
+        if known is None:
+            client = WriterClient.start(resolve("."))
+            known = RankGroup(self.ranks.meeting("control"), client, timeout_s=TIMEOUT_S)
+            self._control = (client, known)
+        self.ranks.watch(known.trouble)  # from now on nobody waits for a rank that is gone
+        return known
+
+    def settle_ended(self) -> None:
+        """Take in what has ended in the background; raises what failed."""
+        for saver in self.savers:
+            saver.settle_ended()
+
+    def is_due(self, event: Event) -> bool:
+        """Tell whether a saver will save at ``event``, as far as intervals tell."""
+        return any(saver.is_due(event) for saver in self.savers)
+
+    def make_up(self) -> None:
+        """Save what an earlier life of this training had to save at this moment and did not.
+
+        Of several savers due at once one may have been killed before the other, which training now goes on from.
+        """
+        state = self.state
+        if not self.resumed or state.dataset_state.stage:  # an evaluation comes first then, and the savers after it
+            return
+        ended = state.previous_timestamp.count("epoch") != state.timestamp.count("epoch")
+        for saver in self.savers:
+            if saver is not self.source:  # which has saved this moment
+                saver.make_up(Event.EPOCH_CHECKPOINT if ended else Event.BATCH_CHECKPOINT)
+
+    def save_all(self) -> None:
+        """Save with every saver that saves everything: this process is asked to go."""
+        for saver in self.savers:
+            if saver.is_full:
+                saver.save_now()
+
+    def save_first(self) -> None:
+        """Save with the first saver, and wait until that is durable on all ranks; raises what failed."""
+        saver = self.savers[0]
+        saver.retry_lost()
+        saver.save_now()
+
+        def settle() -> None:
+            saver.settle()
+            saver.check_lost()
+
+        self.ranks.agree("saved now", settle, work_s=_SAVE_S)
+
+    def finish(self, reason: str) -> None:
+        """Wait until everything is durable and uploaded, and give the folders back; raises what failed.
+
+        A last save that was lost is tried once more first.
+        """
+        work_s = _SAVE_S * len(self.savers)  # single files are saved by rank 0 alone
+        retries = [saver.retry_lost for saver in self.savers]
+        waits = [*retries, lambda: self.ranks.agree("saved", self._settle, work_s=work_s), *self._waits]
+        self._close(reason, waits if self._open else [])
+
+    def leave(self, error: BaseException | None) -> None:
+        """End outside of training; after an error alone: the other ranks need not have met it, and do not come."""
+        self._left = True
+        if error is None:
+            self.finish("closed")
+        else:
+            self.end_after(error, patient=True)
+
+    def _settle(self) -> None:
+        problem: Exception | None = None
+        for act in [*(one.settle for one in self.savers), *(one.check_lost for one in self.savers)]:
+            try:
+                act()
+            except Exception as error:  # noqa: BLE001 - raised below, after the other savers had their turn
+                problem = problem or error
+        if problem is not None:
+            raise problem
+
+    @property
+    def _waits(self) -> list[Callable[[], object]]:
+        return [one.wait for one in self.uploaders] if self.ranks.leads else []
+
+    def end_after(self, error: BaseException, *, patient: bool) -> None:
+        """End after an error: what is under way finishes; the error is the one to see."""
+        waits: list[Callable[[], object]] = []
+        if patient and self._open:
+            waits = [*(saver.settle for saver in self.savers), *self._waits]
+        try:
+            self._close(f"{type(error).__name__}: {error}", waits, patient=patient)
+        except Exception as late:  # noqa: BLE001 - recorded: raising would hide the error of training
+            _LOG.error("while training was ending with an error, a save failed too: %s", late)
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a child of the process that trains (a callback forked, say): nothing here is its to end."""
+        return self._process not in (0, os.getpid())
+
+    def _close(self, reason: str, waits: Sequence[Callable[[], object]], *, patient: bool = True) -> None:
+        if self.is_forked:
+            return
+        problem: Exception | None = None
+        closes = [lambda folder=folder: folder.close(reason, patient=patient) for folder in self._folders.values()]
+        waits = [*waits, lambda: self.ranks.watch(None)]
+        for act in (*waits, self.flush_logs, *(saver.release for saver in self.savers), *closes):
+            try:
+                act()
+            except Exception as error:  # noqa: BLE001 - raised below, after everything else has been given back
+                problem = problem or error
+        self._let_go(reason)
+        self._open = False
+        if problem is not None:
+            raise problem
+
+    def abandon(self) -> None:
+        """Give everything back without waiting: what writers were given they still commit."""
+        self.ranks.watch(None)
+        for saver in self.savers:
+            saver.release()
+        for folder in self._folders.values():
+            folder.close("abandoned", patient=False)
+        self._let_go("abandoned")
+        self._open = False
+
+    def _let_go(self, reason: str) -> None:
+        control, self._control = self._control, None
+        if control is not None:
+            client, team = control
+            client.close(TIMEOUT_S, why=f"it has left the training ({reason})")
+            team.close()
+
+    # -- one checkpoint somewhere else
+
+    def save_at(self, name: str, *, weights_only: bool) -> str:
+        """Save once at any path; durable on return."""
+        return save_checkpoint(self.state, name, weights_only=weights_only)

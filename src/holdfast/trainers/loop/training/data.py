@@ -1,0 +1,237 @@
+"""The data position of the trainer, and what is done to a batch on its way to the model."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from holdfast.errors import ConfigError
+from holdfast.state.data.batches import ResumableBatches, batch_length
+from holdfast.state.data.position import elsewhere, of_this_rank, said, with_ranks_apart
+
+if TYPE_CHECKING:
+    from .evaluator import DataSpec
+
+__all__ = ["DataPosition", "microbatches", "num_batches", "num_tokens", "on_device", "to_device", "with_state"]
+
+
+class DataPosition:
+    """Where training is in its data: part of every checkpoint as ``dataset_state``.
+
+    Attributes:
+        stage: what was going on when the state was saved: "" (between batches), or the evaluation that has to be done
+            again ("batch_eval", "epoch_eval").
+    """
+
+    def __init__(self, *, rank: int = 0, world_size: int = 1) -> None:
+        self.stage = ""
+        self._rank, self._world_size = rank, world_size
+        self._stored: Mapping[str, Any] | None = None
+        self._live: ResumableBatches | None = None
+        self._counted: tuple[Any, int | None] | None = None
+
+    def open(self, loader: Any, *, seed: int, epoch: int) -> ResumableBatches:
+        """Return the rest of ``epoch``: what was trained already does not come again."""
+        stored = self._live.state_dict() if self._live is not None else self._stored
+        self._live = ResumableBatches(
+            with_state(loader), stored, seed=seed, epoch=epoch, seed_samples=not _draws_here(loader),
+            rank=self._rank, world_size=self._world_size, split=True,
+        )  # fmt: skip
+        return self._live
+
+    def num_batches(self, loader: Any) -> int | None:
+        """Return how many batches an epoch has on this rank; None if the loader cannot tell."""
+        if self._world_size == 1 or not isinstance(loader, DataLoader):
+            return num_batches(loader)
+        if self._counted is None or self._counted[0] is not loader:
+            epoch = ResumableBatches(
+                with_state(loader), None, seed=0, epoch=0, rank=self._rank, world_size=self._world_size, split=True
+            )
+            self._counted = (loader, num_batches(epoch))
+        return self._counted[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last trained batch."""
+        train = self._live.state_dict() if self._live is not None else self._stored
+        if train is not None and self._world_size > 1:
+            train = with_ranks_apart(train)
+        return {"train": train, "eval": {}, "stage": self.stage}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where an earlier life was."""
+        train = state["train"]
+        self._stored, self._live = None if train is None else of_this_rank(train), None
+        self.stage = state.get("stage", "")
+
+    def notes(self) -> list[str]:
+        """Say what becomes of the rest of an epoch that another number of ranks has begun."""
+        stored = self._stored
+        if stored is None or stored["done"] or stored.get("world_size", self._world_size) == self._world_size:
+            return []
+        found = [elsewhere(stored, self._world_size)]
+        said.update(found)
+        return found
+
+
+class _WithDatasetState:
+    """A plain loader whose dataset knows its own position, in the manner of ``StreamingDataset``."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader, self._dataset = loader, loader.dataset
+        self._samples = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            self._samples += batch_length(batch)
+            yield batch
+        self._samples = 0
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def state_dict(self) -> Any:
+        return {"samples": self._samples, "dataset": self._dataset.state_dict(self._samples, True)}
+
+    def load_state_dict(self, state: Any) -> None:
+        # The position lies within the dataset from now on: what it counts as seen before its next batch is its affair.
+        self._samples = state["samples"]
+        self._dataset.load_state_dict(state["dataset"])
+
+
+def _draws_here(loader: Any) -> bool:
+    """Tell whether samples are made by index in this process: its generators, which are saved, go on exactly.
+
+    Seeding each sample, which workers need, costs some 20 us then: more than a small model's step.
+    """
+    return (
+        isinstance(loader, DataLoader)
+        and loader.num_workers == 0
+        and type(loader).__iter__ is DataLoader.__iter__
+        and not isinstance(loader.dataset, IterableDataset)
+        and not callable(getattr(loader, "state_dict", None))
+    )
+
+
+def with_state(loader: Any) -> Any:
+    """Return a loader with the position that its data set knows, where it knows one; else itself."""
+    if callable(getattr(loader, "state_dict", None)):
+        return loader
+    dataset = getattr(loader, "dataset", None)
+    if not isinstance(dataset, IterableDataset) or not _knows_position(dataset):
+        return loader
+    kept = getattr(loader, "_holdfast_position", None)
+    if kept is None:
+        kept = loader._holdfast_position = _WithDatasetState(loader)
+    return kept
+
+
+def _knows_position(dataset: Any) -> bool:
+    """Tell whether a dataset has ``state_dict(num_samples, from_beginning)``; one without arguments sees no workers."""
+    if not all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")):
+        return False
+    try:
+        inspect.signature(dataset.state_dict).bind(0, True)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def num_batches(loader: Any) -> int | None:
+    """Return how many batches an epoch has, None if the loader cannot tell."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def num_tokens(batch: Any) -> int:
+    """Count tokens: the entries of "input_ids" in a dictionary, else none."""
+    if isinstance(batch, Mapping):
+        ids = batch.get("input_ids")
+        return int(ids.numel()) if isinstance(ids, torch.Tensor) else 0
+    return 0
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move every tensor of a batch, whatever it is made of."""
+    if isinstance(batch, torch.Tensor):
+        return batch if batch.device == device else batch.to(device, non_blocking=True)
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return type(batch)({key: to_device(value, device) for key, value in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_make"):
+        return batch._make(to_device(value, device) for value in batch)
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+def on_device(batch: Any, spec: DataSpec | None, device: torch.device, *, part: bool = False) -> Any:
+    """Return a batch as the model gets it.
+
+    Args:
+        batch: as the loader gave it.
+        spec: the functions it goes through.
+        device: where the model is.
+        part: it is not split any more.
+    """
+    if spec is not None and spec.batch_transforms is not None:
+        batch = spec.batch_transforms(batch)
+    batch = to_device(batch, device)
+    return spec.microbatch_transforms(batch) if part and spec is not None and spec.microbatch_transforms else batch
+
+
+def microbatches(
+    batch: Any, count: int, split: Callable[[Any, int], Sequence[Any]] | None = None
+) -> list[tuple[Any, float]]:
+    """Split a batch along its first dimension into up to ``count`` parts, each with its share of the samples.
+
+    Args:
+        batch: to be split.
+        count: of the parts.
+        split: splits a batch into parts of so many samples, instead.
+
+    Raises:
+        ConfigError: the batch cannot be split.
+    """
+    if count == 1:
+        return [(batch, 1.0)]
+    size = _rows(batch)
+    if split is not None:
+        size = batch_length(batch) if size is None else size
+        parts = list(split(batch, max(1, -(-size // count))))
+        sizes = [batch_length(part) for part in parts]
+        return [(part, one / max(1, sum(sizes))) for part, one in zip(parts, sizes, strict=True)]
+    if size is None:
+        raise ConfigError(f"grad_accum={count}: a batch of type {type(batch).__name__} holds no tensors to split")
+    count = min(count, size)
+    edges = [size * number // count for number in range(count + 1)]
+    pieces = itertools.pairwise(edges)
+    return [(_rows_of(batch, size, first, last), (last - first) / size) for first, last in pieces]
+
+
+def _rows(value: Any) -> int | None:
+    if isinstance(value, torch.Tensor):
+        return int(value.shape[0]) if value.dim() else None
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return next((rows for one in inner if (rows := _rows(one)) is not None), None)
+
+
+def _rows_of(value: Any, size: int, first: int, last: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value[first:last] if value.dim() and value.shape[0] == size else value
+    if isinstance(value, Mapping):
+        return type(value)({key: _rows_of(one, size, first, last) for key, one in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(_rows_of(one, size, first, last) for one in value)
+    if isinstance(value, (list, tuple)):
+        if len(value) == size and not any(isinstance(one, torch.Tensor) for one in value):
+            return value[first:last]
+        return type(value)(_rows_of(one, size, first, last) for one in value)
+    return value

@@ -1,0 +1,252 @@
+"""The loop of training itself: epochs and batches, and the events between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from holdfast.errors import ConfigError
+from holdfast.state.data.batches import ResumableBatches
+
+from ..engine import EventEngine
+from ..events import Event
+from ..loggers import Logger
+from ..state import State
+from ..times.intervals import Every, When
+from .data import num_batches, num_tokens, on_device
+from .evaluator import DEFAULT
+from .metrics import computed
+from .save_policy import StopPolicy
+from .steps import Evaluation, TrainStep
+
+__all__ = ["TrainingLoop"]
+
+
+class TrainingLoop:
+    """Trains from where the state is until ``state.max_duration``.
+
+    Args:
+        state: what trains.
+        engine: hears of every event.
+        logger: gets the metrics.
+        step: trains on one batch.
+        evaluation: evaluates.
+        eval_every: how often; evaluators may have an interval of their own.
+        schedule_by_batch: schedulers step after each batch instead of each epoch.
+        logs_metrics: metrics of training are logged after each batch, too; the same on all ranks.
+        pace: keeps the clock, and says when the loop is left after the current batch.
+        saves: tells whether a saver is due at an event.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        engine: EventEngine,
+        logger: Logger,
+        step: TrainStep,
+        evaluation: Evaluation,
+        pace: StopPolicy,
+        *,
+        eval_every: When,
+        schedule_by_batch: bool,
+        logs_metrics: bool,
+        saves: Callable[[Event], bool],
+    ) -> None:
+        self._state, self._engine, self._logger = state, engine, logger
+        self._step, self._evaluation, self._pace = step, evaluation, pace
+        self._eval_every, self._schedule_by_batch, self._saves = eval_every, schedule_by_batch, saves
+        self._logs_metrics = logs_metrics
+        self._evaluated_at: dict[str, int] = {}
+        self._counted = True  # all ranks know beforehand how many batches an epoch has
+
+    def run(self) -> bool:
+        """Train; False if it was left early because it was asked to stop."""
+        state = self._state
+        stage, state.dataset_state.stage = state.dataset_state.stage, ""
+        state.model.train()
+        if state.timestamp.count("batch"):  # torch warns of a scheduler that steps before the optimizer ever has
+            for optimizer in state.optimizers:
+                optimizer._opt_called = True  # type: ignore[attr-defined]
+        again = self._due(_EVAL_EVENTS[stage]) or list(state.eval_dataloaders) if stage else []
+        if stage == "batch_eval" and not (self._evaluated(stage, again) and self._after_batch()):
+            return False
+        if stage == "epoch_eval" and not (self._evaluated(stage, again) and self._after_epoch()):
+            return False
+        while not state.is_finished:
+            if not self._epoch():
+                return False
+        ended = [label for label, when in self._whens() if callable(when) and when(state, Event.FIT_END)]
+        if ended:
+            self._evaluation.run(ended)
+        return True
+
+    def _epoch(self) -> bool:
+        """Train the rest of the current epoch; False if asked to stop."""
+        state, engine = self._state, self._engine
+        epoch = state.timestamp.count("epoch")
+        if state.timestamp.count("batch_in_epoch") == 0:
+            for metric in state.train_metrics.values():
+                metric.reset()
+            engine.run(Event.EPOCH_START)
+        batches = state.dataset_state.open(state.train_dataloader, seed=state.rank_zero_seed, epoch=epoch)
+        before = batches.samples
+        self._check_even(batches, epoch)
+        source = iter(batches)
+        self._pace.begin()
+        while True:
+            engine.run(Event.BEFORE_DATALOADER)
+            batch = self._next(source, batches)
+            if batch is _END:
+                break
+            state.batch = on_device(batch, state.train_spec, state.device)
+            engine.run(Event.AFTER_DATALOADER)
+            engine.run(Event.BATCH_START)
+            self._step.run()
+            if self._schedule_by_batch:
+                self._step_schedulers()
+            samples, tokens = self._counts(batches, batches.samples - before)
+            before = batches.samples
+            state.previous_timestamp = state.timestamp
+            state.timestamp = state.timestamp.to_next_batch(samples, tokens, timedelta(seconds=self._pace.lap()))
+            self._logger.log_metrics({f"loss/train/{name}": one for name, one in self._step.losses.items()})
+            if self._logs_metrics and state.train_metrics:
+                now = computed(state.train_metrics, state.ranks)
+                self._logger.log_metrics({f"metrics/train/{name}": value for name, value in now.items()})
+            engine.run(Event.BATCH_END)
+            if (due := self._due(Event.BATCH_CHECKPOINT)) and not self._evaluated("batch_eval", due):
+                return False
+            if not self._after_batch():
+                return False
+            if state.is_finished:
+                if state.num_batches != state.timestamp.count("batch_in_epoch"):
+                    return True
+                self._next(source, batches)  # this was its last one; a loader with a state of its own learns of it
+                break
+        if state.timestamp.count("batch_in_epoch") == 0:
+            raise ConfigError(
+                f"the training data gave no batch in epoch {epoch}: training would never end (a generator can be gone "
+                "through once: give a DataLoader, or an object with __iter__)"
+            )
+        return self._end_epoch()
+
+    def _next(self, source: Iterator[Any], batches: ResumableBatches) -> Any:
+        """Draw a batch; all ranks have one, or none."""
+        batch, ranks = next(source, _END), self._state.ranks
+        if ranks.world_size > 1 and not self._counted:
+            (count,) = ranks.sum([float(batch is not _END)])
+            if 0 < count < ranks.world_size:
+                ranks.agree("ended", lambda: batch is _END, _refuse_ended)
+        return batch
+
+    def _check_even(self, batches: ResumableBatches, epoch: int) -> None:
+        """Refuse an epoch of which ranks have unequal numbers of batches: gradients are exchanged with each of them."""
+        ranks, left = self._state.ranks, num_batches(batches) if batches.kind == "map" else None
+        if ranks.world_size == 1:
+            return
+        known, total, squares = ranks.sum([left is not None, left or 0, (left or 0) ** 2])
+        self._counted = known == ranks.world_size
+        if self._counted and squares * ranks.world_size == total * total:
+            return
+        if self._counted:
+            ranks.agree("batches", lambda: left, lambda counts: _refuse_uneven(counts, epoch))
+
+    def _counts(self, batches: ResumableBatches, samples: int) -> tuple[int, int]:
+        """Return samples and tokens of the batch of all ranks."""
+        batch, spec, ranks = self._state.batch, self._state.train_spec, self._state.ranks
+        counted = spec is not None and spec.get_num_tokens_in_batch is not None
+        tokens = int(spec.get_num_tokens_in_batch(batch)) if counted else num_tokens(batch)  # type: ignore[union-attr]
+        own, exact = samples / ranks.world_size, batches.kind == "map"
+        if spec is not None and spec.get_num_samples_in_batch is not None:
+            own, exact = float(spec.get_num_samples_in_batch(batch)), False
+        if ranks.world_size > 1 and (tokens or counted or not exact):
+            found = ranks.sum([own, tokens])
+            return samples if exact else round(found[0]), round(found[1])
+        return samples if exact else round(own), tokens
+
+    def _end_epoch(self) -> bool:
+        state, engine = self._state, self._engine
+        if not self._schedule_by_batch:
+            self._step_schedulers()
+        state.previous_timestamp = state.timestamp
+        state.timestamp = state.timestamp.to_next_epoch()
+        if state.train_metrics:
+            state.train_metric_values = computed(state.train_metrics, state.ranks)
+            values = {f"metrics/train/{name}": value for name, value in state.train_metric_values.items()}
+            self._logger.log_metrics(values)
+        engine.run(Event.EPOCH_END)
+        if (due := self._due(Event.EPOCH_CHECKPOINT)) and not self._evaluated("epoch_eval", due):
+            return False
+        return self._after_epoch()
+
+    def _after_batch(self) -> bool:
+        self._engine.run(Event.BATCH_CHECKPOINT)
+        return not self._pace.stopping
+
+    def _after_epoch(self) -> bool:
+        self._engine.run(Event.EPOCH_CHECKPOINT)
+        return not self._pace.stopping
+
+    def _whens(self) -> Iterator[tuple[str, When]]:
+        for label in self._state.eval_dataloaders:
+            of = self._state.evaluators.get(label)
+            yield label, self._eval_every if of is None or of.every is DEFAULT else of.every
+
+    def _due(self, event: Event) -> list[str]:
+        """Return what to evaluate on: when a multiple was crossed, always at the end, and once for one batch."""
+        batch = self._state.timestamp.count("batch")
+        rest = [(label, when) for label, when in self._whens() if self._evaluated_at.get(label) != batch]
+        return [label for label, when in rest if when is not None and self._is_due(when, event)]
+
+    def _is_due(self, when: Every | Callable[[State, Event], bool], event: Event) -> bool:
+        state = self._state
+        if not isinstance(when, Every):
+            return bool(when(state, Event.BATCH_END if event is Event.BATCH_CHECKPOINT else Event.EPOCH_END))
+        if when.due(event, state.previous_timestamp, state.timestamp, state.span):
+            return True
+        return event is Event.BATCH_CHECKPOINT and self._saves(event) and self._eval_follows(when)
+
+    def _eval_follows(self, every: Every) -> bool:
+        """Tell whether this epoch has ended and is evaluated next: what is saved now should have those metrics."""
+        state, now = self._state, self._state.timestamp
+        if state.num_batches != now.count("batch_in_epoch"):
+            return False
+        after = now.to_next_epoch()
+        return every.due(Event.EPOCH_CHECKPOINT, now, after, state.span)
+
+    def _evaluated(self, stage: str, labels: Sequence[str]) -> bool:
+        """Evaluate; False, and noted in the state, if it was left: then the next life has to do it again."""
+        if not self._pace.stopping and self._evaluation.run(labels):
+            self._evaluated_at.update(dict.fromkeys(labels, self._state.timestamp.count("batch")))
+            return True
+        self._state.dataset_state.stage = stage
+        return False
+
+    def _step_schedulers(self) -> None:
+        for scheduler in self._state.schedulers:
+            if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                raise ConfigError("ReduceLROnPlateau needs a metric: step it in a callback at eval_end, not here")
+            scheduler.step()
+
+
+def _refuse_uneven(counts: list[int], epoch: int) -> None:
+    told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
+    raise ConfigError(
+        f"the training data of epoch {epoch} give ranks unequal numbers of batches ({told}): ranks train in step, so "
+        "give all of them equally many (the same data set and batch size on every rank, drop_last alike)"
+    )
+
+
+def _refuse_ended(ended: list[bool]) -> None:
+    gone = ", ".join(str(rank) for rank, one in enumerate(ended) if one)
+    more = ", ".join(str(rank) for rank, one in enumerate(ended) if not one)
+    raise ConfigError(
+        f"the training data of rank {gone} have ended, rank {more} has more: ranks train in step, so their loaders "
+        "have to give equally many batches"
+    )
+
+
+_END: Any = object()
+_EVAL_EVENTS = {"batch_eval": Event.BATCH_CHECKPOINT, "epoch_eval": Event.EPOCH_CHECKPOINT}

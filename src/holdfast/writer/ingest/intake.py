@@ -1,0 +1,307 @@
+"""Reported directories in, committed checkpoint out: `ingest.merge` decides, this module moves and copies.
+
+Before the first file comes a plan file: after a crash at any point the same job goes on where it was (files that were
+moved are where the plan says), and the next start removes what a job left that nobody repeats.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from holdfast._log import get_logger
+from holdfast.errors import (
+    CheckpointExistsError,
+    ConfigError,
+    CorruptCheckpointError,
+    HoldfastError,
+    StorageFullError,
+)
+from holdfast.format.commit import commit, make_folders
+from holdfast.format.digest import file_digest
+from holdfast.format.manifest import MANIFEST_NAME, Manifest
+from holdfast.format.names import join
+from holdfast.format.parts import clear_planned, plan_name, put_plan, read_plan
+from holdfast.storage.base import FileBatch, Storage
+from holdfast.storage.local.beneath import Beneath
+from holdfast.storage.local.local_storage import LocalStorage, door_of
+from holdfast.storage.local.ops import errors_of
+
+from ..messages import IngestJob, SaveResult
+from ..open_run import Run
+from ..outcome import certainly_uncommitted, committed_already, outcome
+from ..serial_executor import SerialExecutor
+from .digesting import SMALL_BYTES, Copier, changed, opened
+from .file_list import FileList, manifest_fields
+from .merge import MergedFile, MergePlan, contested, merge
+from .sources import METADATA, scan
+
+__all__ = ["Intake"]
+
+_LOG = get_logger("writer")
+
+
+class Intake:
+    """One job with sources; one object for each time it is carried out.
+
+    Args:
+        storage: where to.
+        job: what to take.
+        side: helps with digests and fsyncs.
+    """
+
+    def __init__(self, storage: Storage, job: IngestJob, side: SerialExecutor) -> None:
+        self._storage, self._job, self._side = storage, job, side
+        self._copier = Copier(side)
+        self._plan_name = plan_name(job.save_id)
+        self._tables: dict[str, bytes] = {}  # source -> chunk digests
+        self._seconds = {"scan": 0.0, "digest": 0.0, "write": 0.0, "commit": 0.0}
+        self._written = 0
+        # What of ours may be there by now, and by which paths; None if nothing may be touched.
+        self._begun: tuple[MergePlan, tuple[str, ...]] | None = None
+
+    def take(self, run: Run | None, *, again: bool) -> SaveResult:
+        """Store, commit, remove owned sources, record in the run.
+
+        Args:
+            run: the open run it belongs to, if any.
+            again: an earlier writer process may have begun or even finished it.
+
+        Raises:
+            HoldfastError: nothing was committed, nothing of this job is left in the storage, and the sources are as
+                they were.
+        """
+        start = time.perf_counter()
+        job = self._job
+        manifest = committed_already(self._storage, job.directory, job.manifest) if again else None
+        warnings: tuple[str, ...] = ()
+        if manifest is not None:
+            found = read_plan(self._storage, job.directory, self._plan_name)
+            warnings = MergePlan.from_json(found[1]).warnings if found is not None else ()
+        else:
+            try:
+                try:
+                    manifest, warnings = self._attempt(run)
+                except StorageFullError:
+                    # As in a save: retention may be behind.
+                    if run is None or not run.make_room():
+                        raise
+                    manifest, warnings = self._attempt(run)
+            except BaseException:
+                self._undo()
+                raise
+        make_folders(self._storage, job.directory, manifest)
+        self._clean()
+        self._seconds["total"] = time.perf_counter() - start
+        return outcome(
+            job.directory,
+            manifest,
+            run,
+            seconds=self._seconds,
+            bytes_written=self._written,
+            warnings=warnings,
+            kind="files",
+        )
+
+    # ---- steps
+
+    def _attempt(self, run: Run | None) -> tuple[Manifest, tuple[str, ...]]:
+        storage, job = self._storage, self._job
+        found = read_plan(storage, job.directory, self._plan_name)
+        plan, paths = (MergePlan.from_json(found[1]), found[0]) if found is not None else self._make_plan(run)
+        if run is not None:
+            # From here on files get names that others may use as well. Who takes the run over sees the plan, and
+            # leaves this directory alone. If somebody has by now, files of these names are his.
+            run.verify()
+        self._begun = plan, paths
+        listing = FileList(job.save_id, plan.writers)
+        with self._timed("write"):
+            # Durable together at the end of the block, which is before the manifest.
+            with storage.batch(sum(item.size <= SMALL_BYTES for item in plan.items)) as batch:
+                for item in plan.items:
+                    table = self._store(item, batch, begun=found is not None)
+                    if item.entry is not None:
+                        listing.add(item.entry)
+                    else:
+                        listing.add_file(item.path, item.size, table, writer=item.rank)
+            self._written += listing.put_digests(storage, job.directory)
+            if plan.metadata is not None:
+                storage.put(join(job.directory, METADATA), plan.metadata)
+        with self._timed("commit"):
+            if run is not None:
+                run.before_commit()
+            fields = manifest_fields(job.manifest, plan.fields, folders=plan.folders)
+            void = None if run is None else run.void_at(job.directory)
+            return commit(storage, job.directory, fields, listing.parts(), void=void), plan.warnings
+
+    def _make_plan(self, run: Run | None) -> tuple[MergePlan, tuple[str, ...]]:
+        """Decide which file goes where, and say so; give the plan, and all paths there will be."""
+        storage, job = self._storage, self._job
+        with self._timed("scan"):
+            self._check_sources()
+            sources = [scan(source) for source in job.sources]
+        needed = contested(sources)
+        with self._timed("digest"):
+            for one in needed:
+                self._tables[one.source] = self._copier.digest_file(one.source, one.size)
+        digests = {(one.rank, one.name): file_digest(self._tables[one.source]) for one in needed}
+        plan = merge(sources, digests)
+        paths = {item.path for item in plan.items} | {FileList(job.save_id, plan.writers).digests_path}
+        paths |= {METADATA} if plan.metadata is not None else set()
+        skip = len(job.directory) + 1
+        taken = sorted({info.path[skip:] for info in storage.list(job.directory)} & {*paths, MANIFEST_NAME})
+        if taken == [MANIFEST_NAME] and run is not None and run.is_void(job.directory):
+            taken = []  # of an owner that was taken over, who committed afterwards
+        if taken:
+            what = "a committed checkpoint" if MANIFEST_NAME in taken else f"a directory that holds {taken[0]}"
+            raise CheckpointExistsError(
+                f"{join(storage.uri, job.directory)} is {what} already: reported files keep their names, so none of "
+                "them can be replaced; use another directory"
+            )
+        self._begun = plan, ()
+        put_plan(storage, job.directory, job.save_id, paths, plan.to_json())
+        return plan, tuple(sorted(paths))
+
+    def _check_sources(self) -> None:
+        storage, job = self._storage, self._job
+        ranks = sorted(source.rank for source in job.sources)
+        if len(set(ranks)) != len(ranks):
+            raise ConfigError(f"{job.directory}: sources of the ranks {ranks}: give one for each rank")
+        if storage.local_root is None:
+            return
+        target = os.path.realpath(os.path.join(storage.local_root, job.directory))
+        for source in job.sources:
+            real = os.path.realpath(source.path).rstrip("/")
+            if f"{target}/".startswith(f"{real}/") or f"{real}/".startswith(f"{target}/"):
+                raise ConfigError(
+                    f"rank {source.rank} reported {source.path}, but the checkpoint is to be made in {target}: one of "
+                    "them lies inside of the other; report a directory that holds the checkpoint's files alone"
+                )
+
+    def _store(self, item: MergedFile, batch: FileBatch, *, begun: bool) -> bytes:
+        """Bring one file to its place; give its chunk digests (b"" where its manifest has them and it was moved)."""
+        storage = self._storage
+        target = join(self._job.directory, item.path)
+        if begun:
+            if item.movable and not os.path.lexists(item.source) and storage.exists(target):
+                # It was moved before the crash.
+                return b"" if item.entry is not None else self._copier.digest_object(storage, target)
+            storage.delete(target)
+        if item.movable:
+            with self._held(item) as source, opened(source, item.size) as fd:
+                moving = self._side.run(lambda: storage.adopt(source, target))
+                try:
+                    table = self._tables.get(item.source, b"")
+                    if not table and item.entry is None:
+                        table = self._copier.digest_open(fd, item.source, item.size)
+                finally:
+                    moving.exception()
+                if moving.result():
+                    return table
+        return self._copy(item, target, batch)
+
+    def _inside(self, item: MergedFile) -> tuple[str, str]:
+        """Return the directory that was reported, and the path of a file in it; "" if it was reported by itself."""
+        top = next(source.path for source in self._job.sources if source.rank == item.rank).rstrip("/")
+        return top, item.source[len(top) :].strip("/")
+
+    @contextmanager
+    def _held(self, item: MergedFile) -> Iterator[str]:
+        """Yield a file that may be moved by its directory, reached without links: what is put in the way is no file.
+
+        Else a link that took the place of a directory since `scan` would have somebody else's file moved.
+        """
+        top, inside = self._inside(item)
+        if not inside:
+            yield item.source
+            return
+        head, _, name = inside.rpartition("/")
+        with errors_of("take over", item.source):
+            folder = Beneath(top).folder(head)
+        with folder:
+            yield folder.at(name)
+
+    def _copy(self, item: MergedFile, target: str, batch: FileBatch) -> bytes:
+        if item.size <= SMALL_BYTES:
+            table = self._copier.copy_small(item.source, item.size, batch, target)
+        else:
+            table = self._copier.copy(item.source, item.size, self._storage, target)
+        if self._tables.get(item.source, table) != table:
+            raise changed(item.source)
+        if item.entry is not None and file_digest(table) != item.entry.digest:
+            raise CorruptCheckpointError(
+                f"{item.source}: its bytes are not those that its checkpoint was committed with: this checkpoint is "
+                "damaged; report another one",
+                file=item.path,
+            )
+        self._written += item.size
+        return table
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[what] += time.perf_counter() - begin
+
+    # ---- afterwards
+
+    def _clean(self) -> None:
+        """After the commit: remove the plan, then what is left of owned sources. A failure is only said."""
+        try:
+            self._storage.delete(join(self._job.directory, self._plan_name))
+            for source in self._job.sources:
+                if not source.owned:
+                    continue
+                home, name = _home(self._storage, source.path)
+                if os.path.islink(source.path):
+                    home.delete(name)  # the link; what it leads to is somebody else's
+                elif os.path.isdir(source.path):
+                    home.delete_tree(name)
+                else:
+                    home.delete(name)
+                    home.delete(f".{name}{METADATA}")
+        except HoldfastError as error:
+            _LOG.warning("%s is committed, but remains of its making stay for now: %s", self._job.directory, error)
+
+    def _undo(self) -> None:
+        """Put moved files back and remove what was stored, unless it may have been committed.
+
+        What fails here is left for the sweep of the next start. The plan file need not be there any more: whoever took
+        the run over has swept it, and what was stored since goes by what we know of it.
+        """
+        storage, job = self._storage, self._job
+        if self._begun is None or not certainly_uncommitted(storage, job.directory, job.manifest):
+            return
+        plan, paths = self._begun
+        with suppress(HoldfastError):
+            for item in plan.items if paths else ():
+                target = join(job.directory, item.path)
+                if item.movable and not os.path.lexists(item.source) and storage.exists(target):
+                    top, inside = self._inside(item)
+                    home, name = _home(storage, top)
+                    self._put_back(target, home, join(name, inside))
+            clear_planned(storage, job.directory, self._plan_name, paths)
+            storage.tidy(job.directory)
+
+    def _put_back(self, target: str, home: Storage, path: str) -> None:
+        found = door_of(self._storage)
+        if found is None:
+            return
+        door, prefix = found
+        head, _, name = join(prefix, target).rpartition("/")
+        with door.folder(head) as folder:
+            home.adopt(folder.at(name), path)
+
+
+def _home(storage: Storage, path: str) -> tuple[Storage, str]:
+    """Give the directory of a local path as a storage: a part of ``storage`` if it lies there; and the name in it."""
+    parent, name = os.path.split(path.rstrip("/"))
+    if isinstance(storage, LocalStorage):
+        inside = os.path.relpath(parent, storage.uri)
+        if inside.split("/")[0] != os.pardir:
+            return storage.child("" if inside == os.curdir else inside), name
+    return LocalStorage(parent), name

@@ -1,0 +1,287 @@
+"""Which file of which rank goes where: the merging of reported directories as a pure function of what is in them.
+
+One name, one content: stored once. One name, several contents: the lowest rank keeps the name, every other rank that
+differs from it gets ``stem.rank-3.ext``. A source that is a Holdfast checkpoint keeps names, roles and digests of its
+files, so that it can be loaded; of several only the lowest rank's does, the others become files like any.
+"""
+
+from __future__ import annotations
+
+import base64
+import posixpath
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast.format.codec import decode, encode
+from holdfast.format.manifest import MANIFEST_NAME, FileEntry
+from holdfast.format.names import REMOVING_NAME, SIDECARS
+
+from .file_list import known_fields
+from .sources import METADATA, Contents, SourceFile
+
+__all__ = ["MergePlan", "MergedFile", "contested", "merge", "suffixed"]
+
+_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedFile:
+    """One file to store.
+
+    Attributes:
+        path: where, inside the checkpoint.
+        rank: whose it is.
+        source: absolute path of its bytes.
+        size: in bytes.
+        movable: the file itself may be taken away.
+        entry: what a manifest says about it already, under its new path.
+    """
+
+    path: str
+    rank: int
+    source: str
+    size: int
+    movable: bool
+    entry: FileEntry | None = None
+
+    def to_json(self) -> list[Any]:
+        """Describe this item."""
+        entry = None if self.entry is None else self.entry.to_json()
+        return [self.path, self.rank, self.source, self.size, self.movable, entry]
+
+    @classmethod
+    def from_json(cls, row: Sequence[Any]) -> MergedFile:
+        """Rebuild what `to_json` described."""
+        path, rank, source, size, movable, entry = row
+        known = None if entry is None else FileEntry.from_json(entry)
+        return cls(path=path, rank=rank, source=source, size=size, movable=movable, entry=known)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergePlan:
+    """What a checkpoint made of sources will consist of.
+
+    Attributes:
+        items: its files.
+        writers: ranks for the manifest's ``writers``.
+        metadata: bytes of its `.metadata.json`, if it has one.
+        fields: of the manifest, where the source that is a checkpoint knows better than the job.
+        warnings: what the user should hear.
+        folders: directories that hold nothing on any rank.
+    """
+
+    items: tuple[MergedFile, ...] = ()
+    writers: tuple[int, ...] = (0,)
+    metadata: bytes | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe this plan."""
+        return {
+            "items": [item.to_json() for item in self.items],
+            "writers": list(self.writers),
+            "metadata": None if self.metadata is None else base64.b64encode(self.metadata).decode(),
+            "fields": encode(dict(self.fields)),
+            "warnings": list(self.warnings),
+            "folders": list(self.folders),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> MergePlan:
+        """Rebuild what `to_json` described."""
+        metadata = data["metadata"]
+        return cls(
+            items=tuple(MergedFile.from_json(row) for row in data["items"]),
+            writers=tuple(data["writers"]),
+            metadata=None if metadata is None else base64.b64decode(metadata),
+            fields=decode(data["fields"]),
+            warnings=tuple(data["warnings"]),
+            folders=tuple(data.get("folders", ())),
+        )
+
+
+def contested(sources: Sequence[Contents]) -> list[SourceFile]:
+    """List the files whose digest decides: several ranks have the name, and the one that keeps it is of their size."""
+    keepers: dict[str, SourceFile] = {}
+    needed: dict[tuple[int, str], SourceFile] = {}
+    for one in _files(_order(sources)):
+        keeper = keepers.setdefault(one.name, one)
+        if keeper is not one and keeper.size == one.size:
+            needed |= {(found.rank, found.name): found for found in (keeper, one) if found.entry is None}
+    return list(needed.values())
+
+
+def merge(sources: Sequence[Contents], digests: Mapping[tuple[int, str], str]) -> MergePlan:
+    """Decide about every file.
+
+    Args:
+        sources: one for each rank that reported files.
+        digests: (rank, name) -> digest of the `contested` files.
+
+    Raises:
+        ConfigError: what is a file on one rank is a directory on another.
+    """
+    order = _order(sources)
+    manifest = order[0].manifest if order else None
+    files = list(_files(order))
+    taken = _names(files)
+    folders = _folders(order, taken)
+    items: list[MergedFile] = []
+    keepers: dict[str, SourceFile] = {}
+    renamed: dict[str, list[tuple[int, str]]] = {}
+    for one in files:
+        keeper = keepers.setdefault(one.name, one)
+        adopted = manifest is not None and one.rank == order[0].rank
+        if keeper is one:
+            items.append(_item(one, one.name, adopted=adopted))
+        elif not _same(keeper, one, digests):
+            path = suffixed(one.name, one.rank, taken)
+            items.append(_item(one, path))
+            renamed.setdefault(one.name, [(keeper.rank, one.name)]).append((one.rank, path))
+    for source in order[1:]:
+        # A copy of the adopted one needs no manifest of its own.
+        if source.manifest_file is not None and source.manifest != manifest:
+            items.append(_item(source.manifest_file, suffixed(MANIFEST_NAME, source.rank, taken)))
+    by_rank = sorted(sources, key=lambda one: one.rank)
+    metadata = [(source.rank, source.metadata) for source in by_rank if source.metadata is not None]
+    return MergePlan(
+        items=tuple(items),
+        writers=tuple(one.rank for one in by_rank) or (0,) if manifest is None else manifest.writers,
+        metadata=metadata[0][1] if metadata else None,
+        fields={} if manifest is None else known_fields(manifest),
+        warnings=(
+            *_about_names(renamed),
+            *_about_metadata(metadata),
+            *_about_checkpoints(order),
+        ),
+        folders=folders,
+    )
+
+
+def suffixed(name: str, rank: int, taken: set[str]) -> str:
+    """Give a name that says whose file it is and that nobody else has; it is added to ``taken``.
+
+    Example:
+        >>> suffixed("a/model.pt", 3, {"a/model.pt"}), suffixed("model.pt", 3, {"model.rank-3.pt"})
+        ('a/model.rank-3.pt', 'model.rank-3-2.pt')
+    """
+    stem, suffix = posixpath.splitext(name)
+    path, number = f"{stem}.rank-{rank}{suffix}", 1
+    while path in taken:
+        number += 1
+        path = f"{stem}.rank-{rank}-{number}{suffix}"
+    taken.add(path)
+    return path
+
+
+def _order(sources: Sequence[Contents]) -> list[Contents]:
+    """Sort by rank, the checkpoint that is adopted first: its index names its files, so they keep their names."""
+    order = sorted(sources, key=lambda one: one.rank)
+    adopted = next((one for one in order if one.manifest is not None), None)
+    return order if adopted is None else [adopted, *(one for one in order if one is not adopted)]
+
+
+def _files(sources: Iterable[Contents]) -> Iterable[SourceFile]:
+    return (one for source in sources for one in source.files)
+
+
+def _names(files: Iterable[SourceFile]) -> set[str]:
+    """All names in use, those of directories and of our own files included."""
+    names: dict[str, SourceFile] = {one.name: one for one in files}
+    folders: dict[str, SourceFile] = {}
+    for one in names.values():
+        head = one.name
+        while head := posixpath.dirname(head):
+            folders.setdefault(head, one)
+    for name in sorted(names.keys() & folders.keys()):
+        file, inside = names[name], folders[name]
+        raise ConfigError(
+            f"{name!r} is a file of rank {file.rank} ({file.source}) and a directory of rank {inside.rank} "
+            f"({inside.source}): the directories of all ranks are merged into one; use other names"
+        )
+    return {*names, *folders, MANIFEST_NAME, REMOVING_NAME, *SIDECARS}
+
+
+def _folders(sources: Sequence[Contents], taken: set[str]) -> tuple[str, ...]:
+    """Directories that hold nothing on any rank; they are added to ``taken``."""
+    files = {one.name: one for one in _files(sources)}
+    inside = taken - files.keys()  # directories that hold something on some rank
+    found: set[str] = set()
+    for source in sources:
+        for name in source.bare:
+            head = name
+            while head and head not in files:
+                head = posixpath.dirname(head)
+            if head:
+                raise ConfigError(
+                    f"{head!r} is a file of rank {files[head].rank} ({files[head].source}) and a directory of rank "
+                    f"{source.rank}: the directories of all ranks are merged into one; use other names"
+                )
+            if name not in inside:
+                found.add(name)
+    above: set[str] = set()
+    for name in found:
+        head = name
+        while (head := posixpath.dirname(head)) and head not in above:
+            above.add(head)
+    taken |= found | above
+    return tuple(sorted(found - above))
+
+
+def _same(one: SourceFile, other: SourceFile, digests: Mapping[tuple[int, str], str]) -> bool:
+    return one.size == other.size and _digest(one, digests) == _digest(other, digests)
+
+
+def _digest(one: SourceFile, digests: Mapping[tuple[int, str], str]) -> str:
+    return one.entry.digest if one.entry is not None else digests[one.rank, one.name]
+
+
+def _item(one: SourceFile, path: str, *, adopted: bool = False) -> MergedFile:
+    entry = None
+    if adopted and one.entry is not None:
+        # Its bytes are no longer shared with what they were shared with at the old place.
+        old = one.entry
+        entry = FileEntry(
+            path=path, size=old.size, digest=old.digest, role=old.role, writer=old.writer, chunks=old.chunks
+        )
+    return MergedFile(path=path, rank=one.rank, source=one.source, size=one.size, movable=one.movable, entry=entry)
+
+
+def _about_names(renamed: Mapping[str, Sequence[tuple[int, str]]]) -> list[str]:
+    if not renamed:
+        return []
+    told = []
+    for name, places in sorted(renamed.items())[:_NAMED]:
+        (keeper, _), *others = places
+        shown = ", ".join(path for _, path in others[:_NAMED]) + (" and more" if len(others) > _NAMED else "")
+        told.append(f"{name} is that of rank {keeper}, the others are {shown}")
+    more = f" (and {len(renamed) - _NAMED} more names)" if len(renamed) > _NAMED else ""
+    return [
+        f"several ranks reported different files under one name, so all were kept: {'; '.join(told)}{more}. "
+        "Give files that differ between ranks distinct names, such as model-rank3.pt"
+    ]
+
+
+def _about_metadata(found: Sequence[tuple[int, bytes]]) -> list[str]:
+    others = [rank for rank, data in found[1:] if data != found[0][1]]
+    if not others:
+        return []
+    return [
+        f"{METADATA} of rank {found[0][0]} was kept; what rank {', '.join(map(str, others[:_NAMED]))} has in its own "
+        "is left out: set metadata on one rank only"
+    ]
+
+
+def _about_checkpoints(order: Sequence[Contents]) -> list[str]:
+    apart = [one.rank for one in order[1:] if one.manifest is not None and one.manifest != order[0].manifest]
+    if not apart:
+        return []
+    return [
+        f"ranks {', '.join(map(str, [order[0].rank, *apart][:_NAMED]))} reported a Holdfast checkpoint each: load() "
+        f"gives that of rank {order[0].rank}, the files of the others are kept beside it. To save one state from all "
+        "ranks use report(state=...)"
+    ]

@@ -1,0 +1,327 @@
+"""A writer's end of the control channel: joins rank 0's, keeps the board of its trainer, passes everything else on."""
+
+from __future__ import annotations
+
+import hmac
+import queue
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from holdfast._log import get_logger
+from holdfast.errors import HoldfastError
+
+from .hello import CHALLENGE_BYTES, PROOF_BYTES, make_answer, make_proof
+from .link import Link, Message
+from .server import BEAT_S, ENDED_S, STALE_S
+from .step_mailbox import NEVER, StepMailbox
+
+__all__ = ["ControlMember"]
+
+_LOG = get_logger("writer.control")
+_CONNECT_S = 5.0
+_PAUSE_S = (0.02, 0.5)
+# After this long the word of this process is what the trainer reads, whatever core it runs on: only then is the
+# trainer's word read. Without it each side could miss what the other has just stored.
+_SETTLE_S = 0.001
+
+
+class ControlMember:
+    """One thread with one connection, made anew when it breaks.
+
+    Args:
+        rank: ours.
+        addresses: (host, port) of rank 0's writer, to be tried in turn.
+        token: proves that we belong to this run.
+        board: shared with the trainer.
+        hear: called on the thread with each "outcome", "verdict", "upload", "clear", and once with
+            {"do": "lost", "why"} when there is nothing more to come.
+        again: gives what has to be said again after a new connection.
+        stopped: tells whether the trainer is stopped by the system.
+        hold: has the trainer keep a connection open too (`Answers.hold`).
+        beat_s: seconds between signs of life.
+        stale_s: silence after which rank 0's writer counts as lost, and time to find it again.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        addresses: Sequence[tuple[str, int]],
+        token: str,
+        board: StepMailbox,
+        hear: Callable[[Message], None],
+        again: Callable[[], list[Message]],
+        stopped: Callable[[], bool],
+        hold: Callable[[int], bool],
+        beat_s: float = BEAT_S,
+        stale_s: float = STALE_S,
+    ) -> None:
+        self._rank, self._addresses, self._token, self._board = rank, list(addresses), token, board
+        self._hear, self._again, self._stopped, self._hold = hear, again, stopped, hold
+        self._beat_s, self._stale_s = beat_s, stale_s
+        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._wake, self._woken = socket.socketpair()
+        for one in (self._wake, self._woken):
+            one.setblocking(False)
+        self._link: Link | None = None
+        self._judged: Message | None = None  # the last verdict
+        self._heard = time.monotonic()
+        self._closing: float | None = None
+        self.lost: str | None = None
+        self._thread = threading.Thread(target=self._run, name="holdfast-member", daemon=True)
+        self._thread.start()
+
+    # -- from other threads
+
+    def say(self, message: Message) -> None:
+        """Send a message; one that is lost with its connection is in `again`."""
+        self._outbox.put(message)
+        self._stir()
+
+    def close(self, why: str, timeout_s: float = 5.0) -> None:
+        """Say farewell and end; idempotent."""
+        self._closing = time.monotonic()
+        self._outbox.put({"do": "bye", "why": why})
+        self._outbox.put(None)
+        self._stir()
+        self._thread.join(timeout_s)
+
+    def _stir(self) -> None:
+        try:
+            self._wake.send(b"x")
+        except (BlockingIOError, OSError):
+            return
+
+    # -- the thread
+
+    def _run(self) -> None:
+        try:
+            short_since: float | None = None
+            while self.lost is None and self._connect():
+                begun = time.monotonic()
+                if self._talk():
+                    break
+                now = time.monotonic()
+                short_since = None if now - begun >= self._beat_s else short_since or begun
+                if short_since is not None and now - short_since > self._stale_s:
+                    self.lost = (
+                        f"rank 0's writer has ended every connection of the last {self._stale_s:g} s right after it "
+                        "was made: see what it logs, and whether all nodes run the same version of holdfast"
+                    )
+                    break
+                time.sleep(_PAUSE_S[0])  # whoever turns us away at once is not asked without end
+        except Exception as error:  # noqa: BLE001 - a thread edge: saves that wait must not wait for ever
+            _LOG.exception("the connection to rank 0's writer has failed")
+            self.lost = f"the connection to rank 0's writer has failed: {error!r}"
+        finally:
+            for one in (self._link, self._wake, self._woken):
+                if one is not None:
+                    one.close()
+            if self.lost is not None:
+                self._board.break_up()
+                self._board.withdraw()
+                self._hear({"do": "lost", "why": self.lost})
+
+    def _connect(self) -> bool:
+        """Connect, for as long as there is hope; False when there is none (`lost`), or nobody wants it any more."""
+        begun = time.monotonic()
+        pause_s = _PAUSE_S[0]
+        problem = ""
+        while True:
+            refused = True
+            for address in self._addresses:
+                try:
+                    sock = socket.create_connection(address, timeout=_CONNECT_S)
+                except OSError as error:
+                    problem = f"{address[0]}:{address[1]}: {error}"
+                    refused = refused and isinstance(error, ConnectionRefusedError)
+                    continue
+                self._link = Link(sock)
+                return True
+            # Rank 0's trainer holds the listening socket for a writer that is started again: if nobody holds it, both
+            # are gone.
+            if time.monotonic() - begun > (min(ENDED_S, self._stale_s / 3) if refused else self._stale_s):
+                self.lost = (
+                    f"rank 0's writer cannot be reached ({problem}): it has died, or the network does not let us"
+                )
+                return False
+            if _ready([self._woken], [], pause_s):
+                self._clear_wake()
+                if self._wants_end():
+                    return False
+            pause_s = min(2 * pause_s, _PAUSE_S[1])
+
+    def _wants_end(self) -> bool:
+        """Look for the end among what is to be said; the rest waits in `again`."""
+        while True:
+            try:
+                if self._outbox.get_nowait() is None:
+                    return True
+            except queue.Empty:
+                return False
+
+    def _talk(self) -> bool:
+        """Talk until the connection breaks (False) or all is said (True)."""
+        link = self._link
+        assert link is not None
+        ended = self._shake_hands(link)
+        if ended is not None:
+            link.close()
+            return ended
+        fine = link.send({"do": "hello", "standing": self._standing(), "judged": self._judged})
+        next_beat = 0.0
+        before = time.monotonic()
+        while fine:
+            now = time.monotonic()
+            if now - before > max(self._stale_s / 2, 2 * self._beat_s):
+                self._heard = now  # we were stopped ourselves, perhaps with all the others (a suspended job)
+            before = now
+            if now - self._heard > self._stale_s:
+                self.lost = f"rank 0's writer gives no sign of life for {self._stale_s:g} s"
+                return True
+            if now >= next_beat:
+                next_beat = now + self._beat_s
+                fine = link.send({"do": "beat", "step": self._board.done, "stopped": self._stopped()})
+            sources: list[Link | socket.socket] = [link, self._woken]
+            ready = _ready(sources, [link] if link.unsent else [], max(0.0, next_beat - now))
+            if self._woken in ready:
+                self._clear_wake()
+            ended = self._say_all(link)
+            if ended:
+                return True
+            fine = fine and ended is None and link.flush() and (link not in ready or self._listen(link))
+            if self.lost is not None:
+                return True
+        link.close()
+        self._heard = time.monotonic()  # from now on it is looked for
+        return False
+
+    def _shake_hands(self, link: Link) -> bool | None:
+        """Prove who we are, and have it proved who is there: None if so; else what `_talk` returns.
+
+        Until that is proved nothing is a sign of life: another process may have the port by now.
+        """
+        answer = challenge = b""
+        before = time.monotonic()
+        while True:
+            now = time.monotonic()
+            if now - before > max(self._stale_s / 2, 2 * self._beat_s):
+                self._heard = now  # as in `_talk`
+            before = now
+            if now - self._heard > self._stale_s:
+                self.lost = f"rank 0's writer gives no sign of life for {self._stale_s:g} s"
+                return True
+            if self._closing is not None and now - self._closing > _CONNECT_S:
+                return True  # nobody waits for our farewell any longer
+            # What is to be said waits in the outbox; it is not looked at before we may speak.
+            ready = _ready([link], [link] if link.unsent else [], self._beat_s)
+            if not link.flush():
+                return False
+            if link not in ready:
+                continue
+            told = link.receive_raw(PROOF_BYTES if answer else CHALLENGE_BYTES)
+            if told is None:
+                return False
+            if told and answer:
+                if hmac.compare_digest(told, make_proof(self._token, challenge, answer)):
+                    self._heard = time.monotonic()
+                    return None
+                _LOG.warning("what answers at the address of rank 0's writer does not belong to this run")
+                time.sleep(_PAUSE_S[1])
+                return False
+            if told:
+                challenge, answer = told, make_answer(self._token, told, self._rank) or b""
+                if not answer or not link.send_raw(answer):
+                    return False
+
+    def _say_all(self, link: Link) -> bool | None:
+        """Send what waits; True at the end, False when the other side is gone."""
+        while True:
+            try:
+                message = self._outbox.get_nowait()
+            except queue.Empty:
+                return None
+            if message is None:
+                self._flush(link)
+                return True
+            if not link.send(message):
+                return False
+
+    def _flush(self, link: Link) -> None:
+        until = time.monotonic() + _CONNECT_S
+        while link.unsent and time.monotonic() < until:
+            _ready([], [link], 0.2)
+            if not link.flush():
+                return
+
+    def _listen(self, link: Link) -> bool:
+        try:
+            messages = link.receive()
+        except HoldfastError as error:
+            _LOG.warning("%s", error)
+            return False
+        if messages is None:
+            return False
+        self._heard = time.monotonic()
+        return all(self._take(link, message) for message in messages)
+
+    def _take(self, link: Link, message: Message) -> bool:
+        kind = message["do"]
+        board = self._board
+        if kind in ("outcome", "verdict", "upload", "clear", "keep"):
+            if kind == "verdict":
+                self._judged = {"about": message["about"], "go": message["go"]}
+            self._hear(message)
+        elif kind == "welcome":
+            # The trainer lets go of the connection before: not earlier, for rank 0 has to know of this one by then.
+            held: list[Message] = [{"do": "held"}] if self._hold(link.fileno()) else []
+            return all(link.send(one) for one in (*held, *self._again()))
+        elif kind == "propose":
+            return link.send(self._show(message["step"], message["kind"]))
+        elif kind == "arm":
+            board.arm(message["step"])
+        elif kind == "withdraw":
+            board.withdraw()
+        elif kind == "broken":
+            self._hear(message)
+            board.break_up()
+        elif kind == "bye":
+            self.lost = message["why"]
+        return True
+
+    def _show(self, step: int, kind: str) -> Message:
+        """Show a proposal to the trainer; acknowledge it if that was in time."""
+        board = self._board
+        board.propose(step, kind)
+        time.sleep(_SETTLE_S)
+        done = board.done
+        if done < step:
+            return {"do": "ack", "step": step}
+        board.withdraw()
+        return {"do": "nack", "step": step, "at": done}
+
+    def _standing(self) -> dict[str, Any]:
+        board = self._board
+        target = board.target
+        standing = {"done": board.done, "acted": board.acted, "armed": board.armed, "kind": board.kind}
+        return {**standing, "target": None if target in (NEVER, 0) else target}
+
+    def _clear_wake(self) -> None:
+        try:
+            while self._woken.recv(4096):
+                pass
+        except (BlockingIOError, InterruptedError):
+            return
+
+
+def _ready(reading: Sequence[Link | socket.socket], writing: Sequence[Link], timeout_s: float) -> list[Any]:
+    """Wait, and return what can be read; unlike `select.select` also where a thousand files are open."""
+    with selectors.DefaultSelector() as selector:
+        for one in dict.fromkeys([*reading, *writing]):
+            events = (selectors.EVENT_READ if one in reading else 0) | (selectors.EVENT_WRITE if one in writing else 0)
+            selector.register(one, events)
+        return [key.fileobj for key, events in selector.select(timeout_s) if events & selectors.EVENT_READ]

@@ -1,0 +1,443 @@
+"""The writer's side of the conversation: one thread reads messages, one does the work in order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from holdfast._log import get_logger
+from holdfast.errors import HoldfastError
+from holdfast.storage.base import Storage
+
+from .frames import Attachments, Channel, Message
+from .messages import FilePlan, IngestJob, PartsJob, SaveJob, SaveResult, error_to_json
+from .open_run import Run
+from .parts import commit_parts
+from .save import SaveRunner, Task, probe
+from .watermark import Watermark
+from .windows import Window, WindowSource
+
+if TYPE_CHECKING:
+    from .distributed import Joint
+
+__all__ = ["WriterLoop"]
+
+_LOG = get_logger("writer")
+# How long a half-sent message of a dead trainer is waited for.
+_DRAIN_MS = 2000
+_HOLD_S = 1.0
+_DIED = "the trainer died"
+
+
+class WriterLoop:
+    """Serves one trainer. `serve` returns when the trainer closed or died and what was sealed is committed."""
+
+    def __init__(self, channel: Channel, source: Attachments, *, trainer_fd: int = -1) -> None:
+        self._channel, self._source, self._trainer_fd = channel, source, trainer_fd
+        self._storages: dict[int, Storage] = {}
+        self._views: dict[int, memoryview] = {}
+        self._handed: dict[int, Message] = {}  # arenas that are not mapped yet
+        self._windowed: dict[int, WindowSource] = {}
+        self._gates: dict[int, Watermark] = {}
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._saver = SaveRunner()
+        self._run: Run | None = None
+        self._joint: Joint | None = None
+        self._ending = threading.Event()
+        self._end = _DIED
+
+    def serve(self) -> None:
+        """Read messages until the end, while a second thread works them off."""
+        worker = threading.Thread(target=self._worker, name="holdfast-writer-work", daemon=True)
+        worker.start()
+        try:
+            self._read()
+        except Exception:  # noqa: BLE001 - a thread edge: without messages there is nothing to do but to end in order
+            _LOG.exception("the writer cannot read its trainer's messages")
+        finally:
+            self._ending.set()
+            run = self._run  # read once: the working thread may be closing it
+            if run is not None:
+                run.trainer_gone()
+            waiting: list[WindowSource | Watermark] = [*self._windowed.values(), *self._gates.values()]
+            for source in waiting:
+                source.abandon(f"{self._end} before this save was complete")
+            if self._joint is not None:
+                self._joint.finish(self._end, dead=self._end == _DIED)
+            self._work.put(None)
+            worker.join()
+        self._say({"on": "bye"})
+        self._channel.flush(5.0)
+        self._channel.close()
+
+    # ---- the reading thread
+
+    def _read(self) -> None:
+        while self._wait():
+            message = self._channel.receive()
+            if message is None:
+                return
+            kind = message.header["do"]
+            if kind == "close":
+                self._end = message.header.get("why", "closed")
+                return
+            try:
+                getattr(self, f"_on_{kind}")(message)
+            except Exception as error:  # noqa: BLE001 - the caller hears of it; other calls go on
+                self.say_failed(message.header.get("call"), error)
+
+    def _wait(self) -> bool:
+        """Wait for a message; False when the trainer is dead and has left no more of them."""
+        if self._trainer_fd < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._channel.fileno(), select.POLLIN)
+        poll.register(self._trainer_fd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll()}
+        if self._channel.fileno() in ready:
+            if self._trainer_fd in ready:
+                # A forked child of the trainer may hold the other end open: then no end of file comes.
+                self._channel.set_timeout(_DRAIN_MS / 1000)
+            return True
+        return False
+
+    def _on_storage(self, message: Message) -> None:
+        self._storages[message.header["key"]] = self._source.storage(message)
+
+    def _on_arena(self, message: Message) -> None:
+        self._handed[message.header["number"]] = message
+        with contextlib.suppress(HoldfastError):  # a passing failure: the first job that needs it tries again
+            self._view(message.header["number"])
+
+    def _view(self, number: int) -> memoryview:
+        """Give the memory of an arena; mapped now if that was not possible when it was handed over."""
+        view = self._views.get(number)
+        if view is None:
+            message = self._handed[number]
+            try:
+                view = self._views[number] = self._source.arena(message)
+            except OSError as error:
+                raise HoldfastError(
+                    f"the writer cannot map {message.header['size']} bytes of memory that it shares with the trainer "
+                    f"({error.strerror}): this save is lost, the next one tries again; give the machine more memory"
+                ) from error
+            del self._handed[number]
+        return view
+
+    def _on_drop_arena(self, message: Message) -> None:
+        number = message.header["number"]
+
+        def drop() -> None:  # behind the jobs that use it
+            self._views.pop(number, None)
+            handed = self._handed.pop(number, None)
+            for fd in () if handed is None else handed.fds:
+                os.close(fd)
+            self._source.drop(number)
+
+        self._work.put(drop)
+
+    def _on_save(self, message: Message) -> None:
+        header = message.header
+        call, number = header["call"], header["arena"]
+        job = SaveJob.from_json(header["job"])
+        source = WindowSource() if job.windowed else None
+        gate = None
+        if "filled" in header:
+            gate = Watermark(header["filled"], max((_end(plan) for plan in job.files), default=0))
+        task = Task(
+            job=job,
+            storage=self._storages[header["storage"]],
+            storage_key=header["storage"],
+            view=memoryview(b"") if number is None else self._view(number),
+            blobs=message.attachments,
+            source=source,
+            gate=gate,
+            again=header.get("again", False),
+        )
+        # Not before the task exists: nobody would answer the windows of a save that could not even be queued.
+        if source is not None:
+            self._windowed[call] = source
+        if gate is not None:
+            self._gates[call] = gate
+        if job.joint:
+            self._joined().begun(call, job, task.storage, again=task.again)
+        self._work.put(lambda: self._save(call, task))
+
+    def _on_join(self, message: Message) -> None:
+        from .distributed import Joint  # not above: a writer of one rank starts faster without
+
+        joint = Joint(self)
+        joint.join(message.header, message.fds, self._view(message.header["board"]))
+        self._joint = joint
+        self.say_done(message.header["call"], None)
+
+    def _on_joint(self, message: Message) -> None:
+        """Tell the other ranks something: `Joint.want`, `acted` and so on."""
+        call = {name: message.header[name] for name in ("call",) if name in message.header}  # if it is answered
+        getattr(self._joined(), message.header["what"])(**message.header["args"], **call)
+
+    def _on_ask(self, message: Message) -> None:
+        self._joined().ask(message.header["call"], message.header["about"])
+
+    def _joined(self) -> Joint:
+        if self._joint is None:
+            raise HoldfastError("this writer has not joined those of other ranks: call join first")
+        return self._joint
+
+    def _on_ingest(self, message: Message) -> None:
+        job = IngestJob.from_json(message.header["job"])
+        storage, again = self._storages[message.header["storage"]], message.header.get("again", False)
+        side = self._saver.side
+
+        def make(run: Run | None) -> SaveResult:
+            from .ingest.in_place import (
+                commit_in_place,
+            )  # not above: most writers never need them, and each start waits
+            from .ingest.intake import Intake
+
+            if not job.sources:
+                return commit_in_place(storage, job, run, side, again=again)
+            return Intake(storage, job, side).take(run, again=again)
+
+        self._make(message.header["call"], job, make)
+
+    def _on_parts(self, message: Message) -> None:
+        job = PartsJob.from_json(message.header["job"])
+        storage, again = self._storages[message.header["storage"]], message.header.get("again", False)
+        self._make(message.header["call"], job, lambda run: commit_parts(storage, job, run, again=again))
+
+    def _on_window(self, message: Message) -> None:
+        header = message.header
+        source = self._windowed.get(header["job_no"])
+        if source is None:
+            raise HoldfastError("this save has ended already; its future says why")
+        fields = ("call", "file_no", "file_offset", "arena_offset", "nbytes")
+        source.put(Window(**{name: header[name] for name in fields}))
+
+    def _on_fill(self, message: Message) -> None:
+        gate = self._gates.get(message.header["job_no"])
+        if gate is not None:
+            gate.rise(message.header["filled"])
+
+    def _on_seal(self, message: Message) -> None:
+        source = self._windowed.get(message.header["job_no"])
+        if source is not None:
+            source.seal(message.attachments, message.header["manifest"])
+
+    def _on_abandon(self, message: Message) -> None:
+        number = message.header["job_no"]
+        source = self._windowed.get(number) or self._gates.get(number)
+        if source is not None:
+            source.abandon("the trainer abandoned this save")
+
+    def _on_open_run(self, message: Message) -> None:
+        self._later(message, lambda: self._open_run(message.header))
+
+    def _on_op(self, message: Message) -> None:
+        header, run = message.header, self._run
+        early = run is not None and run.uploads is None and header["op"] == "follow"  # they may be about to begin
+        if run is None or early or not self._is_taken(run, header):
+            self._later(message, lambda: self._op(header))
+
+    def _is_taken(self, run: Run, header: dict[str, Any]) -> bool:
+        """Pass on what need not wait for the saves before it, and is answered later."""
+        if header["op"] == "report":
+            run.report(header["call"], header["args"]["rows"], self._answer_many)
+        elif header["op"] == "journal":
+            run.take_events(header["args"]["events"])
+            self.say_done(header["call"], None)
+        elif header["op"] == "follow":
+            run.follow(header["args"]["since"], lambda state: self.say_done(header["call"], state))
+        else:
+            return False
+        return True
+
+    # ---- the working thread
+
+    def _later(self, message: Message, call: Callable[[], Any]) -> None:
+        def work() -> None:
+            try:
+                value = call()
+            except Exception as error:  # noqa: BLE001 - a thread edge: the caller's future carries it
+                self.say_failed(message.header["call"], error)
+            else:
+                if value is not _ANSWERED:
+                    self.say_done(message.header["call"], value)
+
+        if self._joint is None:
+            self._work.put(work)
+        else:
+            self._joint.after(work)
+
+    def _worker(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+        try:
+            if self._run is not None:
+                self._run.close(self._end)
+        except Exception as error:  # noqa: BLE001 - a thread edge; the lease goes stale by itself
+            _LOG.warning("the run could not be closed in order: %s", error)
+        self._saver.close()
+
+    def _make(self, call: int, job: IngestJob | PartsJob, make: Callable[[Run | None], SaveResult]) -> None:
+        def work() -> None:
+            try:
+                result = make(self.run_of(job))
+            except Exception as error:  # noqa: BLE001 - a thread edge: the future of the job carries it
+                self.note_lost(job, error)
+                self.say_failed(call, error)
+            else:
+                self.say_done(call, result.to_json(), (result.manifest,))
+
+        self._work.put(work)
+
+    def run_of(self, job: SaveJob | IngestJob | PartsJob) -> Run | None:
+        """Give the open run if the job belongs to it; on the working thread."""
+        if job.run and self._run is None:
+            raise HoldfastError("a save of a run needs an open run: call open_run first")
+        return self._run if job.run else None
+
+    def note_lost(self, job: SaveJob | IngestJob | PartsJob, error: BaseException) -> None:
+        """Let the run, if it is open here, know that a save of it failed."""
+        if self._run is not None and job.run:
+            self._run.note_lost(job.directory, job.manifest, error)
+
+    @property
+    def run(self) -> Run | None:
+        """The open run."""
+        return self._run
+
+    def storage_of(self, key: int) -> Storage:
+        """Give a storage that the trainer has told of."""
+        return self._storages[key]
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Do something on the working thread, behind what is queued."""
+        self._work.put(work)
+
+    def _save(self, call: int, task: Task) -> None:
+        job = task.job
+        try:
+            result = self._saver.save(task, self.run_of(job), self._window_done)
+        except Exception as error:  # noqa: BLE001 - a thread edge: the future of the save carries it
+            self._end_windows(call, task.source, error)
+            if job.joint:
+                self._joined().failed(job, error)
+            else:
+                self.note_lost(job, error)
+                self.say_failed(call, error)
+        else:
+            self._end_windows(call, task.source, None)
+            if job.joint:
+                late = {} if task.source is None else task.source.manifest or {}
+                self._joined().stored(job, result, {**job.manifest, **late})
+            else:
+                self.say_done(call, result.to_json(), (result.manifest,))
+        finally:
+            self._gates.pop(call, None)
+
+    def _end_windows(self, call: int, source: WindowSource | None, error: Exception | None) -> None:
+        if source is None:
+            return
+        self._windowed.pop(call, None)  # windows that come from now on are answered by `_on_window`
+        for window in source.end():
+            self.say_failed(window.call, error or HoldfastError("this save has ended already"))
+
+    def _window_done(self, source: WindowSource, window: Window) -> None:
+        source.answered(window)
+        self._say({"on": "done", "calls": [window.call]})
+
+    def _open_run(self, header: dict[str, Any]) -> dict[str, Any]:
+        if self._run is not None:
+            raise HoldfastError("this writer has an open run: close it first, or start another writer")
+        remote = None
+        if (told := header.get("mirror")) is not None:
+            from .uploads.start import RemoteSide  # not above: most writers never need it, and each start waits
+
+            remote = RemoteSide.from_told(self._storages[told["storage"]], told)
+        run, opened = Run.open(
+            self._storages[header["storage"]],
+            owner=header["owner"],
+            keep=header["keep"],
+            wait_s=header["wait_s"],
+            pause=self._pause,
+            again=header.get("again") if isinstance(header.get("again"), dict) else None,
+            remote=remote,
+            later=self._work_later,
+        )
+        self._run = run
+        if self._ending.is_set():  # set before `serve` looked for a run to tell, perhaps while there was none yet
+            run.trainer_gone()
+        return opened.to_json()
+
+    def _work_later(self, call: Callable[[], object]) -> None:
+        def work() -> None:
+            try:
+                call()
+            except Exception:  # noqa: BLE001 - a thread edge: nobody waits for it
+                _LOG.exception("what was left to be done between saves failed; it is tried again after the next one")
+
+        self._work.put(work)
+
+    def _pause(self, seconds: float) -> None:
+        if self._ending.wait(seconds):
+            raise HoldfastError("nobody needs this run any more")
+
+    def _op(self, header: dict[str, Any]) -> Any:
+        op, args = header["op"], header["args"]
+        if op == "probe":
+            return probe(self._storages[args["storage"]], args["directory"], self._saver)
+        if self._run is None:
+            raise HoldfastError(f"{op!r} needs an open run: call open_run first")
+        if self._is_taken(self._run, header):
+            return _ANSWERED
+        if op == "close_run":
+            run, self._run = self._run, None
+            run.close(args.get("reason", "closed"), args.get("details"))
+            return None
+        return self._run.op(op, args)
+
+    # ---- answers, from any thread
+
+    def hold(self, fd: int) -> bool:
+        """Have the trainer keep a descriptor open too."""
+        try:
+            self._channel.send({"on": "hold", "calls": []}, fds=(fd,))
+        except OSError as error:
+            return isinstance(error, BrokenPipeError | ConnectionResetError)  # nobody will start us again
+        return self._channel.flush(_HOLD_S)
+
+    def _answer_many(self, calls: list[int], error: BaseException | None) -> None:
+        if error is None:
+            self._say({"on": "done", "calls": calls})
+        else:
+            self._say({"on": "failed", "calls": calls, "error": error_to_json(error)})
+
+    def say_done(self, call: int, value: Any, attachments: tuple[bytes, ...] = ()) -> None:
+        """Answer a call."""
+        self._say({"on": "done", "calls": [call], "value": value}, attachments)
+
+    def say_failed(self, call: int | None, error: BaseException) -> None:
+        """Let a call fail."""
+        if not isinstance(error, HoldfastError):
+            _LOG.error("the writer failed", exc_info=error)
+        if call is not None:
+            self._say({"on": "failed", "calls": [call], "error": error_to_json(error)})
+
+    def _say(self, header: dict[str, Any], attachments: tuple[bytes, ...] = ()) -> None:
+        try:
+            self._channel.send(header, attachments)
+        except OSError:
+            _LOG.debug("nobody hears: %s", header["on"])  # the trainer is gone; its job is finished all the same
+
+
+_ANSWERED = object()
+
+
+def _end(plan: FilePlan) -> int:
+    return plan.arena_offset + plan.size

@@ -1,0 +1,291 @@
+"""The remote side of a mirrored run: what its uploading thread does there, one step at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from holdfast._log import get_logger
+from holdfast.config import Keep
+from holdfast.copying.transfer import Copied, copy_checkpoint
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    StorageError,
+    StorageNotFoundError,
+)
+from holdfast.format.commit import read_manifest, sweep
+from holdfast.format.names import MANIFEST_NAME, join
+from holdfast.run.catalog import Catalog
+from holdfast.run.heartbeat import Heartbeat
+from holdfast.run.index import RunIndex
+from holdfast.run.lease import Lease
+from holdfast.run.record import Record
+from holdfast.run.remains import sweep_hidden
+from holdfast.run.reports import REPORTS, highest_attempt
+from holdfast.run.retention import Verdict
+from holdfast.run.sidecar import Sidecar, read_sidecar
+from holdfast.storage.base import Storage
+
+from ..fencing import draw_fence
+
+__all__ = ["RemoteRun"]
+
+_LOG = get_logger("writer")
+
+
+def _nothing() -> None:
+    pass
+
+
+class RemoteRun:
+    """Holds the lease of the remote side and keeps it a run of its own, which needs nothing of the local side.
+
+    Attributes:
+        heartbeat: the lease.
+        catalog: its checkpoints.
+        both: names of checkpoints that lie at both sides, as far as the local side has not let them go.
+        first: called before it is decided what stays: it brings what came late (`late`).
+    """
+
+    def __init__(self, heartbeat: Heartbeat, storage: Storage, local: Storage, keep: Keep | None) -> None:
+        self.heartbeat = heartbeat
+        self.catalog = Catalog(storage, doomed=heartbeat.lease.predecessor.doomed)
+        self.catalog.announce = heartbeat.announce
+        self._storage, self._local, self._keep = storage, local, keep
+        self._segments: dict[str, int] = {}  # report segments that the remote has, and how long they are
+        self._own: set[str] = set()  # those that came from here
+        self.both: set[str] = set()
+        self.first: Callable[[], None] = _nothing
+        self._sidecars: dict[str, Sidecar] = {}  # as they were when the remote learnt of them
+
+    @classmethod
+    def open(
+        cls,
+        storage: Storage,
+        local: Storage,
+        *,
+        owner: Mapping[str, Any],
+        keep: Keep | None,
+        wait_s: float,
+        pause: Callable[[float], None],
+    ) -> RemoteRun:
+        """Take the lease and look at what is there.
+
+        Raises:
+            RunBusyError: another trainer holds it.
+            StorageError: the remote does not answer or refuses: nobody knows what the newest checkpoint is.
+        """
+        heartbeat = None
+        try:
+            lease = Lease.acquire(storage, {**owner, "pid": os.getpid()}, wait_s=wait_s, sleep=pause)
+            heartbeat = Heartbeat(lease)
+            remote = cls(heartbeat, storage, local, keep)
+            remote._segments = {info.path: info.size for info in storage.list(REPORTS, recursive=False)}
+        except BaseException as error:
+            if heartbeat is not None:
+                with contextlib.suppress(StorageError):
+                    heartbeat.close()
+            if isinstance(error, StorageError):
+                raise type(error)(
+                    f"the remote side of this run, {storage.uri}, cannot be looked at, so nobody knows which "
+                    f"checkpoint is the newest: {error}. Nothing was started. What to do: try again when it answers; "
+                    f"or go on with the local side alone, Checkpointer({local.uri!r}, ...) without local_dir; it is "
+                    "brought to the remote by the next start with both"
+                ) from error
+            raise
+        return remote
+
+    @property
+    def highest_attempt(self) -> int:
+        """The highest attempt that ever was."""
+        index = self.catalog.index
+        seen = [one.attempt for one in index.attempts] + [row[1] for row in index.rows.values()]
+        if self.catalog.fence is not None:
+            seen.append(self.catalog.fence.below)
+        return max([*seen, highest_attempt(self._storage)], default=0)
+
+    def newest(self) -> Record | None:
+        """Return the newest checkpoint."""
+        return self.catalog.newest()
+
+    def close(self, *, wait: bool) -> None:
+        """Give the lease back."""
+        self.heartbeat.close(wait=wait)
+
+    def join(self, local: RunIndex) -> None:
+        """Let the local index know of the lives that the remote knows.
+
+        Raises:
+            ConfigError: the two sides hold different runs.
+        """
+        index = self.catalog.index
+        if local.run_id and index.run_id and local.run_id != index.run_id:
+            raise ConfigError(
+                f"{local.storage.uri} holds another run ({local.run_id}) than {index.storage.uri} ({index.run_id}): "
+                "give each run a local_dir of its own, or empty this one"
+            )
+        local.run_id = local.run_id or index.run_id
+        last = [max((one.attempt for one in side.attempts), default=0) for side in (local, index)]
+        older, newer = (local, index) if last[1] > last[0] else (index, local)
+        known = {one.attempt: one for one in (*older.attempts, *newer.attempts)}
+        local.attempts = [known[number] for number in sorted(known)]
+        local.notes, local.finished = {**older.notes, **newer.notes}, newer.finished
+        # One journal: what happens at the remote comes back to it with the report segments of the local side.
+        local.journal.take(index.journal.waiting())
+        index.journal, self.catalog.side = local.journal, "remote"
+
+    def register(self, waiting: Sequence[Record]) -> list[str]:
+        """Write the new attempt down before anything is trained, and sweep what dead lives left.
+
+        Half-sent checkpoints that are waiting here are not swept: what is complete of them is not sent again.
+        """
+        index = self.catalog.index
+        last = None if index.damage is not None else index.current
+        kept = {record.name: record.checkpoint_id for record in waiting}
+        self.catalog.incomplete = [name for name in self.catalog.incomplete if name not in kept]
+        self.bring_head()
+        current = index.current
+        if current is not None:
+            draw_fence(self.heartbeat, self.catalog, current, last=last, more=kept)
+        start_ids = {current.start_id} if current is not None else set()
+        return [*self.catalog.sweep(), *sweep_hidden(self._storage, start_ids)]
+
+    def is_whole(self, name: str) -> bool:
+        """Whether every file of a checkpoint of the remote is there."""
+        try:
+            read_manifest(self._storage, name, check_sizes=True)
+        except CheckpointError:
+            return False
+        return True
+
+    def take(self, name: str, *, stop: Callable[[], bool]) -> tuple[Copied, list[Verdict]]:
+        """Upload one checkpoint and apply the rules of retention.
+
+        Raises:
+            TransferStopped: ``stop`` said so; what is complete stays.
+            CheckpointError: it cannot be done, now or later.
+            HoldfastError: it could not be done now.
+        """
+        self.heartbeat.confirm()
+        if (why := self.catalog.index.quarantined.get(name)) is not None:
+            # Of the same name and sizes, so it would be taken for complete as it is.
+            raise CheckpointExistsError(
+                f"{join(self._storage.uri, name)} is quarantined ({why}): delete it there, then `holdfast push` brings "
+                "the one of the local disk"
+            )
+        before = read_sidecar(self._local, name)
+        previous = next((one for one in self.catalog.names() if one != name), None)
+        copied = self._copy(name, previous, stop)
+        self.heartbeat.confirm()  # what is there by now counts; and from here on run.json is written and old ones go
+        self._sidecars[name] = before
+        self.both.add(name)
+        self.catalog.add(name, read_manifest(self._storage, name))
+        return copied, self.retain()
+
+    def _copy(self, name: str, previous: str | None, stop: Callable[[], bool]) -> Copied:
+        for last in (False, True):
+            in_the_way = self._is_void(name)
+            if in_the_way:
+                self.heartbeat.announce([name])  # one that was committed too late, and does not count
+            try:
+                return copy_checkpoint(
+                    self._local, name, self._storage, name, previous=previous, stop=stop, overwrite=in_the_way
+                )
+            except CheckpointExistsError:
+                # It may have been committed just now, by an owner that was taken over and has woken up.
+                if last or not self._is_void(name):
+                    raise
+        raise AssertionError("not reached")
+
+    def _is_void(self, name: str) -> bool:
+        try:
+            return self.catalog.is_void(name, read_manifest(self._storage, name))
+        except CheckpointError:
+            return False
+
+    def retain(self) -> list[Verdict]:
+        """Save the index and apply the rules to all that was said by now; give what was deleted."""
+        self.first()
+        self.bring_sidecars()
+        self.bring_head(save=False)
+        if self._keep is not None:
+            return self.catalog.prune(self._keep)
+        self.catalog.index.save()
+        return []
+
+    def bring_head(self, *, save: bool = True) -> None:
+        """Copy what the local run.json says about the run itself; rows and quarantine are each side's own."""
+        local, index = RunIndex.load(self._local, head_only=True), self.catalog.index
+        fields = ("run_id", "attempts", "notes", "finished")
+        if local.damage is None and any(getattr(local, one) != getattr(index, one) for one in fields):
+            self.heartbeat.confirm()
+            for one in fields:
+                setattr(index, one, getattr(local, one))
+        elif index.damage is None:
+            return
+        if save:
+            index.save()
+
+    def bring_reports(self) -> None:
+        """Copy the report segments that are new or longer, then remove those that were merged into others."""
+        found = {info.path: info.size for info in self._local.list(REPORTS, recursive=False)}
+        fresh = [path for path, size in sorted(found.items()) if self._segments.get(path) != size]
+        gone = sorted(self._own - found.keys())
+        if fresh or gone:
+            self.heartbeat.confirm()
+        for path in fresh:
+            with contextlib.suppress(StorageNotFoundError):  # merged away just now
+                data = self._local.read(path)
+                self._storage.put(path, data)
+                self._segments[path] = len(data)
+                self._own.add(path)
+        for path in gone:
+            self._storage.delete(path)
+            self._own.discard(path)
+
+    def bring_sidecars(self) -> bool:
+        """Tell the remote of late metrics and pins of checkpoints that lie at both sides; whether there were any."""
+        told = False
+        for name in sorted(self.both):
+            if not self._local.exists(f"{name}/{MANIFEST_NAME}"):
+                self.both.discard(name)
+                continue
+            now, before = read_sidecar(self._local, name), self._sidecars.get(name)
+            if before is None:  # of an earlier life: nobody knows who said what first
+                before = read_sidecar(self._storage, name)
+                now = now.with_pin(now.pinned or before.pinned)
+            if now != before:
+                self.heartbeat.confirm()
+                metrics = {key: value for key, value in now.metrics.items() if before.metrics.get(key) != value}
+                self._tell(name, metrics, now.pinned if now.pinned != before.pinned else None)
+                told = True
+            self._sidecars[name] = now
+        return told
+
+    def late(self, name: str, metrics: Mapping[str, Any], pinned: bool | None) -> None:
+        """Take metrics or a pin of a checkpoint that the local side may have no more."""
+        self.heartbeat.confirm()
+        self._tell(name, metrics, pinned)
+
+    def _tell(self, name: str, metrics: Mapping[str, Any], pinned: bool | None) -> None:
+        try:
+            self.catalog.record(name)
+        except CheckpointNotFoundError:
+            return  # deleted by retention
+        try:
+            if metrics:
+                self.catalog.set_metrics(name, metrics)
+            if pinned is not None:
+                self.catalog.pin(name, on=pinned)
+        except CheckpointError as error:  # removed by hand, or damaged: trying again for ever would hold up the rest
+            _LOG.warning("late metrics or a pin of %s could not be stored: %s", name, error)
+
+    def drop(self, name: str) -> None:
+        """Remove what was sent of a checkpoint that was given up."""
+        self.heartbeat.announce([name])
+        sweep(self._storage, name)
