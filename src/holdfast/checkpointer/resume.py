@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.newest import newest_of_run
 from holdfast.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
+from holdfast.run.newest_good import newest_good
 from holdfast.state.load.put_back import PutBack
 from holdfast.state.load.restore import Loaded, load_state
 from holdfast.storage.base import Storage
@@ -133,28 +134,30 @@ def first_good(
     Raises:
         CorruptCheckpointError: there are checkpoints and none of them is good.
     """
-    skipped = [] if skipped is None else skipped
-    for name in candidates:
-        if name in quarantined:
-            continue
-        for number, side in enumerate([storage] if sides is None else sides(name), 1):
-            checkpoint = Checkpoint.at(side, name)
-            # One side of a mirrored run may be damaged and the other one good.
-            more = {} if sides is None else {"side": side.uri}
-            judge = partial(_judge, partial(quarantine, name, **more))
-            # Not by its URI: the local side need not have the same path on all machines.
-            reason = meeting.agree(f"load {name} ({number})", partial(attempt, checkpoint), judge, work_s=work_s)
-            if reason is None:
-                return checkpoint
-            skipped.append((name, reason))
-    bad = {**quarantined, **dict(skipped)}
-    if bad:
-        rows = "\n".join(f"  {name}: {reason}" for name, reason in bad.items())
-        raise CorruptCheckpointError(
-            f"{storage.uri} has {len(bad)} checkpoint(s) and none of them is good; not starting from zero:\n{rows}\n"
-            f"what to do: repair or copy one back, {what_else}"
+
+    def copies() -> Iterator[tuple[str, tuple[int, Checkpoint]]]:
+        """Give every copy of every candidate: one side of a mirrored run may be damaged and the other one good."""
+        for name in candidates:
+            if name not in quarantined:
+                for number, side in enumerate([storage] if sides is None else sides(name), 1):
+                    yield name, (number, Checkpoint.at(side, name))
+
+    def check(copy: tuple[int, Checkpoint]) -> str | None:
+        number, checkpoint = copy
+        name = checkpoint.directory
+        side = {} if sides is None else {"side": checkpoint.storage.uri}
+        judge = partial(_judge, partial(quarantine, name, **side))
+        # Not by its URI: the local side need not have the same path on all machines.
+        reason: str | None = meeting.agree(
+            f"load {name} ({number})", partial(attempt, checkpoint), judge, work_s=work_s
         )
-    return None
+        return reason
+
+    answer = newest_good(copies(), check, bad=quarantined, where=storage.uri, advice=what_else)
+    found, bad = answer
+    if skipped is not None:
+        skipped += bad
+    return None if found is None else found[1]
 
 
 def _try(home: Storage, state: Mapping[Any, Any], meeting: Meeting, outcome: ResumeResult, fit: Fit) -> str | None:

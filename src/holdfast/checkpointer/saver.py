@@ -26,7 +26,7 @@ from .identity import free_name, manifest_fields
 from .rank_group import ANSWER_MARGIN_S, RankGroup
 from .remote import RemoteWatch
 from .stats import Stats, StepClock
-from .transient import MAX_LOST, TRANSIENT_ERRORS, passing_error, state_of
+from .transient import MAX_LOST, TRANSIENT_ERRORS, LostSaves, passing_error, state_of
 
 __all__ = ["RunSaver"]
 
@@ -93,13 +93,12 @@ class RunSaver:
         self.last_step = -1  # newest step with a save started
         self.last_name: str | None = None
         self.deleted: list[tuple[str, str]] = []
-        self._lost: StorageError | None = None  # why the last save was left out, if it was
+        self._lost = LostSaves()
         self._pending: _Pending | None = None
         self._side: list[Future[Any]] = []  # reports and late metrics on their way
         self._ended = threading.Event()  # something that `settle` has to take in
         self._number = 0
         self._told = (0.0, 0.0)  # seconds blocked and lost that the run's journal has
-        self._num_lost = self._lost_in_a_row = 0
         self._retry = False
         self._stuck = False  # the time for a save was up: it is not waited for as long again
 
@@ -276,16 +275,17 @@ class RunSaver:
 
     def say_lost(self) -> None:
         """Log, at the end of the run, what a storage that was full or did not answer cost."""
-        if self._num_lost:
+        if self._lost.total:
             _LOG.warning(
-                "%d save(s) of this run were lost, the storage was full or did not answer; %s", self._num_lost,
+                "%d save(s) of this run were lost, the storage was full or did not answer; %s", self._lost.total,
                 self._newest_safe(),
             )  # fmt: skip
 
     def final_is_missing(self, step: int) -> StorageError:
         """Return the error for a run whose last step could not be saved."""
-        lost = f"the final step {step} was NOT saved, {state_of(self._lost)} ({self._lost}); {self._newest_safe()}"
-        return passing_error(self._lost, lost)
+        error = self._lost.error
+        lost = f"the final step {step} was NOT saved, {state_of(error)} ({error}); {self._newest_safe()}"
+        return passing_error(error, lost)
 
     def _newest_safe(self) -> str:
         step = self.stats.last_durable_step
@@ -299,9 +299,8 @@ class RunSaver:
         self.stats.seconds_lost += seconds
 
     def _committed(self, result: SaveResult, pending: _Pending) -> None:
-        self._lost_in_a_row = 0
+        self._lost.durable()
         self._retry = False
-        self._lost = None
         stats = self.stats
         stats.saves += 1
         stats.bytes_written += result.bytes_written
@@ -330,15 +329,11 @@ class RunSaver:
 
     def _leave_out(self, error: StorageError, step: int) -> None:
         self.stats.skipped += 1
-        self._num_lost += 1
-        self._lost_in_a_row += 1
-        self._lost = error
         tries_again = self.on_full == "wait"  # the same step: its own time bounds that
-        if self.on_full == "raise" or (self._lost_in_a_row >= MAX_LOST and not tries_again):
-            raise error
+        self._lost.add(error, limit={"raise": 1, "wait": None}.get(self.on_full, MAX_LOST))
         _LOG.warning(
             "step %d was NOT saved, %s (%s); older checkpoints are untouched, training goes on (save %d in a row)",
-            step, state_of(error), error, self._lost_in_a_row,
+            step, state_of(error), error, self._lost.in_a_row,
         )  # fmt: skip
         self._retry = tries_again
 
@@ -348,7 +343,7 @@ class RunSaver:
             error = future.exception()
             if isinstance(error, TRANSIENT_ERRORS) and self.on_full != "raise":
                 _LOG.warning("metrics were not recorded, %s: %s", state_of(error), error)
-            elif isinstance(error, CheckpointNotFoundError) and self._num_lost:
+            elif isinstance(error, CheckpointNotFoundError) and self._lost.total:
                 _LOG.warning("metrics were not bound, the save of their step was lost: %s", error)
             elif error is not None:
                 raise error

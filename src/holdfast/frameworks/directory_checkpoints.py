@@ -18,7 +18,7 @@ from holdfast.checkpointer.identity import free_name, manifest_fields, new_start
 from holdfast.checkpointer.options import check_root
 from holdfast.checkpointer.rendezvous import Meeting, meet
 from holdfast.checkpointer.start import answer
-from holdfast.checkpointer.transient import MAX_LOST, TRANSIENT_ERRORS, state_of
+from holdfast.checkpointer.transient import TRANSIENT_ERRORS, LostSaves, state_of
 from holdfast.config import Keep
 from holdfast.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, HoldfastError
 from holdfast.run.catalog import Catalog
@@ -101,7 +101,8 @@ class DirectoryCheckpoints:
         self._names: set[str] = set()
         self._of_step: dict[int, str] = {}
         self._parent: str | None = None
-        self._number = self._lost_in_a_row = 0
+        self._number = 0
+        self._lost_saves = LostSaves()
         self._pending: list[_Pending] = []
         self._lost: Lost | None = None  # the newest of which the outcome is known, if it was
         self._downloads = contextlib.ExitStack()
@@ -385,7 +386,8 @@ class DirectoryCheckpoints:
             self._drop_lost()
             if one.staged is not None:
                 shutil.rmtree(one.staged, ignore_errors=True)
-            self._lost_in_a_row, self._parent = 0, one.checkpoint_id
+            self._lost_saves.durable()
+            self._parent = one.checkpoint_id
             for warning in one.future.result().warnings:
                 _LOG.warning("%s: %s", one.name, warning)
             return
@@ -393,8 +395,7 @@ class DirectoryCheckpoints:
         self._names.discard(one.name)
         self._of_step = {step: name for step, name in self._of_step.items() if name != one.name}
         if isinstance(error, TRANSIENT_ERRORS) and self.on_full == "skip":
-            self._lost_in_a_row += 1
-            if self._lost_in_a_row < MAX_LOST:
-                _LOG.warning("%s; training goes on", lost.what)
-                return
+            self._lost_saves.add(error)
+            _LOG.warning("%s; training goes on", lost.what)
+            return
         raise error

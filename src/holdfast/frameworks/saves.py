@@ -17,7 +17,7 @@ from holdfast._ranks import current_ranks
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer import SaveHandle, load, save_async
 from holdfast.checkpointer.rendezvous import Alone, Meeting, meet
-from holdfast.checkpointer.transient import MAX_LOST, TRANSIENT_ERRORS, state_of
+from holdfast.checkpointer.transient import TRANSIENT_ERRORS, LostSaves, state_of
 from holdfast.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -72,7 +72,7 @@ class Saves:
         self._given_as: dict[str, str] = {}  # target -> the path that this training has for it
         self._removals: dict[str, Future[None]] = {}
         self._thread: ThreadPoolExecutor | None = None
-        self._lost_in_a_row = 0
+        self._lost = LostSaves()
 
     def __reduce__(self) -> Any:
         """In another process, nothing is under way."""
@@ -230,9 +230,7 @@ class Saves:
         try:
             self._take_in(uri, handle, timeout_s)
         except TRANSIENT_ERRORS as error:
-            self._lost_in_a_row += 1
-            if self._lost_in_a_row >= MAX_LOST:
-                raise
+            self._lost.add(error)
             _LOG.warning("%s was NOT saved, %s (%s); training goes on", uri, state_of(error), error)
 
     def _take_in(self, uri: str, handle: SaveHandle, timeout_s: float) -> None:
@@ -244,7 +242,7 @@ class Saves:
             if unmark_it is not None:
                 unmark_it()
             raise
-        self._lost_in_a_row = 0
+        self._lost.durable()
 
     def _finish(self, pending: dict[str, Any], result: Callable[[str, Any], object]) -> None:
         while pending:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.checkpoint.verify import verify
-from holdfast.errors import CheckpointError, CorruptCheckpointError, StorageError
+from holdfast.errors import CheckpointError, StorageError
 from holdfast.format.commit import read_manifest
+from holdfast.run.newest_good import newest_good
 from holdfast.run.record import unpack
 from holdfast.storage.base import Storage
 
@@ -66,30 +67,28 @@ def find_start(
         StorageError: the storage failed.
     """
     kept = [_kept(row) for row in rows]
-    skipped: list[tuple[str, str]] = []
-    start = None
-    for one in kept:
-        if one.name in quarantined:
-            continue
+
+    def check(one: KnownCheckpoint) -> str | None:
         outcome = verify(storage, one.name, deep=one.name in deep)
         if outcome.ok:
-            start = one
-            break
+            return None
         if outcome.state == "missing":
-            continue  # somebody deleted it since it was listed
+            return ""  # somebody deleted it since it was listed
         reason = "; ".join(outcome.problems) or outcome.state
         if outcome.state == "unreadable":
             raise StorageError(f"{storage.uri}/{one.name} cannot be read: {reason}")
         quarantine(one.name, reason)
-        skipped.append((one.name, reason))
+        return reason
+
+    found = newest_good(
+        [(one.name, one) for one in kept],
+        check,
+        bad=quarantined,
+        where=storage.uri,
+        advice="start a run of another name with resume_from_checkpoint=<path>, or delete the run's directory",
+    )
+    start, skipped = found
     bad = {**quarantined, **dict(skipped)}
-    if start is None and bad:
-        lines = "\n".join(f"  {name}: {reason}" for name, reason in bad.items())
-        raise CorruptCheckpointError(
-            f"{storage.uri} has {len(bad)} checkpoint(s) and none of them is good; not starting from zero:\n{lines}\n"
-            "what to do: repair or copy one back, start a run of another name with resume_from_checkpoint=<path>, or "
-            "delete the run's directory"
-        )
     usable = tuple(one for one in kept if one.name not in bad)
     return RunContents(
         kept=usable,

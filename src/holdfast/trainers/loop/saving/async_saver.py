@@ -15,7 +15,7 @@ from holdfast._log import get_logger
 from holdfast.checkpointer.identity import manifest_fields
 from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S
 from holdfast.checkpointer.stats import Stats
-from holdfast.checkpointer.transient import MAX_LOST, TRANSIENT_ERRORS, state_of
+from holdfast.checkpointer.transient import TRANSIENT_ERRORS, LostSaves, state_of
 from holdfast.errors import HoldfastError, StorageError, StorageFullError, UnsupportedStateError
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.writer.messages import SaveResult
@@ -64,8 +64,7 @@ class AsyncSaver:
         self._parent = parent  # the newest checkpoint of this training that is durable
         self._next_parent: str | None = None  # the one under way
         self.stats = Stats()
-        self.lost: StorageError | None = None  # why the last save was left out, if it was
-        self._lost_in_a_row = 0
+        self.lost = LostSaves()
         self._held_s = 0.0  # by the save under way
 
     def glance(self) -> None:
@@ -264,20 +263,17 @@ class AsyncSaver:
             )
         try:
             pending.result()
-            self.lost, self._lost_in_a_row = None, 0
+            self.lost.durable()
         except TRANSIENT_ERRORS as error:
             self._leave_out(error)
 
     def _leave_out(self, error: StorageError) -> None:
         self.stats.skipped += 1
-        self.lost = error
-        self._lost_in_a_row += 1
-        if self._lost_in_a_row >= MAX_LOST:
-            raise error
+        self.lost.add(error)
         if self._ranks.leads:
             _LOG.warning(
                 "a checkpoint was NOT saved, %s (%s); older ones are untouched, training goes on (save %d in a row)",
-                state_of(error), error, self._lost_in_a_row,
+                state_of(error), error, self.lost.in_a_row,
             )  # fmt: skip
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from holdfast.errors import (
     IncompleteCheckpointError,
     StorageNotFoundError,
 )
+from holdfast.run.newest_good import newest_good
 from holdfast.storage.base import Storage
 
 from .finder import OWN_NAMES, FolderEntry, look, look_at, names_in
@@ -112,35 +113,40 @@ class StartingPoint:
         saver.take_place()
         storages = [folder.storage, *(one.storage for one in self._site.uploads_of(saver))]
         local, ranks = folder.storage, self._site.ranks
-        bad: list[tuple[str, str]] = []
         candidates = ranks.lead("candidates", lambda: self._candidates(saver, storages))
         folder.rise_above(max((row["attempt"] for _, row in candidates), default=0))
-        for number, row in candidates:
-            storage, one = storages[number], FolderEntry(**row)
+        loaded: list[LoadReport] = []
+
+        def check(candidate: tuple[Storage, FolderEntry]) -> str | None:
+            storage, one = candidate
             if storage is local and one.name in folder.quarantined:
-                bad.append((one.name, folder.quarantined[one.name]))
-                continue
-            found: list[LoadReport] = []
-            reason = one.problem
+                return folder.quarantined[one.name]
+            if one.problem is not None:
+                return one.problem
+            loaded.clear()
+            reason: str | None = ranks.agree("load", partial(self._try, storage, one.name, loaded), first_bad)
             if reason is None:
-                reason = ranks.agree("load", partial(self._try, storage, one.name, found), first_bad)
-            if reason is not None:
-                bad.append((one.name, reason))
-                if storage is local and one.problem is None:  # together: of what rank 0 fails at, all have to hear
-                    ranks.agree("aside", partial(folder.quarantine, one.name, reason))
-            elif found[0].full:
-                found[0].notes += [
-                    f"set aside {name}, its files are left alone: {why.splitlines()[0]}" for name, why in bad
-                ]
-                self._resumed, self._site.begun, self._site.training = True, True, one.training
-                self._site.resumed_at = folder if storage is local else None
-                return found[0]
-        if bad:
-            rows = "\n".join(f"  {name}: {why}" for name, why in bad)
-            raise CorruptCheckpointError(
-                f"autoresume=True: {folder.spelling} has {len(bad)} checkpoint(s) and none of them is good; not "
-                f"starting from zero:\n{rows}\nwhat to do: repair or copy one back, or remove them to start afresh"
-            )
+                return None if loaded[0].full else ""
+            if storage is local:  # together: of what rank 0 fails at, all have to hear
+                ranks.agree("aside", partial(folder.quarantine, one.name, reason))
+            return reason
+
+        answer = newest_good(
+            [(row["name"], (storages[number], FolderEntry(**row))) for number, row in candidates],
+            check,
+            bad={},
+            where=f"autoresume=True: {folder.spelling}",
+            advice="or remove them to start afresh",
+        )
+        found, bad = answer
+        if found is not None:
+            storage, one = found
+            loaded[0].notes += [
+                f"set aside {name}, its files are left alone: {why.splitlines()[0]}" for name, why in bad
+            ]
+            self._resumed, self._site.begun, self._site.training = True, True, one.training
+            self._site.resumed_at = folder if storage is local else None
+            return loaded[0]
         then = f"; load_path={self._path!r} is used" if self._path is not None else ""
         headline = f"autoresume: no checkpoint under {folder.storage.uri}{then or ', a fresh start'}"
         notes = ranks.lead("not usable", lambda: self._not_usable(saver))

@@ -329,7 +329,7 @@ class CheckpointSaver(Callback):
 
         def is_lost() -> bool:
             track.settle()
-            return track.lost is not None
+            return track.lost.error is not None
 
         # Of single files rank 0 alone knows; parts of a directory are lost together.
         if ranks.lead("lost", is_lost, work_s=TIMEOUT_S + ANSWER_MARGIN_S):
@@ -370,7 +370,7 @@ class CheckpointSaver(Callback):
             StorageFullError: saying what is safe.
             StorageUnavailableError: the same.
         """
-        lost = None if self._track is None else self._track.lost
+        lost = None if self._track is None else self._track.lost.error
         if lost is not None:
             newest = self.saved_checkpoints[-1:] or ["none"]
             raise passing_error(
