@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.checkpointer import node_local, start
+from holdfast.checkpointer import node_local
+from holdfast.checkpointer.room import check_room
 from holdfast.format.commit import read_manifest
 from holdfast.format.parts import part_name, staged_name
 from holdfast.storage.local.local_storage import LocalStorage
@@ -56,7 +57,7 @@ def room(tmp_path: Path, needs: list[list[Any]], free: int = 1000 * MIB, **more:
     probed: Future[dict[str, Any]] = Future()
     probed.set_result({"free_bytes": free, "seconds": 0.0})
     client: Any = SimpleNamespace(probe=lambda storage, directory: probed)
-    return start._check_room(LocalStorage(tmp_path), client, needs, {}, "aaaaaaa1", 5.0, **more)
+    return check_room(LocalStorage(tmp_path), client, needs, {}, "aaaaaaa1", 5.0, **more)
 
 
 def test_each_machine_has_to_hold_the_parts_of_its_own_ranks(tmp_path: Path) -> None:

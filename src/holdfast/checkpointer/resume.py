@@ -21,7 +21,7 @@ from .options import RESERVED, Fit
 from .progress import Progress
 from .rendezvous import Alone, Meeting
 
-__all__ = ["ResumeResult", "first_good", "resume_run"]
+__all__ = ["Fit", "ResumeResult", "first_good", "resume_run"]
 
 Quarantine = Callable[..., object]
 

@@ -17,8 +17,8 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.identity import free_name, manifest_fields, new_start_id
 from holdfast.checkpointer.options import check_root
 from holdfast.checkpointer.rendezvous import Meeting, meet
-from holdfast.checkpointer.start import answer
 from holdfast.checkpointer.transient import TRANSIENT_ERRORS, LostSaves, state_of
+from holdfast.checkpointer.waiting import answer
 from holdfast.config import Keep
 from holdfast.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, HoldfastError
 from holdfast.run.catalog import Catalog

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
+from holdfast.checkpointer.opening import open_together
 from holdfast.checkpointer.rank_group import RankGroup
-from holdfast.checkpointer.start import answer, open_together
+from holdfast.checkpointer.waiting import answer
 from holdfast.errors import ConfigError, StorageError, StorageNotFoundError
 from holdfast.format.commit import remove
 from holdfast.format.manifest import MANIFEST_NAME
