@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import queue
 import select
 import threading
@@ -14,12 +12,13 @@ from holdfast._log import get_logger
 from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
 
+from .arriving import Arriving, watermark
 from .frames import Attachments, Channel, Message
-from .messages import FilePlan, IngestJob, PartsJob, SaveJob, SaveResult, error_to_json
+from .handed import Handed
+from .messages import IngestJob, PartsJob, SaveJob, SaveResult, error_to_json
 from .open_run import Run
 from .parts import commit_parts
 from .save import SaveRunner, Task, probe
-from .watermark import Watermark
 from .windows import Window, WindowSource
 
 if TYPE_CHECKING:
@@ -38,18 +37,31 @@ class WriterLoop:
     """Serves one trainer. `serve` returns when the trainer closed or died and what was sealed is committed."""
 
     def __init__(self, channel: Channel, source: Attachments, *, trainer_fd: int = -1) -> None:
-        self._channel, self._source, self._trainer_fd = channel, source, trainer_fd
-        self._storages: dict[int, Storage] = {}
-        self._views: dict[int, memoryview] = {}
-        self._handed: dict[int, Message] = {}  # arenas that are not mapped yet
-        self._windowed: dict[int, WindowSource] = {}
-        self._gates: dict[int, Watermark] = {}
+        self._channel, self._trainer_fd = channel, trainer_fd
+        self._handed, self._arriving = Handed(source), Arriving()
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._saver = SaveRunner()
         self._run: Run | None = None
         self._joint: Joint | None = None
         self._ending = threading.Event()
         self._end = _DIED
+        self._handlers: dict[str, Callable[[Message], None]] = {
+            "storage": self._handed.take_storage,
+            "arena": self._handed.take_arena,
+            "drop_arena": self._drop_arena,
+            "save": self._take_save,
+            "window": self._arriving.window,
+            "fill": self._arriving.fill,
+            "seal": self._arriving.seal,
+            "abandon": self._arriving.abandon,
+            "ingest": self._take_ingest,
+            "parts": self._take_parts,
+            "join": self._join,
+            "joint": self._tell_ranks,
+            "ask": self._ask_ranks,
+            "open_run": self._take_open_run,
+            "op": self._take_op,
+        }
 
     def serve(self) -> None:
         """Read messages until the end, while a second thread works them off."""
@@ -64,9 +76,7 @@ class WriterLoop:
             run = self._run  # read once: the working thread may be closing it
             if run is not None:
                 run.trainer_gone()
-            waiting: list[WindowSource | Watermark] = [*self._windowed.values(), *self._gates.values()]
-            for source in waiting:
-                source.abandon(f"{self._end} before this save was complete")
+            self._arriving.abandon_all(f"{self._end} before this save was complete")
             if self._joint is not None:
                 self._joint.finish(self._end, dead=self._end == _DIED)
             self._work.put(None)
@@ -87,7 +97,7 @@ class WriterLoop:
                 self._end = message.header.get("why", "closed")
                 return
             try:
-                getattr(self, f"_on_{kind}")(message)
+                self._handlers[kind](message)
             except Exception as error:  # noqa: BLE001 - the caller hears of it; other calls go on
                 self.say_failed(message.header.get("call"), error)
 
@@ -106,82 +116,45 @@ class WriterLoop:
             return True
         return False
 
-    def _on_storage(self, message: Message) -> None:
-        self._storages[message.header["key"]] = self._source.storage(message)
+    def _drop_arena(self, message: Message) -> None:
+        self._work.put(lambda: self._handed.drop_arena(message.header["number"]))  # behind the jobs that use it
 
-    def _on_arena(self, message: Message) -> None:
-        self._handed[message.header["number"]] = message
-        with contextlib.suppress(HoldfastError):  # a passing failure: the first job that needs it tries again
-            self._view(message.header["number"])
-
-    def _view(self, number: int) -> memoryview:
-        """Give the memory of an arena; mapped now if that was not possible when it was handed over."""
-        view = self._views.get(number)
-        if view is None:
-            message = self._handed[number]
-            try:
-                view = self._views[number] = self._source.arena(message)
-            except OSError as error:
-                raise HoldfastError(
-                    f"the writer cannot map {message.header['size']} bytes of memory that it shares with the trainer "
-                    f"({error.strerror}): this save is lost, the next one tries again; give the machine more memory"
-                ) from error
-            del self._handed[number]
-        return view
-
-    def _on_drop_arena(self, message: Message) -> None:
-        number = message.header["number"]
-
-        def drop() -> None:  # behind the jobs that use it
-            self._views.pop(number, None)
-            handed = self._handed.pop(number, None)
-            for fd in () if handed is None else handed.fds:
-                os.close(fd)
-            self._source.drop(number)
-
-        self._work.put(drop)
-
-    def _on_save(self, message: Message) -> None:
+    def _take_save(self, message: Message) -> None:
         header = message.header
         call, number = header["call"], header["arena"]
         job = SaveJob.from_json(header["job"])
         source = WindowSource() if job.windowed else None
-        gate = None
-        if "filled" in header:
-            gate = Watermark(header["filled"], max((_end(plan) for plan in job.files), default=0))
+        gate = watermark(job, header["filled"]) if "filled" in header else None
         task = Task(
             job=job,
-            storage=self._storages[header["storage"]],
+            storage=self._handed.storage(header["storage"]),
             storage_key=header["storage"],
-            view=memoryview(b"") if number is None else self._view(number),
+            view=memoryview(b"") if number is None else self._handed.view(number),
             blobs=message.attachments,
             source=source,
             gate=gate,
             again=header.get("again", False),
         )
         # Not before the task exists: nobody would answer the windows of a save that could not even be queued.
-        if source is not None:
-            self._windowed[call] = source
-        if gate is not None:
-            self._gates[call] = gate
+        self._arriving.expect(call, source, gate)
         if job.joint:
             self._joined().begun(call, job, task.storage, again=task.again)
         self._work.put(lambda: self._save(call, task))
 
-    def _on_join(self, message: Message) -> None:
+    def _join(self, message: Message) -> None:
         from .distributed import Joint  # not above: a writer of one rank starts faster without
 
         joint = Joint(self)
-        joint.join(message.header, message.fds, self._view(message.header["board"]))
+        joint.join(message.header, message.fds, self._handed.view(message.header["board"]))
         self._joint = joint
         self.say_done(message.header["call"], None)
 
-    def _on_joint(self, message: Message) -> None:
+    def _tell_ranks(self, message: Message) -> None:
         """Tell the other ranks something: `Joint.want`, `acted` and so on."""
         call = {name: message.header[name] for name in ("call",) if name in message.header}  # if it is answered
         getattr(self._joined(), message.header["what"])(**message.header["args"], **call)
 
-    def _on_ask(self, message: Message) -> None:
+    def _ask_ranks(self, message: Message) -> None:
         self._joined().ask(message.header["call"], message.header["about"])
 
     def _joined(self) -> Joint:
@@ -189,9 +162,9 @@ class WriterLoop:
             raise HoldfastError("this writer has not joined those of other ranks: call join first")
         return self._joint
 
-    def _on_ingest(self, message: Message) -> None:
+    def _take_ingest(self, message: Message) -> None:
         job = IngestJob.from_json(message.header["job"])
-        storage, again = self._storages[message.header["storage"]], message.header.get("again", False)
+        storage, again = self._handed.storage(message.header["storage"]), message.header.get("again", False)
         side = self._saver.side
 
         def make(run: Run | None) -> SaveResult:
@@ -206,39 +179,15 @@ class WriterLoop:
 
         self._make(message.header["call"], job, make)
 
-    def _on_parts(self, message: Message) -> None:
+    def _take_parts(self, message: Message) -> None:
         job = PartsJob.from_json(message.header["job"])
-        storage, again = self._storages[message.header["storage"]], message.header.get("again", False)
+        storage, again = self._handed.storage(message.header["storage"]), message.header.get("again", False)
         self._make(message.header["call"], job, lambda run: commit_parts(storage, job, run, again=again))
 
-    def _on_window(self, message: Message) -> None:
-        header = message.header
-        source = self._windowed.get(header["job_no"])
-        if source is None:
-            raise HoldfastError("this save has ended already; its future says why")
-        fields = ("call", "file_no", "file_offset", "arena_offset", "nbytes")
-        source.put(Window(**{name: header[name] for name in fields}))
-
-    def _on_fill(self, message: Message) -> None:
-        gate = self._gates.get(message.header["job_no"])
-        if gate is not None:
-            gate.rise(message.header["filled"])
-
-    def _on_seal(self, message: Message) -> None:
-        source = self._windowed.get(message.header["job_no"])
-        if source is not None:
-            source.seal(message.attachments, message.header["manifest"])
-
-    def _on_abandon(self, message: Message) -> None:
-        number = message.header["job_no"]
-        source = self._windowed.get(number) or self._gates.get(number)
-        if source is not None:
-            source.abandon("the trainer abandoned this save")
-
-    def _on_open_run(self, message: Message) -> None:
+    def _take_open_run(self, message: Message) -> None:
         self._later(message, lambda: self._open_run(message.header))
 
-    def _on_op(self, message: Message) -> None:
+    def _take_op(self, message: Message) -> None:
         header, run = message.header, self._run
         early = run is not None and run.uploads is None and header["op"] == "follow"  # they may be about to begin
         if run is None or early or not self._is_taken(run, header):
@@ -314,7 +263,7 @@ class WriterLoop:
 
     def storage_of(self, key: int) -> Storage:
         """Give a storage that the trainer has told of."""
-        return self._storages[key]
+        return self._handed.storage(key)
 
     def later(self, work: Callable[[], None]) -> None:
         """Do something on the working thread, behind what is queued."""
@@ -325,28 +274,23 @@ class WriterLoop:
         try:
             result = self._saver.save(task, self.run_of(job), self._window_done)
         except Exception as error:  # noqa: BLE001 - a thread edge: the future of the save carries it
-            self._end_windows(call, task.source, error)
+            self._refuse_windows(call, error)
             if job.joint:
                 self._joined().failed(job, error)
             else:
                 self.note_lost(job, error)
                 self.say_failed(call, error)
         else:
-            self._end_windows(call, task.source, None)
+            self._refuse_windows(call, HoldfastError("this save has ended already"))
             if job.joint:
                 late = {} if task.source is None else task.source.manifest or {}
                 self._joined().stored(job, result, {**job.manifest, **late})
             else:
                 self.say_done(call, result.to_json(), (result.manifest,))
-        finally:
-            self._gates.pop(call, None)
 
-    def _end_windows(self, call: int, source: WindowSource | None, error: Exception | None) -> None:
-        if source is None:
-            return
-        self._windowed.pop(call, None)  # windows that come from now on are answered by `_on_window`
-        for window in source.end():
-            self.say_failed(window.call, error or HoldfastError("this save has ended already"))
+    def _refuse_windows(self, call: int, error: Exception) -> None:
+        for window in self._arriving.end(call):
+            self.say_failed(window.call, error)
 
     def _window_done(self, source: WindowSource, window: Window) -> None:
         source.answered(window)
@@ -359,9 +303,9 @@ class WriterLoop:
         if (told := header.get("mirror")) is not None:
             from .uploads.start import RemoteSide  # not above: most writers never need it, and each start waits
 
-            remote = RemoteSide.from_told(self._storages[told["storage"]], told)
+            remote = RemoteSide.from_told(self._handed.storage(told["storage"]), told)
         run, opened = Run.open(
-            self._storages[header["storage"]],
+            self._handed.storage(header["storage"]),
             owner=header["owner"],
             keep=header["keep"],
             wait_s=header["wait_s"],
@@ -391,7 +335,7 @@ class WriterLoop:
     def _op(self, header: dict[str, Any]) -> Any:
         op, args = header["op"], header["args"]
         if op == "probe":
-            return probe(self._storages[args["storage"]], args["directory"], self._saver)
+            return probe(self._handed.storage(args["storage"]), args["directory"], self._saver)
         if self._run is None:
             raise HoldfastError(f"{op!r} needs an open run: call open_run first")
         if self._is_taken(self._run, header):
@@ -437,7 +381,3 @@ class WriterLoop:
 
 
 _ANSWERED = object()
-
-
-def _end(plan: FilePlan) -> int:
-    return plan.arena_offset + plan.size
