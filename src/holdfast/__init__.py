@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors as _errors
 from ._not_here import missing
+from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .checkpoint.follow import follow as follow
@@ -59,8 +60,6 @@ if TYPE_CHECKING:
     from .trainers.function.worker.session import world_rank as world_rank
     from .trainers.function.worker.session import world_size as world_size
     from .trainers.loop.trainer import Trainer as Trainer
-
-__version__ = "0.1.0"
 
 _HOME = {
     "Checkpoint": "checkpoint.handle",

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from parts_kit import Tied, train
 
 from holdfast.state.save.assignment import divide, share_of
-from holdfast.state.save.plan import plan, signature
+from holdfast.state.save.plan import plan
+from holdfast.state.save.signature import signature
 from holdfast.state.tree.flatten import flatten
 
 sizes_and_ranks = st.tuples(st.lists(st.integers(0, 1 << 40), max_size=60), st.integers(1, 9))

@@ -14,7 +14,8 @@ from torch import nn
 import holdfast as hf
 from holdfast.checkpointer.identity import manifest_fields
 from holdfast.state.save import snapshot, staging
-from holdfast.state.save.plan import plan, signature
+from holdfast.state.save.plan import plan
+from holdfast.state.save.signature import signature
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.flatten import flatten
 from holdfast.storage import LocalStorage

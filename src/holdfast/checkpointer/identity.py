@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast._version import __version__
 from holdfast.errors import ConfigError
 
-__all__ = ["free_name", "manifest_fields", "new_start_id", "plain_metrics", "take_metrics", "version"]
+__all__ = ["free_name", "manifest_fields", "new_start_id", "plain_metrics", "take_metrics"]
 
 
 def new_start_id() -> str:
@@ -31,13 +32,6 @@ def free_name(step: int, *, attempt: int, taken: Collection[str]) -> str:
         number += 1
         name = f"{base}.{number}"
     return name
-
-
-def version() -> str:
-    """Return the version of Holdfast."""
-    from holdfast import __version__
-
-    return __version__
 
 
 def manifest_fields(
@@ -62,7 +56,7 @@ def manifest_fields(
         "created": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         "metrics": plain_metrics(metrics),
         "world_size": world_size,
-        "versions": {"holdfast": version(), "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"holdfast": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast._ranks import current_ranks
+from holdfast._version import __version__
 from holdfast.errors import HoldfastError
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
@@ -20,7 +21,6 @@ from holdfast.writer.messages import error_from_json, error_to_ranks
 from holdfast.writer.open_files import check_connections
 from holdfast.writer.ranks.step_mailbox import BOARD_BYTES, WHO_LEFT, StepMailbox
 
-from .identity import version
 from .rendezvous import Meeting, same_for_all
 
 __all__ = ["ANSWER_MARGIN_S", "RankGroup"]
@@ -128,7 +128,7 @@ class RankGroup:
 
 def _facts() -> dict[str, Any]:
     world_size = current_ranks().world_size
-    return {"machine": _machine(), "holdfast": version(), "world_size": world_size, "master": _master()}
+    return {"machine": _machine(), "holdfast": __version__, "world_size": world_size, "master": _master()}
 
 
 def _master() -> list[str]:

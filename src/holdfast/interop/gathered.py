@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from xxhash import xxh3_128, xxh3_128_digest
 
-from holdfast.state.save.plan import signature
+from holdfast.state.save.signature import signature
 from holdfast.state.save.torch_file import tensor_bytes
 from holdfast.state.tree.arrays import dtype_name
 from holdfast.state.tree.flatten import Flat, flatten

@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from typing import TYPE_CHECKING
 
 from holdfast.errors import UnsupportedStateError
 from holdfast.format.digest import bytes_digest
 from holdfast.format.division import Division, sketch
 
-if TYPE_CHECKING:
-    from .plan import Signature
+from .signature import Signature
 
 __all__ = ["Assignment", "divide", "share_of"]
 

@@ -29,7 +29,8 @@ from ..tree.fingerprints import fingerprints
 from ..tree.flatten import Flat, flatten
 from ..tree.groups import common_group
 from . import cuda
-from .plan import FileLayout, Layout, fits, plan, signature
+from .plan import FileLayout, Layout, plan
+from .signature import fits, signature
 from .staging import copy_window, stage
 
 __all__ = ["Snapshotter", "Submitted"]

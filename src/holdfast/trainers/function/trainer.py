@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any, TypeAlias
 
+from holdfast._version import __version__
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import (
     CheckpointConfig,
@@ -401,8 +402,6 @@ def _is_by_age(config: CheckpointStrategy) -> bool:
 
 
 def _versions() -> dict[str, str]:
-    from holdfast import __version__
-
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from holdfast._version import __version__
 from holdfast.errors import ConfigError
 from holdfast.state.tree.rng import RNG
 from holdfast.state.tree.values import PerRank
@@ -191,8 +192,6 @@ class State:
         return {} if value is None else value
 
     def _metadata(self) -> dict[str, Any]:
-        from holdfast import __version__
-
         return {
             "holdfast_version": __version__,
             "torch_version": str(torch.__version__),

@@ -26,7 +26,8 @@ from holdfast.errors import (
 )
 from holdfast.format.digest import chunk_digests, file_digest
 from holdfast.format.layout import header_bytes, order_key
-from holdfast.state.save.plan import Layout, Signature
+from holdfast.state.save.plan import Layout
+from holdfast.state.save.signature import Signature
 from holdfast.state.save.staging import stage
 from holdfast.state.save.torch_file import Late, TorchFileWriter
 from holdfast.state.tree import arrays
