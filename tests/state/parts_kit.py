@@ -7,7 +7,7 @@ from torch import nn
 
 from holdfast.checkpointer.identity import manifest_fields
 from holdfast.state.load.restore import load_state
-from holdfast.state.save.snapshot import Snapshotter
+from holdfast.state.save.snapshot import SaveRequest, Snapshotter
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import PartsJob
 
@@ -27,11 +27,7 @@ def save_parts(storage, directory, states, *, snapshotters=None, writers=None, *
                 snapshotter.submit(
                     state,
                     client,
-                    storage,
-                    directory=directory,
-                    save_id=save_id,
-                    manifest=fields,
-                    part=True,
+                    SaveRequest(storage=storage, directory=directory, save_id=save_id, manifest=fields, part=True),
                     **arguments,
                 ).future
                 for state, snapshotter in zip(states, own, strict=True)

@@ -23,7 +23,7 @@ from holdfast.format.index import Index
 from holdfast.state.load.stored import Stored, unite
 from holdfast.state.save.plan import plan
 from holdfast.state.save.signature import signature
-from holdfast.state.save.snapshot import Snapshotter
+from holdfast.state.save.snapshot import SaveRequest, Snapshotter
 from holdfast.state.tree.flatten import flatten
 from holdfast.storage import LocalStorage
 
@@ -268,7 +268,8 @@ def test_one_rank_of_several_does_not_commit_alone(storage):
     """Without ``part`` a rank of several is refused: it holds no whole checkpoint."""
     snapshotter = Snapshotter(rank=1, world_size=2)
     with pytest.raises(hf.ConfigError, match=r"rank 1 of 2.*part=True"):
-        snapshotter.submit(model_only(), None, storage, directory="one", save_id="abcd0000-1", manifest={})
+        request = SaveRequest(storage=storage, directory="one", save_id="abcd0000-1", manifest={})
+        snapshotter.submit(model_only(), None, request)
     for rank in (-1, 2):
         with pytest.raises(hf.ConfigError, match=f"rank {rank}"):
             Snapshotter(rank=rank, world_size=2)

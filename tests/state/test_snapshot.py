@@ -16,7 +16,7 @@ from holdfast.checkpointer.identity import manifest_fields
 from holdfast.state.save import snapshot, staging
 from holdfast.state.save.plan import plan
 from holdfast.state.save.signature import signature
-from holdfast.state.save.snapshot import Snapshotter
+from holdfast.state.save.snapshot import SaveRequest, Snapshotter
 from holdfast.state.tree.flatten import flatten
 from holdfast.storage import LocalStorage
 from holdfast.writer.arena import Arena
@@ -38,15 +38,9 @@ def fields():
 
 def save(snapshotter, client, storage, state, name="one", save_id=None, **arguments):
     """Save with a snapshotter of the test's own; returns the directory."""
-    submitted = snapshotter.submit(
-        state,
-        client,
-        storage,
-        directory=name,
-        save_id=save_id or f"abcd-{next(_numbers):x}",
-        manifest=fields(),
-        **arguments,
-    )
+    save_id = save_id or f"abcd-{next(_numbers):x}"
+    request = SaveRequest(storage=storage, directory=name, save_id=save_id, manifest=fields())
+    submitted = snapshotter.submit(state, client, request, **arguments)
     submitted.future.result(60)
     return storage.local_root / name
 
@@ -274,9 +268,10 @@ def test_observe_gives_unchanged_tensors_their_own_file(tmp_path, client):
     state = {"model": {"still": torch.randn(MIB), "moving": torch.randn(MIB)}}
     for number in range(3):
         state["model"]["moving"] += 1
-        submitted = snapshotter.submit(
-            state, client, storage, directory=f"s{number}", save_id=f"ab-{number}", manifest=fields(), reuse=True
+        request = SaveRequest(
+            storage=storage, directory=f"s{number}", save_id=f"ab-{number}", manifest=fields(), reuse=True
         )
+        submitted = snapshotter.submit(state, client, request)
         snapshotter.observe(submitted.future.result(60).unchanged)
     assert snapshotter.stable == {"model/still"}
     assert set(load_file(tmp_path / "s2" / "model.frozen-00000-ab-2.safetensors")) == {"still"}

@@ -16,7 +16,7 @@ from holdfast._ranks import RankInfo, current_ranks
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointExistsError, ConfigError, HoldfastError
 from holdfast.format.names import MANIFEST_NAME
-from holdfast.state.save.snapshot import Snapshotter, Submitted
+from holdfast.state.save.snapshot import SaveRequest, Snapshotter, Submitted
 from holdfast.state.tree.groups import Alike, ranks_alike
 from holdfast.storage.base import Storage
 from holdfast.writer.client import WriterClient
@@ -112,19 +112,16 @@ class SaveTarget:
             metrics=metrics or {},
             world_size=1 if self.team is None else self.team.world_size,
         )
-        return snapshotter.submit(
-            state,
-            self.client,
-            self.target.storage,
+        request = SaveRequest(
+            storage=self.target.storage,
             directory=self.target.directory,
             save_id=self.save_id,
             manifest=fields,
             overwrite=overwrite,
             part=joint,
             joint=joint,
-            unsupported=unsupported,
-            aside=aside,
         )
+        return snapshotter.submit(state, self.client, request, unsupported=unsupported, aside=aside)
 
     def wait(self, submitted: Submitted) -> None:
         """Wait until the checkpoint is durable."""

@@ -16,7 +16,7 @@ from holdfast._units import format_bytes
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, StorageError
 from holdfast.format.names import MANIFEST_NAME
-from holdfast.state.save.snapshot import Snapshotter, Submitted
+from holdfast.state.save.snapshot import SaveRequest, Snapshotter, Submitted
 from holdfast.storage.base import Storage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import RunOpened, SaveResult
@@ -158,10 +158,8 @@ class RunSaver:
                 self.remote.make_room(self.timeout_s)
             # Metrics first: a trainer killed right after the hand-over has its save committed all the same.
             announce(name)
-            submitted = self.snapshotter.submit(
-                self.state(),
-                self.client,
-                self.storage,
+            request = SaveRequest(
+                storage=self.storage,
                 directory=name,
                 save_id=save_id,
                 manifest=manifest_fields(
@@ -178,8 +176,8 @@ class RunSaver:
                 run=self.leads,
                 part=team is not None,
                 joint=team is not None,
-                lazy=True,
             )
+            submitted = self.snapshotter.submit(self.state(), self.client, request, lazy=True)
         self.names.add(name)
         pending = _Pending(submitted, step, begun, (self.last_step, self.last_name, self.parent))
 

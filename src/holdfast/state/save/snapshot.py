@@ -1,7 +1,7 @@
 """Snapshots: take a state apart, copy it where the writer sees it, and hand it over.
 
-`Snapshotter` owns the arena and the layout of the last structure. A save is `take` (flatten, plan if the structure
-is new, copy) and `submit`; with `max_staging_bytes` the state streams through a small arena in windows instead.
+`Snapshotter` owns the arena and the layout of the last structure. `submit` takes the state apart, plans if its
+structure is new, and copies it; with `max_staging_bytes` the state streams through a small arena in windows instead.
 """
 
 from __future__ import annotations
@@ -33,13 +33,40 @@ from .plan import FileLayout, Layout, plan
 from .signature import fits, signature
 from .staging import copy_window, stage
 
-__all__ = ["Snapshotter", "Submitted"]
+__all__ = ["SaveRequest", "Snapshotter", "Submitted"]
 
 _LOG = get_logger("state")
 MIN_WINDOW = 1 << 20
 _FOLLOW = 128 << 20  # from this size on the writer starts before the copying has ended,
 _FOLLOW_FROM = 0.6  # when this share of it is done
 _ASIDE = 64 << 20  # from this size on a first save is copied aside; it then streams through windows of this size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """Where a state goes, under which name, and what a commit of it means.
+
+    Attributes:
+        storage: root that ``directory`` is relative to.
+        directory: the checkpoint's directory.
+        save_id: unique id of this save; with several ranks the same on all of them.
+        manifest: fields of the manifest.
+        overwrite: replace a committed checkpoint of this name.
+        reuse: unchanged files may be linked from the previous checkpoint.
+        run: the save belongs to the writer's open run.
+        part: write this rank's part only; whoever has the parts of all ranks commits them.
+        joint: the writer has joined those of the other ranks: the future is that of the whole checkpoint.
+    """
+
+    storage: Storage
+    directory: str
+    save_id: str
+    manifest: dict[str, Any]
+    overwrite: bool = False
+    reuse: bool = False
+    run: bool = False
+    part: bool = False
+    joint: bool = False
 
 
 @dataclass(slots=True)
@@ -121,16 +148,8 @@ class Snapshotter:
         self,
         state: Mapping[Any, Any],
         client: WriterClient,
-        storage: Storage,
+        request: SaveRequest,
         *,
-        directory: str,
-        save_id: str,
-        manifest: dict[str, Any],
-        overwrite: bool = False,
-        reuse: bool = False,
-        run: bool = False,
-        part: bool = False,
-        joint: bool = False,
         unsupported: str | None = None,
         lazy: bool = False,
         aside: bool = False,
@@ -143,15 +162,7 @@ class Snapshotter:
         Args:
             state: what to save.
             client: the writer.
-            storage: root that ``directory`` is relative to.
-            directory: the checkpoint's directory.
-            save_id: unique id of this save.
-            manifest: fields of the manifest.
-            overwrite: replace a committed checkpoint of this name.
-            reuse: unchanged files may be linked from the previous checkpoint.
-            run: the save belongs to the writer's open run.
-            part: write this rank's part only; whoever has the parts of all ranks commits them.
-            joint: the writer has joined those of the other ranks: the future is that of the whole checkpoint.
+            request: where to, and what its commit means.
             unsupported: "raise" or "drop"; None: as this object was told.
             lazy: CUDA tensors owned by an optimizer may still be copying when this returns (`cuda.fence` guards).
             aside: where nobody has made the arena yet, copy a big state into private memory, whose fresh pages cost a
@@ -161,14 +172,59 @@ class Snapshotter:
         Raises:
             ConfigError: one of several ranks would commit its part alone.
         """
-        if self.world_size > 1 and not part:
+        if self.world_size > 1 and not request.part:
             raise ConfigError(f"rank {self.rank} of {self.world_size} holds one part of a checkpoint: give part=True")
         started = time.perf_counter()
         self._end_streaming()
         flat = self._flatten(state, unsupported)
         self._report_dropped(flat.dropped)
         before, layout = self.layout, self._layout(flat)
-        trees, plans = [], []
+        on_device = cuda.needed(flat.tensors)
+        bounded = self._windowed(layout)
+        aside = aside and not bounded and self.arena is None and layout.tensor_bytes >= _ASIDE and not on_device
+        windowed = bounded or aside
+        plans, trees = self._blobs(flat, layout, request.save_id)
+        job = SaveJob(
+            directory=request.directory,
+            save_id=request.save_id,
+            writer=self.rank,
+            files=layout.file_plans(request.save_id),
+            blobs=plans,
+            manifest=request.manifest,
+            overwrite=request.overwrite,
+            reuse=request.reuse,
+            windowed=windowed,
+            run=request.run,
+            part=request.part,
+            joint=request.joint,
+            division=self._division(flat, layout, wait=not lazy or layout is not before),
+            want_unchanged=request.reuse and not windowed and not self._observed,
+        )
+
+        def hand_over(arena: Arena, filled: int | None = None) -> SaveFuture:
+            # Of a big state another thread goes on copying while the small files are made.
+            return client.submit(request.storage, job, list(map(dumps, trees)), arena, filled=filled)
+
+        future: Future[Any]
+        if aside:
+            future = self._put_aside(flat, layout, client, hand_over)
+        elif bounded:
+            future = self._send_windows(flat, layout, client, hand_over)
+        elif on_device:
+            arena, blobs = self._arena(layout), list(map(dumps, trees))
+            self.copies = self.copies or cuda.DeviceCopies()
+            future = self.copies.submit(
+                flat, layout, arena, lambda: client.submit(request.storage, job, blobs, arena), lazy=lazy
+            )
+        else:
+            arena = self._arena(layout)
+            future = self._copy(flat, layout, arena, client, lambda filled: hand_over(arena, filled))
+            arena.prefault()  # maps the pages for the next save, if nobody did before
+        return Submitted(future, time.perf_counter() - started, layout.tensor_bytes, flat.dropped)
+
+    def _blobs(self, flat: Flat, layout: Layout, save_id: str) -> tuple[tuple[BlobPlan, ...], list[Any]]:
+        """Return the small files that this rank writes, and the trees that they hold."""
+        plans, trees = [], []
         if self.rank == layout.leader:
             name = f"state-{save_id}.json" if self.rank == 0 else f"state-{self.rank:05d}-{save_id}.json"
             plans.append(BlobPlan(path=name, role="state"))
@@ -176,56 +232,20 @@ class Snapshotter:
         if flat.per_rank:
             plans.append(BlobPlan(path=f"rank-{self.rank:05d}-{save_id}.json", role="rank"))
             trees.append(flat.per_rank)
-        bounded = self._windowed(layout)
-        aside = aside and not bounded and self.arena is None and layout.tensor_bytes >= _ASIDE
-        aside = aside and not cuda.needed(flat.tensors)
-        windowed = bounded or aside
-        job = SaveJob(
-            directory=directory,
-            save_id=save_id,
-            writer=self.rank,
-            files=layout.file_plans(save_id),
-            blobs=tuple(plans),
-            manifest=manifest,
-            overwrite=overwrite,
-            reuse=reuse,
-            windowed=windowed,
-            run=run,
-            part=part,
-            joint=joint,
-            division=self._division(flat, layout, wait=not lazy or layout is not before),
-            want_unchanged=reuse and not windowed and not self._observed,
-        )
-        future: Future[Any]
-        if aside:
-            future = self._put_aside(
-                flat, layout, client, lambda window: client.submit(storage, job, list(map(dumps, trees)), window)
-            )
-            return Submitted(future, time.perf_counter() - started, layout.tensor_bytes, flat.dropped)
-        arena = self._window_arena() if bounded else self._arena(layout)
-        if bounded:
-            future = save = client.submit(storage, job, list(map(dumps, trees)), arena)
+        return tuple(plans), trees
 
-            def fill(file: FileLayout, start: int, size: int, address: int) -> None:
-                copy_window(layout, file, flat.tensors, start=start, size=size, address=address)
+    def _send_windows(
+        self, flat: Flat, layout: Layout, client: WriterClient, submit: Callable[[Arena], SaveFuture]
+    ) -> SaveFuture:
+        """Send everything through an arena that is smaller than the state."""
+        arena = self._window_arena()
+        save = submit(arena)
 
-            self._stream(layout, client, save, arena, fill)
-        elif cuda.needed(flat.tensors):
-            self.copies = self.copies or cuda.DeviceCopies()
-            blobs = list(map(dumps, trees))
-            future = self.copies.submit(
-                flat, layout, arena, lambda: client.submit(storage, job, blobs, arena), lazy=lazy
-            )
-        else:
+        def fill(file: FileLayout, start: int, size: int, address: int) -> None:
+            copy_window(layout, file, flat.tensors, start=start, size=size, address=address)
 
-            def hand_over(filled: int | None) -> SaveFuture:
-                # Of a big state the other thread goes on copying meanwhile.
-                return client.submit(storage, job, list(map(dumps, trees)), arena, filled=filled)
-
-            future = self._copy(flat, layout, arena, client, hand_over)
-            arena.prefault()  # maps the pages for the next save, if nobody did before
-        held = time.perf_counter() - started
-        return Submitted(future, held, layout.tensor_bytes, flat.dropped)
+        self._stream(layout, client, save, arena, fill)
+        return save
 
     def _copy(
         self,

@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from holdfast.errors import HoldfastError, SessionError
-from holdfast.state.save.snapshot import Snapshotter
+from holdfast.state.save.snapshot import SaveRequest, Snapshotter
 from holdfast.storage.base import Storage
 from holdfast.writer.client import WriterClient
 
@@ -62,12 +62,14 @@ class Shares:
             submitted = self._snapshotter.submit(
                 state,
                 self._client,
-                self._storage,
-                directory=go["directory"],
-                save_id=go["save_id"],
-                manifest=go["manifest"],
-                reuse=self._snapshotter.max_staging_bytes is None,
-                part=True,
+                SaveRequest(
+                    storage=self._storage,
+                    directory=go["directory"],
+                    save_id=go["save_id"],
+                    manifest=go["manifest"],
+                    reuse=self._snapshotter.max_staging_bytes is None,
+                    part=True,
+                ),
             )
         except BaseException:
             # Interrupted after the hand-over, the job may still read the arena: that one is never used again.

@@ -17,7 +17,7 @@ from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S
 from holdfast.checkpointer.stats import Stats
 from holdfast.checkpointer.transient import TRANSIENT_ERRORS, LostSaves, state_of
 from holdfast.errors import HoldfastError, StorageError, StorageFullError, UnsupportedStateError
-from holdfast.state.save.snapshot import Snapshotter
+from holdfast.state.save.snapshot import SaveRequest, Snapshotter
 from holdfast.writer.messages import SaveResult
 
 from ..training.ranks import TIMEOUT_S
@@ -159,12 +159,11 @@ class AsyncSaver:
         self._next_parent = checkpoint_id
         in_run = "/" not in name  # the index of a run knows what lies directly in it
         with contextlib.nullcontext() if folder.team is None else folder.team.told(save_id):
-            return self._snapshotter.submit(
-                live, folder.client, folder.storage, directory=name, save_id=save_id,
-                manifest={**fields, "extra": dict(extra)},
-                overwrite=True, reuse=in_run,
-                run=in_run and self._ranks.leads, part=joint, joint=joint, lazy=False,
-            ).future  # fmt: skip
+            request = SaveRequest(
+                storage=folder.storage, directory=name, save_id=save_id, manifest={**fields, "extra": dict(extra)},
+                overwrite=True, reuse=in_run, run=in_run and self._ranks.leads, part=joint, joint=joint,
+            )  # fmt: skip
+            return self._snapshotter.submit(live, folder.client, request).future
 
     def _hand_over_file(
         self, name: str, live: Mapping[str, Any], about: Mapping[str, Any], extra: Mapping[str, str]
