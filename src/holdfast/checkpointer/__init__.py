@@ -1,7 +1,8 @@
-"""L5: the deep module that puts storage, format, writer and state together.
+"""A run from its start to its end: puts storage, run, format, writer and state together.
 
-Public: `Checkpointer` (your own loop), `save`, `save_async`, `load`, `SaveHandle`, `PerRank`, `attrs`, `RNG`. Nothing
-below this layer imports it, except `Checkpoint.load`, which reaches up lazily.
+Start with `checkpointer` (your own loop), `start`, `saver` and `resume`; `functions` are `save`, `save_async` and `load`.
+Public: `Checkpointer`, `save`, `save_async`, `load`, `SaveHandle`, `PerRank`, `attrs`, `RNG`. Nothing below this layer
+imports it, except `Checkpoint.load`, which reaches up lazily.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class RemoteWatch:
         client: the writer, with the mirrored run opened.
         mirror: its rules.
         uri: where the remote side is.
-        staged: what has not arrived there is no checkpoint anywhere; see `spread`.
+        staged: what has not arrived there is no checkpoint anywhere; see `node_local`.
         arrived: called once with the name of each checkpoint that arrives there; short, it may be on any thread.
     """
 

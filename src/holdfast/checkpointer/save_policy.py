@@ -1,4 +1,4 @@
-"""What a step calls for: nothing, a save, or the end of the run. Decided by one process alone; see `joint` for many."""
+"""What a step calls for where one process decides alone: nothing, a save, or the end of the run."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""L9: the command ``holdfast``. Imports no torch, and rich only to print a table, so that it starts at once."""
+"""The command ``holdfast``. Imports no torch, and rich only to print a table, so that it starts at once."""

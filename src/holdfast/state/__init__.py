@@ -1,6 +1,6 @@
-"""L4: live training state, taken apart and put back together. Torch starts here.
+"""Live training state, taken apart and put back together. Torch starts here.
 
-flatten (names, optim, arrays) -> plan -> staging / cuda -> snapshot hands over to the writer; stored -> match -> reader
--> restore brings it back; data, order, seeding and rng keep the position in data and random numbers.
-May import writer, checkpoint, format, storage, errors.
+`tree/` takes a state apart, `save/` copies it to where the writer sees it, `load/` reads it back into live objects,
+`data/` keeps the position in the data and the random numbers of the data side. Start with `save/snapshot` and
+`load/restore`. May import writer and all below it.
 """

@@ -1,7 +1,7 @@
 """Bytes under a path: the lowest layer. No torch here, and nothing outside the standard library for the local disk.
 
-`base` says what a storage is, `local` and `memory` are the two that need no extra, `ops` is the seam through which
-every change of a disk goes, `resolve` turns what a user wrote into a storage. Any layer may import this one; it
+Start with `base`, which says what a storage is. `local` and `memory` need no extra, `object` are buckets through
+obstore, `adapters` other people's clients; `resolve` turns what a user wrote into a storage. Any layer may import this one; it
 imports `holdfast.errors` alone.
 """
 

@@ -1,1 +1,1 @@
-"""L7: the front doors that train for the user. Public names are exported by `holdfast` and `holdfast.torch`."""
+"""The front doors that train for the user. Public names are exported by `holdfast` and `holdfast.torch`."""

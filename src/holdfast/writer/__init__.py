@@ -1,9 +1,10 @@
-"""L3: the writer, which turns shared memory into committed checkpoints beside the trainer.
+"""The writer, which turns shared memory into committed checkpoints beside the trainer.
 
-`arena` is the shared memory, `messages` what is said about it, `client` the trainer's end. `process` and `loop` are
-the other end (a process of its own, or a thread where memory or storage cannot be shared), `pipeline` the digesting
-and writing, `run` the lease, index and retention of a run.
+`arena` is the shared memory, `messages` what is said about it, `client` the trainer's end. Start with `server`, the
+other end (in a process of its own, or in a thread where memory or storage cannot be shared); `save` is one save from
+job to commit, `pipeline` its digesting and writing, `open_run` the lease, index and retention of a run. `ranks/` agree,
+`uploads/` bring what was committed to a remote, `ingest/` takes foreign files in; `distributed` puts ranks together.
 
-May import holdfast.checkpoint, holdfast.format, holdfast.storage, config and errors; never torch, so that the
-process starts in about 0.03 s. Keep this module free of imports for the same reason.
+May import copying, run, format, storage, config and errors; never torch, so that the process starts in about 0.03 s.
+Keep this module free of imports for the same reason.
 """

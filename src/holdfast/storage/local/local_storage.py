@@ -1,6 +1,6 @@
 """A directory of a local or mounted file system as a storage.
 
-No symbolic link below the root is followed (`_beneath`).
+No symbolic link below the root is followed (`beneath`).
 
 General layout: `put` is a temporary file, fsync, barrier (fsync of the directory), rename, fsync of the directory.
 `create` writes under the final name and makes bytes, size and name durable when it is closed. Directories are made

@@ -1,7 +1,7 @@
 """Buckets of S3, Google Cloud Storage, Azure and Oracle as storages, through obstore.
 
-General layout: `_object_place` says which bucket with which settings, `_object_io` moves the bytes, `_object_errors`
-translates what goes wrong, `_object_conditions` knows whether the store keeps the promise of conditional writes.
+General layout: `bucket` says which bucket with which settings, `io` moves the bytes, `errors`
+translates what goes wrong, `conditions` knows whether the store keeps the promise of conditional writes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""L6: a run of workers, in the driver and on the workers. Public names are exported by `holdfast` itself.
+"""The function trainer: a run of workers, in the driver and on the workers. Public names come from `holdfast`.
 
-Driver: controller (states, policy, board, reports, commits, shelf: pure) -> drive, execute -> engine (local: zygote,
-supervisor, child, logs; inline: none). Worker: worker (the main) -> session (what train_func calls) -> delivery
-(reports with data: takeover, shares, uploads) -> link (outbox, answers). Both: location, failure, transit, types;
-result reads a run.
-May import checkpointer, state, writer, checkpoint, format, storage, config and errors.
-The zygote imports what it forks with before any thread exists, so keep this module free of imports.
+Start with `trainer` (what `TorchTrainer.fit` does) and `engine` (what a driver needs of an engine). Driver:
+`control/controller` is a state machine (with `states`, `policy`, `scaling`, `report_ledger`, `known_checkpoints`:
+pure), `drive` and `execute` carry out what it decides. Engines: `engines/local` (zygote, supervisor, child, logs),
+`engines/cluster` (the same on each node of a Ray cluster). Worker: `worker/main`, `session` (what the function calls),
+`delivery` (reports with data: `handoff`, `shares`, `uploads`), `link`. Everybody: `location`, `failure`, `transit`,
+`types`; `control/result` reads a run.
+
+May import interop and all below it. The zygote imports what it forks with before any thread exists: keep this module
+free of imports.
 """

@@ -1,4 +1,4 @@
-"""Reported directories in, committed checkpoint out: `ingest.merge` decides, this module moves and copies.
+"""Reported directories in, committed checkpoint out: `merge` decides, this module moves and copies.
 
 Before the first file comes a plan file: after a crash at any point the same job goes on where it was (files that were
 moved are where the plan says), and the next start removes what a job left that nobody repeats.

@@ -59,7 +59,7 @@ class Link:
         return self.send_raw(framed(message))
 
     def send_raw(self, data: bytes) -> bool:
-        """Send bytes of the hello (`control_hello`), or a message that is `framed`, in the manner of `send`."""
+        """Send bytes of the hello (`hello`), or a message that is `framed`, in the manner of `send`."""
         if len(self._outgoing) > 2 * MAX_MESSAGE:
             return False
         self._outgoing += data

@@ -60,7 +60,7 @@ class ControlServer:
 
     Args:
         listener: bound and listening socket; ours from now on.
-        token: what a member has to know (`control_hello`).
+        token: what a member has to know (`hello`).
         world_size: number of ranks.
         timeout_s: bound of one save.
         commit: called, on the server's thread, with the id of a save to be committed; must not block.

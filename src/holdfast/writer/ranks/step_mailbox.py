@@ -18,7 +18,7 @@ class StepMailbox:
     """The words, seen from either side. Each word has one writer, and reading one costs no more than an index.
 
     The trainer stores the step it has done and then looks at the target; the writer stores a target and, a moment
-    later (`control_member`), looks at the step. So at least one of them sees what the other has stored.
+    later (`member`), looks at the step. So at least one of them sees what the other has stored.
 
     Args:
         memory: at least `BOARD_BYTES` of shared memory, all zero at first.

@@ -1,6 +1,6 @@
 """The uploading side of a mirrored run: one thread that brings to the remote what was committed on the local disk.
 
-Training never waits for it. What it is to do next is decided by `mirror_plan`, what it does by `mirror_remote`. The
+Training never waits for it. What it is to do next is decided by `plan`, what it does by `remote`. The
 working thread of the writer tells it of commits; the trainer follows it by long polls (`follow`).
 """
 

@@ -4,5 +4,5 @@ engine (of the driver, one thread) -> links (connections to agents) -> agent (on
 `holdfast.trainers.function.engines.local`.
 places: which rank runs where, pure. nodes: what finds nodes and starts agents there; ray_nodes does it with Ray, and
 only ray_nodes and ray_api import Ray.
-May import runtime.local besides what the runtime may import; never the controller or the worker.
+May import the local engine; never the controller or the workers.
 """
