@@ -1,8 +1,8 @@
 """Bytes under a path: the lowest layer. No torch here, and nothing outside the standard library for the local disk.
 
 Start with `base`, which says what a storage is. `local` and `memory` need no extra, `object` are buckets through
-obstore, `adapters` other people's clients; `resolve` turns what a user wrote into a storage. Any layer may import this one; it
-imports `holdfast.errors` alone.
+obstore, `adapters` other people's clients; `resolve` turns what a user wrote into a storage. Any layer may import this
+one; it imports `holdfast.errors` alone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Ranks of one machine that load the same checkpoint read each byte once and copy the rest from each other.
 
-Every rank shows which 64 KiB chunks it needs (`shared_read_buffer`). From that each of them works out, alike and without
-a word, which blocks several ranks need and which of these reads each (`shared_blocks`): into a few slots of its own memory,
-where it checks the digests before the others take what they need. All ranks go through the blocks in one order, so
-nobody waits in a circle. It is an economy, not a dependence: where a neighbour is slow, gone or dead, or has found
-damage, a rank reads for itself.
+Every rank shows which 64 KiB chunks it needs (`shared_read_buffer`). From that each of them works out, alike and
+without a word, which blocks several ranks need and which of these reads each (`shared_blocks`): into a few slots of
+its own memory, where it checks the digests before the others take what they need. All ranks go through the blocks in
+one order, so nobody waits in a circle. It is an economy, not a dependence: where a neighbour is slow, gone or dead, or
+has found damage, a rank reads for itself.
 """
 
 from __future__ import annotations
