@@ -35,7 +35,7 @@ def test_a_validation_follows_the_commit() -> None:
     """The checkpoint is protected from before its commit until its metrics have ranked it."""
     play = Play(num_workers=1, validates=True).run()
     play.report(0, 1, validation=True)
-    assert play.kinds() == ["Rows", "Details", "Protect", "Ingest"]
+    assert play.kinds() == ["StoreRows", "Details", "Protect", "Ingest"]
     assert play.only(Protect).names == ("checkpoint_000000",)
     assert play.only(Ingest).manifest["extra"] == {"validation": "wanted"}
     play.committed()
