@@ -166,3 +166,10 @@ def test_public_names_load_on_first_use() -> None:
 def test_no_callbacks() -> None:
     """None is a common default of arguments that are passed through."""
     assert RunConfig(callbacks=None).callbacks == ()
+
+
+def test_a_range_is_not_strict() -> None:
+    """Workers of a range are placed one by one, so that no strategy holds for all of them."""
+    with pytest.raises(hf.ConfigError, match=r"num_workers=\(1, 3\).*placed one by one"):
+        hf.ScalingConfig(num_workers=(1, 3), engine="ray", placement_strategy="STRICT_SPREAD")
+    assert hf.ScalingConfig(num_workers=(2, 2), engine="ray", placement_strategy="STRICT_PACK").most_workers == 2

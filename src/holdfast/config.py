@@ -174,7 +174,7 @@ class ScalingConfig:
             debugger. On Ray ``(least, most)`` is elastic: as many as there is room for.
         use_gpu: whether each worker gets a GPU of its own.
         resources_per_worker: amounts by name, such as ``{"CPU": 4}``, for engines that schedule; the local engine
-            takes no notice of them.
+            takes from them the number of threads of a worker only.
         engine: "local" (processes of this machine), "ray" (a Ray cluster that is there), or "auto": Ray where this
             process is connected to a cluster or RAY_ADDRESS names one, else local.
         placement_strategy: of Ray's placement groups: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
@@ -223,6 +223,11 @@ class ScalingConfig:
             raise ConfigError(f"{shown}: give one number, or (least, most) with 1 <= least <= most")
         if self.engine == "local":
             raise ConfigError(f"{shown}: an elastic range needs engine='ray'; on one machine give one number")
+        if given[0] < given[1] and str(self.placement_strategy).startswith("STRICT"):
+            raise ConfigError(
+                f"{shown}: workers of a range are placed one by one, {self.placement_strategy!r} cannot hold for all "
+                "of them; use 'PACK' or 'SPREAD', or give one number"
+            )
         object.__setattr__(self, "num_workers", given)
 
     def _check_resources(self) -> None:

@@ -72,6 +72,9 @@ class FakeNodes:
 
         threading.Thread(target=watch, daemon=True).start()
 
+    def doubt(self, node: str) -> None:
+        """Look whether a node is still there: these say so themselves."""
+
     def end(self, number: int) -> None:
         if number in self._numbers:
             self._numbers[number].kill()

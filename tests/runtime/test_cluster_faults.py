@@ -6,8 +6,10 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from holdfast.errors import ConfigError
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.trainers.function.engine import Capacity, Exited, Unable
 from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
+from holdfast.trainers.function.engines.cluster.nodes import PlacesChanged
+from holdfast.trainers.function.engines.cluster.places import NodePlace
 
 ENTRY = "engine_peer:serve"
 ELSEWHERE = """
@@ -107,5 +111,45 @@ def test_a_stranger_is_not_let_in(nodes: FakeNodes) -> None:
         driver = Driver(engine)
         driver.start(2)
         driver.clear()
+    finally:
+        engine.close()
+
+
+def test_a_node_that_comes_later_and_cannot_train_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version on it ends no run that trains elsewhere; nothing is started there."""
+    nodes = FakeNodes(a=1)
+    engine = ClusterEngine(nodes, entry=ENTRY)
+    try:
+        driver = Driver(engine)
+        driver.start(1)
+        engine._places = (*engine._places, NodePlace(node="c", number=7))
+        link = SimpleNamespace(node="c", number=99, facts=None, close=lambda: None, fileno=lambda: -1)
+        monkeypatch.setattr(engine._selector, "unregister", lambda _: None)
+        engine._links["c"] = link  # type: ignore[assignment]
+        engine._meet(link, {"host": "c", "holdfast": "0.0.1", "python": "3.0.0", "torch": True})  # type: ignore[arg-type]
+        assert [place.node for place in engine._usable()] == ["a"]
+        assert driver.run(0, lambda channel, facts: 7) == 7
+        assert not any(isinstance(event, Unable) for event in engine._ready)
+        engine._advance()
+        assert "c" not in engine._starting
+        driver.clear()
+    finally:
+        engine.close()
+        nodes.close()
+
+
+def test_what_was_waited_for_does_not_keep_the_driver_busy(nodes: FakeNodes) -> None:
+    """A node that is gone, and a group that has its places, are waited for no longer: `events` sleeps."""
+    engine = ClusterEngine(nodes, entry=ENTRY)
+    try:
+        driver = Driver(engine)
+        driver.start(2)
+        driver.clear()
+        engine._again["gone"] = 0.0
+        engine._on_nodes(PlacesChanged(places=engine._places))
+        engine.events(0.0)
+        used = time.process_time()
+        engine.events(1.0)
+        assert time.process_time() - used < 0.5
     finally:
         engine.close()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from scripted import Play, kept
 
+from holdfast.errors import HoldfastError
 from holdfast.trainers.function.control.actions import Commit, End, KillGroup, NextAttempt, Say, Send, StartGroup
 from holdfast.trainers.function.control.plan import WaitLimits
 from holdfast.trainers.function.control.policy import FailurePolicy
@@ -100,6 +101,22 @@ def test_drained_with_an_agreed_save() -> None:
     play.next_attempt().found(kept("checkpoint_000001", 2))
     play.feed(Capacity(num_workers=2))
     assert play.only(StartGroup)
+
+
+def test_a_lost_agreed_save_is_agreed_on_again() -> None:
+    """A storage that refuses the save does not leave the move undone: three saves are tried, then it stays."""
+    play = draining(policy=FailurePolicy(max_failures=0))
+    for attempt in range(1, 4):
+        assert len(sent(play, "save_soon")) == 2, attempt
+        for rank in (0, 1):
+            play.say(rank, on="at", calls=attempt)
+        for rank in (0, 1):
+            play.report(rank, attempt, agreed=True)
+        play.outcome(play.only(Commit), error=HoldfastError("the storage is full"))
+        assert not any(isinstance(action, KillGroup) for action in play.out)
+    assert sent(play, "save_soon") == []
+    play.feed(Draining(ranks=(0,), detail="node a goes too"))
+    assert len(sent(play, "save_soon")) == 2
 
 
 def test_drained_without_should_save() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast.config import ScalingConfig
 from holdfast.errors import ConfigError
 from holdfast.storage.base import Storage
@@ -15,6 +16,8 @@ from .engines.cluster.ray_nodes import RayNodes, Wanted
 from .engines.local.engine import LocalEngine
 
 __all__ = ["make_engine", "runs_on_ray", "threads"]
+
+_LOG = get_logger("runtime")
 
 
 def runs_on_ray(scaling: ScalingConfig) -> bool:
@@ -46,6 +49,10 @@ def make_engine(scaling: ScalingConfig, storage: Storage) -> LocalEngine | Clust
         ConfigError: there is no cluster, or it cannot do this.
     """
     if not runs_on_ray(scaling):
+        if scaling.label_selector is not None or scaling.placement_strategy != "PACK":
+            _LOG.warning(
+                "placement_strategy and label_selector choose nodes of a Ray cluster; this run has one machine"
+            )
         return LocalEngine(num_workers=scaling.most_workers)
     resources = _resources(scaling)
     count = scaling.num_workers
@@ -63,7 +70,7 @@ def threads(scaling: ScalingConfig) -> dict[str, str]:
     """Return the variable that sizes thread pools of workers, where something is known of it."""
     cores: Any = (scaling.resources_per_worker or {}).get("CPU")
     if not cores and runs_on_ray(scaling) and "OMP_NUM_THREADS" not in os.environ:
-        cores = _resources(scaling)["CPU"]  # what is reserved
+        cores = _resources(scaling).get("CPU")  # what is reserved
     return {} if not cores else {"OMP_NUM_THREADS": str(max(1, int(cores)))}
 
 
@@ -77,4 +84,10 @@ def _resources(scaling: ScalingConfig) -> dict[str, float]:
                 f"ScalingConfig(resources_per_worker={dict(scaling.resources_per_worker or {})!r}): on Ray each worker "
                 "gets one GPU, others amounts are not built yet; start more workers, or leave 'GPU' out"
             )
-    return {name: amount for name, amount in resources.items() if amount}
+    found = {name: amount for name, amount in resources.items() if amount}
+    if not found:
+        raise ConfigError(
+            f"ScalingConfig(resources_per_worker={dict(scaling.resources_per_worker or {})!r}): on Ray a worker has to "
+            "reserve something; give a CPU, or a custom resource"
+        )
+    return found

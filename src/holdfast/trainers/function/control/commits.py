@@ -48,6 +48,7 @@ class Commits:
         attempt: number of the attempt that runs.
         size: number of its workers.
         just_saved: whether each commit of this group since the last look was an agreed save.
+        agreed_failed: an agreed save of this group has failed since the last look.
     """
 
     def __init__(self, plan: RunSpec, out: list[Action]) -> None:
@@ -60,6 +61,7 @@ class Commits:
         self.untold: list[tuple[int, BaseException]] = []
         self.attempt = 0
         self.just_saved: list[bool] = []
+        self.agreed_failed = False
         self._under_way: dict[str, tuple[LedgerEntry, ReportLedger]] = {}
         self._wanted: set[str] = set()
         self._ranking: set[str] = set()  # validated; what their metrics cost others is not known yet
@@ -72,7 +74,7 @@ class Commits:
     def begin(self, board: ReportLedger, *, run_id: str, attempt: int, start_id: str, parent: str | None) -> None:
         """Begin with the reports of a new group."""
         self.board, self.untold, self.attempt, self._start_id = board, [], attempt, start_id
-        self.size, self.just_saved = len(board.entered), []
+        self.size, self.just_saved, self.agreed_failed = len(board.entered), [], False
         self.heard.begin(self.size)
         self._newest, self._parents = parent, {}
         self._fields = {
@@ -237,6 +239,7 @@ class Commits:
         if owner is not self.board:
             self._out.append(Say(line=f"report {report.index} of the attempt before was not saved: {error}"))
             return
+        self.agreed_failed = self.agreed_failed or report.agreed
         for rank in sorted(report.entries if ranks is None else ranks):
             if rank in owner.finished:
                 self.untold.append((rank, error))

@@ -55,6 +55,7 @@ from .watch import find_trouble, next_check
 from .worker_group import Clock, Crew, first_line, training_failed
 
 __all__ = ["Controller"]
+_HANDOVERS = 3  # agreed saves that are tried for one move
 
 
 class Controller:
@@ -295,12 +296,12 @@ class Controller:
 
     # -- moves -----------------------------------------------------------------------------------------------------
 
-    def _hand_over(self, crew: Crew, cause: Cause, why: str) -> None:
+    def _hand_over(self, crew: Crew, cause: Cause, why: str, *, tries: int = _HANDOVERS) -> None:
         """Have all ranks save at one step; the group is ended after that."""
         if self._handover is not None or crew.finished:
             return
         self._say(f"{why}: the workers save and are started again")
-        self._handover = Handover(cause=cause, why=why, size=crew.size)
+        self._handover = Handover(cause=cause, why=why, size=crew.size, tries=tries)
         if crew.running_since is not None:
             self._handover.begin(self._out)
 
@@ -316,6 +317,12 @@ class Controller:
             self._hand_over(crew, Cause.RESIZE, f"there is room for {self._room.num_workers} workers, {crew.size} run")
         saved, self.commits.just_saved = self.commits.just_saved, []
         handover = self._handover
+        failed, self.commits.agreed_failed = self.commits.agreed_failed, False
+        if handover is not None and failed and not saved:
+            self._handover = None  # a later move may be agreed on anew
+            if handover.cause is Cause.PREEMPTION and handover.tries > 1:
+                self._hand_over(crew, handover.cause, f"{handover.why}; the save was lost", tries=handover.tries - 1)
+            return
         if handover is not None and any(handover.is_served(agreed=agreed) for agreed in saved):
             crew.moved = (handover.cause, handover.why)
             self._clock.begin(self._now)

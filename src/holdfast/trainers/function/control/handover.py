@@ -19,12 +19,14 @@ class Handover:
         why: for people.
         size: number of ranks.
         calls: how often each rank has called `should_save`, as they answer.
+        tries: agreed saves that may be made in all before it is given up.
         is_sent: all have answered and know the call to save at.
     """
 
     cause: Cause
     why: str
     size: int
+    tries: int = 1
     calls: dict[int, int] = field(default_factory=dict)
     is_sent: bool = False
 

@@ -42,6 +42,7 @@ _CONNECT_S = 30.0
 _SILENCE_S = 120.0
 _KEEP = 8  # both sides count in the same way
 _HOLD_S = 1.0
+_SEEN_S = 10.0  # for a file that the driver has just written, on a network file system
 # What Ray sets for its own worker is not meant for ours.
 _NOT_OURS = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "RAY_JOB_ID", "RAY_RAYLET_PID")
 
@@ -282,7 +283,11 @@ def _look_at(told: dict[str, Any]) -> str:
     """Say what is wrong with the storage as seen from here; "" if nothing is."""
     storage = from_description(told["storage"], told["secrets"])
     marker: str = told["marker"]
-    if not storage.exists(marker):
+    until = time.monotonic() + _SEEN_S
+    while not storage.exists(marker):  # a network file system may show it a little later
+        if time.monotonic() < until:
+            time.sleep(0.25)
+            continue
         return "what the driver has written there is not seen from this node: it is another disk"
     mine = f"{marker}-{told['node'][:16]}"
     storage.put(mine, b"seen")

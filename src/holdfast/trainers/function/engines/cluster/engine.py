@@ -115,6 +115,8 @@ class ClusterEngine:
         self._places: tuple[NodePlace, ...] = ()
         self._missing = ""
         self._draining: set[str] = set()
+        self._drained: set[str] = set()  # the same, until the node is known to stay or a new one has its places
+        self._barred: set[str] = set()  # nodes that came while a group ran, and cannot run workers
         self._suspects: set[str] = set()  # nodes whose agent is gone, until another one is there
         self._links: dict[str, AgentLink] = {}
         self._calls: dict[int, str] = {}  # number of an agent that was started -> node
@@ -265,7 +267,7 @@ class ClusterEngine:
     def _wait(self, timeout_s: float | None) -> None:
         due = [until for _, until in self._starting.values()] + list(self._again.values())
         due += [link.heard + self._silence_s for link in self._links.values()]
-        if self._group is not None and not self._group.forked:
+        if self._group is not None and self._group.places is None:
             due.append(self._group.until)
         if due:
             left = max(0.0, min(due) - time.monotonic())
@@ -300,8 +302,10 @@ class ClusterEngine:
                 self._failed(node, number, f"its agent did not connect within {_AGENT_S:.0f} s")
 
     def _read(self, link: AgentLink) -> None:
-        for message in link.inbox.read():
-            link.heard = time.monotonic()
+        messages = list(link.inbox.read())
+        if not link.inbox.ended:
+            link.heard = time.monotonic()  # a part of a large message is a sign of life too
+        for message in messages:
             self._take(link, message)
         if link.inbox.ended and self._links.get(link.node) is link:
             why = "the connection to its agent ended: the node, or Ray's process of the agent there, is gone"
@@ -393,7 +397,12 @@ class ClusterEngine:
             self._ready.append(Unable(error=event.error))
         elif isinstance(event, PlacesChanged):
             self._places, self._missing = tuple(event.places), event.missing
-            self._suspects &= {place.node for place in self._places}
+            listed = {place.node for place in self._places}
+            self._suspects &= listed
+            self._barred &= listed
+            self._again = {node: due for node, due in self._again.items() if node in listed}
+            # One that is listed and not about to go any more stays after all; one that is gone was drained.
+            self._drained = (self._drained | event.draining.keys()) - (listed - event.draining.keys())
             self._drain(event.draining)
         else:
             self._on_agent_failed(event)
@@ -438,12 +447,13 @@ class ClusterEngine:
         self._silent = {one for one in self._silent if one[0] != link.node}
         if not self._closed:
             self._nodes.end(link.number)
+            self._nodes.doubt(link.node)
             self._suspects.add(link.node)
             self._give_up(link.node, why, reason)
 
     def _give_up(self, node: str, why: str, reason: Reason) -> None:
         group = self._group
-        if node in self._draining:
+        if node in self._drained:
             reason = "drained"
         for child in list(group.ranks.values()) if group is not None else ():
             if child.node == node:
@@ -483,7 +493,7 @@ class ClusterEngine:
         elif not facts["torch"]:
             problem = f"{where} has no torch: install it there, or keep that node out with label_selector or resources"
         if problem is not None:
-            self._ready.append(Unable(error=ConfigError(problem)))
+            self._refuse(link, ConfigError(problem))
             return
         link.tell({"do": "prepare", "num_workers": sum(1 for place in self._places if place.node == link.node) or 1})
         if self._storage is None:
@@ -516,10 +526,19 @@ class ClusterEngine:
                 f"share it with the driver: {why}. Give a directory on a file system that all nodes mount, or an "
                 "object store such as s3://bucket/path"
             )
-            self._ready.append(Unable(error=error))
+            self._refuse(link, error)
             return
         link.ready = True
         self._suspects.discard(link.node)
+
+    def _refuse(self, link: AgentLink, error: ConfigError) -> None:
+        """A node cannot run workers: nothing is started, or, while a group trains, nothing is started there."""
+        if self._group is None or not self._group.forked:
+            self._ready.append(Unable(error=error))
+            return
+        _LOG.warning("no workers are started on a node: %s", error)
+        self._barred.add(link.node)
+        self._lose(link, str(error), "node")
 
     def _remove(self, marker: str) -> None:
         """Remove what a node was to see; in a thread, it may be slow."""
@@ -549,7 +568,7 @@ class ClusterEngine:
     def _advance(self) -> None:
         """Go on with whatever waits for places, agents or answers."""
         now = time.monotonic()
-        for node in sorted({place.node for place in self._places}):
+        for node in sorted({place.node for place in self._places} - self._barred - self._draining):
             if node not in self._links and node not in self._starting and now >= self._again.get(node, 0.0):
                 self._launch(node)
         self._tell_capacity()
@@ -575,7 +594,7 @@ class ClusterEngine:
             self._links[group.ranks[0].node].tell({"do": "listen", "group": group.number})
 
     def _usable(self) -> list[NodePlace]:
-        out = self._suspects | self._draining
+        out = self._suspects | self._draining | self._barred
         return [place for place in self._places if place.node not in out]
 
     def _tell_capacity(self) -> None:

@@ -24,6 +24,8 @@ __all__ = ["AgentLink", "Door"]
 
 _LOG = get_logger("runtime")
 _HELLO_S = 10.0
+_PAUSE_S = 0.1
+_STRANGERS = 256
 _KEEP = 8
 _LARGE = 64 << 10
 
@@ -92,6 +94,8 @@ class Door:
 
     def __init__(self, host: str, token: str, welcome: Callable[[int, socket.socket], None]) -> None:
         self._token, self._welcome = token, welcome
+        self._closed = False
+        self._room = threading.BoundedSemaphore(_STRANGERS)
         try:
             self._listener = socket.create_server((host, 0), backlog=1024)
         except OSError as error:
@@ -101,6 +105,7 @@ class Door:
 
     def close(self) -> None:
         """Let nobody in any more. Idempotent."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
@@ -109,8 +114,15 @@ class Door:
         while True:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self._closed:
+                    return
+                _LOG.warning("an agent could not connect: %s", error)  # out of descriptors, say: it comes again
+                time.sleep(_PAUSE_S)
+                continue
+            if not self._room.acquire(blocking=False):
+                sock.close()  # so many that have not proved anything are no agents
+                continue
             threading.Thread(target=self._greet, args=(sock,), name="holdfast-hello", daemon=True).start()
 
     def _greet(self, sock: socket.socket) -> None:
@@ -134,3 +146,5 @@ class Door:
             self._welcome(number, connect(sock))
         except OSError:
             sock.close()
+        finally:
+            self._room.release()

@@ -24,7 +24,7 @@ class AgentCall:
 
     host: str
     port: int
-    token: str
+    token: str = field(repr=False)
     number: int
 
 
@@ -73,6 +73,9 @@ class Nodes(Protocol):
 
     def launch(self, node: str, call: AgentCall) -> None:
         """Start an agent on a node. It connects by itself, or AgentFailed comes."""
+
+    def doubt(self, node: str) -> None:
+        """Look whether a node is still there: the connection to its agent has ended."""
 
     def end(self, number: int) -> None:
         """End an agent, whatever it does. Idempotent."""

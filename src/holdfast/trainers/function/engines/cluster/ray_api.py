@@ -28,15 +28,19 @@ _CLIENT = (
 
 
 def is_wanted() -> bool:
-    """Whether ``engine="auto"`` means Ray here: a cluster is connected, or RAY_ADDRESS names one (jobs have it)."""
+    """Whether ``engine="auto"`` means Ray here: a cluster is connected, or RAY_ADDRESS names one (jobs have it).
+
+    Not inside a task, an actor or a Tune trial: there ``engine="ray"`` says it.
+    """
     if importlib.util.find_spec("ray") is None:
         return False
-    if os.environ.get("RAY_ADDRESS"):
-        return True
     import sys
 
     ray: Any = sys.modules.get("ray")  # who has not imported it is not connected
-    return ray is not None and bool(ray.is_initialized())
+    if ray is not None and ray.is_initialized():
+        # A task or a trial has its own share of the cluster, and may be all that it has room for.
+        return bool(ray.get_runtime_context().worker.mode != ray.WORKER_MODE)
+    return bool(os.environ.get("RAY_ADDRESS"))
 
 
 def connect() -> RayApi:
@@ -70,11 +74,21 @@ class NodeFacts:
 
     Attributes:
         address: IP address.
+        port: of Ray's process there.
         resources: amounts by name.
     """
 
     address: str
+    port: int
     resources: Mapping[str, float]
+
+    def answers(self, timeout_s: float = 1.0) -> bool:
+        """Tell whether Ray's process on it takes connections; the cluster learns of a lost node only much later."""
+        try:
+            socket.create_connection((self.address, self.port), timeout=timeout_s).close()
+        except OSError:
+            return False
+        return True
 
 
 class RayApi:
@@ -100,7 +114,9 @@ class RayApi:
     def nodes(self) -> dict[str, NodeFacts]:
         """Return the nodes that the cluster holds alive, by id."""
         return {
-            node["NodeID"]: NodeFacts(address=node["NodeManagerAddress"], resources=node["Resources"])
+            node["NodeID"]: NodeFacts(
+                address=node["NodeManagerAddress"], port=node["NodeManagerPort"], resources=node["Resources"]
+            )
             for node in self._ray.nodes()
             if node["Alive"]
         }
@@ -220,6 +236,9 @@ class _KeeperActor:
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=30) as connection:
             connection.settimeout(None)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+                if hasattr(socket, name):
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             connection.recv(1)
         os._exit(0)
 

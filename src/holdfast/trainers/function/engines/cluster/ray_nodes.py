@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,6 +21,8 @@ _LOG = get_logger("runtime")
 _LOOK_S = 0.25
 _IDLE_S = 1.0  # where all places are there already
 _CLOSE_S = 10.0
+_PATIENCE_S = 60.0
+_BACK_S = 0.2  # for a node that did not answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,21 @@ class Wanted:
     labels: Mapping[str, str] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Reserved:
+    """A placement group.
+
+    Attributes:
+        group: of Ray.
+        first: number of its first place.
+        size: number of its places.
+    """
+
+    group: Any
+    first: int
+    size: int
+
+
 @dataclass(slots=True)
 class _Slot:
     """The actor that holds a bundle's accelerator."""
@@ -55,7 +73,9 @@ class RayNodes:
     """Implements `holdfast.trainers.function.engines.cluster.nodes.Nodes`.
 
     The fewest workers are one placement group: all of them or none. Each one more is a group of its own, which Ray
-    makes when there is room. A bundle whose node dies is placed again by Ray; the others stay.
+    makes when there is room. A bundle whose node dies is placed again by Ray, once it has noticed the death, which
+    takes some 15 s. So for a node that has lost its agent and does not answer, as many places are asked for again at
+    once; what Ray places again later is spare, and given back with the rest.
 
     Args:
         api: of the cluster.
@@ -66,7 +86,10 @@ class RayNodes:
         self._api, self._wanted = api, wanted
         self.host = api.host
         self._post: Callable[[NodeEvent], Any] = lambda _: None
-        self._groups: list[tuple[Any, int]] = []  # with the number of its first place
+        self._groups: list[_Reserved] = []
+        self._num_places = 0  # ever asked for
+        self._doubted: list[str] = []
+        self._gone: set[str] = set()  # nodes that do not answer, while Ray holds them alive
         self._slots: dict[int, _Slot] = {}
         self._lock = threading.Lock()
         self._launches: list[tuple[str, AgentCall]] = []
@@ -87,6 +110,12 @@ class RayNodes:
             self._launches.append((node, call))
         self._poke.set()
 
+    def doubt(self, node: str) -> None:
+        """Look whether a node is still there."""
+        with self._lock:
+            self._doubted.append(node)
+        self._poke.set()
+
     def end(self, number: int) -> None:
         """End an agent."""
         with self._lock:
@@ -105,8 +134,18 @@ class RayNodes:
     def _work(self) -> None:
         try:
             self._reserve()
+            failing: float | None = None
             while not self._stop.is_set():
-                self._round()
+                try:
+                    self._round()
+                    failing = None
+                except HoldfastError:
+                    raise
+                except Exception as error:
+                    failing = failing or time.monotonic()
+                    if time.monotonic() - failing > _PATIENCE_S:
+                        raise
+                    _LOG.debug("the cluster did not answer: %s", error)
                 waits = self._told is None or self._told.missing
                 self._poke.wait(_LOOK_S if waits else _IDLE_S)
                 self._poke.clear()
@@ -121,18 +160,20 @@ class RayNodes:
             self._give_back()
 
     def _reserve(self) -> None:
+        for size in [self._wanted.least] + [1] * (self._wanted.most - self._wanted.least):
+            self._reserve_group(size)
+
+    def _reserve_group(self, size: int) -> None:
         wanted = self._wanted
-        sizes = [wanted.least] + [1] * (wanted.most - wanted.least)
-        first = 0
-        for size in sizes:
-            group = self._api.reserve([wanted.resources] * size, wanted.strategy, wanted.labels)
-            self._groups.append((group, first))
-            first += size
+        group = self._api.reserve([wanted.resources] * size, wanted.strategy, wanted.labels)
+        self._groups.append(_Reserved(group, self._num_places, size))
+        self._num_places += size
 
     def _round(self) -> None:
         with self._lock:
             launches, self._launches = self._launches, []
             ends, self._ends = self._ends, []
+            doubted, self._doubted = self._doubted, []
         for number in ends:
             if number in self._agents:
                 self._kill(self._agents.pop(number)[1])
@@ -140,7 +181,32 @@ class RayNodes:
             actor = self._api.start_agent(node)
             self._agents[call.number] = (node, actor, self._api.serve(actor, asdict(call)))
         self._see_ended()
-        self._tell_places()
+        nodes = self._api.nodes()
+        self._gone = {node for node in self._gone & nodes.keys() if not nodes[node].answers(_BACK_S)}
+        for node in set(doubted) & nodes.keys() - self._gone:
+            if not nodes[node].answers():
+                self._gone.add(node)
+                self._replace_places_on(node)
+        self._tell_places({node: facts for node, facts in nodes.items() if node not in self._gone})
+
+    def _replace_places_on(self, node: str) -> None:
+        """Ask for as many places as a lost node had."""
+        if self._wanted.strategy.startswith("STRICT"):
+            return  # what is asked for alone would not keep to it
+        lost = [
+            reserved
+            for reserved, bundles in zip(self._groups, self._bundles(), strict=True)
+            for where in bundles.values()
+            if where == node
+        ]
+        for reserved in lost:
+            if reserved.size == 1:  # nothing else is in it: Ray need not place it again
+                self._groups.remove(reserved)
+                self._give_group_back(reserved)
+            self._reserve_group(1)
+
+    def _bundles(self) -> list[dict[int, str]]:
+        return self._api.bundles([reserved.group for reserved in self._groups])
 
     def _see_ended(self) -> None:
         for ref in self._api.ended([ref for _, _, ref in self._agents.values()]):
@@ -155,18 +221,15 @@ class RayNodes:
                     self._post(Refused(error=ConfigError(text)))
             self._post(AgentFailed(number=number, why=why))
 
-    def _tell_places(self) -> None:
-        alive = self._api.nodes()
+    def _tell_places(self, alive: Mapping[str, NodeFacts]) -> None:
         places = []
-        for (group, first), bundles in zip(
-            self._groups, self._api.bundles([group for group, _ in self._groups]), strict=True
-        ):
+        for reserved, bundles in zip(self._groups, self._bundles(), strict=True):
             for bundle, node in bundles.items():
                 if node in alive:
-                    gpus = self._gpus(first + bundle, group, bundle, node)
+                    number = reserved.first + bundle
+                    gpus = self._gpus(number, reserved.group, bundle, node)
                     if gpus is not None:
-                        address = alive[node].address
-                        places.append(NodePlace(node=node, address=address, number=first + bundle, gpus=gpus))
+                        places.append(NodePlace(node=node, address=alive[node].address, number=number, gpus=gpus))
         missing = self._missing(alive) if len(places) < self._wanted.most else ""
         draining = {node: left for node, left in self._api.draining().items() if node in alive}
         told = PlacesChanged(places=tuple(places), missing=missing, draining=draining)
@@ -205,16 +268,18 @@ class RayNodes:
     def _give_back(self) -> None:
         for actor in [actor for _, actor, _ in self._agents.values()] + [slot.actor for slot in self._slots.values()]:
             self._kill(actor)
-        for group, _ in self._groups:
-            try:
-                self._api.release(group)
-            except Exception as error:  # noqa: BLE001 - the cluster may be gone; the group goes with this driver
-                _LOG.debug("a placement group was not given back: %s", error)
-
+        for reserved in self._groups:
+            self._give_group_back(reserved)
         try:
             self._api.close()
         except Exception as error:  # noqa: BLE001 - as above
             _LOG.debug("the owner of the placement groups was not ended: %s", error)
+
+    def _give_group_back(self, reserved: _Reserved) -> None:
+        try:
+            self._api.release(reserved.group)
+        except Exception as error:  # noqa: BLE001 - the cluster may be gone; the group goes with this driver
+            _LOG.debug("a placement group was not given back: %s", error)
 
     def _kill(self, actor: Any) -> None:
         try:
