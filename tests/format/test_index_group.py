@@ -192,3 +192,25 @@ def test_pieces_are_a_sequence():
     assert table.pieces([block], 2).boxes is table.pieces([block.copy()], 2).boxes
     assert all(one.offset < other.offset for one, other in pairwise(pieces[:2]))
     assert entry.name == NAMES[0]
+
+
+@pytest.mark.parametrize(
+    "second", ['"files":["nope"]', '"per_rank":3,"files":["a"]', '"files":["a"],"tensors":1,"x":[]']
+)
+def test_a_batch_of_which_none_is_of_the_kind(second: str) -> None:
+    """All that wait are read one by one then: accepted, or refused in words, as each is alone."""
+    first = '{"index":1,"writer":0,"files":["a"],"tensors":[["w","float32",[4],[[0,0,8,[0],[2]]]]]}'
+    other = '{"index":1,"writer":1,' + second + ',"tensors":[["w","float32",[4],[[0,0,8,[2],[2]]]]]}'
+    files = [IndexFile(f"index {n}", None, text.encode()) for n, text in enumerate((first, other))]
+    sizes, refused = {"a": 8, "b": 8}, []
+    for file in files:
+        try:
+            alone(file, sizes)
+        except CorruptCheckpointError as error:
+            refused.append(str(error))
+    if refused:
+        with pytest.raises(CorruptCheckpointError) as found:
+            read_indexes(files, FileNumbers(), sizes=sizes)
+        assert str(found.value) in refused
+    else:
+        assert len(read_indexes(files, FileNumbers(), sizes=sizes)) == 2

@@ -98,7 +98,8 @@ def test_deletion_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "folders",
     [["../up"], ["/etc"], ["a/../../b"], [""], ["a//b"], ["a\\b"], [1], "text", {"a": 1}, [["a"]], ["f.bin"],
-     ["f.bin/inside"], ["manifest.json"], [".removing.json/x"], ["x/" * 2000 + "x"] * 101, ["d"] * (MAX_FOLDERS + 1)],
+     ["f.bin/inside"], ["manifest.json"], [".removing.json/x"], ["x/" * 2000 + "x"] * 101, ["\ud800/x"],
+     ["d"] * (MAX_FOLDERS + 1)],
 )  # fmt: skip
 def test_hostile_names_are_refused(folders: object) -> None:
     """Outside, where a file is, no paths at all, too many or too deep: the manifest is damaged."""

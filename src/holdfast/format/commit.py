@@ -6,6 +6,7 @@ crash at any point leaves the old checkpoint, the new one, or files without a ma
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -327,7 +328,7 @@ def make_folders(storage: Storage, directory: str, manifest: Manifest) -> None:
         return
     paths = [join(directory, folder) for folder in manifest.empty_directories]
     try:
-        storage.make_directories([path for path in paths if not (root / path).is_dir()])
+        storage.make_directories([path for path in paths if not os.path.isdir(os.path.join(root, path))])
     except StorageError as error:
         _LOG.warning("%s: a directory without files cannot be made: %s", join(storage.uri, directory), error)
 

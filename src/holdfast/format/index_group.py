@@ -187,6 +187,8 @@ class _Kind:
                 left.append(file)
             else:
                 heads.append((file, at, head))
+        if not heads:
+            return  # all of them are read one by one
         runs = shape.runs([file.data[at:] for file, at, _ in heads])
         if runs is None:
             left += [file for file, _, _ in heads]
@@ -263,7 +265,7 @@ class _Shape:
         found = _find_runs(b"".join([*texts, b" "]))
         if len(found.lengths) != len(texts) * len(self.told.lengths):
             return None
-        size = len(texts), -1
+        size = len(texts), len(self.told.lengths)
         before = found.before.reshape(size) - self.size * np.arange(len(texts))[:, None]
         return _Runs(found.values.reshape(size), found.lengths.reshape(size), before, found.zeros.reshape(size))
 

@@ -148,7 +148,7 @@ class Journal:
                 last = self._events[-1][0] if self._events else None
                 is_ours = self._num_gone + len(self._events) > self._handed
                 if last is not None and is_ours and event.what in ("lost", "skipped") and _is_again(last, event):
-                    self._events[-1] = replace(event, times=last.times + event.times), self._events[-1][1]
+                    self._events[-1] = replace(last, times=last.times + event.times), self._events[-1][1]
                     continue
                 self._events.append((event, len(json.dumps(event.to_json()))))
                 self._bytes += self._events[-1][1]
@@ -183,7 +183,12 @@ class Journal:
 
 def merged(events: Iterable[JournalEvent]) -> list[JournalEvent]:
     """Put events of several places into order; those that lie at two places count once."""
-    return sorted(dict.fromkeys(events), key=lambda one: one.time)
+    found: dict[JournalEvent, JournalEvent] = {}
+    for event in events:  # one that was counted on after it had been written once is the same
+        known = found.setdefault(replace(event, times=1), event)
+        if event.times > known.times:
+            found[replace(event, times=1)] = event
+    return sorted(found.values(), key=lambda one: one.time)
 
 
 def _is_again(last: JournalEvent, event: JournalEvent) -> bool:

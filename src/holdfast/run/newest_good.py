@@ -7,7 +7,9 @@ from typing import TypeVar
 
 from holdfast.errors import CorruptCheckpointError
 
-__all__ = ["newest_good"]
+__all__ = ["GONE", "newest_good"]
+
+GONE = "gone meanwhile"
 
 Candidate = TypeVar("Candidate")
 
@@ -24,8 +26,8 @@ def newest_good(
 
     Args:
         candidates: (name, what ``check`` gets), newest first.
-        check: returns None for a good candidate, else the reason why it is bad, having set it aside; an empty reason
-            means that it is gone meanwhile.
+        check: returns None for a good candidate, else the reason why it is bad, having set it aside; `GONE` for one
+            that is no candidate any more.
         bad: reasons against candidates that earlier starts have set aside, by name; these are not checked again.
         where: the run, for the error.
         advice: what the user may do if none is good, beside repairing one.
@@ -40,8 +42,8 @@ def newest_good(
         reason = check(candidate)
         if reason is None:
             return candidate, found
-        if reason:
-            found.append((name, reason))
+        if reason is not GONE:
+            found.append((name, reason or "no reason is known"))
     every = {**bad, **dict(found)}
     if every:
         rows = "\n".join(f"  {one}: {reason}" for one, reason in every.items())

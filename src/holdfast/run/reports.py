@@ -49,6 +49,7 @@ MAX_MERGED_BYTES = 16 << 20
 MAX_ATTEMPT = 999_999_998  # no run gets there; a number that somebody made up must not make ours unreadable
 _NAME = re.compile(r"(\d{5,9})-([^-/]+)-(\d{6,})(?:-(\d{6,}))?\.jsonl")
 _log = get_logger("catalog")
+_LIMIT = 1 << 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class Attempt:
             and 0 <= attempt.attempt <= MAX_ATTEMPT
             and all(type(text) is str for text in texts)
             and (details is None or isinstance(details, dict))
-            and (resumed is None or (type(resumed["step"]) is int and type(resumed["name"]) is str))
+            and (resumed is None or (_is_whole(resumed["step"]) and type(resumed["name"]) is str))
             and (resumed is None or type(resumed.get("attempt")) in (int, type(None)))
         )
         if not sound:
@@ -289,11 +290,17 @@ def _read_one(storage: Storage, segment: _Segment) -> bytes:
         return b""  # merged away by the live writer while we read; the next look sees the merged one
 
 
+def _is_whole(value: Any) -> bool:
+    """Tell whether a value is a whole number that a float can be compared with."""
+    return type(value) is int and abs(value) < _LIMIT
+
+
 def _sound(row: dict[str, Any]) -> dict[str, Any]:
     """Return a report whose fields are of the kinds that were written; raises TypeError for another."""
     numbers = (row.get("step"), row.get("epoch"), row.get("time"))
     texts = (row.get("checkpoint"),)
-    good = all(one is None or type(one) in (int, float) for one in numbers) and isinstance(row["metrics"], dict)
+    good = all(one is None or type(one) is float or _is_whole(one) for one in numbers)
+    good = good and isinstance(row["metrics"], dict)
     if not good or not all(one is None or type(one) is str for one in texts):
         raise TypeError("no report")
     return row

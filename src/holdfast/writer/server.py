@@ -84,6 +84,7 @@ class WriterLoop:
         self._say({"on": "bye"})
         self._channel.flush(5.0)
         self._channel.close()
+        self._handlers.clear()  # bound methods: only a garbage collection would free this, and the arenas it maps
 
     # ---- the reading thread
 

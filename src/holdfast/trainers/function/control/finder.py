@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.checkpoint.verify import verify
 from holdfast.errors import CheckpointError, StorageError
 from holdfast.format.commit import read_manifest
-from holdfast.run.newest_good import newest_good
+from holdfast.run.newest_good import GONE, newest_good
 from holdfast.run.record import unpack
 from holdfast.storage.base import Storage
 
@@ -73,7 +73,7 @@ def find_start(
         if outcome.ok:
             return None
         if outcome.state == "missing":
-            return ""  # somebody deleted it since it was listed
+            return GONE  # somebody deleted it since it was listed
         reason = "; ".join(outcome.problems) or outcome.state
         if outcome.state == "unreadable":
             raise StorageError(f"{storage.uri}/{one.name} cannot be read: {reason}")

@@ -17,7 +17,7 @@ from holdfast.errors import (
     IncompleteCheckpointError,
     StorageNotFoundError,
 )
-from holdfast.run.newest_good import newest_good
+from holdfast.run.newest_good import GONE, newest_good
 from holdfast.storage.base import Storage
 
 from .finder import OWN_NAMES, FolderEntry, look, look_at, names_in
@@ -126,7 +126,7 @@ class StartingPoint:
             loaded.clear()
             reason: str | None = ranks.agree("load", partial(self._try, storage, one.name, loaded), first_bad)
             if reason is None:
-                return None if loaded[0].full else ""
+                return None if loaded[0].full else GONE
             if storage is local:  # together: of what rank 0 fails at, all have to hear
                 ranks.agree("aside", partial(folder.quarantine, one.name, reason))
             return reason
