@@ -251,14 +251,6 @@ def _from_tree(cls: type[Manifest], tree: dict[str, Any], where: str) -> Manifes
     return cls(**values)
 
 
-def _is_encodable(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return True
-
-
 def _check_files(files: tuple[FileEntry, ...], where: str) -> None:
     by_path = {entry.path: entry for entry in files}
     if len(by_path) != len(files) or not _UNLISTED.isdisjoint(by_path):
@@ -282,8 +274,6 @@ def _check_folders(extra: Mapping[str, Any], files: tuple[FileEntry, ...], where
         raise _corrupt(where, f"it lists more than {MAX_FOLDERS} directories without a file")
     taken = {*_UNLISTED, *(entry.path for entry in files)}
     for folder in folders:
-        if not _is_encodable(folder):
-            raise _corrupt(where, f"refused the directory {folder[:200]!a}: it is no text")
         head = check_path(folder, where=where)
         while head and head not in taken:
             head = head.rpartition("/")[0]

@@ -61,7 +61,7 @@ def check_path(path: object, *, where: str) -> str:
     """Return ``path`` if it stays inside the directory of its checkpoint.
 
     Raises:
-        CorruptCheckpointError: it is absolute, climbs out, is not normalised, or is no path at all.
+        CorruptCheckpointError: it is absolute, climbs out, is not normalised, has no UTF-8 form, or is no path at all.
     """
     if isinstance(path, str) and _PLAIN.fullmatch(path):
         return path
@@ -73,6 +73,7 @@ def check_path(path: object, *, where: str) -> str:
         or "\\" in path
         or _DRIVE.match(path)
         or any(part in ("", ".", "..") for part in path.split("/"))
+        or any("\ud800" <= char <= "\udfff" for char in path)
     ):
         raise CorruptCheckpointError(
             f"{where}: refused the path {str(path)[:200]!r}: a checkpoint refers to its own files only, by relative "

@@ -167,8 +167,7 @@ def _check_links(storage: Storage, job: IngestJob) -> tuple[str, ...]:
 
 def _is_fit(name: str) -> bool:
     try:
-        name.encode()
         check_path(name, where=name)
-    except (UnicodeEncodeError, CorruptCheckpointError):
+    except CorruptCheckpointError:
         return False
     return True

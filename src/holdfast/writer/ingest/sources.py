@@ -222,9 +222,8 @@ def _checked(source: IngestSource, contents: Contents) -> Contents:
     bad = []
     for name in (*[one.name for one in contents.files], *contents.bare):
         try:
-            name.encode()
             check_path(name, where=source.path)
-        except (UnicodeEncodeError, CorruptCheckpointError):
+        except CorruptCheckpointError:
             bad.append(name)
             continue
         if any(part.startswith(TEMPORARY) for part in name.split("/")):
