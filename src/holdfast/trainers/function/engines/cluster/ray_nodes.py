@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError, HoldfastError
@@ -18,6 +18,7 @@ from .ray_api import NodeFacts, RayApi
 __all__ = ["RayNodes", "Wanted"]
 
 _LOG = get_logger("runtime")
+T = TypeVar("T")
 _LOOK_S = 0.25
 _IDLE_S = 1.0  # where all places are there already
 _CLOSE_S = 10.0
@@ -170,24 +171,27 @@ class RayNodes:
         self._num_places += size
 
     def _round(self) -> None:
-        with self._lock:
-            launches, self._launches = self._launches, []
-            ends, self._ends = self._ends, []
-            doubted, self._doubted = self._doubted, []
-        for number in ends:
+        for number in self._each(self._ends):
             if number in self._agents:
                 self._kill(self._agents.pop(number)[1])
-        for node, call in launches:
+        for node, call in self._each(self._launches):
             actor = self._api.start_agent(node)
             self._agents[call.number] = (node, actor, self._api.serve(actor, asdict(call)))
         self._see_ended()
         nodes = self._api.nodes()
         self._gone = {node for node in self._gone & nodes.keys() if not nodes[node].answers(_BACK_S)}
-        for node in set(doubted) & nodes.keys() - self._gone:
-            if not nodes[node].answers():
+        for node in self._each(self._doubted):
+            if node in nodes.keys() - self._gone and not nodes[node].answers():
                 self._gone.add(node)
                 self._replace_places_on(node)
         self._tell_places({node: facts for node, facts in nodes.items() if node not in self._gone})
+
+    def _each(self, waiting: list[T]) -> Iterator[T]:
+        """Give what waits, one after another; what the cluster has failed at stays for the next round."""
+        while waiting:
+            yield waiting[0]
+            with self._lock:
+                del waiting[0]
 
     def _replace_places_on(self, node: str) -> None:
         """Ask for as many places as a lost node had."""
