@@ -21,6 +21,7 @@ sys.path[:] = [str(_ROOT)] + [entry for entry in sys.path if Path(entry or ".").
 
 BENCHMARKS = {
     "save": ("save", "run"),
+    "first": ("first", "run"),
     "loaded": ("save", "run_loaded"),
     "lost": ("lost", "run"),
     "load": ("load", "run"),

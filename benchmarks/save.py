@@ -152,13 +152,6 @@ def _judge(outcome: Outcome, limits: Limits, state: TrainState, *, loaded: bool)
     goals.append(
         Goal(what="Checkpointer: FIRST held / memcpy", value=first.get("Checkpointer", math.nan) / memcpy, at_most=3.0)
     )
-    goals.append(
-        Goal(
-            what="save_async: FIRST held / first of DCP async_save",
-            value=first.get("save_async", math.nan) / first.get("DCP async_save", math.nan),
-            at_most=1.0,
-        )
-    )
     for method in ("save_async", "Checkpointer", "save"):
         value = ratios[f"{method}: raw write / durable"]
         goals.append(Goal(what=f"{method}: share of the raw write limit", value=value, at_least=0.85))

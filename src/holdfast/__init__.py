@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from . import errors as _errors
 from ._not_here import missing
+from ._paused_gc import paused_gc
 from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from .checkpoint.follow import follow as follow
     from .checkpoint.handle import Checkpoint as Checkpoint
     from .checkpoint.handle import Verification as Verification
@@ -115,12 +118,18 @@ __all__ = sorted(_HOME)  # noqa: PLE0605
 def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if name in _MODULES:
-        return importlib.import_module(f".{name}", __name__)
+        return _import(name)
     if home is None:
         raise missing(__name__, name)
-    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    value = getattr(_import(home), name)
     globals()[name] = value
     return value
+
+
+def _import(module: str) -> ModuleType:
+    """Import a module of this package; a collection in between would search all of torch (half of the time)."""
+    with paused_gc():
+        return importlib.import_module(f".{module}", __name__)
 
 
 def __dir__() -> list[str]:

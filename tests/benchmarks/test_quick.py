@@ -13,11 +13,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
-    "save", "loaded", "lost", "load", "small", "plan", "control", "many", "ranks", "memory", "step", "catalog",
+    "save", "first", "loaded", "lost", "load", "small", "plan", "control", "many", "ranks", "memory", "step", "catalog",
     "growth_local", "growth", "frozen", "startup", "startup_trainer", "trainer", "remote", "loop",
 )  # fmt: skip
 METHODS = {
     "save": {"save_async", "Checkpointer", "save", "torch.save", "safetensors", "DCP save", "DCP async_save"},
+    "first": {"save_async", "DCP async_save"},
     "loaded": {"save_async", "Checkpointer"},
     "lost": {"holdfast (1 threads)", "torch.save (1 threads)"},
     "load": {"holdfast", "torch.save", "torch.load(mmap)", "safetensors"},

@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
+from holdfast._paused_gc import paused_gc
 from holdfast.errors import CorruptCheckpointError
-from holdfast.format.strict_json import dumps, loads, paused_gc
+from holdfast.format.strict_json import dumps, loads
 
 HOSTILE = {
     "duplicate key": b'{"a":1,"b":{"c":1,"c":2}}',

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import writer_kit as kit
 
+from holdfast import _paused_gc
 from holdfast.errors import SessionError
-from holdfast.format import strict_json
 from holdfast.state.save import staging
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing.crash import wait_until
@@ -74,11 +74,11 @@ def test_a_child_collects_garbage_although_the_collector_was_paused() -> None:
 
     def act() -> None:
         assert gc.isenabled()
-        with strict_json.paused_gc():
+        with _paused_gc.paused_gc():
             assert not gc.isenabled()
         assert gc.isenabled()
 
-    for held in (strict_json.paused_gc(), strict_json._PAUSES.lock):
+    for held in (_paused_gc.paused_gc(), _paused_gc._PAUSES.lock):
         assert fork_while_held(held, act) == 0
     assert gc.isenabled()
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
+from holdfast._paused_gc import paused_gc
 from holdfast.errors import CorruptCheckpointError, FormatVersionError
 
 from .division import Division
 from .layout import item_size
 from .names import check_path
-from .strict_json import dumps, loads, paused_gc
+from .strict_json import dumps, loads
 
 __all__ = ["SAVE_ID", "Index", "Piece", "TensorEntry"]
 

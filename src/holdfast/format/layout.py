@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from holdfast._paused_gc import paused_gc
 from holdfast.errors import CorruptCheckpointError
 from holdfast.storage.base import FileReader
 
-from .strict_json import loads, paused_gc
+from .strict_json import loads
 
 __all__ = ["BLOCK", "DTYPES", "HeaderEntry", "header_bytes", "item_size", "order_key", "read_header"]
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
-import os
-import threading
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NoReturn
 
+from holdfast._paused_gc import paused_gc
 from holdfast.errors import CorruptCheckpointError
 
-__all__ = ["BIG_INT_BITS", "MAX_BYTES", "MAX_DEPTH", "check_depth", "dumps", "encode_big_int", "loads", "paused_gc"]
+__all__ = ["BIG_INT_BITS", "MAX_BYTES", "MAX_DEPTH", "check_depth", "dumps", "encode_big_int", "loads"]
 
 MAX_BYTES = 2 << 30
 MAX_DEPTH = 640
@@ -28,52 +24,6 @@ _DENSE = 5  # bytes for each list or object in a file that has many: a pair of s
 # Brackets become +1 and -1 (as signed bytes); everything else is deleted before.
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-
-
-class _Pauses:
-    """Who has paused the collector of this process: the first of all threads stops it, the last lets it go on.
-
-    A signal or a finalizer may come in between any two steps of the thread that holds the lock, and pause as well:
-    hence a lock that it can take again, and an order of steps in which the inner pause changes nothing.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.depth = 0
-        self.stopped = False  # by us: it was running
-
-    def enter(self) -> None:
-        with self.lock:
-            self.depth += 1
-            if self.depth == 1:
-                self.stopped = gc.isenabled()
-                gc.disable()
-
-    def leave(self) -> None:
-        with self.lock:
-            if self.depth == 1 and self.stopped:
-                gc.enable()
-            self.depth = max(0, self.depth - 1)  # a forked child leaves what its parent has entered
-
-    def forget(self) -> None:
-        """Begin anew in a forked child, where the threads that have paused are not."""
-        if self.depth and self.stopped:
-            gc.enable()
-        self.lock, self.depth = threading.RLock(), 0
-
-
-_PAUSES = _Pauses()
-os.register_at_fork(after_in_child=_PAUSES.forget)
-
-
-@contextmanager
-def paused_gc() -> Iterator[None]:
-    """Keep the garbage collector from searching a million new containers that all stay: two thirds of the time."""
-    _PAUSES.enter()
-    try:
-        yield
-    finally:
-        _PAUSES.leave()
 
 
 def dumps(tree: Any) -> bytes:

@@ -8,12 +8,12 @@ from dataclasses import replace
 from functools import partial
 
 from holdfast._log import get_logger
+from holdfast._paused_gc import paused_gc
 from holdfast.errors import CheckpointError, CorruptCheckpointError, HoldfastError, StorageNotFoundError
 from holdfast.format.commit import PartSummary, Replaced, assemble, commit_manifest, look_before, read_manifest
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import join, save_id_of
 from holdfast.format.parts import is_passing, parse_part, part_bytes, part_name, read_part
-from holdfast.format.strict_json import paused_gc
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from holdfast._paused_gc import paused_gc
 from holdfast.errors import ConfigError, HoldfastError, StateMismatchError
 from holdfast.format.digest import bytes_digest
 from holdfast.format.manifest import Manifest
-from holdfast.format.strict_json import paused_gc
 from holdfast.storage.base import Storage
 
 from ..tree.fill import fill

@@ -15,20 +15,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast._log import get_logger
+from holdfast._paused_gc import paused_gc
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.format.codec import dumps
 from holdfast.format.digest import CHUNK
-from holdfast.format.strict_json import paused_gc
 from holdfast.storage.base import Storage
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import SaveFuture, WriterClient
 from holdfast.writer.messages import BlobPlan, SaveJob
 
-from ..memory import move
 from ..tree.fingerprints import fingerprints
 from ..tree.flatten import Flat, flatten
 from ..tree.groups import common_group
 from . import cuda
+from .aside import AsideCopy
 from .plan import FileLayout, Layout, plan
 from .signature import fits, signature
 from .staging import copy_window, stage
@@ -284,32 +284,25 @@ class Snapshotter:
     def _put_aside(
         self, flat: Flat, layout: Layout, client: WriterClient, submit: Callable[[Arena], SaveFuture]
     ) -> SaveFuture:
-        """Copy everything into private memory, and let a thread send it through a small arena."""
-        copy = Arena.private(layout.arena_bytes)
-        window: Arena | None = None
+        """Let a thread send the state through a small arena while what it has not reached is copied."""
+        window = Arena.create(_ASIDE)
         try:
-            layout.write_static(copy.view)
-            stage(layout, flat.tensors, copy.address, copy.view)
-            window = Arena.create(_ASIDE)
             save = submit(window)
+            copy = AsideCopy(layout, flat.tensors, _ASIDE // 2)
         except BaseException:
-            copy.close()
-            if window is not None:
-                window.close()
+            window.close()
             raise
         # Not a daemon: the interpreter waits for it before it ends, and so does the save.
         self._streaming = threading.Thread(
             target=self._send, args=(layout, client, save, copy, window), name="holdfast-first-save"
         )
         self._streaming.start()
+        copy.copy()
         return save
 
-    def _send(self, layout: Layout, client: WriterClient, save: SaveFuture, copy: Arena, window: Arena) -> None:
-        def fill(file: FileLayout, start: int, size: int, address: int) -> None:
-            move(address, copy.address + file.arena_offset + start, size)
-
+    def _send(self, layout: Layout, client: WriterClient, save: SaveFuture, copy: AsideCopy, window: Arena) -> None:
         try:
-            self._stream(layout, client, save, window, fill)
+            self._stream(layout, client, save, window, copy.fill)
         except Exception as error:  # noqa: BLE001 - a thread edge: the future of the save fails and says more
             _LOG.debug("the first save was not sent: %s", error)
             return
