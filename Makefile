@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 SWEEP ?= slow or long
 BIN := $(VENV)/bin
+# Tests start thousands of interpreters: each would compile the package again where the environment forbids to keep that.
+export PYTHONDONTWRITEBYTECODE :=
 STAMP := $(VENV)/.stamp
 
 .PHONY: demo test test-frameworks lint reference bench sweep clean
