@@ -144,9 +144,22 @@ def copy_checkpoint(
     return copy.copied
 
 
-def copy_file(source: Storage, path: str, target: Storage, new_path: str, *, progress: Progress | None = None) -> None:
-    """Copy one file in windows of bounded memory; durable on return."""
-    sender = Sender(source, target, progress=progress)
+def copy_file(
+    source: Storage,
+    path: str,
+    target: Storage,
+    new_path: str,
+    *,
+    progress: Progress | None = None,
+    stop: Stop | None = None,
+) -> None:
+    """Copy one file in windows of bounded memory; durable on return.
+
+    Raises:
+        StorageNotFoundError: there is no such file.
+        TransferStopped: ``stop()`` returned true.
+    """
+    sender = Sender(source, target, progress=progress, stop=stop)
     sender.each([File(path=new_path, source=path, target=new_path, size=source.stat(path).size)], sender.send)
 
 

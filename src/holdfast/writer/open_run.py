@@ -33,6 +33,7 @@ from .reports import Answer, ReportBuffer, check_rows
 if TYPE_CHECKING:  # most writers never need them, and each start waits
     from .uploads.mirror import Mirroring
     from .uploads.plan import MirrorLimits
+    from .uploads.queue import UploadQueue
     from .uploads.remote import RemoteRun
     from .uploads.staged_run import StagedRun
     from .uploads.start import RemoteSide
@@ -168,7 +169,8 @@ class Run:
         now = self._catalog.index.current
         has_saved = now is not None and any(row[1] == now.attempt for row in self._catalog.index.rows.values())
         if now is not None and (now.resumed_from is not None or has_saved):
-            self._mirror.go()  # an earlier writer of this trainer died after the resume: nobody would say it again
+            # An earlier writer of this trainer died after the resume: nobody would say it again.
+            self._mirror.queue.go()
         return replace(opened, **{**told, "swept": (*opened.swept, *told["swept"])})
 
     # ---- staged saves, whose parts lie on the disks of several machines
@@ -212,9 +214,10 @@ class Run:
             return self._catalog.newest()
 
     @property
-    def uploads(self) -> Mirroring | None:
+    def uploads(self) -> UploadQueue | None:
         """What brings checkpoints to a remote, if anything does."""
-        return self._mirror if self._staged is None else self._staged.mirror
+        source = self._staged or self._mirror
+        return None if source is None else source.queue
 
     def end_uploads(self) -> None:
         """Upload what is staged, for a bounded time."""
@@ -344,14 +347,14 @@ class Run:
 
     def _retain(self) -> None:
         mirror, catalog = self._mirror, self._catalog
-        needed = self._protected if mirror is None else self._protected | mirror.needed()
+        needed = self._protected if mirror is None else self._protected | mirror.queue.needed()
         with self._lock:
             if self._keep is None:
                 together(catalog.storage, [self._confirm, catalog.index.save])
-            elif mirror is None or mirror.has_begun:
+            elif mirror is None or mirror.queue.has_begun:
                 self._gone += catalog.prune(self._keep, needed)
             behind = catalog.is_behind
-            if mirror is not None and mirror.has_begun:
+            if mirror is not None and mirror.queue.has_begun:
                 self._gone += catalog.discard(mirror.done_with(catalog.index.rows), f"uploaded to {mirror.uri}")
             if behind or catalog.is_behind:
                 self._later(self._go_on)
@@ -451,7 +454,7 @@ class Run:
         with self._segments:
             self._catalog.index.resumed(name, step=step, attempt=attempt)
         if mirror is not None:
-            mirror.go()
+            mirror.queue.go()
 
     def _next_attempt(self, reason: str, start_id: str, details: dict[str, Any] | None = None) -> dict[str, Any]:
         self._check()
