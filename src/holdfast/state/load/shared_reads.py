@@ -27,7 +27,7 @@ from holdfast.storage.local.local_io import address_of
 from holdfast.writer.serial_executor import SerialExecutor
 
 from .digests import Digests
-from .reader import ReadRequest
+from .read_request import ReadRequest
 from .shared_blocks import BLOCK, Block, ChunkNumbers
 from .shared_read_buffer import PeerReadBuffer, SharedReadBuffer, can_share, pauses
 
