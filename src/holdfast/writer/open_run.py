@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from holdfast._log import get_logger
 from holdfast.config import Keep
@@ -35,10 +35,9 @@ if TYPE_CHECKING:  # most writers never need them, and each start waits
     from .uploads.plan import MirrorLimits
     from .uploads.queue import UploadQueue
     from .uploads.remote import RemoteRun
-    from .uploads.staged_run import StagedRun
     from .uploads.start import RemoteSide
 
-__all__ = ["Run"]
+__all__ = ["Run", "StagedSaves"]
 
 _LOG = get_logger("writer")
 _END_S = 5.0  # for deletions that are behind at the end; the next life goes on with them
@@ -46,6 +45,24 @@ _END_S = 5.0  # for deletions that are behind at the end; the next life goes on 
 
 def _at_once(call: Callable[[], object]) -> object:
     return call()
+
+
+class StagedSaves(Protocol):
+    """What a run needs of the saves that are staged on disks of several machines (`uploads.staged_run`)."""
+
+    queue: UploadQueue
+
+    def add(self, name: str, save: str, manifest: Manifest) -> None:
+        """Take a save that all ranks have staged."""
+
+    def bring(self, name: str, save: str | None) -> None:
+        """Bring what an earlier life has left."""
+
+    def keeps(self, name: str, say: Callable[[], object]) -> bool:
+        """Keep what is said about a staged save until that arrives; false if it is none."""
+
+    def end(self) -> None:
+        """Bring what can be brought within a bound; idempotent."""
 
 
 class Run:
@@ -56,7 +73,7 @@ class Run:
     def __init__(self, lease: Lease, keep: Keep | None) -> None:
         self._heartbeat, self._keep = Heartbeat(lease), keep
         self._mirror: Mirroring | None = None
-        self._staged: StagedRun | None = None
+        self._staged: StagedSaves | None = None
         # Of the catalog, which the thread that uploads staged saves works with as well.
         self._lock = threading.RLock()
         self._start_id = ""
@@ -175,7 +192,7 @@ class Run:
 
     # ---- staged saves, whose parts lie on the disks of several machines
 
-    def stage(self, make: Callable[[Heartbeat, Catalog, str], StagedRun]) -> None:
+    def stage(self, make: Callable[[Heartbeat, Catalog, str], StagedSaves]) -> None:
         """From now on saves are staged first; ``make`` is given the lease, the checkpoints and our start id."""
         self._staged = make(self._heartbeat, self._catalog, self._start_id)
 
