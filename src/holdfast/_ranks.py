@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .errors import ConfigError
 
-__all__ = ["RankInfo", "current_ranks"]
+__all__ = ["RankInfo", "current_ranks", "rank_list"]
+
+_NAMED = 8  # ranks spelled out in a message
 
 # launcher -> (rank, world size, local rank, local world size)
 _ENVIRONMENTS = (
@@ -65,3 +68,17 @@ def current_ranks() -> RankInfo:
                     f"{rank}={os.environ[rank]!r} / {world}={os.environ[world]!r} are not numbers"
                 ) from error
     return RankInfo()
+
+
+def rank_list(ranks: Iterable[int], *, num_ranks: int | None = None, most: int = _NAMED) -> str:
+    """Spell out some ranks for people: "rank 3", "ranks 0, 2 and 5 more".
+
+    Args:
+        ranks: which, in any order; of many the first ones are enough.
+        num_ranks: how many there are, if ``ranks`` are only the first of them.
+        most: how many are named.
+    """
+    every = sorted(ranks)
+    total = len(every) if num_ranks is None else num_ranks
+    more = f" and {total - most} more" if total > most else ""
+    return f"rank{'s' if total > 1 else ''} {', '.join(map(str, every[:most]))}{more}"

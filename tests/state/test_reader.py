@@ -11,7 +11,8 @@ from state_kit import assert_same, net
 import holdfast as hf
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.state.load.picks import can_pick
-from holdfast.state.load.reader import ReadRequest, is_direct, read_tensors
+from holdfast.state.load.read_request import ReadRequest
+from holdfast.state.load.reader import is_direct, read_tensors
 from holdfast.state.load.stored import open_stored
 from holdfast.storage.memory import MemoryStorage
 

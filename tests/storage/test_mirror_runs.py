@@ -26,7 +26,7 @@ from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.resolve import resolve
 from holdfast.testing import Fault, FaultProxy
 from holdfast.testing.crash import wait_until
-from holdfast.writer.uploads.mirror import Mirroring
+from holdfast.writer.uploads.queue import UploadQueue
 
 
 def test_both_sides_are_runs_of_their_own(remote, local):
@@ -213,7 +213,7 @@ def test_late_metrics_and_pins_arrive(remote, local):
 
 def test_the_best_is_not_deleted_before_its_metrics_have_arrived(local, monkeypatch):
     """The local side lets a checkpoint go as soon as it is uploaded; what was said about it goes before the rules."""
-    monkeypatch.setattr(Mirroring, "_sync_soon", lambda self: None)  # a busy machine: nothing is passed on in between
+    monkeypatch.setattr(UploadQueue, "call_soon", lambda self: None)  # a busy machine: nothing is passed on in between
     remote = resolve("memory://mirror-late-best")
     with running(remote, local, keep=hf.Keep(best=1, metric="val", mode="min")) as (ck, state):
         for step, value in enumerate((3.0, 1.0, 2.0, 5.0), start=1):

@@ -29,7 +29,7 @@ def test_too_many_give_up_the_oldest(count: int, max_behind: int, flying: int) -
     """Never the newest, never the one under way, and no more than needed."""
     waiting = [f"step_{number}" for number in range(count)]
     in_flight = waiting[flying] if 0 <= flying < count else None
-    gone = given_up(waiting, MirrorLimits(max_behind=max_behind), in_flight)
+    gone = given_up(waiting, MirrorLimits(max_behind=max_behind), () if in_flight is None else {in_flight})
     stay = [name for name in waiting if name not in gone]
     assert gone == [name for name in waiting if name in gone]
     assert waiting[-1] in stay

@@ -115,11 +115,11 @@ def test_a_lost_lease_wakes_the_uploading_thread(local: LocalStorage, remote: Re
     """Who follows the mirror hears at once that another trainer took the remote, not some seconds later."""
     heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     mirror = Mirroring(remote, MirrorLimits(), waiting=(), uploaded=(), changed=lambda: None)
-    mirror.go()
+    mirror.queue.go()
     try:
-        mirror.follow(None, heard.put)
+        mirror.queue.follow(None, heard.put)
         since = heard.get(timeout=30)["version"]
-        mirror.follow(since, heard.put)
+        mirror.queue.follow(since, heard.put)
         with pytest.raises(RunBusyError):
             for _ in range(100):  # the mirror's own thread may be between reading the lease and renewing it
                 other = {**make_owner("cccccccc"), "pid": 1, "beat": 1}
@@ -127,7 +127,7 @@ def test_a_lost_lease_wakes_the_uploading_thread(local: LocalStorage, remote: Re
                 remote.heartbeat.confirm()
         state = heard.get(timeout=30)
         while state["lost"] is None:
-            mirror.follow(state["version"], heard.put)
+            mirror.queue.follow(state["version"], heard.put)
             state = heard.get(timeout=30)
         assert "lost to process" in state["lost"]
     finally:

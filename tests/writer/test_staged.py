@@ -29,7 +29,7 @@ from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import BlobPlan, SaveJob
 from holdfast.writer.ranks.step_mailbox import BOARD_BYTES, StepMailbox
-from holdfast.writer.uploads import mirror, staged_part, staged_run
+from holdfast.writer.uploads import staged_part, staged_run
 
 LIMIT_S = 20.0
 
@@ -114,7 +114,7 @@ def test_what_both_have_staged_is_committed_at_the_remote(tmp_path: Path) -> Non
 
 def test_what_did_not_get_there_is_brought_by_the_next_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 could not reach the remote: nothing is committed, everything stays where it is until somebody asks."""
-    monkeypatch.setattr(mirror, "END_S", 0.2)
+    monkeypatch.setattr(staged_run, "END_S", 0.2)
     monkeypatch.setattr(distributed, "_LAST_S", 0.2)
     with life(tmp_path, "aaaaaaa1", FaultyStorage(tmp_path / "remote", fail_on={"pwrite": errno.EIO})) as one:
         one.save(1)
@@ -183,7 +183,7 @@ def test_a_store_that_cannot_copy_by_itself_is_sent_all(tmp_path: Path) -> None:
 
 def test_bringing_a_save_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start that is broken off while the remote takes everything but the manifest: nobody waits for ever."""
-    monkeypatch.setattr(mirror, "END_S", 0.2)
+    monkeypatch.setattr(staged_run, "END_S", 0.2)
     monkeypatch.setattr(distributed, "_LAST_S", 0.2)
     tried = threading.Event()
 

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from holdfast._ranks import rank_list
 from holdfast.errors import ConfigError
 from holdfast.storage.base import Storage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import RunOpened
-from holdfast.writer.ranks.saves import rank_list
 
 from .options import CheckpointerOptions
 from .rendezvous import Meeting

@@ -9,12 +9,12 @@ import socket
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
-from pathlib import Path
 from typing import Any
 
 from holdfast._ranks import current_ranks
 from holdfast._version import __version__
 from holdfast.errors import HoldfastError
+from holdfast.run.process import network_name
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import error_from_json, error_to_ranks
@@ -128,7 +128,7 @@ class RankGroup:
 
 def _facts() -> dict[str, Any]:
     world_size = current_ranks().world_size
-    return {"machine": _machine(), "holdfast": __version__, "world_size": world_size, "master": _master()}
+    return {"machine": network_name(), "holdfast": __version__, "world_size": world_size, "master": _master()}
 
 
 def _master() -> list[str]:
@@ -137,15 +137,6 @@ def _master() -> list[str]:
         if master := os.environ.get("MASTER_ADDR"):
             return [str(row[4][0]) for row in socket.getaddrinfo(master, None, type=socket.SOCK_STREAM)]
     return []
-
-
-def _machine() -> str:
-    """Name this machine so that two processes name it alike if, and only if, loopback connects them."""
-    parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net"):
-        with contextlib.suppress(OSError):
-            parts.append(os.readlink(path) if "/ns/" in path else Path(path).read_text(encoding="ascii").strip())
-    return " ".join(parts)
 
 
 def _listen(

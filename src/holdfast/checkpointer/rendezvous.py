@@ -12,10 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holdfast._ranks import RankInfo
+from holdfast._ranks import RankInfo, rank_list
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.writer.messages import error_from_json, error_to_ranks
-from holdfast.writer.ranks.saves import rank_list
 
 from .lives import StoreLife
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.checkpoint.handle import Checkpoint
+from holdfast.run.process import memory_name
 from holdfast.state.load.put_back import put_back
 from holdfast.state.load.selection import Selection
-from holdfast.state.load.shared_read_buffer import node_name
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.groups import group_of, ranks_alike
 from holdfast.storage.base import Storage
@@ -120,7 +120,7 @@ def start_run(
 
     def need() -> list[Any]:
         own = snapshotter.plan(live).tensor_bytes
-        return [node_name(), own, places.local.free_bytes()] if places.staged else ["", own, None]
+        return [memory_name(), own, places.local.free_bytes()] if places.staged else ["", own, None]
 
     def check(needs: Sequence[list[Any]]) -> dict[str, Any]:
         if resumed is not None:

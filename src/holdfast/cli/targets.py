@@ -10,6 +10,7 @@ import click
 
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError, UnknownMetricError
+from holdfast.format.names import MANIFEST_NAME
 from holdfast.run.catalog import Catalog, is_remains
 from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.lease import is_claim
@@ -109,7 +110,7 @@ def find(path: str) -> tuple[Storage, Checkpoint | None]:
     children = [info.path for info in storage.list("", recursive=False) if not is_claim(info.path)]
     if not children and not (root is not None and root.is_dir()):
         raise CheckpointNotFoundError(f"there is nothing at {storage.uri}: check the path")
-    if "manifest.json" in children:
+    if MANIFEST_NAME in children:
         return storage, Checkpoint(path)
     if RUN_FILE not in children and is_remains(children):
         return storage, Checkpoint(path)

@@ -22,7 +22,7 @@ from holdfast.errors import (
 )
 from holdfast.format.commit import make_folders, read_manifest, read_manifest_bytes, sweep
 from holdfast.format.manifest import MANIFEST_NAME, FileEntry, Manifest
-from holdfast.format.names import REMOVING_NAME, SIDECARS, check_links, join, start_id_of
+from holdfast.format.names import REMOVING_NAME, SIDECARS, UNLISTED, check_links, join, start_id_of
 from holdfast.run.lease import files_of
 from holdfast.run.remains import is_remains
 from holdfast.run.sidecar import METRICS_FILE, read_sidecar, write_sidecar
@@ -40,8 +40,6 @@ __all__ = [
     "send_entries",
 ]
 
-# Not among the files of a checkpoint: they go last, or not at all.
-_NOT_FILES = frozenset({MANIFEST_NAME, REMOVING_NAME, *SIDECARS})
 REPEATED_FROM = 1 << 20
 """To have a store repeat a file takes three requests, to send a small one takes one."""
 _BATCH_FROM = 16
@@ -144,9 +142,22 @@ def copy_checkpoint(
     return copy.copied
 
 
-def copy_file(source: Storage, path: str, target: Storage, new_path: str, *, progress: Progress | None = None) -> None:
-    """Copy one file in windows of bounded memory; durable on return."""
-    sender = Sender(source, target, progress=progress)
+def copy_file(
+    source: Storage,
+    path: str,
+    target: Storage,
+    new_path: str,
+    *,
+    progress: Progress | None = None,
+    stop: Stop | None = None,
+) -> None:
+    """Copy one file in windows of bounded memory; durable on return.
+
+    Raises:
+        StorageNotFoundError: there is no such file.
+        TransferStopped: ``stop()`` returned true.
+    """
+    sender = Sender(source, target, progress=progress, stop=stop)
     sender.each([File(path=new_path, source=path, target=new_path, size=source.stat(path).size)], sender.send)
 
 
@@ -239,7 +250,7 @@ class _Copy:
         listed = {entry.path for entry in entries}
         for path, size in self._inside.items():
             # What somebody put there by hand comes along; remains of other saves do not.
-            if path not in listed and path not in _NOT_FILES and (raw is None or start_id_of(path) is None):
+            if path not in listed and path not in UNLISTED and (raw is None or start_id_of(path) is None):
                 files.append(self._file(path, size, None))
         check_links(self._source, self._name, (*self._inside, *(file.path for file in files)))
         self.copied = Copied(files=len(files), is_foreign=raw is None)

@@ -12,6 +12,8 @@ from heapq import nsmallest
 from itertools import islice
 from typing import Any
 
+from holdfast._ranks import rank_list
+
 from .digest import bytes_digest
 
 __all__ = ["Division", "disagreement", "sketch"]
@@ -212,7 +214,4 @@ def _shape(one: Division) -> tuple[int, str]:
 
 
 def _ranks(ranks: list[int], num_ranks: int | None = None) -> str:
-    total = len(ranks) if num_ranks is None else num_ranks
-    named = ", ".join(map(str, ranks[:_NAMED]))
-    more = f" and {total - _NAMED} more" if total > _NAMED else ""
-    return f"rank{'s' if total > 1 else ''} {named}{more}"
+    return rank_list(ranks, num_ranks=num_ranks, most=_NAMED)

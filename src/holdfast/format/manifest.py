@@ -15,7 +15,7 @@ from holdfast.errors import ConfigError, CorruptCheckpointError, FormatVersionEr
 
 from .codec import decode, encode
 from .digest import bytes_digest, num_chunks
-from .names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, check_path
+from .names import MANIFEST_NAME, UNLISTED, check_path
 from .strict_json import dumps, loads
 
 __all__ = [
@@ -43,7 +43,6 @@ ROLES = ("tensors", "index", "state", "digests", "user", "rank")
 _CLOSING = re.compile(rb',\n"body_digest": "(xxh3:[0-9a-f]{32})"\n}\n')
 _CLOSING_BYTES = len(b',\n"body_digest": "xxh3:"\n}\n') + 32
 _DIGEST = re.compile(r"xxh3:[0-9a-f]{32}")
-_UNLISTED = frozenset({MANIFEST_NAME, REMOVING_NAME, *SIDECARS})
 _MAX_SIZE = 1 << 62
 _ROWS, _LINES = b'},{"path":', b'},\n{"path":'
 
@@ -253,7 +252,7 @@ def _from_tree(cls: type[Manifest], tree: dict[str, Any], where: str) -> Manifes
 
 def _check_files(files: tuple[FileEntry, ...], where: str) -> None:
     by_path = {entry.path: entry for entry in files}
-    if len(by_path) != len(files) or not _UNLISTED.isdisjoint(by_path):
+    if len(by_path) != len(files) or not UNLISTED.isdisjoint(by_path):
         raise _corrupt(where, "it lists a file twice, or one that may change after the commit")
     for entry in files:
         if entry.chunks is not None:
@@ -272,7 +271,7 @@ def _check_folders(extra: Mapping[str, Any], files: tuple[FileEntry, ...], where
         raise _corrupt(where, f"malformed field {EMPTY_DIRECTORIES!r}: {str(folders)[:120]}")
     if sum(one.count("/") + 1 for one in folders) > MAX_FOLDERS:
         raise _corrupt(where, f"it lists more than {MAX_FOLDERS} directories without a file")
-    taken = {*_UNLISTED, *(entry.path for entry in files)}
+    taken = {*UNLISTED, *(entry.path for entry in files)}
     for folder in folders:
         head = check_path(folder, where=where)
         while head and head not in taken:

@@ -10,14 +10,13 @@ from holdfast.storage.base import ObjectInfo, Storage
 from holdfast.storage.together import together
 
 from .commit import remove
-from .names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, join, start_id_of
+from .names import MANIFEST_NAME, SIDECARS, UNLISTED, join, start_id_of
 
 __all__ = ["listed_at_once", "names_under", "remove_listed"]
 
 _EACH = 16  # directories that are listed one by one, side by side
 _FILES = 8  # of a small checkpoint, to guess how long a listing of everything is
 _PAGE, _PAGES = 1000, 8  # names in an answer; answers that are read of what may be much more
-_SAID = frozenset({MANIFEST_NAME, REMOVING_NAME, *SIDECARS})
 
 
 def listed_at_once(storage: Storage, directories: Collection[str]) -> dict[str, frozenset[str]] | None:
@@ -72,7 +71,9 @@ def remove_listed(storage: Storage, there: Mapping[str, Collection[str]]) -> Non
     Raises:
         StorageError: some are gone, and some have no manifest any more.
     """
-    plain = {name: paths for name, paths in there.items() if all(path in _SAID or start_id_of(path) for path in paths)}
+    plain = {
+        name: paths for name, paths in there.items() if all(path in UNLISTED or start_id_of(path) for path in paths)
+    }
     # What else is there is the manifest's to say: whether we wrote or listed it, or somebody put it there later.
     together(storage, [partial(remove, storage, name) for name in there if name not in plain])
     storage.delete_many([join(name, MANIFEST_NAME) for name, paths in plain.items() if MANIFEST_NAME in paths])

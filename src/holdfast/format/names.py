@@ -18,6 +18,7 @@ __all__ = [
     "MANIFEST_NAME",
     "REMOVING_NAME",
     "SIDECARS",
+    "UNLISTED",
     "check_links",
     "check_path",
     "join",
@@ -30,6 +31,8 @@ REMOVING_NAME = ".removing.json"
 """Copy of the manifest of a checkpoint that is being removed; lists what is still to go after a crash."""
 SIDECARS = (".metrics.json", ".metadata.json")
 """Files about a checkpoint that may change after its commit; not listed in the manifest."""
+UNLISTED = frozenset({MANIFEST_NAME, REMOVING_NAME, *SIDECARS})
+"""Names in the directory of a checkpoint that are none of its files."""
 
 _OURS = re.compile(
     r"(?:state|[A-Za-z0-9_.-]+-[0-9]{5}(?:\.part[0-9]+)?)-(?P<save>(?P<start>[0-9a-f]{8,64})-[0-9a-f]{1,16})"

@@ -26,7 +26,8 @@ from holdfast.checkpoint.newest import newest_of_run
 from holdfast.errors import ConfigError
 from holdfast.format.boxes import Box
 from holdfast.format.index import Piece
-from holdfast.state.load.reader import ReadRequest, read_tensors
+from holdfast.state.load.read_request import ReadRequest
+from holdfast.state.load.reader import read_tensors
 from holdfast.state.load.spans import spans
 from holdfast.state.load.targets import box_of
 from holdfast.state.save.torch_plain import from_plain

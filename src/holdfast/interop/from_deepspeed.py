@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import CorruptCheckpointError, UnsupportedStateError
-from holdfast.format.names import MANIFEST_NAME, SIDECARS
+from holdfast.format.names import UNLISTED
 from holdfast.state.tree.arrays import dtype_name
 
 from .blobs import Blob
@@ -33,7 +33,7 @@ _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_state
 _ELSEWHERE = re.compile(r"layer_\d+.*model_states\.pt|expp_rank_\d+_.*optim_states\.pt")
 _LATEST = "latest"
 # Not of the source: what says where the files are, and what is about a checkpoint that was reported as it was.
-_ABOUT = frozenset({_LATEST, "zero_to_fp32.py", MANIFEST_NAME, *SIDECARS})
+_ABOUT = frozenset({_LATEST, "zero_to_fp32.py", *UNLISTED})
 # What describes the shards, and what only the live engine can use.
 _OWN = frozenset(
     {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}

@@ -25,6 +25,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
 from .journal import Journal, events_from, merged
+from .names import CHANGES_FILE, RUN_FILE
 from .record import COLUMNS
 from .reports import (
     MAX_ATTEMPT,
@@ -41,7 +42,6 @@ from .rows import RecordTable
 
 __all__ = ["CHANGES_FILE", "RUN_FILE", "Attempt", "RunIndex"]
 
-RUN_FILE, CHANGES_FILE = "run.json", "run-changes.json"
 _FORMAT = "holdfast-run"
 _VERSION = 1
 _MAX_DEPTH = 200

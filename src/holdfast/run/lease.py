@@ -54,6 +54,7 @@ from holdfast.storage.local.ops import POSIX, errors_of, translate
 from holdfast.storage.together import together
 
 from .fence import is_fence
+from .names import LEASE_FILE
 from .process import birth, is_dead, is_pid, machine, same_machine
 
 __all__ = [
@@ -69,7 +70,6 @@ __all__ = [
     "owner_of",
 ]
 
-LEASE_FILE = "lease.json"
 LOCK_FILE = ".lease.lock"
 _CLAIM = re.compile(r"lease-[0-9a-f]{8}\.json|\.lease-[0-9a-f]{8}\.lock")
 HEARTBEAT_S = 5.0

@@ -1,7 +1,12 @@
-"""Tell whether a process noted on disk is one of this machine, and whether it still lives."""
+"""What this machine is, and whether a process noted somewhere is one of it and still lives.
+
+There are three ways to be on one machine, by what one wants of the other: its pid (`machine`), its memory
+(`memory_name`), its loopback (`network_name`).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Mapping
@@ -9,18 +14,44 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["birth", "is_dead", "is_pid", "machine", "same_machine"]
+__all__ = ["birth", "is_dead", "is_pid", "machine", "memory_name", "network_name", "same_machine"]
+
+
+def _boot() -> str:
+    """Identify this start of the kernel, which all containers of a machine share.
+
+    Raises:
+        OSError: this system does not say.
+    """
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 @cache
 def machine() -> dict[str, str]:
     """Name this machine, its boot and the pid namespace: a pid means something only where all of them agree."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        boot = _boot()
         namespace = str(Path("/proc/self/ns/pid").stat().st_ino)
     except OSError:
         boot = namespace = ""
     return {"host": socket.gethostname(), "boot": boot, "pid_namespace": namespace}
+
+
+def memory_name() -> str:
+    """Name this machine so that two processes name it alike only if one can open descriptors of the other."""
+    try:
+        return f"{_boot()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def network_name() -> str:
+    """Name this machine so that two processes name it alike if, and only if, loopback connects them."""
+    parts = [socket.gethostname()]
+    for part in (_boot, lambda: os.readlink("/proc/self/ns/net")):
+        with contextlib.suppress(OSError):
+            parts.append(part())
+    return " ".join(parts)
 
 
 def birth(pid: int) -> str:

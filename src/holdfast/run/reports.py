@@ -23,6 +23,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
 from .journal import MOST_READ, Journal, JournalEvent, events_from
+from .names import LOGS, REPORTS
 from .record import from_plain, to_plain
 
 __all__ = [
@@ -40,8 +41,6 @@ __all__ = [
     "unused_start_id",
 ]
 
-REPORTS = "reports"
-LOGS = "logs"
 """Directory of what the workers of a run printed."""
 SEGMENT_BYTES = 64 << 10
 FAN_IN = 16

@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.config import Mirror
 from holdfast.errors import ConfigError, HoldfastError
@@ -19,6 +19,9 @@ from .frames import Message
 from .launch import can_run_process
 from .messages import IngestJob, PartsJob, RunOpened, SaveJob, SaveResult, error_to_json
 from .uploads.plan import limits_of
+
+if TYPE_CHECKING:
+    from .uploads.files import UploadJob
 
 __all__ = ["SaveFuture", "WriterClient"]
 
@@ -153,6 +156,24 @@ class WriterClient:
                 of this save are removed then.
         """
         return self._make("parts", storage, job)
+
+    def upload(self, source: Storage, target: Storage, job: UploadJob, *, num_workers: int = 1) -> Future[None]:
+        """Send a checkpoint or a file; it is sent even if the trainer dies meanwhile.
+
+        Args:
+            source: holds it.
+            target: where it goes. All uploads to one target wait in one queue, the oldest first.
+            job: what it is, and what follows it.
+            num_workers: uploads to this target at once; the first call decides.
+
+        Raises:
+            HoldfastError: as `submit`. From the future: it was tried as often as the job says; nothing counts as
+                uploaded.
+        """
+        with self._talk.lock:
+            self._talk.check()
+            keys = {"storage": self._talk.tell_storage(source), "target": self._talk.tell_storage(target)}
+            return self._call({"do": "upload", **keys, "job": job.to_json(), "num_workers": num_workers})
 
     def _make(self, do: str, storage: Storage, job: IngestJob | PartsJob) -> SaveFuture:
         if not job.manifest.get("checkpoint_id"):

@@ -1,30 +1,27 @@
-"""Length-prefixed JSON over a socket pair, with attachments and file descriptors.
+"""One end of a socket pair: frames (`frame_codec`) with file descriptors, written without waiting, read by one thread.
 
-A message is 4 bytes (big endian) of header length, the JSON header, then the attachments one after another; their
-lengths are in the header under "$". Descriptors (SCM_RIGHTS) ride with the first byte of their message.
+Descriptors (SCM_RIGHTS) ride with the first byte of their message, so nothing is ever read beyond the end of one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import socket
-import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
 
+from .frame_codec import FrameDecoder, Message, encode
+
 __all__ = ["Attachments", "Channel", "Message"]
 
-_MAX_HEADER = 256 << 20
 _MAX_FDS = 8
 _CHUNK = 1 << 20
 _PAUSE_S = 0.01
@@ -32,15 +29,6 @@ _CLOSED_BY_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 # The kernel has no room for the message at this moment: nothing was sent, nothing is lost if it is said again.
 _NO_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
 _PASSING = (errno.EAGAIN, errno.EINTR, errno.ETOOMANYREFS, *_NO_MEMORY)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """One received message; whoever takes it owns ``fds``."""
-
-    header: dict[str, Any]
-    attachments: tuple[bytes, ...] = ()
-    fds: tuple[int, ...] = ()
 
 
 class Attachments(Protocol):
@@ -65,6 +53,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._decoder = FrameDecoder("the other side of this channel")
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
         self._lock = threading.Condition()
@@ -91,10 +80,7 @@ class Channel:
         Raises:
             BrokenPipeError: the other side is gone.
         """
-        if attachments:
-            header = {**header, "$": [len(item) for item in attachments]}
-        body = json.dumps(header, separators=(",", ":")).encode()
-        data = memoryview(b"".join((struct.pack(">I", len(body)), body, *attachments)))
+        data = memoryview(encode(header, attachments))
         with self._lock:
             if self._closed:
                 raise BrokenPipeError("the channel is closed")
@@ -158,54 +144,38 @@ class Channel:
             return self._lock.wait_for(lambda: not self._backlog or self._closed, timeout_s)
 
     def receive(self) -> Message | None:
-        """Wait for the next message; None at the end of the stream."""
-        prefix, fds = self._read_start()
-        if prefix is None:
-            return None
-        (length,) = struct.unpack(">I", prefix)
-        if length > _MAX_HEADER:
-            raise HoldfastError(f"message header of {length} bytes: both sides must run the same Holdfast")
-        body = self._read(length)
-        if body is None:
-            return None
-        header: dict[str, Any] = json.loads(body)
-        attachments = []
-        for size in header.pop("$", ()):
-            item = self._read(size)
-            if item is None:
-                return None
-            attachments.append(item)
-        return Message(header=header, attachments=tuple(attachments), fds=tuple(fds))
+        """Wait for the next message; None at the end of the stream.
 
-    def _read_start(self) -> tuple[bytes | None, list[int]]:
+        Raises:
+            HoldfastError: the other side speaks another language.
+        """
+        decoder = self._decoder
+        try:
+            while True:
+                data, fds = self._read_some()
+                if not data:
+                    break
+                for message in decoder.feed(data, fds):  # one at most: nothing beyond it was read
+                    return message
+        except HoldfastError:
+            _close_all(decoder.drop())
+            raise
+        _close_all(decoder.drop())
+        return None
+
+    def _read_some(self) -> tuple[bytes, list[int]]:
+        decoder = self._decoder
         while True:
             try:
-                data, fds, _, _ = socket.recv_fds(self._sock, 4, _MAX_FDS, _CLOSED_BY_EXEC)
-                break
+                if not decoder.is_between:
+                    return self._sock.recv(min(decoder.wanted, _CHUNK)), []
+                data, fds, _, _ = socket.recv_fds(self._sock, decoder.wanted, _MAX_FDS, _CLOSED_BY_EXEC)
             except OSError as error:
                 if error.errno not in _NO_MEMORY:
-                    return None, []
+                    return b"", []
                 time.sleep(_PAUSE_S)
-        if not data:
-            return None, []
-        rest = self._read(4 - len(data)) if len(data) < 4 else b""
-        return (None if rest is None else data + rest), fds
-
-    def _read(self, size: int) -> bytes | None:
-        buffer = bytearray(size)
-        view = memoryview(buffer)
-        while view:
-            try:
-                received = self._sock.recv_into(view, min(len(view), _CHUNK))
-            except OSError as error:
-                if error.errno not in _NO_MEMORY:
-                    return None
-                time.sleep(_PAUSE_S)
-                continue
-            if not received:
-                return None
-            view = view[received:]
-        return bytes(buffer)
+            else:
+                return data, fds
 
     def close(self) -> None:
         """Close this end; a `receive` waiting in another thread sees the end of the stream. Idempotent."""
@@ -232,3 +202,8 @@ def _send_some(sock: socket.socket, data: memoryview, fds: Sequence[int], flags:
     if fds:
         return socket.send_fds(sock, [data], list(fds), flags)
     return sock.send(data, flags)
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from holdfast._log import get_logger
 from holdfast.config import Keep
@@ -33,11 +33,11 @@ from .reports import Answer, ReportBuffer, check_rows
 if TYPE_CHECKING:  # most writers never need them, and each start waits
     from .uploads.mirror import Mirroring
     from .uploads.plan import MirrorLimits
+    from .uploads.queue import UploadQueue
     from .uploads.remote import RemoteRun
-    from .uploads.staged_run import StagedRun
     from .uploads.start import RemoteSide
 
-__all__ = ["Run"]
+__all__ = ["Run", "StagedSaves"]
 
 _LOG = get_logger("writer")
 _END_S = 5.0  # for deletions that are behind at the end; the next life goes on with them
@@ -45,6 +45,24 @@ _END_S = 5.0  # for deletions that are behind at the end; the next life goes on 
 
 def _at_once(call: Callable[[], object]) -> object:
     return call()
+
+
+class StagedSaves(Protocol):
+    """What a run needs of the saves that are staged on disks of several machines (`uploads.staged_run`)."""
+
+    queue: UploadQueue
+
+    def add(self, name: str, save: str, manifest: Manifest) -> None:
+        """Take a save that all ranks have staged."""
+
+    def bring(self, name: str, save: str | None) -> None:
+        """Bring what an earlier life has left."""
+
+    def keeps(self, name: str, say: Callable[[], object]) -> bool:
+        """Keep what is said about a staged save until that arrives; false if it is none."""
+
+    def end(self) -> None:
+        """Bring what can be brought within a bound; idempotent."""
 
 
 class Run:
@@ -55,7 +73,7 @@ class Run:
     def __init__(self, lease: Lease, keep: Keep | None) -> None:
         self._heartbeat, self._keep = Heartbeat(lease), keep
         self._mirror: Mirroring | None = None
-        self._staged: StagedRun | None = None
+        self._staged: StagedSaves | None = None
         # Of the catalog, which the thread that uploads staged saves works with as well.
         self._lock = threading.RLock()
         self._start_id = ""
@@ -168,12 +186,13 @@ class Run:
         now = self._catalog.index.current
         has_saved = now is not None and any(row[1] == now.attempt for row in self._catalog.index.rows.values())
         if now is not None and (now.resumed_from is not None or has_saved):
-            self._mirror.go()  # an earlier writer of this trainer died after the resume: nobody would say it again
+            # An earlier writer of this trainer died after the resume: nobody would say it again.
+            self._mirror.queue.go()
         return replace(opened, **{**told, "swept": (*opened.swept, *told["swept"])})
 
     # ---- staged saves, whose parts lie on the disks of several machines
 
-    def stage(self, make: Callable[[Heartbeat, Catalog, str], StagedRun]) -> None:
+    def stage(self, make: Callable[[Heartbeat, Catalog, str], StagedSaves]) -> None:
         """From now on saves are staged first; ``make`` is given the lease, the checkpoints and our start id."""
         self._staged = make(self._heartbeat, self._catalog, self._start_id)
 
@@ -212,9 +231,10 @@ class Run:
             return self._catalog.newest()
 
     @property
-    def uploads(self) -> Mirroring | None:
+    def uploads(self) -> UploadQueue | None:
         """What brings checkpoints to a remote, if anything does."""
-        return self._mirror if self._staged is None else self._staged.mirror
+        source = self._staged or self._mirror
+        return None if source is None else source.queue
 
     def end_uploads(self) -> None:
         """Upload what is staged, for a bounded time."""
@@ -344,14 +364,14 @@ class Run:
 
     def _retain(self) -> None:
         mirror, catalog = self._mirror, self._catalog
-        needed = self._protected if mirror is None else self._protected | mirror.needed()
+        needed = self._protected if mirror is None else self._protected | mirror.queue.needed()
         with self._lock:
             if self._keep is None:
                 together(catalog.storage, [self._confirm, catalog.index.save])
-            elif mirror is None or mirror.has_begun:
+            elif mirror is None or mirror.queue.has_begun:
                 self._gone += catalog.prune(self._keep, needed)
             behind = catalog.is_behind
-            if mirror is not None and mirror.has_begun:
+            if mirror is not None and mirror.queue.has_begun:
                 self._gone += catalog.discard(mirror.done_with(catalog.index.rows), f"uploaded to {mirror.uri}")
             if behind or catalog.is_behind:
                 self._later(self._go_on)
@@ -451,7 +471,7 @@ class Run:
         with self._segments:
             self._catalog.index.resumed(name, step=step, attempt=attempt)
         if mirror is not None:
-            mirror.go()
+            mirror.queue.go()
 
     def _next_attempt(self, reason: str, start_id: str, details: dict[str, Any] | None = None) -> dict[str, Any]:
         self._check()

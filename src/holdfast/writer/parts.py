@@ -9,6 +9,7 @@ from functools import partial
 
 from holdfast._log import get_logger
 from holdfast._paused_gc import paused_gc
+from holdfast._ranks import rank_list
 from holdfast.errors import CheckpointError, CorruptCheckpointError, HoldfastError, StorageNotFoundError
 from holdfast.format.commit import PartSummary, Replaced, assemble, commit_manifest, look_before, read_manifest
 from holdfast.format.manifest import Manifest
@@ -27,7 +28,6 @@ _LOG = get_logger("writer")
 # Part files of dead workers' writers announce themselves to nobody: looked for ever less often.
 _LOOK_S = (0.02, 0.5)
 _AT_ONCE = 256  # part files: of ten thousand neither the bytes nor what they say has to be in memory all at once
-_NAMED = 5
 
 
 def stored_part(storage: Storage, job: SaveJob) -> PartSummary | None:
@@ -127,12 +127,12 @@ def _read_parts(storage: Storage, job: PartsJob, writers: list[int], parts: dict
 def _missing(job: PartsJob, missing: list[int], waited: str) -> str:
     if job.stored:
         return (
-            f"what {_ranks(missing)} stored there is not to be seen from rank 0{waited}: all ranks have to save to one "
-            "shared place, a network file system or remote storage such as s3://bucket/run; with disks of their own, "
-            "save straight to remote storage; the checkpoint before stays"
+            f"what {rank_list(missing)} stored there is not to be seen from rank 0{waited}: all ranks have to save to "
+            "one shared place, a network file system or remote storage such as s3://bucket/run; with disks of their "
+            "own, save straight to remote storage; the checkpoint before stays"
         )
     return (
-        f"no part has come{waited} from the writers of {_ranks(missing)}: they died or failed before theirs was "
+        f"no part has come{waited} from the writers of {rank_list(missing)}: they died or failed before theirs was "
         "durable; the checkpoint before stays"
     )
 
@@ -182,8 +182,3 @@ def _discard(storage: Storage, job: PartsJob) -> None:
         for part in (True, False):  # part files first: a part that is named must be whole
             storage.delete_many([join(job.directory, name) for name in names if is_passing(name) is part])
         storage.tidy(job.directory)
-
-
-def _ranks(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{more}"

@@ -23,6 +23,7 @@ from .windows import Window, WindowSource
 
 if TYPE_CHECKING:
     from .distributed import Joint
+    from .uploads.files import FileUploads
 
 __all__ = ["WriterLoop"]
 
@@ -43,6 +44,7 @@ class WriterLoop:
         self._saver = SaveRunner()
         self._run: Run | None = None
         self._joint: Joint | None = None
+        self._uploads: dict[int, FileUploads] = {}  # by the number of their target
         self._ending = threading.Event()
         self._end = _DIED
         self._handlers: dict[str, Callable[[Message], None]] = {
@@ -56,6 +58,7 @@ class WriterLoop:
             "abandon": self._arriving.abandon,
             "ingest": self._take_ingest,
             "parts": self._take_parts,
+            "upload": self._take_upload,
             "join": self._join,
             "joint": self._tell_ranks,
             "ask": self._ask_ranks,
@@ -80,6 +83,7 @@ class WriterLoop:
             if self._joint is not None:
                 self._joint.finish(self._end, dead=self._end == _DIED)
             self._work.put(None)
+            self._end_uploads()
             worker.join()
         self._say({"on": "bye"})
         self._channel.flush(5.0)
@@ -184,6 +188,30 @@ class WriterLoop:
         job = PartsJob.from_json(message.header["job"])
         storage, again = self._handed.storage(message.header["storage"]), message.header.get("again", False)
         self._make(message.header["call"], job, lambda run: commit_parts(storage, job, run, again=again))
+
+    def _take_upload(self, message: Message) -> None:
+        from .uploads.files import FileUploads, UploadJob  # not above: few writers need it, and each start waits
+
+        header = message.header
+        call, key = header["call"], header["target"]
+        if key not in self._uploads:
+            self._uploads[key] = FileUploads(self._handed.storage(key), num_workers=header["num_workers"])
+
+        def done(error: BaseException | None) -> None:
+            if error is None:
+                self.say_done(call, None)
+            else:
+                self.say_failed(call, error)
+
+        self._uploads[key].add(self._handed.storage(header["storage"]), UploadJob.from_json(header["job"]), done)
+
+    def _end_uploads(self) -> None:
+        """Finish what the trainer has asked to be uploaded, dead or not."""
+        for uploads in self._uploads.values():
+            if self._end == _DIED:
+                uploads.trainer_gone()
+        for uploads in self._uploads.values():
+            uploads.close()
 
     def _take_open_run(self, message: Message) -> None:
         self._later(message, lambda: self._open_run(message.header))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +20,8 @@ from holdfast.run.catalog import Catalog
 from holdfast.storage.object.object_storage import ObjectStorage
 from holdfast.storage.resolve import resolve
 from holdfast.testing import assert_state_equal
-from holdfast.testing.fault_proxy import Fault, FaultProxy
+from holdfast.testing.crash import wait_until
+from holdfast.testing.fault_proxy import Exchange, Fault, FaultProxy
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "storage"))
 from object_kit import BUCKET, KEY, SECRET, moto, s3_environment
@@ -167,6 +170,63 @@ def test_uploads_through_faults(proxy: FaultProxy, tmp_path: Path) -> None:
     proxy.forget()
     for batch in (4, 8, 12):
         assert hf.Checkpoint(f"s3://{BUCKET}/through/r/checkpoints/ba{batch}").verify().ok
+
+
+_TO_BE_KILLED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from loop_kit import plain
+from holdfast.callbacks import Callback
+from holdfast.loggers import RemoteUploaderDownloader
+
+class Say(Callback):
+    def checkpoint_committed(self, checkpoint):
+        print("saved", flush=True)
+
+folder, bucket, suffix = sys.argv[2:]
+options = {"save_filename": "ba{batch}" + suffix, "save_interval": "4ba", "run_name": "r", "callbacks": Say()}
+trainer = plain(folder, loggers=RemoteUploaderDownloader(bucket), **options)
+trainer.logger.upload_file("r/notes.txt", sys.argv[1] + "/loop_kit.py")
+trainer.fit()
+"""
+
+
+@pytest.mark.parametrize("suffix", ["", ".pt"])
+def test_a_killed_trainer_is_uploaded_all_the_same(proxy: FaultProxy, tmp_path: Path, suffix: str) -> None:
+    """SIGKILL while the bucket holds the first upload up: all that was saved arrives, in order, and no copy stays."""
+    bucket = f"s3://{BUCKET}/killed{suffix}"
+    (tmp_path / "scratch").mkdir()
+    reached, going = threading.Event(), threading.Event()
+
+    def hold(exchange: Exchange) -> None:
+        reached.set()
+        going.wait(120)
+
+    proxy.inject(Fault(kind="call", call=hold, method="PUT", times=1))
+    command = [sys.executable, "-c", _TO_BE_KILLED, str(Path(__file__).parent), str(tmp_path / "runs"), bucket, suffix]
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "scratch")}
+    trainer = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+    try:
+        assert trainer.stdout is not None
+        for _ in range(3):
+            assert trainer.stdout.readline() == b"saved\n"
+        assert reached.wait(120)
+    finally:
+        trainer.kill()
+        trainer.communicate()
+        going.set()
+    there = resolve(f"{bucket}/r")
+    newest = f"killed{suffix}/r/checkpoints/ba12{suffix}".encode()
+    assert wait_until(
+        lambda: there.exists(pointer := "checkpoints/latest-rank0.symlink") and there.read(pointer) == newest
+    )
+    assert there.exists("notes.txt")
+    for batch in (4, 8, 12):
+        again = plain(None, load_path=f"{bucket}/r/checkpoints/ba{batch}{suffix}")
+        assert int(again.state.timestamp.batch) == batch
+        if not suffix:
+            assert hf.Checkpoint(f"{bucket}/r/checkpoints/ba{batch}").verify().ok
+    assert [path for path in (tmp_path / "scratch").iterdir() if path.name.startswith("holdfast-")] == []
 
 
 @pytest.mark.parametrize("scheme", ["gs", "oci"])

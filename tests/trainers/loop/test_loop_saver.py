@@ -17,6 +17,7 @@ from holdfast.callbacks import Callback, CheckpointSaver
 from holdfast.core import Event, Time
 from holdfast.loggers import RemoteUploaderDownloader
 from holdfast.run.catalog import Catalog
+from holdfast.storage.memory import MemoryStorage
 from holdfast.storage.resolve import resolve
 from holdfast.trainers.loop.saving.files import FileImage, read_note
 from holdfast.trainers.loop.saving.folder import check_link, link_latest
@@ -360,32 +361,32 @@ def test_an_upload_that_was_cut_off_is_made_up_for(tmp_path: Path, suffix: str) 
 
 def test_one_upload_that_is_refused_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Uploads that ended together: what is refused for good is raised, the others are told of and tried again."""
-    uploader = RemoteUploaderDownloader(str(tmp_path / "remote"), num_concurrent_uploads=4, num_attempts=1)
-    (tmp_path / "file").write_text("x")
-    put, met = uploader.storage.put, threading.Barrier(4)
+    met = threading.Barrier(4)
     errors: dict[str, Exception] = {
         "a": hf.StoragePermissionError("a is refused"), "b": hf.StorageUnavailableError("b: nobody answers"),
         "c": hf.StoragePermissionError("c is refused"), "d": hf.StorageUnavailableError("d: nobody answers"),
     }  # fmt: skip
-    sent: list[str] = []
 
-    def send(copied: str, remote: str) -> None:
-        met.wait(60)
-        if (error := errors.pop(remote, None)) is not None:
-            raise error
-        put(remote, b"x")
-        sent.append(remote)
+    class Bucket(MemoryStorage):
+        def create(self, path: str, size: int) -> Any:
+            met.wait(60)
+            if (error := errors.pop(path, None)) is not None:
+                raise error
+            return super().create(path, size)
 
-    uploader._send_file = send  # type: ignore[method-assign]
+    uploader = RemoteUploaderDownloader("memory://x", num_concurrent_uploads=4, num_attempts=1)
+    uploader.storage = bucket = Bucket(f"refuses-{os.getpid()}")
+    (tmp_path / "file").write_text("x")
     for name in "abcd":
         uploader.upload_file(name, str(tmp_path / "file"))
-    wait([job.future for job in uploader._sent], timeout=60)
+    wait([one.ended for one in uploader._sent], timeout=60)
     met = threading.Barrier(2)
     with pytest.raises(hf.StoragePermissionError, match="a is refused"):
         uploader.batch_checkpoint(None, None)  # type: ignore[arg-type]
     assert all(text in caplog.text for text in ("b: nobody answers", "c is refused", "d: nobody answers"))
     uploader.wait()
-    assert sorted(sent) == ["b", "d"]
+    assert sorted(info.path for info in bucket.list("")) == ["b", "d"]
+    uploader.close(None, None)  # type: ignore[arg-type]
 
 
 def test_saved_now_is_durable_on_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

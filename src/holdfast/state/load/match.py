@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
@@ -22,77 +21,16 @@ from ..tree.optimizers import is_plain
 from ..tree.sharded import spread_types
 from ..tree.values import ObjectNode, PerRank, PerRankNode, TensorRef
 from .alike import place_alike
+from .match_module import match_module
+from .match_optim import match_optimizer
+from .match_plan import MatchPlan, kind_of
 from .match_rank import match_per_rank, match_rng
-from .selection import Selection, covers
-from .stored import Stored
-from .targets import Targets
 
-__all__ = ["Matcher", "Problems", "holds_live"]
+__all__ = ["Matcher", "holds_live"]
 
 
-@dataclass(slots=True)
-class Problems:
-    """Everything that does not fit, by kind; paths with an explanation."""
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.wrong)
-
-    def without(self, patterns: tuple[str, ...]) -> Problems:
-        """Return those whose path no name or glob covers."""
-        if not patterns:
-            return self
-        kinds = (self.missing, self.unexpected, self.wrong)
-        return Problems(*([one for one in kind if not covers(patterns, one.split(": ", 1)[0])] for kind in kinds))
-
-
-class Matcher:
-    """One walk over a live state and a stored one.
-
-    Attributes:
-        targets: what is read where.
-        actions: what to run after the reading, in order; `handovers` come behind them.
-        last: what to run at the very end (generators).
-        problems: what does not fit.
-        restored: paths of what will be restored.
-        not_restored: (path, why) of what will not.
-        notes: what is not simply as it was, because the number of ranks is another one; a sentence each.
-    """
-
-    def __init__(
-        self,
-        stored: Stored,
-        selection: Selection,
-        *,
-        allow_missing: tuple[str, ...] = (),
-        cast: torch.dtype | None = None,
-        rank: int = 0,
-        device: torch.device | None = None,
-        added: frozenset[str] = frozenset(),
-    ) -> None:
-        self._added = added  # paths that the live side need not have: their values are made anew
-        self.stored, self.selection, self.allow_missing, self.rank = stored, selection, allow_missing, rank
-        self.device = device  # where to put what has no memory yet
-        self.notes: list[str] = []
-        self.targets = Targets(stored, cast)
-        self.actions: list[Callable[[], object]] = []
-        self._asked: dict[str, tuple[Any, Any]] = {}  # objects by path, with what their `state_dict` gave
-        self._handovers: list[tuple[str, list[Callable[[], object]]]] = []
-        self.last: list[Callable[[], None]] = []
-        self.problems = Problems()
-        self.restored: list[str] = []
-        self.not_restored: list[tuple[str, str]] = []
-        self.parameter_names: dict[int, str] = {}
-        self._fresh: dict[str, torch.Tensor] = {}  # by stored tensor: tied ones stay tied
-        self._origin: dict[str, str] = {}  # new path -> stored path, for what `rename` moves
-        self.moved: dict[str, TensorRef] = {}  # new name -> tensor, for what `rename` moves
-        if selection.renames:
-            for name, ref in stored.refs.items():
-                if (new := selection.renamed(name)) != name:
-                    self.moved[new], self._origin[new] = ref, name
+class Matcher(MatchPlan):
+    """One walk over a live state and a stored one."""
 
     def run(self, into: Mapping[Any, Any]) -> Any:
         """Match the whole state; returns the value `load` gives back, to be filled by reading and actions."""
@@ -100,16 +38,6 @@ class Matcher:
         if spread_types():
             self._asked = ask_in_order(into, self.takes)
         return self._mapping(into, self.stored.tree, "")
-
-    def takes(self, path: str) -> bool:
-        """Tell whether a live entry is wanted, by its own path or by the one it is stored under."""
-        if not self.selection.renames:
-            return self.selection.takes(path)
-        above, below = path, ""
-        while above and above not in self._origin:
-            above, _, last = above.rpartition("/")
-            below = f"/{last}{below}"
-        return self.selection.takes(path, self._origin[above] + below if above else path)
 
     # -- walking
 
@@ -150,12 +78,8 @@ class Matcher:
 
     def _with_state(self, live: Any, saved: Any, path: str) -> Any:
         if isinstance(live, nn.Module) and not metrics.is_metric(live):
-            from .match_module import match_module
-
             return match_module(self, live, saved, path)
         if isinstance(live, torch.optim.Optimizer) and is_plain(live):
-            from .match_optim import match_optimizer
-
             return match_optimizer(self, live, saved, path)
         return self._object(live, saved, path)
 
@@ -232,17 +156,6 @@ class Matcher:
             return deque(items, live.maxlen)
         return live._make(items) if hasattr(live, "_make") else type(live)(items)
 
-    def lacks(self, value: Any, path: str) -> None:
-        """Record that the checkpoint has nothing for a live entry."""
-        if not self.takes(path):
-            return
-        if value is rng.RNG:
-            self.not_restored.append((path, "the checkpoint holds no generator states"))
-        elif covers(self.allow_missing, path):
-            self.not_restored.append((path, "not in the checkpoint (allow_missing)"))
-        else:
-            self.problems.missing.append(path)
-
     # -- leaves
 
     def _tensor(self, live: torch.Tensor, saved: Any, path: str) -> torch.Tensor:
@@ -253,13 +166,6 @@ class Matcher:
             else:
                 self.problems.wrong.append(f"{path}: a tensor in the state, {kind_of(saved)} in the checkpoint")
         return live
-
-    def read(self, ref: TensorRef, live: torch.Tensor, path: str) -> bool:
-        """Plan reading a stored tensor into a live one; False (and a problem) if they do not fit."""
-        problem = self.targets.add(ref.name, live)
-        if problem is not None:
-            self.problems.wrong.append(f"{path}: {problem}")
-        return problem is None
 
     def _array(self, live: Any, saved: Any, path: str) -> Any:
         if not self.takes(path):
@@ -316,43 +222,6 @@ class Matcher:
         self.restored.append(path)
         return live
 
-    # -- values that are made anew
-
-    def fresh(self, saved: Any, path: str) -> Any:
-        """Plan reading every tensor in a stored value into new memory; `filled` gives the value afterwards."""
-        for ref in self._refs(saved):
-            if ref.value is None:
-                entry = self.stored.entry(ref.name)  # first: what it is tied to may be in an index not read so far
-                source = self.stored.aliases.get(ref.name, ref.name)
-                if source not in self._fresh:
-                    self._fresh[source] = torch.empty(entry.shape, dtype=arrays.dtype_of(entry.dtype))
-                    self.targets.append(source, self._fresh[source])
-                ref.value = self._fresh[source]
-        return saved
-
-    def _refs(self, value: Any) -> Iterator[TensorRef]:
-        if isinstance(value, TensorRef):
-            yield value
-        elif isinstance(value, ObjectNode):
-            yield from self._refs(value.state)
-        elif isinstance(value, PerRankNode):
-            # Within the state of an object, which gets the value itself.
-            self.stored.say_borrowed()
-            yield from self._refs((self.stored.per_rank or {}).get(value.key))
-        elif isinstance(value, Mapping):
-            for item in value.values():
-                yield from self._refs(item)
-        elif isinstance(value, (list, tuple, set, frozenset, deque)) and not isinstance(value, torch.Size):
-            for item in value:
-                if not isinstance(item, (int, float, str)):
-                    yield from self._refs(item)
-
-    def filled(self, value: Any) -> Any:
-        """Replace every placeholder of a stored value by what was read."""
-        from ..tree.fill import fill
-
-        return fill(value, self.stored.per_rank)
-
     def _note(self, path: str, problems: list[str]) -> None:
         self.not_restored.extend((path, why) for why in problems)
 
@@ -404,14 +273,3 @@ def holds_live(values: Any) -> bool:
         if isinstance(value, (list, tuple, deque)) and not isinstance(value, torch.Size) and holds_live(value):
             return True
     return False
-
-
-def kind_of(saved: Any) -> str:
-    """Say what a stored value is, for messages."""
-    if isinstance(saved, TensorRef):
-        return "a tensor" if saved.kind != "array" else "an array"
-    if isinstance(saved, ObjectNode):
-        return saved.type
-    if saved is None:
-        return "nothing"
-    return f"a {type(saved).__name__}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,34 +15,30 @@ from holdfast.errors import CorruptCheckpointError
 from ..tree.names import canonical_keys, unwrap
 from ..tree.sharded import check_module, local_tensor
 from ..tree.values import ObjectNode, TensorRef
+from .match_plan import MatchPlan, kind_of
 from .meta import MetaMemory, home_of, without_memory
-
-if TYPE_CHECKING:
-    from .match import Matcher
 
 __all__ = ["match_module"]
 
 
-def match_module(matcher: Matcher, live: nn.Module, saved: Any, path: str) -> nn.Module:
+def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.Module:
     """Match by name. Tensors the module owns are read in place; the rest goes through ``load_state_dict``."""
-    from .match import kind_of
-
     if isinstance(saved, ObjectNode) and saved.kind != "optimizer":
         entries = saved.state
     else:
-        entries = {} if saved is None and matcher.moved else saved
+        entries = {} if saved is None and plan.moved else saved
     prefix = f"{path}/" if path else ""
     if not isinstance(entries, Mapping):
-        if matcher.takes(path):
-            matcher.problems.wrong.append(f"{path}: a module in the state, {kind_of(saved)} in the checkpoint")
+        if plan.takes(path):
+            plan.problems.wrong.append(f"{path}: a module in the state, {kind_of(saved)} in the checkpoint")
         return live
-    have = _named(matcher, entries, path, prefix)
+    have = _named(plan, entries, path, prefix)
     module = unwrap(live)
     check_module(module, path)
     raw = module.state_dict()
     owned = [*module.parameters(), *module.buffers()]
     own = {local_tensor(tensor).data_ptr() for tensor in owned if not tensor.is_meta}
-    memory = MetaMemory(matcher, module) if any(tensor.is_meta for tensor in owned) else None
+    memory = MetaMemory(plan.device, module) if any(tensor.is_meta for tensor in owned) else None
     in_place = type(module).load_state_dict is nn.Module.load_state_dict
     copies: dict[str, Any] = {}  # what has to go through load_state_dict
     direct: dict[str, Any] = {}
@@ -53,64 +49,64 @@ def match_module(matcher: Matcher, live: nn.Module, saved: Any, path: str) -> nn
             absent.append((value, where))
             continue
         ref = have.pop(name)
-        if not matcher.takes(where):
+        if not plan.takes(where):
             continue
         # Extra state may have another size each time: no shape to compare.
         if not isinstance(value, torch.Tensor) or not isinstance(ref, TensorRef) or _is_extra(key):
-            copies[key] = matcher.fresh(ref, where)
+            copies[key] = plan.fresh(ref, where)
         elif in_place and not (local := local_tensor(value)).is_meta and (local.data_ptr() in own or not local.numel()):
-            if matcher.read(ref, value, where):
+            if plan.read(ref, value, where):
                 direct[key] = value
         elif in_place and memory is not None and local.is_meta and (made := memory.make(key)) is not None:
-            if matcher.read(ref, made, where):
+            if plan.read(ref, made, where):
                 direct[key] = made
         else:
-            target = torch.empty_like(value, device=home_of(value, matcher.device))
-            if matcher.read(ref, target, where):
+            target = torch.empty_like(value, device=home_of(value, plan.device))
+            if plan.read(ref, target, where):
                 copies[key] = target
     given = {(local_tensor(value).data_ptr(), value.shape) for value in direct.values()}
     for value, where in absent:
         # Others (transformers) store a tied tensor under one of its names only.
         if not (isinstance(value, torch.Tensor) and (local_tensor(value).data_ptr(), value.shape) in given):
-            matcher.lacks(value, where)
+            plan.lacks(value, where)
     for name in have:
-        if matcher.takes(prefix + name):
-            matcher.problems.unexpected.append(prefix + name)
+        if plan.takes(prefix + name):
+            plan.problems.unexpected.append(prefix + name)
     if memory is not None:
-        matcher.actions.append(memory.install)
+        plan.actions.append(memory.install)
     if copies:
         tensors = [local_tensor(value) for value in raw.values() if isinstance(value, torch.Tensor)]
         assign = not in_place and any(one.is_meta for one in tensors)
-        matcher.actions.append(lambda: _load_rest(module, direct, matcher.filled(copies), assign=assign))
+        plan.actions.append(lambda: _load_rest(module, direct, plan.filled(copies), assign=assign))
     elif direct:
-        matcher.actions.append(lambda: _run_hooks(module))
+        plan.actions.append(lambda: _run_hooks(module))
     if memory is not None:
-        matcher.actions.append(lambda: _note_meta(matcher, module, prefix))
+        plan.actions.append(lambda: _note_meta(plan, module, prefix))
     if copies or direct:
-        matcher.restored.append(path)
+        plan.restored.append(path)
     return live
 
 
-def _named(matcher: Matcher, entries: Mapping[Any, Any], path: str, prefix: str) -> dict[str, Any]:
+def _named(plan: MatchPlan, entries: Mapping[Any, Any], path: str, prefix: str) -> dict[str, Any]:
     """Return what is stored for this module by the name it has now."""
-    if not matcher.selection.renames:
+    if not plan.selection.renames:
         return dict(entries)
-    have = {name[len(prefix) :]: ref for name, ref in matcher.moved.items() if name.startswith(prefix)}
+    have = {name[len(prefix) :]: ref for name, ref in plan.moved.items() if name.startswith(prefix)}
     for key, item in entries.items():
         name = prefix + str(key)
         if isinstance(item, TensorRef):
             # By its stored name: the container may have been renamed as well.
             name = item.name
-            if matcher.selection.renamed(name) != name:
+            if plan.selection.renamed(name) != name:
                 continue
         have[name.removeprefix(prefix)] = item
     return have
 
 
-def _note_meta(matcher: Matcher, module: nn.Module, prefix: str) -> None:
+def _note_meta(plan: MatchPlan, module: nn.Module, prefix: str) -> None:
     for name in without_memory(module):
         why = "still on the meta device: the checkpoint has nothing for it, so it is yours to initialise"
-        matcher.not_restored.append((prefix + name, why))
+        plan.not_restored.append((prefix + name, why))
 
 
 def _is_extra(key: str) -> bool:

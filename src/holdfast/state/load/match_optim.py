@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -13,33 +13,31 @@ from ..tree import arrays
 from ..tree.optimizers import apply_groups, empty_beside, live_names, state_device
 from ..tree.sharded import is_spread
 from ..tree.values import ObjectNode, TensorRef
+from .match_plan import MatchPlan
 from .meta import home_of
 from .selection import covers
-
-if TYPE_CHECKING:
-    from .match import Matcher
 
 __all__ = ["match_optimizer"]
 
 
-def match_optimizer(matcher: Matcher, live: Optimizer, saved: Any, path: str) -> Optimizer:
+def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> Optimizer:
     """Match by parameter name: tensors of the same shape are read in place, others made anew, without casts."""
-    rows = live_names(live, matcher.parameter_names)
-    if not _wanted(matcher, rows, path):
+    rows = live_names(live, plan.parameter_names)
+    if not _wanted(plan, rows, path):
         return live
     if isinstance(saved, Mapping):
         saved = _from_positions(saved, rows, type(live).__name__)
     if not (isinstance(saved, ObjectNode) and saved.kind == "optimizer"):
         found = saved.type if isinstance(saved, ObjectNode) else type(saved).__name__
-        matcher.problems.wrong.append(f"{path}: {type(live).__name__} in the state, {found} in the checkpoint")
+        plan.problems.wrong.append(f"{path}: {type(live).__name__} in the state, {found} in the checkpoint")
         return live
     if saved.type != type(live).__name__:
-        matcher.problems.wrong.append(
+        plan.problems.wrong.append(
             f"{path}: optimizer {type(live).__name__} in the state, {saved.type} in the checkpoint: load with "
             f"skip=[{path!r}] to start it afresh"
         )
         return live
-    rename = matcher.selection.renamed
+    rename = plan.selection.renamed
     states = {rename(name): state for name, state in saved.state["state"].items()}
     groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in saved.state["param_groups"]]
     known = {name for group in groups for name in group["params"]}
@@ -48,41 +46,41 @@ def match_optimizer(matcher: Matcher, live: Optimizer, saved: Any, path: str) ->
         for param, name in zip(group["params"], row, strict=True):
             if name in known:
                 where = f"{path}/state/{name}"
-                fresh[param] = _one(matcher, live, group, param, states.get(name, {}), where, saved.spread)
-            elif not matcher.takes(f"{path}/state/{name}"):
+                fresh[param] = _one(plan, live, group, param, states.get(name, {}), where, saved.spread)
+            elif not plan.takes(f"{path}/state/{name}"):
                 continue
-            elif covers(matcher.allow_missing, name) or covers(matcher.allow_missing, f"{path}/state/{name}"):
-                matcher.not_restored.append((f"{path}/state/{name}", "a parameter the checkpoint does not have"))
+            elif covers(plan.allow_missing, name) or covers(plan.allow_missing, f"{path}/state/{name}"):
+                plan.not_restored.append((f"{path}/state/{name}", "a parameter the checkpoint does not have"))
             else:
-                matcher.problems.missing.append(f"{path}/state/{name}")
-    _unused(matcher, known - {name for row in rows for name in row}, path)
-    if matcher.takes(f"{path}/param_groups"):
-        _check_hyper(matcher, live, groups, path)
+                plan.problems.missing.append(f"{path}/state/{name}")
+    _unused(plan, known - {name for row in rows for name in row}, path)
+    if plan.takes(f"{path}/param_groups"):
+        _check_hyper(plan, live, groups, path)
 
     def put_back() -> None:
         for param, values in fresh.items():
-            filled = {key: _move(matcher.filled(value), key, param, live) for key, value in values.items()}
+            filled = {key: _move(plan.filled(value), key, param, live) for key, value in values.items()}
             if filled:
                 live.state[param] = filled
             else:
                 live.state.pop(param, None)
-        if matcher.takes(f"{path}/param_groups"):
-            hyper = [matcher.filled(group) for group in groups]
-            matcher.not_restored.extend((path, why) for why in apply_groups(live, rows, hyper))
+        if plan.takes(f"{path}/param_groups"):
+            hyper = [plan.filled(group) for group in groups]
+            plan.not_restored.extend((path, why) for why in apply_groups(live, rows, hyper))
 
-    matcher.actions.append(put_back)
+    plan.actions.append(put_back)
     for group in groups:
-        matcher.fresh(group, path)
-    matcher.restored.append(path)
+        plan.fresh(group, path)
+    plan.restored.append(path)
     return live
 
 
-def _check_hyper(matcher: Matcher, live: Optimizer, groups: Sequence[Mapping[str, Any]], path: str) -> None:
+def _check_hyper(plan: MatchPlan, live: Optimizer, groups: Sequence[Mapping[str, Any]], path: str) -> None:
     """Find hyper-parameters that cannot take the place of the live ones: tensors for numbers, or of other shapes."""
     for key in {key for group in groups for key in group}:
         mine = [group[key] for group in live.param_groups if key in group]
         for value in (group[key] for group in groups if key in group):
-            shape = tuple(matcher.stored.entry(value.name).shape) if isinstance(value, TensorRef) else ()
+            shape = tuple(plan.stored.entry(value.name).shape) if isinstance(value, TensorRef) else ()
             for one in mine:
                 if not isinstance(one, torch.Tensor):
                     fits = math.prod(shape) == 1 or not isinstance(one, (int, float))
@@ -91,7 +89,7 @@ def _check_hyper(matcher: Matcher, live: Optimizer, groups: Sequence[Mapping[str
                 else:
                     fits = isinstance(value, (int, float))
                 if not fits:
-                    matcher.problems.wrong.append(
+                    plan.problems.wrong.append(
                         f"{path}/param_groups/{key}: {one!r} in the state, "
                         f"{f'a tensor of shape {list(shape)}' if isinstance(value, TensorRef) else repr(value)[:80]} "
                         "in the checkpoint"
@@ -99,9 +97,9 @@ def _check_hyper(matcher: Matcher, live: Optimizer, groups: Sequence[Mapping[str
                     break
 
 
-def _wanted(matcher: Matcher, rows: list[list[str]], path: str) -> bool:
-    takes = matcher.takes
-    if takes(path) or takes(f"{path}/param_groups") or matcher.selection.partly(f"{path}/state"):
+def _wanted(plan: MatchPlan, rows: list[list[str]], path: str) -> bool:
+    takes = plan.takes
+    if takes(path) or takes(f"{path}/param_groups") or plan.selection.partly(f"{path}/state"):
         return True
     return any(takes(f"{path}/state/{name}") for row in rows for name in row)
 
@@ -140,7 +138,7 @@ def _from_positions(saved: Mapping[Any, Any], rows: list[list[str]], kind: str) 
 
 
 def _one(
-    matcher: Matcher,
+    plan: MatchPlan,
     live: Optimizer,
     group: dict[str, Any],
     param: torch.Tensor,
@@ -150,40 +148,40 @@ def _one(
 ) -> dict[str, Any]:
     """Plan the state of one parameter; returns its values with placeholders."""
     have = live.state.get(param, {})
-    values = {key: item for key, item in have.items() if not matcher.takes(f"{path}/{key}")}
+    values = {key: item for key, item in have.items() if not plan.takes(f"{path}/{key}")}
     for key, item in saved.items():
         where = f"{path}/{key}"
-        if not matcher.takes(where):
+        if not plan.takes(where):
             continue
         if not (isinstance(item, TensorRef) and item.kind == "tensor"):
-            values[key] = matcher.fresh(item, where)
+            values[key] = plan.fresh(item, where)
             continue
-        entry = matcher.stored.entry(item.name)
+        entry = plan.stored.entry(item.name)
         dtype = arrays.dtype_of(entry.dtype)
         there = have.get(key)
         if not (isinstance(there, torch.Tensor) and there.dtype == dtype and there.shape == tuple(entry.shape)):
             if is_spread(param) and param.shape == tuple(entry.shape) and key != "step":
-                there = torch.empty_like(param, dtype=dtype, device=home_of(param, matcher.device))
-            elif hasattr(param, "device_mesh") and (item.name in spread or matcher.stored.in_boxes(entry)):
+                there = torch.empty_like(param, dtype=dtype, device=home_of(param, plan.device))
+            elif hasattr(param, "device_mesh") and (item.name in spread or plan.stored.in_boxes(entry)):
                 there = empty_beside(param, tuple(entry.shape), dtype, spread.get(item.name))
             else:
                 device = state_device(key, group, param)
                 there = torch.empty(
-                    entry.shape, dtype=dtype, device=home_of(param, matcher.device) if device.type == "meta" else device
+                    entry.shape, dtype=dtype, device=home_of(param, plan.device) if device.type == "meta" else device
                 )
-        if matcher.read(item, there, where):
+        if plan.read(item, there, where):
             values[key] = there
     return values
 
 
-def _unused(matcher: Matcher, names: set[str], path: str) -> None:
+def _unused(plan: MatchPlan, names: set[str], path: str) -> None:
     """Sort out stored parameters this optimizer does not hold: frozen now, or gone."""
-    live = set(matcher.parameter_names.values())
+    live = set(plan.parameter_names.values())
     for name in sorted(names):
         if name in live:
-            matcher.not_restored.append((f"{path}/state/{name}", "the parameter is not in this optimizer now"))
-        elif matcher.takes(f"{path}/state/{name}"):
-            matcher.problems.unexpected.append(f"{path}/state/{name}")
+            plan.not_restored.append((f"{path}/state/{name}", "the parameter is not in this optimizer now"))
+        elif plan.takes(f"{path}/state/{name}"):
+            plan.problems.unexpected.append(f"{path}/state/{name}")
 
 
 def _move(value: Any, key: str, param: torch.Tensor, live: Optimizer) -> Any:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from holdfast._log import get_logger
-
-if TYPE_CHECKING:
-    from .match import Matcher
 
 __all__ = ["MetaMemory", "home_of", "without_memory"]
 
@@ -30,12 +26,12 @@ class MetaMemory:
     """New memory for the tensors of one module.
 
     Args:
-        matcher: knows the device asked for.
+        device: for tensors that no mesh has a place for; None for the CPU.
         module: some of its tensors are on the meta device.
     """
 
-    def __init__(self, matcher: Matcher, module: nn.Module) -> None:
-        self._device, self._module = matcher.device, module
+    def __init__(self, device: torch.device | None, module: nn.Module) -> None:
+        self._device, self._module = device, module
         self._tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
         self._tensors.update(module.named_buffers(remove_duplicate=False))
         self._made: dict[int, torch.Tensor] = {}  # by id: tied tensors stay tied

@@ -14,11 +14,9 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,12 +30,11 @@ from ..memory import move
 from .digests import Digests
 from .feed import BLOCK, BlockFeed, split
 from .picks import Pick, can_pick, extent, is_plain
+from .read_request import ReadRequest
+from .shared_blocks import Block
+from .shared_reads import FileBlocks, SharedReads
 
-if TYPE_CHECKING:
-    from .shared_blocks import Block
-    from .shared_reads import FileBlocks, SharedReads
-
-__all__ = ["BATCH", "ReadRequest", "is_direct", "read_tensors"]
+__all__ = ["BATCH", "is_direct", "read_tensors"]
 
 Place = int | list[Pick]
 """Where the bytes of a range go: an address, or what picks from them."""
@@ -45,29 +42,6 @@ Place = int | list[Pick]
 _DIRECT = 4 * CHUNK  # a tensor with fewer whole chunks than this is not worth blocks of its own
 _FEW_BYTES = 8 << 20  # of a file: several such files at a store are read side by side
 BATCH = 32 << 20  # tensors that need a detour (other device, dtype, order) are read in batches of this size
-
-
-@dataclass(slots=True)
-class ReadRequest:
-    """One stored byte range and the tensor it goes to.
-
-    Attributes:
-        name: name of the tensor, for messages.
-        file: path inside the checkpoint.
-        offset: first byte within the file.
-        nbytes: number of bytes.
-        dtype: stored dtype.
-        target: where it goes: same number of elements; any device, strides or floating dtype.
-        within: (shape, slices) if only a part of these bytes is wanted: they are an array of this shape.
-    """
-
-    name: str
-    file: str
-    offset: int
-    nbytes: int
-    dtype: torch.dtype
-    target: torch.Tensor
-    within: tuple[tuple[int, ...], tuple[slice, ...]] | None = None
 
 
 def read_tensors(

@@ -21,8 +21,10 @@ from holdfast.storage.base import Storage
 from ..tree.fill import fill
 from ..tree.values import ObjectNode, PerRankNode, TensorRef
 from .digests import Digests
-from .match import Matcher, Problems
-from .reader import ReadRequest, read_tensors
+from .match import Matcher
+from .match_plan import Problems
+from .read_request import ReadRequest
+from .reader import read_tensors
 from .selection import Selection
 from .shared_reads import Swap, no_part, reading_together
 from .stored import Stored, open_stored

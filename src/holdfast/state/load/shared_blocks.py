@@ -10,7 +10,7 @@ import torch
 from holdfast.format.digest import CHUNK, bytes_digest, num_chunks
 from holdfast.format.manifest import FileEntry
 
-from .reader import ReadRequest
+from .read_request import ReadRequest
 
 __all__ = ["BLOCK", "Block", "ChunkNumbers"]
 

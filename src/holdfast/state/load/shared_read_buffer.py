@@ -14,16 +14,14 @@ import mmap
 import os
 import secrets
 import select
-import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from holdfast.storage.local.local_io import address_of
 from holdfast.writer.arena import can_share_memory
 
-__all__ = ["PeerReadBuffer", "SharedReadBuffer", "can_share", "node_name", "pauses"]
+__all__ = ["PeerReadBuffer", "SharedReadBuffer", "can_share", "pauses"]
 
 _PAGE = 4096
 _NAME = "holdfast-desk"
@@ -46,15 +44,6 @@ def _can_watch() -> bool:
     except OSError as error:
         return error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES)
     return True
-
-
-def node_name() -> str:
-    """Name this machine so that two processes name it alike only if one can open descriptors of the other."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
-    except OSError:
-        return socket.gethostname()
 
 
 class SharedReadBuffer:

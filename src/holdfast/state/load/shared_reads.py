@@ -21,14 +21,15 @@ from holdfast._log import get_logger
 from holdfast.errors import CorruptCheckpointError, HoldfastError
 from holdfast.format.digest import CHUNK
 from holdfast.format.manifest import Manifest
+from holdfast.run.process import memory_name
 from holdfast.storage.base import FileReader, Storage
 from holdfast.storage.local.local_io import address_of
 from holdfast.writer.serial_executor import SerialExecutor
 
 from .digests import Digests
-from .reader import ReadRequest
+from .read_request import ReadRequest
 from .shared_blocks import BLOCK, Block, ChunkNumbers
-from .shared_read_buffer import PeerReadBuffer, SharedReadBuffer, can_share, node_name, pauses
+from .shared_read_buffer import PeerReadBuffer, SharedReadBuffer, can_share, pauses
 
 __all__ = ["FileBlocks", "SharedReads", "Swap", "no_part", "reading_together"]
 
@@ -267,7 +268,7 @@ def reading_together(
     reads = None
     peers: list[PeerReadBuffer | None] = []
     try:
-        others = swap(node_name(), told)
+        others = swap(memory_name(), told)
         if desk is not None:
             if blocks := _join(numbers, desk, told, others, peers):
                 reads = SharedReads(storage, numbers, desk, peers, blocks, digests)
@@ -290,7 +291,7 @@ def reading_together(
 def no_part(swap: Swap) -> None:
     """Tell the others that this rank does not read: they must not wait for it."""
     with contextlib.suppress(HoldfastError, RuntimeError):  # it must not hide why this rank does not read
-        swap(node_name(), None)
+        swap(memory_name(), None)
 
 
 def _lay_out(

@@ -16,7 +16,8 @@ import torch
 from holdfast.format.boxes import Box
 from holdfast.format.index import Piece
 
-from .reader import BATCH, ReadRequest, is_direct
+from .read_request import ReadRequest
+from .reader import BATCH, is_direct
 
 __all__ = ["spans"]
 

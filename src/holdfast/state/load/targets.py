@@ -12,7 +12,7 @@ from holdfast.format.pieces import Pieces
 from ..tree import arrays
 from ..tree.cuts import Cuts
 from ..tree.sharded import is_spread, local_parts, local_tensor
-from .reader import ReadRequest
+from .read_request import ReadRequest
 from .spans import spans
 from .stored import Stored
 

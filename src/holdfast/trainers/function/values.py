@@ -11,6 +11,7 @@ from typing import Any
 from holdfast.checkpoint._location import DictStore
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import ConfigError
+from holdfast.format.names import MANIFEST_NAME
 from holdfast.storage.memory import MemoryStorage
 
 __all__ = ["TIMESTAMP", "check_score", "pack_checkpoint", "plain_metrics", "score_of", "unpack_checkpoint"]
@@ -20,7 +21,6 @@ TIMESTAMP = "_timestamp"
 
 _PLAIN = frozenset({float, int, str, bool, type(None)})
 _MAX_DEPTH = 32
-_MANIFEST = "manifest.json"
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def unpack_checkpoint(data: bytes) -> Checkpoint:
     files: dict[str, bytes] = pickle.loads(data)
     store = DictStore(secrets.token_hex(8))
     storage = MemoryStorage(store.uri.removeprefix("memory://"))
-    for path in sorted(files, key=lambda path: path == _MANIFEST):  # the manifest last, as every commit
+    for path in sorted(files, key=lambda path: path == MANIFEST_NAME):  # the manifest last, as every commit
         storage.put(f"checkpoint/{path}", files[path])
     return Checkpoint(f"{store.uri}/checkpoint")
 

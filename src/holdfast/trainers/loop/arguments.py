@@ -88,7 +88,7 @@ OF_SAVER = {
 }
 OF_UPLOADER = {
     "upload_staging_folder": "what is saved is read from save_folder, leave it out",
-    "use_procs": "uploads are made by threads, leave it out",
+    "use_procs": "uploads are made by a process of their own, leave it out",
 }
 
 

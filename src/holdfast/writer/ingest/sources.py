@@ -17,6 +17,7 @@ from holdfast.errors import (
 from holdfast.format.manifest import MAX_FOLDERS, MAX_MANIFEST_BYTES, FileEntry, Manifest
 from holdfast.format.names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, check_path
 from holdfast.format.parts import is_passing
+from holdfast.run.sidecar import METRICS_FILE
 from holdfast.storage.base import TEMPORARY
 from holdfast.storage.local.ops import errors_of
 
@@ -25,7 +26,6 @@ from ..messages import IngestSource
 __all__ = ["METADATA", "Contents", "SourceFile", "scan"]
 
 METADATA = ".metadata.json"
-_METRICS = ".metrics.json"
 _NAMED = 5
 
 
@@ -174,7 +174,7 @@ def _manifest(source: IngestSource, found: list[SourceFile]) -> Manifest | None:
                 f"{where} is not a manifest of Holdfast: checkpoints keep theirs under this name. Rename the file, or "
                 f"put it into a directory of the reported one. (If it is one of Holdfast, it is damaged: {error})"
             ) from error
-    ours = [REMOVING_NAME] if manifest is not None else [REMOVING_NAME, _METRICS]
+    ours = [REMOVING_NAME] if manifest is not None else [REMOVING_NAME, METRICS_FILE]
     for name in ours:
         if name in names:
             raise ConfigError(
@@ -199,7 +199,7 @@ def _of_checkpoint(source: IngestSource, found: list[SourceFile], manifest: Mani
             )
     kept = []
     for one in found:
-        own = one.name in (MANIFEST_NAME, _METRICS, METADATA) or one.name.startswith(TEMPORARY)
+        own = one.name in (MANIFEST_NAME, METRICS_FILE, METADATA) or one.name.startswith(TEMPORARY)
         if one.name in listed:
             # Not `dataclasses.replace`: ten thousand files would take 30 ms.
             kept.append(

@@ -1,28 +1,21 @@
-"""One end of a connection of the control channel: length-prefixed JSON over a socket that never blocks."""
+"""One end of a connection of the control channel: frames (`frame_codec`) over a socket that never blocks."""
 
 from __future__ import annotations
 
-import json
 import socket
-import struct
 from typing import Any
 
 from holdfast.errors import HoldfastError
 
-__all__ = ["MAX_MESSAGE", "Link", "Message", "framed"]
+from ..frame_codec import FrameDecoder, encode
+
+__all__ = ["MAX_MESSAGE", "Link", "Message"]
 
 MAX_MESSAGE = 64 << 20
-_PREFIX = struct.Struct(">I")
 _CHUNK = 1 << 18
 _TURN_BYTES = 8 << 20  # what one connection may say before the others are heard
 
 Message = dict[str, Any]
-
-
-def framed(message: Message) -> bytes:
-    """Return a message as it travels: made once where many get it."""
-    body = json.dumps(message, separators=(",", ":")).encode()
-    return _PREFIX.pack(len(body)) + body
 
 
 class Link:
@@ -41,7 +34,10 @@ class Link:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
-        self._incoming = bytearray()
+        self._hello = bytearray()
+        self._decoder = FrameDecoder(
+            "a rank on the control channel", max_header_bytes=MAX_MESSAGE, max_attached_bytes=0
+        )
         self._outgoing = bytearray()
         self.hung_up = False
 
@@ -56,10 +52,10 @@ class Link:
 
     def send(self, message: Message) -> bool:
         """Send, or keep for `flush`; False when the other side is gone, or takes nothing any more."""
-        return self.send_raw(framed(message))
+        return self.send_raw(encode(message))
 
     def send_raw(self, data: bytes) -> bool:
-        """Send bytes of the hello (`hello`), or a message that is `framed`, in the manner of `send`."""
+        """Send bytes of the hello (`hello`), or an encoded message, in the manner of `send`."""
         if len(self._outgoing) > 2 * MAX_MESSAGE:
             return False
         self._outgoing += data
@@ -71,19 +67,19 @@ class Link:
         Nothing beyond them is read: whoever has not proved to belong to the run has no more memory here.
         """
         try:
-            while missing := size - len(self._incoming):
+            while missing := size - len(self._hello):
                 data = self._sock.recv(missing)
                 if not data:
                     self.hung_up = True
                     return None
-                self._incoming += data
+                self._hello += data
         except (BlockingIOError, InterruptedError):
             return b""
         except OSError as error:
             self._fail(error)
             return None
-        found = bytes(self._incoming)
-        self._incoming.clear()
+        found = bytes(self._hello)
+        self._hello.clear()
         return found
 
     def flush(self) -> bool:
@@ -106,9 +102,10 @@ class Link:
             HoldfastError: it speaks another language.
         """
         ended, taken = False, 0
+        found: list[Message] = []
         try:
             while data := self._sock.recv(_CHUNK):
-                self._incoming += data
+                found += [_checked(frame.header) for frame in self._decoder.feed(data)]
                 taken += len(data)
                 if len(data) < _CHUNK or taken >= _TURN_BYTES:
                     break
@@ -119,34 +116,17 @@ class Link:
         except OSError as error:
             self._fail(error)
             ended = True
-        found = self._messages()
         return None if ended and not found else found
 
     def _fail(self, error: OSError) -> None:
         self.hung_up = self.hung_up or isinstance(error, ConnectionResetError | BrokenPipeError)
 
-    def _messages(self) -> list[Message]:
-        found = []
-        incoming = self._incoming
-        start = 0
-        while len(incoming) - start >= _PREFIX.size:
-            (length,) = _PREFIX.unpack_from(incoming, start)
-            if length > MAX_MESSAGE:
-                raise HoldfastError(f"a message of {length} bytes on the control channel")
-            end = start + _PREFIX.size + length
-            if end > len(incoming):
-                break
-            try:
-                message = json.loads(incoming[start + _PREFIX.size : end])
-            except (ValueError, RecursionError) as error:
-                raise HoldfastError("what came over the control channel is no message") from error
-            if not isinstance(message, dict) or not isinstance(message.get("do"), str):
-                raise HoldfastError("what came over the control channel is no message")
-            found.append(message)
-            start = end
-        del incoming[:start]
-        return found
-
     def close(self) -> None:
         """Close the connection; idempotent."""
         self._sock.close()
+
+
+def _checked(message: Message) -> Message:
+    if not isinstance(message.get("do"), str):
+        raise HoldfastError("what came over the control channel is no message: it does not say what to do")
+    return message

@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["CommitSave", "JointSaves", "SaveOutcome", "SaveVerdict", "named_error", "rank_list"]
+from holdfast._ranks import rank_list
+
+__all__ = ["CommitSave", "JointSaves", "SaveOutcome", "SaveVerdict", "named_error"]
 
 _REMEMBERED = 16  # outcomes, for ranks that ask late
-_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,13 +226,6 @@ class JointSaves:
 def named_error(kind: str, message: str) -> dict[str, Any]:
     """Describe an error as `holdfast.writer.messages.error_to_json` does."""
     return {"type": kind, "message": message, "extra": {}}
-
-
-def rank_list(ranks: Iterable[int]) -> str:
-    """Spell out some ranks."""
-    every = sorted(ranks)
-    more = f" and {len(every) - _NAMED} more" if len(every) > _NAMED else ""
-    return f"rank{'s' if len(every) > 1 else ''} {', '.join(map(str, every[:_NAMED]))}{more}"
 
 
 def _place(place: tuple[str, int | None]) -> str:

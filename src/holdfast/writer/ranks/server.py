@@ -15,8 +15,9 @@ from typing import Any
 
 from holdfast._log import get_logger
 
+from ..frame_codec import encode
 from .hello import ANSWER_BYTES, make_challenge, make_proof, read_answer
-from .link import Link, Message, framed
+from .link import Link, Message
 from .saves import CommitSave, JointSaves, SaveOutcome, SaveVerdict
 from .steps import RankStanding, StepAgreement
 from .uploads import JointUploads
@@ -429,12 +430,12 @@ class ControlServer:
             self._send_all(message, None if rank is None else (rank,))
 
     def _send_all(self, message: Message, ranks: tuple[int, ...] | None = None) -> None:
-        data = framed(message)
+        data = encode(message)
         for rank in range(self._world_size) if ranks is None else ranks:
             self._send_raw(rank, data)
 
     def _send(self, rank: int, message: Message) -> None:
-        self._send_raw(rank, framed(message))
+        self._send_raw(rank, encode(message))
 
     def _send_raw(self, rank: int, data: bytes) -> None:
         link = self._members[rank].link

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from holdfast._ranks import rank_list
 from holdfast.copying.transfer import TransferStopped
 from holdfast.errors import CheckpointError, StorageError
 
 from ..messages import error_from_json
 from .link import Message
-from .saves import rank_list
 
 __all__ = ["JointUploads"]
 

@@ -1,5 +1,6 @@
-"""What is on a local disk goes to the remote.
+"""What is on a local disk goes elsewhere, whatever becomes of the trainer.
 
-Whole checkpoints of a mirrored run (`mirror`), and parts of ranks that share no disk (`staged_part`, `staged_run`).
-`plan` decides, `remote` does one step at a time.
+`queue` is the one queue; its sources are the checkpoints of a mirrored run (`mirror`, which calls `remote` step by
+step), saves of ranks that share no disk (`staged_run`, with `staged_part` on each rank), and checkpoints and files that
+a trainer names (`files`). `plan` decides, `start` puts the two sides of a mirrored run together. Start with `queue`.
 """

@@ -56,11 +56,11 @@ def await_upload(local: Iterable[Record], remote: Iterable[Record]) -> list[Reco
     return sorted((record for record in local if record.order > newest), key=lambda record: record.order)
 
 
-def given_up(waiting: Sequence[str], limits: MirrorLimits, in_flight: str | None = None) -> list[str]:
-    """List what is left out when too many wait: the oldest ones, but neither the newest nor the one under way."""
+def given_up(waiting: Sequence[str], limits: MirrorLimits, in_flight: Collection[str] = ()) -> list[str]:
+    """List what is left out when too many wait: the oldest ones, but neither the newest nor what is under way."""
     if limits.when_behind != "skip":
         return []
-    spare = [name for name in waiting[:-1] if name != in_flight]
+    spare = [name for name in waiting[:-1] if name not in in_flight]
     return spare[: max(0, len(waiting) - limits.max_behind)]
 
 

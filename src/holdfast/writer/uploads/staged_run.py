@@ -1,20 +1,19 @@
 """Saves of ranks whose machines share no disk, seen from rank 0's writer.
 
 Each rank stages its part on the disk of its own machine, and training goes on. The manifest to be lies with rank 0, in
-a file of another name, until every rank has brought what it lists; then it is put at the remote, where the run is.
-`Mirroring` decides what is brought when, as for a run with one local disk.
+a file of another name, until every rank has brought what it lists; then it is put at the remote, where the run is. The
+queue (`queue`) says what is brought when, as for a run with one local disk.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from holdfast._log import get_logger
-from holdfast.copying.transfer import Copied, copy_checkpoint
+from holdfast.copying.transfer import copy_checkpoint
 from holdfast.errors import CheckpointError, HoldfastError, StorageError
 from holdfast.format.commit import commit_manifest, read_manifest, sweep
 from holdfast.format.manifest import Manifest
@@ -23,15 +22,14 @@ from holdfast.format.parts import is_staged, staged_name
 from holdfast.run.catalog import Catalog
 from holdfast.run.heartbeat import Heartbeat
 from holdfast.run.record import Record, record_from_manifest
-from holdfast.run.retention import Verdict
 from holdfast.storage.base import Storage
 
 from ..open_run import Run
 from ..outcome import committed_already
 from ..ranks.server import ControlServer
-from .mirror import Mirroring
+from .mirror import ON_LOCAL_DISK
 from .plan import MirrorLimits
-from .remote import RemoteRun, _nothing
+from .queue import END_S, Stop, UploadQueue
 from .staged_part import files_in_front
 
 __all__ = ["StagedRun", "staged_saves"]
@@ -40,8 +38,10 @@ _LOG = get_logger("writer")
 _LOOK_S = 0.02
 
 
-class StagedRun(RemoteRun):
-    """What the uploading thread does where a checkpoint comes from several disks.
+class StagedRun:
+    """Saves that all ranks have staged, as a source of uploads: each checkpoint comes from several disks.
+
+    The run is at the remote itself, which keeps its lease, index and retention; nothing but saves is brought.
 
     Args:
         run: the run, at the remote.
@@ -52,6 +52,10 @@ class StagedRun(RemoteRun):
         heartbeat: the lease of the run.
         catalog: its checkpoints.
         start_id: of this life; what an earlier writer of it had staged is brought, too.
+
+    Attributes:
+        queue: what waits.
+        uri: where the run is.
     """
 
     def __init__(
@@ -65,9 +69,9 @@ class StagedRun(RemoteRun):
         catalog: Catalog,
         start_id: str,
     ) -> None:
-        self.heartbeat, self.catalog = heartbeat, catalog
+        self._heartbeat, self._catalog = heartbeat, catalog
         self._storage, self._local = remote, local
-        self.first = _nothing
+        self.uri = catalog.storage.uri
         self._late: dict[str, list[Callable[[], object]]] = {}  # what was said about saves that are on their way
         self._run, self._server = run, server
         self._lock = threading.Lock()
@@ -81,8 +85,15 @@ class StagedRun(RemoteRun):
                 self._known.add(name)
         waiting = [_record(name, manifest) for name, (_, manifest) in self._saves.items()]
         waiting.sort(key=lambda record: record.order)
-        self.mirror = Mirroring(self, limits, waiting=waiting, uploaded=(), changed=self._settle)
-        self.mirror.go()
+        self.queue = UploadQueue(
+            self,
+            limits,
+            waiting=[record.name for record in waiting],
+            settled=lambda name: self._settle(),
+            drop=self._drop,
+        )
+        heartbeat.on_lost = self.queue.wake
+        self.queue.go()
 
     # -- for the run
 
@@ -101,14 +112,14 @@ class StagedRun(RemoteRun):
             self._run.admit(name, read_manifest(self._local, name))
             copy_checkpoint(self._local, name, self._storage, name)
             self._run.arrived(name, read_manifest(self._storage, name))
-            self.mirror.look()
+            self.queue.look()
             return
         its = {found: one for found, one_save, one in staged_saves(self._local) if one_save == save}
         manifest = its.get(name)  # None: asked again, for the writer before this one died when it had just arrived
         if manifest is not None:
             self._queue(name, save, manifest)
         while name in self._saves:
-            self.heartbeat.check()
+            self._heartbeat.check()
             if self._over:
                 raise StorageError(f"{name} could not be brought to {self._storage.uri} before the end of the run")
             time.sleep(_LOOK_S)
@@ -121,7 +132,7 @@ class StagedRun(RemoteRun):
         """Bring what can be brought within a bound; idempotent."""
         if not self._ended:
             self._ended = True
-            self.mirror.close()
+            self.queue.close(END_S, ON_LOCAL_DISK)
             self._over = True
 
     def keeps(self, name: str, say: Callable[[], object]) -> bool:
@@ -136,7 +147,7 @@ class StagedRun(RemoteRun):
         with self._lock:  # else the other thread may find it before it is waited for
             self._saves[name] = save, manifest
             self._known.add(name)
-            self.mirror.committed(_record(name, manifest))
+            self.queue.add(name)
         self._settle()
 
     def _settle(self) -> None:
@@ -145,7 +156,7 @@ class StagedRun(RemoteRun):
         What could not be completed because a rank is gone, and with it this run, is left to the next start.
         """
         with self._lock:
-            needed = self.mirror.needed()
+            needed = self.queue.needed()
             done = [(name, self._saves.pop(name)[0]) for name in self._saves.keys() - needed]
         for name, save in done:
             if name in self._left:
@@ -156,28 +167,29 @@ class StagedRun(RemoteRun):
                 self._local.delete(join(name, staged_name(save)))
                 self._local.tidy(name)
 
-    # -- for the uploading thread
+    # -- for the queue: see `Source`
+
+    @property
+    def lost(self) -> HoldfastError | None:
+        """Why the run is not ours any more."""
+        return self._heartbeat.lost
 
     def newest(self) -> Record | None:
         """Return the newest checkpoint."""
         return self._run.newest()
 
-    def close(self, *, wait: bool) -> None:
-        """Leave the lease alone, which is the run's."""
-
-    def take(self, name: str, *, stop: Callable[[], bool]) -> tuple[Copied, list[Verdict]]:
-        """Have one save brought by all ranks, and commit it; see `RemoteRun.take`."""
-        self.heartbeat.confirm()
+    def take(self, name: str, *, stop: Stop) -> None:
+        """Have one save brought by all ranks, and commit it."""
+        self._heartbeat.confirm()
         save, manifest = self._saves[name]
         if committed_already(self._storage, name, {"checkpoint_id": manifest.checkpoint_id}) is None:
             self._run.admit(name, manifest)
             self._bring(name, save, stop)
-            self.heartbeat.confirm()
+            self._heartbeat.confirm()
             commit_manifest(self._storage, name, manifest, void=self._run.void_at(name))
         self._run.arrived(name, manifest, lambda: self._say_late(name))
-        return Copied(files=len(manifest.files)), []
 
-    def _bring(self, name: str, save: str, stop: Callable[[], bool]) -> None:
+    def _bring(self, name: str, save: str, stop: Stop) -> None:
         order = {"do": "upload", "save": save, "directory": name}
         try:
             self._server.uploads.bring(order, self._server.tell, stop)
@@ -197,27 +209,10 @@ class StagedRun(RemoteRun):
             waiting.pop(0)
         self._late.pop(name, None)
 
-    def drop(self, name: str) -> None:
+    def _drop(self, name: str) -> None:
         """Remove what was sent of a save that was given up."""
-        self.heartbeat.announce([name])
+        self._heartbeat.announce([name])
         sweep(self._storage, name)
-
-    def bring_sidecars(self) -> bool:
-        """Nothing is said beside a staged save."""
-        return False
-
-    def bring_head(self, *, save: bool = True) -> None:
-        """The run is at the remote itself."""
-
-    def bring_reports(self) -> None:
-        """The run is at the remote itself."""
-
-    def retain(self) -> list[Verdict]:
-        """The run does it itself."""
-        return []
-
-    def late(self, name: str, metrics: Mapping[str, Any], pinned: bool | None) -> None:
-        """The run does it itself."""
 
 
 def staged_saves(local: Storage) -> list[tuple[str, str, Manifest]]:

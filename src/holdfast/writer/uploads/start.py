@@ -52,7 +52,7 @@ class RemoteSide:
 def start_mirror(
     remote: RemoteRun, catalog: Catalog, limits: MirrorLimits, *, changed: Callable[[], object]
 ) -> tuple[Mirroring, dict[str, Any]]:
-    """Write the attempt down at the remote, sweep there, and start the uploading thread.
+    """Write the attempt down at the remote, sweep there, and make the queue of uploads, which begins with its `go`.
 
     Args:
         remote: the opened remote side, whose lives the local index has taken over.
@@ -61,7 +61,7 @@ def start_mirror(
         changed: see `Mirroring`.
 
     Returns:
-        The thread, and the fields of `RunOpened` that the two sides make different.
+        The mirror, and the fields of `RunOpened` that the two sides make different.
     """
     here, there = catalog.records(), remote.catalog.records()
     dead = remote.catalog.dead
@@ -79,6 +79,6 @@ def start_mirror(
         "quarantined": {name: why for name, why in bad.items() if name not in sides.places},
         "taken": tuple(sorted({*catalog.taken(), *remote.catalog.taken()})),
         "swept": tuple(swept),
-        "remote": {"places": dict(sides.places), "waiting": sorted(mirror.needed())},
+        "remote": {"places": dict(sides.places), "waiting": sorted(mirror.queue.needed())},
     }
     return mirror, told

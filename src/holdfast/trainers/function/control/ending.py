@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast._ranks import rank_list
 from holdfast.errors import TrainingError, TrainingFailedError
 
 from .actions import Action, KillGroup
 from .commits import Commits
 from .plan import WaitLimits
-from .report_ledger import named
 from .reports import Reports
 from .worker_group import Crew, first_line
 
@@ -55,8 +55,8 @@ class Teardown:
                 return False
             left_over = [rank for rank in range(crew.size) if rank not in crew.exited]
             self.fatal = TrainingError(
-                f"{named(left_over)} did not end within {limits.stop_s:g} s of SIGKILL: stuck in the kernel, on a dead "
-                "network disk perhaps; no other attempt can be started beside it"
+                f"{rank_list(left_over)} did not end within {limits.stop_s:g} s of SIGKILL: stuck in the kernel, on a "
+                "dead network disk perhaps; no other attempt can be started beside it"
             )
         return True
 

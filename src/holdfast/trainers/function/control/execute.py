@@ -20,6 +20,7 @@ from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, ValidationConfig
 from holdfast.errors import HoldfastError
+from holdfast.run.names import LOGS
 from holdfast.storage.base import Storage
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import IngestJob, IngestSource, PartsJob, RunOpened
@@ -279,7 +280,7 @@ class Executor:
         """Give the folder of the logs: in the run itself, or one that is copied there."""
         root = self._storage.local_root
         if root is not None:
-            return root / "logs"
+            return root / LOGS
         if self._copies is None:
             self._copies = LogCopies(self._storage)
         return self._copies.folder

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.errors import ConfigError
+from holdfast.run.names import RUN_NAMES, is_checkpoint_name
 from holdfast.run.record import metric_value
 from holdfast.storage.base import check_path
 
@@ -17,7 +18,6 @@ __all__ = ["VALIDATED", "KnownCheckpoint", "KnownCheckpoints", "UnwrittenValues"
 VALIDATED = "_validated"
 """Late metric that says how a validation ended: true, "failed" or "timeout"."""
 
-_RESERVED = frozenset({"reports", "logs"})
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
@@ -110,10 +110,10 @@ class KnownCheckpoints:
         return f"checkpoint_{self.number:06d}"
 
     def _check(self, name: str, *, uploaded: bool) -> None:
-        if "/" in check_path(name) or name.startswith(".") or name in _RESERVED:
+        if not is_checkpoint_name(check_path(name)):
             raise ConfigError(
                 f"checkpoint_dir_name={name!r}: it becomes the name of one directory of the run; give a plain name "
-                f"that does not begin with a dot and is none of {', '.join(sorted(_RESERVED))}"
+                f"that does not begin with a dot and is none of {', '.join(RUN_NAMES)}"
             )
         if name in self.kept or name in self._pending or (name in self._taken and not uploaded):
             raise ConfigError(

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-__all__ = ["Ask", "Entry", "LedgerEntry", "ReportLedger", "Stage", "named"]
+from holdfast._ranks import rank_list
+
+__all__ = ["Ask", "Entry", "LedgerEntry", "ReportLedger", "Stage"]
 
 
 class Stage(Enum):
@@ -216,7 +218,7 @@ class ReportLedger:
         absent = [rank for rank in range(len(self.entered)) if rank not in report.entries]
         if kinds == ["state"] and absent:
             return (
-                f"{named(absent)} called it without state=; the ranks share the work of storing a state, so all of "
+                f"{rank_list(absent)} called it without state=; the ranks share the work of storing a state, so all of "
                 "them must pass it"
             )
         places = {str(entry.location) for entry in report.entries.values() if entry.location is not None}
@@ -267,9 +269,3 @@ class ReportLedger:
             if index <= ask.upto and waits:
                 return False
         return True
-
-
-def named(ranks: Iterable[int]) -> str:
-    """Write ranks for people."""
-    some = list(ranks)
-    return f"rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some))}"

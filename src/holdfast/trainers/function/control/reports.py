@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from holdfast._ranks import rank_list
 from holdfast.errors import ConfigError, ReportMismatchError
 
 from ..failure import error_from_wire
@@ -15,7 +16,7 @@ from .commits import Commits, epoch_of
 from .known_checkpoints import UnwrittenValues
 from .plan import RunSpec
 from .policy import is_worth_writing
-from .report_ledger import Ask, Entry, LedgerEntry, ReportLedger, named
+from .report_ledger import Ask, Entry, LedgerEntry, ReportLedger
 from .starts import Start, choose_start
 
 __all__ = ["Reports"]
@@ -198,8 +199,8 @@ class Reports:
         counts = ", ".join(f"rank {rank}: {entered}" for rank, entered in enumerate(self.board.entered))
         why = "ended without it" if ended else f"did not come to it within {limit:g} s (HOLDFAST_REPORT_TIMEOUT_S)"
         return ranks, ReportMismatchError(
-            f"report {index} was not called by {named(ranks)}: {'they' if len(ranks) > 1 else 'it'} {why} (last report "
-            f"of {counts}); every rank must call report equally often, those without a checkpoint too"
+            f"report {index} was not called by {rank_list(ranks)}: {'they' if len(ranks) > 1 else 'it'} {why} (last "
+            f"report of {counts}); every rank must call report equally often, those without a checkpoint too"
         )
 
     def salvage(self, dead: Iterable[int], wait_s: float) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from holdfast._ranks import rank_list
 from holdfast.errors import TrainingError, WorkerHangError
 
 from .commits import Commits
 from .plan import WaitLimits
-from .report_ledger import named
 from .reports import Reports
 from .worker_group import Crew
 
@@ -32,7 +32,7 @@ def find_trouble(
         if now < crew.since + limits.start_s:
             return None
         slow = [rank for rank in range(crew.size) if rank not in crew.running]
-        text = f"train_func did not begin on {named(slow)} within {limits.start_s:g} s; see the logs of the attempt"
+        text = f"train_func did not begin on {rank_list(slow)} within {limits.start_s:g} s; see the logs of the attempt"
         return slow, TrainingError(text)
     if limits.hang_s is None or not _may_hang(crew, reports, commits) or now < last_sign + limits.hang_s:
         return None

@@ -19,6 +19,7 @@ from holdfast.checkpoint.handle import METADATA_FILE, Checkpoint
 from holdfast.copying.private_directory import private_directory
 from holdfast.errors import CheckpointNotFoundError, ConfigError
 from holdfast.format.names import MANIFEST_NAME
+from holdfast.run.names import is_checkpoint_name
 from holdfast.run.remains import INCOMING
 from holdfast.storage.base import Storage
 from holdfast.writer.ingest.sources import scan
@@ -29,7 +30,6 @@ from .reflink import clone_tree
 __all__ = ["HandoffArea", "Taken", "check_source", "name_in_run", "out_of_reach", "remove_local", "take"]
 
 _LOG = get_logger("runtime")
-_RESERVED = ("logs", "reports")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +213,7 @@ def name_in_run(checkpoint: Checkpoint, place: HandoffArea) -> str:
     else:
         uri, root = checkpoint.uri, place.uri.rstrip("/") + "/"
         name = uri[len(root) :] if uri.startswith(root) else ".."
-    if "/" in name or name.startswith(".") or name in _RESERVED:
+    if not is_checkpoint_name(name):
         raise ConfigError(
             f"rank {place.rank}: {checkpoint.uri} is no place in this run: what you upload yourself has to be a "
             f"directory right below {place.uri} (get_context().get_storage().build_checkpoint_path_from_name(name))"

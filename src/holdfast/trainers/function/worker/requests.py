@@ -9,6 +9,7 @@ from typing import Any
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import ValidationTaskConfig
 from holdfast.errors import ConfigError
+from holdfast.run.names import RUN_NAMES, is_checkpoint_name
 from holdfast.storage.base import check_path
 
 from ..types import CheckpointUploadMode
@@ -17,8 +18,6 @@ from ..values import plain_metrics
 __all__ = ["Request", "UploadFn", "check_request"]
 
 UploadFn = Callable[[Checkpoint, str], Checkpoint]
-
-_RESERVED = frozenset({"logs", "reports", "run.json", "run-changes.json", "lease.json"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +108,13 @@ def _validation(given: Any) -> bool | dict[str, Any]:
 
 def _check_name(name: str) -> str:
     try:
-        fine = "/" not in check_path(name) and not name.startswith(".") and name not in _RESERVED
+        fine = is_checkpoint_name(check_path(name))
     except ConfigError:
         fine = False
     if not fine:
         raise ConfigError(
             f"checkpoint_dir_name={name!r}: give the name of one directory below the run, without '/', not starting "
-            f"with '.', and none of {', '.join(sorted(_RESERVED))}"
+            f"with '.', and none of {', '.join(RUN_NAMES)}"
         )
     return name
 

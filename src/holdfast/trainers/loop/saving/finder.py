@@ -30,7 +30,6 @@ from .naming import is_later
 
 __all__ = [
     "CONTAINERS",
-    "OWN_NAMES",
     "FolderEntry",
     "container_of",
     "is_foreign",
@@ -41,7 +40,6 @@ __all__ = [
 ]
 
 _LOG = get_logger("trainer")
-OWN_NAMES = ("lease.json", "logs", "reports", "run-changes.json", "run.json")  # what a run keeps beside its checkpoints
 CONTAINERS = {"": "directory", ".pt": "torch", ".safetensors": "safetensors"}
 _REFUSED = (
     ".tar",

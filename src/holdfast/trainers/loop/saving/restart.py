@@ -17,10 +17,11 @@ from holdfast.errors import (
     IncompleteCheckpointError,
     StorageNotFoundError,
 )
+from holdfast.run.names import RUN_NAMES
 from holdfast.run.newest_good import GONE, newest_good
 from holdfast.storage.base import Storage
 
-from .finder import OWN_NAMES, FolderEntry, look, look_at, names_in
+from .finder import FolderEntry, look, look_at, names_in
 from .load import LoadOptions, LoadReport, load_from, load_path
 from .schema import IgnoreKeys, check_ignore_keys
 from .uploads import as_object_store
@@ -180,7 +181,7 @@ class StartingPoint:
     def _not_usable(self, saver: CheckpointSaver) -> list[str]:
         """Say what lies there all the same: whoever expected a resume has to see why there is none."""
         storage = saver.place.storage
-        names = [name for name in names_in(storage, nested=saver.nested) if name not in OWN_NAMES]
+        names = [name for name in names_in(storage, nested=saver.nested) if name not in RUN_NAMES]
         wanted = self._wanted(saver, storage)
         other = [name for name in names if wanted is not None and not wanted(name)]
         left = [

@@ -14,6 +14,7 @@ from holdfast.checkpointer.transient import passing_error, state_of
 from holdfast.config import Keep, _removed
 from holdfast.errors import CheckpointExistsError, ConfigError
 from holdfast.format.manifest import MANIFEST_NAME
+from holdfast.run.names import RUN_NAMES
 from holdfast.storage.base import TEMPORARY, Storage
 from holdfast.storage.resolve import split_uri
 
@@ -26,7 +27,7 @@ from ..training.metrics import metrics_of
 from ..training.parallel import is_sharded
 from ..training.ranks import TIMEOUT_S
 from .async_saver import AsyncSaver
-from .finder import OWN_NAMES, FolderEntry, container_of, is_in_the_way, look_at, names_in
+from .finder import FolderEntry, container_of, is_in_the_way, look_at, names_in
 from .folder import SaveFolder, check_link
 from .naming import NameTemplate
 from .post_commit import Destinations, PostCommit
@@ -419,10 +420,10 @@ def _check_name(template: NameTemplate, shape: str, *, beside_run: bool) -> None
         )
     if any(len(part.encode(errors="surrogateescape")) > _LONGEST for part in parts):
         raise ConfigError(f"{template.what}={template.text!r}: no file system takes a name of over {_LONGEST} bytes")
-    taken = beside_run and parts[0] in OWN_NAMES
+    taken = beside_run and parts[0] in RUN_NAMES
     if taken or any(part.startswith(TEMPORARY) or part == MANIFEST_NAME for part in parts):
         raise ConfigError(
-            f"{template.what}={template.text!r}: {', '.join(OWN_NAMES)}, {MANIFEST_NAME} and names that begin with "
+            f"{template.what}={template.text!r}: {', '.join(RUN_NAMES)}, {MANIFEST_NAME} and names that begin with "
             f"{TEMPORARY} are those of a run's own files; use another"
         )
 

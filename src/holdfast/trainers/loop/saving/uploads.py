@@ -1,24 +1,31 @@
-"""`RemoteUploaderDownloader`: a copy of every checkpoint somewhere else, made while training goes on."""
+"""`RemoteUploaderDownloader`: a copy of every checkpoint somewhere else, made while training goes on.
+
+What an upload is called, and what a failure costs, is decided here; the writer process of the uploader sends
+(`writer.uploads.files`), so that what was handed over arrives although the trainer is killed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
 from holdfast.checkpointer.transient import MAX_LOST, TRANSIENT_ERRORS, state_of
 from holdfast.config import _removed
-from holdfast.copying.transfer import copy_checkpoint, copy_file
-from holdfast.errors import CheckpointExistsError, ConfigError, StorageError, StoragePermissionError
+from holdfast.copying.transfer import copy_file
+from holdfast.errors import CheckpointExistsError, ConfigError, StorageError
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.resolve import resolve, split_uri
+from holdfast.writer.client import WriterClient
+from holdfast.writer.uploads.files import UploadJob, UploadPointer
 
 from ..arguments import OF_UPLOADER, check_path
 from ..loggers import Logger, LoggerDestination
@@ -34,10 +41,25 @@ __all__ = ["RemoteUploaderDownloader"]
 _LOG = get_logger("trainer")
 
 
-class _Job(NamedTuple):
-    future: Future[None]
-    work: Callable[..., None]
-    arguments: tuple[Any, ...]
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Upload:
+    """One upload that was handed over.
+
+    Attributes:
+        source: holds what is sent.
+        job: what the writer does.
+        after: called once it is there, on a thread of ours.
+        ended: done when that has returned, or with why it is not there.
+    """
+
+    source: Storage
+    job: UploadJob
+    after: Callable[[], object]
+    ended: Future[None] = field(default_factory=Future)
+
+
+def _nothing() -> None:
+    pass
 
 
 @_removed(**OF_UPLOADER)
@@ -67,13 +89,12 @@ class RemoteUploaderDownloader(LoggerDestination):
         _check_format(file_path_format_string)
         self.storage = _storage(check_path(bucket_uri, "bucket_uri"), backend_kwargs)
         self.file_path_format_string, self.num_attempts = file_path_format_string, num_attempts
-        self._workers = num_concurrent_uploads
-        self._pool: ThreadPoolExecutor | None = None
+        self._num_workers = num_concurrent_uploads
+        self._writer: WriterClient | None = None
+        self._thread: ThreadPoolExecutor | None = None  # for what follows an upload
         self._lock = threading.Lock()
-        self._sent: list[_Job] = []
-        self._left: list[_Job] = []  # to be tried again: the storage was full or did not answer
-        self._pointing = threading.Lock()
-        self._pointed: dict[str, tuple[int, int, str]] = {}
+        self._sent: list[_Upload] = []
+        self._left: list[_Upload] = []  # to be tried again: the storage was full or did not answer
         self._run_name = ""
         self._abandoned = False
 
@@ -95,7 +116,25 @@ class RemoteUploaderDownloader(LoggerDestination):
         What could not be sent before is tried again first.
         """
         self._try_again()
-        self._submit(self._send, source, saved, self.path_of(remote), latest, after)
+        path = self.path_of(remote)
+        job = UploadJob(
+            path=path, name=saved.name, kind="checkpoint" if saved.container == "directory" else "file",
+            pointer=self._pointer(saved, path, latest), num_attempts=self.num_attempts,
+        )  # fmt: skip
+        self._submit(_Upload(source=source, job=job, after=after))
+
+    def point(self, saved: FolderEntry, remote: str, latest: str | None) -> None:
+        """Send the pointer to a checkpoint that is uploaded already; returns at once."""
+        pointer = self._pointer(saved, path := self.path_of(remote), latest)
+        if pointer is not None:
+            job = UploadJob(path=path, pointer=pointer, num_attempts=1)
+            self._submit(_Upload(source=self.storage, job=job, after=_nothing))
+
+    def _pointer(self, saved: FolderEntry, path: str, latest: str | None) -> UploadPointer | None:
+        if latest is None:
+            return None
+        text = f"{storage_prefix(self.storage)}{path}"
+        return UploadPointer(path=f"{self.path_of(latest)}.symlink", text=text, order=saved.order)
 
     def upload_file(self, remote_file_name: str, file_path: str, *, overwrite: bool = False) -> None:
         """Send a copy of a file; returns when the copy is made.
@@ -110,13 +149,10 @@ class RemoteUploaderDownloader(LoggerDestination):
                 "to replace it, or use another name"
             )
         folder = tempfile.mkdtemp(prefix="holdfast-")
-        copied = shutil.copyfile(file_path, os.path.join(folder, "file"))
-        self._submit(self._send_file, copied, remote)
-
-    def _send_file(self, copied: str, remote: str) -> None:
-        folder, name = os.path.split(copied)
-        self._tried(lambda: copy_file(LocalStorage(folder), name, self.storage, remote), remote)
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copyfile(file_path, os.path.join(folder, "file"))
+        above, name = os.path.split(folder)
+        job = UploadJob(path=remote, name=f"{name}/file", kind="copy", num_attempts=self.num_attempts)
+        self._submit(_Upload(source=LocalStorage(above), job=job, after=_nothing))
 
     def download_file(
         self, remote_file_name: str, destination: str | os.PathLike[str], *, overwrite: bool = False
@@ -132,57 +168,42 @@ class RemoteUploaderDownloader(LoggerDestination):
         folder, name = os.path.split(os.path.abspath(destination))
         copy_file(self.storage, self.path_of(remote_file_name), LocalStorage(folder), name)
 
-    def point(self, saved: FolderEntry, remote: str, latest: str | None) -> None:
-        """Send the pointer to a checkpoint that is uploaded already; returns at once."""
-        if latest is not None:
-            self._submit(self._point, saved, self.path_of(remote), latest)
-
-    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
+    def _submit(self, upload: _Upload) -> None:
         with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="holdfast-uploads")
-            self._sent.append(_Job(self._pool.submit(work, *arguments), work, arguments))
+            if self._writer is None or self._writer.closed:
+                self._writer = WriterClient.start(upload.source, remote=self.storage)
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-uploads")
+            sent = self._writer.upload(upload.source, self.storage, upload.job, num_workers=self._num_workers)
+            self._sent.append(upload)
+        sent.add_done_callback(lambda done: self._ended(upload, done.exception()))
+
+    def _ended(self, upload: _Upload, error: BaseException | None) -> None:
+        """Take an answer, on the thread that hears the writer, where nobody may wait."""
+        thread = self._thread
+        if error is None and upload.after is not _nothing and thread is not None:
+            try:
+                thread.submit(self._follow, upload)
+            except RuntimeError:  # the interpreter is ending
+                _settle(upload, None)
+        else:
+            _settle(upload, error)
+
+    def _follow(self, upload: _Upload) -> None:
+        try:
+            upload.after()
+        except BaseException as error:  # noqa: BLE001 - a thread edge: raised in the next step
+            _settle(upload, error)
+        else:
+            _settle(upload, None)
 
     def _try_again(self) -> bool:
         """Submit what is left; False if nothing is."""
         with self._lock:
             left, self._left = self._left, []
-        for job in left:
-            self._submit(job.work, *job.arguments)
+        for one in left:
+            self._submit(_Upload(source=one.source, job=one.job, after=one.after))
         return bool(left)
-
-    def _send(
-        self, source: Storage, saved: FolderEntry, path: str, latest: str | None, after: Callable[[], object]
-    ) -> None:
-        self._tried(lambda: self._copy(source, saved, path, latest), saved.name)
-        after()
-
-    def _tried(self, send: Callable[[], object], name: str) -> None:
-        for attempt in range(1, self.num_attempts + 1):
-            try:
-                send()
-                return
-            except StorageError as error:
-                if attempt == self.num_attempts or isinstance(error, StoragePermissionError):
-                    raise
-                pause = 2.0 ** (attempt - 1)
-                _LOG.warning("upload of %s failed (%s): trying again in %.0f s", name, error, pause)
-                time.sleep(pause)
-
-    def _copy(self, source: Storage, saved: FolderEntry, path: str, latest: str | None) -> None:
-        if saved.container == "directory":
-            copy_checkpoint(source, saved.name, self.storage, path, overwrite=True)
-        else:
-            copy_file(source, saved.name, self.storage, path)
-        if latest is not None:
-            self._point(saved, path, latest)
-
-    def _point(self, saved: FolderEntry, path: str, latest: str) -> None:
-        pointer = f"{self.path_of(latest)}.symlink"
-        with self._pointing:  # with several uploads at once an older one may end last
-            if saved.order >= self._pointed.get(pointer, saved.order):
-                self.storage.put(pointer, f"{storage_prefix(self.storage)}{path}".encode())
-                self._pointed[pointer] = saved.order
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Raise what failed meanwhile."""
@@ -195,16 +216,16 @@ class RemoteUploaderDownloader(LoggerDestination):
     def _settle(self) -> tuple[StorageError | None, BaseException | None]:
         """Take in all that has ended; returns why something is left to be tried again, and what no trial will mend."""
         with self._lock:
-            done = [one for one in self._sent if one.future.done()]
+            done = [one for one in self._sent if one.ended.done()]
             self._sent = [one for one in self._sent if one not in done]
         passing: StorageError | None = None
         lasting: BaseException | None = None
-        for job in done:
-            error = job.future.exception()
+        for upload in done:
+            error = upload.ended.exception()
             if isinstance(error, TRANSIENT_ERRORS):
                 passing = error
                 with self._lock:
-                    self._left.append(job)
+                    self._left.append(upload)
                 _LOG.warning("NOT uploaded to %s, %s (%s): tried again later", self.storage.uri, state_of(error), error)
             elif lasting is None:
                 lasting = error
@@ -234,7 +255,7 @@ class RemoteUploaderDownloader(LoggerDestination):
 
     def _settle_all(self) -> tuple[StorageError | None, BaseException | None]:
         with self._lock:
-            under_way = [one.future for one in self._sent]
+            under_way = [one.ended for one in self._sent]
         wait(under_way)
         return self._settle()
 
@@ -244,16 +265,29 @@ class RemoteUploaderDownloader(LoggerDestination):
 
     def close(self, state: State, logger: Logger) -> None:
         """Finish what is being uploaded."""
-        if self._abandoned:
-            if self._pool is not None:
-                self._pool.shutdown(wait=False)
-            return
         try:
-            self.wait()
+            if not self._abandoned:
+                self.wait()
         finally:
-            if self._pool is not None:
-                self._pool.shutdown()
-                self._pool = None
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """End writer and thread; what was abandoned goes on, and keeps the interpreter from ending before it."""
+        (writer, self._writer), (thread, self._thread) = (self._writer, None), (self._thread, None)
+        if writer is not None and self._abandoned:
+            with contextlib.suppress(RuntimeError):  # the interpreter is ending, and waits for all writers anyway
+                threading.Thread(target=writer.close, name="holdfast-uploads-end").start()
+        elif writer is not None:
+            writer.close()
+        if thread is not None:
+            thread.shutdown(wait=not self._abandoned)
+
+
+def _settle(upload: _Upload, error: BaseException | None) -> None:
+    if error is None:
+        upload.ended.set_result(None)
+    else:
+        upload.ended.set_exception(error)
 
 
 def _check_format(text: str) -> None:

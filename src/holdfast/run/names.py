@@ -1,0 +1,16 @@
+"""What a run keeps beside its checkpoints, and so no checkpoint may be called."""
+
+from __future__ import annotations
+
+__all__ = ["CHANGES_FILE", "LEASE_FILE", "LOGS", "REPORTS", "RUN_FILE", "RUN_NAMES", "is_checkpoint_name"]
+
+RUN_FILE, CHANGES_FILE = "run.json", "run-changes.json"
+LEASE_FILE = "lease.json"
+REPORTS, LOGS = "reports", "logs"
+RUN_NAMES = tuple(sorted((RUN_FILE, CHANGES_FILE, LEASE_FILE, REPORTS, LOGS)))
+"""Names right below the root of a run that are the run's own. Others of its own begin with a dot."""
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Tell whether a directory right below the root of a run may have this name."""
+    return bool(name) and "/" not in name and not name.startswith(".") and name not in RUN_NAMES

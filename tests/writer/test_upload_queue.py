@@ -1,0 +1,321 @@
+"""The queue of uploads and its source of files: order, threads, tries, the end, and a target that others use too."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.copying.transfer import TransferStopped
+from holdfast.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    HoldfastError,
+    StorageError,
+    StoragePermissionError,
+    StorageUnavailableError,
+)
+from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.storage.memory import MemoryStorage
+from holdfast.writer.client import WriterClient
+from holdfast.writer.uploads import files as files_module
+from holdfast.writer.uploads import queue as queue_module
+from holdfast.writer.uploads.files import FileUploads, UploadJob, UploadPointer
+from holdfast.writer.uploads.plan import MirrorLimits
+from holdfast.writer.uploads.queue import UploadQueue
+
+WAIT = MirrorLimits(when_behind="wait")
+
+
+class Scripted:
+    """A source that does what a test says."""
+
+    uri = "scripted://"
+    lost: HoldfastError | None = None
+
+    def __init__(self, act: Callable[[str], object] = lambda name: None) -> None:
+        self.act = act
+        self.taken: list[str] = []
+        self.stop: Callable[[], bool] = lambda: False
+
+    def take(self, name: str, *, stop: Callable[[], bool]) -> None:
+        self.stop = stop
+        self.taken.append(name)
+        self.act(name)
+
+    def newest(self) -> None:
+        return None
+
+
+def test_the_oldest_goes_first_and_one_thread_takes_one_at_a_time() -> None:
+    """What waited at the start goes before what comes later; each is settled once it is there."""
+    source, settled = Scripted(), queue.SimpleQueue[str]()
+    uploads = UploadQueue(source, WAIT, waiting=("a", "b"), settled=settled.put)
+    uploads.add("c")
+    assert [settled.get(timeout=30) for _ in range(3)] == ["a", "b", "c"]
+    uploads.close(30.0, "")
+    assert source.taken == ["a", "b", "c"]
+    assert uploads.needed() == frozenset()
+
+
+def test_as_many_go_side_by_side_as_there_are_workers() -> None:
+    """With three workers three uploads are under way at once, never the same one twice; a fourth waits."""
+    meeting = threading.Barrier(3)
+    source = Scripted(lambda name: meeting.wait(30))
+    uploads = UploadQueue(source, WAIT, num_workers=3, waiting=tuple("abcdef"))
+    uploads.go()
+    uploads.close(60.0, "")
+    assert sorted(source.taken) == list("abcdef")
+    assert set(source.taken[:3]) == set("abc")
+
+
+def test_what_is_added_again_while_it_is_under_way_goes_again() -> None:
+    """The first time brought what was there before: it still waits, and is brought once more."""
+    begun, going = threading.Event(), threading.Event()
+
+    def hold(name: str) -> None:
+        begun.set()
+        going.wait(30)
+
+    source = Scripted(hold)
+    uploads = UploadQueue(source, WAIT)
+    uploads.add("a")
+    assert begun.wait(30)
+    uploads.add("a")
+    going.set()
+    uploads.close(30.0, "")
+    assert source.taken == ["a", "a"]
+
+
+def test_what_cannot_be_uploaded_leaves_the_queue(caplog: pytest.LogCaptureFixture) -> None:
+    """An error that trying again does not mend costs that one alone, and what was sent of it is removed."""
+
+    def act(name: str) -> None:
+        if name == "bad":
+            raise CheckpointError("damaged here")
+
+    source, dropped = Scripted(act), []
+    uploads = UploadQueue(source, WAIT, waiting=("bad", "good"), drop=dropped.append)
+    uploads.close(30.0, "")
+    assert source.taken == ["bad", "good"]
+    assert dropped == ["bad"]
+    assert "bad is not uploaded to scripted://: damaged here" in caplog.text
+
+
+def test_a_target_that_fails_is_tried_again_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Any other error pauses the queue, keeps the order, and followers hear of it and of its end."""
+    monkeypatch.setattr(queue_module, "pause_s", lambda failures, chance: 0.0)
+    errors = [StorageError("no answer"), StorageError("no answer")]
+
+    def act(name: str) -> None:
+        if errors:
+            raise errors.pop()
+
+    source, heard = Scripted(act), queue.SimpleQueue[dict[str, Any]]()
+    uploads = UploadQueue(source, WAIT, waiting=("a", "b"))
+    uploads.go()
+    state: dict[str, Any] = {"version": None, "waiting": ["?"]}
+    while state["waiting"] or state["error"]:
+        uploads.follow(state["version"], heard.put)
+        state = heard.get(timeout=30)
+    assert source.taken == ["a", "a", "a", "b"]
+    assert "could not be reached, trying again while training goes on: no answer" in caplog.text
+    assert "answers again" in caplog.text
+    uploads.close(30.0, "")
+
+
+def test_the_end_stops_what_takes_too_long(caplog: pytest.LogCaptureFixture) -> None:
+    """Within its bound the end waits; then the upload under way is asked to stop, and what is left is named."""
+    begun = threading.Event()
+
+    def slow(name: str) -> None:
+        begun.set()
+        while not source.stop():
+            time.sleep(0.01)
+        raise TransferStopped
+
+    source, ended = Scripted(slow), []
+    uploads = UploadQueue(source, WAIT, num_workers=2, waiting=("a", "b", "c"), ended=ended.append)
+    uploads.go()
+    assert begun.wait(30)
+    uploads.close(0.2, "they stay here")
+    assert ended == [True]
+    assert "not at scripted://: a, b, c; they stay here" in caplog.text
+
+
+# -- files
+
+
+class Answers:
+    """Takes the answers of uploads by name."""
+
+    def __init__(self) -> None:
+        self._heard: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
+
+    def of(self, name: str) -> Callable[[BaseException | None], None]:
+        return lambda error: self._heard.put((name, error))
+
+    def next(self) -> tuple[str, BaseException | None]:
+        return self._heard.get(timeout=60)
+
+
+class Refusing(MemoryStorage):
+    """A target whose writes fail as a test says: by path, so many errors."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.errors: dict[str, list[Exception]] = {}
+        self.tries: list[str] = []
+
+    def create(self, path: str, size: int) -> Any:
+        self.tries.append(path)
+        if self.errors.get(path):
+            raise self.errors[path].pop()
+        return super().create(path, size)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> LocalStorage:
+    found = LocalStorage(tmp_path)
+    for name in ("a", "b"):
+        found.put(name, name.encode() * 10)
+    return found
+
+
+def job(name: str, **options: Any) -> UploadJob:
+    return UploadJob(path=f"there/{name}", name=name, **options)
+
+
+def test_a_file_is_tried_as_often_as_its_job_says(source: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of the storage are tried again, a refusal is not; each ends with one answer, and others go on."""
+    monkeypatch.setattr(files_module, "_pause", lambda seconds, stop: pauses.append(seconds))
+    pauses: list[float] = []
+    target, answers = Refusing("tries"), Answers()
+    target.errors = {
+        "there/a": [StorageUnavailableError("down")] * 2,
+        "there/b": [StorageUnavailableError("down")] * 9,
+        "there/c": [StoragePermissionError("no")],
+    }
+    source.put("c", b"")
+    uploads = FileUploads(target, num_workers=1)
+    for name in ("a", "b", "c", "d"):
+        uploads.add(source, job(name), answers.of(name))
+    told = dict(answers.next() for _ in range(4))
+    assert told["a"] is None
+    assert isinstance(told["b"], StorageUnavailableError)
+    assert isinstance(told["c"], StoragePermissionError)
+    assert isinstance(told["d"], StorageError)  # there is no such file
+    assert [target.tries.count(f"there/{name}") for name in "abc"] == [3, 3, 1]
+    assert pauses == [1.0, 2.0, 1.0, 2.0, 1.0, 2.0]
+    assert target.read("there/a") == b"a" * 10
+    uploads.close()
+
+
+def test_a_pointer_never_goes_back(source: LocalStorage) -> None:
+    """With several uploads at once an older one may end last: the pointer stays with the newer one."""
+    target, answers = Refusing("pointers"), Answers()
+    late = threading.Event()
+    read = source.open
+
+    def slow(path: str) -> Any:
+        if path == "a":
+            assert late.wait(60)
+        return read(path)
+
+    source.open = slow  # type: ignore[method-assign]
+    uploads = FileUploads(target, num_workers=2)
+    for number, name in enumerate("ab"):
+        pointer = UploadPointer(path="latest", text=f"there/{name}", order=(1, number, name))
+        uploads.add(source, job(name, pointer=pointer), answers.of(name))
+    assert answers.next() == ("b", None)
+    late.set()
+    assert answers.next() == ("a", None)
+    assert target.read("there/a") == b"a" * 10
+    assert target.read("latest") == b"there/b"
+    uploads.close()
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_pointer_of_another_trainer_is_left_alone(source: LocalStorage, is_taken: bool) -> None:
+    """Once our trainer is dead another one may go on: what it has pointed to meanwhile stays; else ours counts."""
+    target, answers = Refusing("shared"), Answers()
+    target.put("latest", b"there/old")
+    begun, going = threading.Event(), threading.Event()
+    read = source.open
+
+    def slow(path: str) -> Any:
+        begun.set()
+        assert going.wait(60)
+        return read(path)
+
+    source.open = slow  # type: ignore[method-assign]
+    uploads = FileUploads(target, num_workers=1)
+    uploads.add(
+        source, job("a", pointer=UploadPointer(path="latest", text="there/a", order=(1, 1, "a"))), answers.of("a")
+    )
+    assert begun.wait(60)
+    uploads.trainer_gone()
+    if is_taken:
+        target.put("latest", b"there/newer")
+    going.set()
+    assert answers.next() == ("a", None)
+    assert target.read("latest") == (b"there/newer" if is_taken else b"there/a")
+    uploads.close()
+
+
+def test_copies_go_with_their_upload(tmp_path: Path) -> None:
+    """A copy made for its upload is removed once it is there; one that failed stays while its trainer may ask again."""
+    target, answers = Refusing("copies"), Answers()
+    target.errors["there/two"] = [StoragePermissionError("no")] * 2
+    source = LocalStorage(tmp_path)
+    for name in ("one", "two"):
+        source.put(f"{name}/file", b"x")
+    uploads = FileUploads(target, num_workers=1)
+    for name in ("one", "two"):
+        uploads.add(source, UploadJob(path=f"there/{name}", name=f"{name}/file", kind="copy"), answers.of(name))
+    assert answers.next() == ("one", None)
+    assert isinstance(answers.next()[1], StoragePermissionError)
+    assert [path.name for path in tmp_path.iterdir()] == ["two"]
+    uploads.trainer_gone()
+    uploads.add(source, UploadJob(path="there/two", name="two/file", kind="copy"), answers.of("two"))
+    assert isinstance(answers.next()[1], StoragePermissionError)
+    assert list(tmp_path.iterdir()) == []
+    uploads.close()
+
+
+@pytest.mark.parametrize("in_thread", [True, False])
+def test_a_client_hears_how_an_upload_ended(tmp_path: Path, source: LocalStorage, in_thread: bool) -> None:
+    """Through the socket as in a thread: done, or the error by its class; closing waits for what was asked for."""
+    target = MemoryStorage("client") if in_thread else LocalStorage(tmp_path / "target")
+    with WriterClient.start(source, remote=target) as client:
+        assert (client.process_id is None) is in_thread
+        assert client.upload(source, target, job("a")).result(60) is None
+        with pytest.raises(StorageError):
+            client.upload(source, target, job("c", num_attempts=1)).result(60)
+        with pytest.raises(CheckpointNotFoundError):
+            client.upload(source, target, job("c", kind="checkpoint")).result(60)
+        last = client.upload(source, target, job("b"))
+    assert last.result(0) is None
+    assert (target.read("there/a"), target.read("there/b")) == (b"a" * 10, b"b" * 10)
+
+
+def test_uploads_go_on_after_the_writer_is_killed(tmp_path: Path, source: LocalStorage) -> None:
+    """A writer that dies is started again, and what it had not answered is uploaded by the new one."""
+    target = LocalStorage(tmp_path / "target")
+    big = bytes(64 << 20)
+    source.put("big", big)
+    with WriterClient.start(source) as client:
+        asked = client.upload(source, target, job("big"))
+        process = client._talk.process
+        assert process is not None
+        process.kill()
+        assert asked.result(60) is None
+        assert client._talk.process is not process
+    assert target.read("there/big") == big
