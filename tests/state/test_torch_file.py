@@ -6,6 +6,7 @@ import io
 import random
 import struct
 import zipfile
+import zlib
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from holdfast.errors import CorruptCheckpointError, UnsupportedStateError
 from holdfast.format.layout import DTYPES
 from holdfast.state.save import torch_file
-from holdfast.state.save.torch_file import Late, TorchFileWriter, tensor_bytes
+from holdfast.state.save.torch_file import TorchFileWriter, tensor_bytes
 from holdfast.state.save.torch_plain import MARK, from_plain, to_plain
 from holdfast.testing import assert_state_equal
 
@@ -98,27 +99,36 @@ def test_plain_values_and_odd_tensors_come_back(tmp_path) -> None:
 
 
 def test_the_file_is_a_sound_zip_with_further_records() -> None:
-    """Checksums are right, records of our own are there, and a late one is asked for after all tensors."""
-    asked = []
-
-    def late() -> bytes:
-        asked.append(True)
-        return b"late"
-
-    def sink(view) -> None:
-        parts.append(bytes(view))
-        seen.append(bool(asked))
-
-    parts: list[bytes] = []
-    seen: list[bool] = []
+    """Checksums are right, records of our own are there, in their order and behind all tensors."""
     value = {"weight": torch.arange(1000.0)}
-    writer = TorchFileWriter(value, records={"note": b"{}", "digest": Late(size=4, make=late)})
-    writer.write(sink)
-    assert not seen[parts.index(value["weight"].numpy().tobytes())]
-    archive = zipfile.ZipFile(io.BytesIO(b"".join(parts)))
+    records = {"note": b"{}", "digest": b"late"}
+    data = written(value, records=records)
+    assert data.index(value["weight"].numpy().tobytes()) < data.index(b"archive/note") < data.index(b"archive/digest")
+    archive = zipfile.ZipFile(io.BytesIO(data))
     assert archive.testzip() is None
     assert (archive.read("archive/note"), archive.read("archive/digest")) == (b"{}", b"late")
-    assert_state_equal(torch.load(io.BytesIO(b"".join(parts)), weights_only=True), value)
+    assert_state_equal(torch.load(io.BytesIO(data), weights_only=True), value)
+    assert data[TorchFileWriter(value, records=records).place_of("digest") :].startswith(b"late")
+
+
+@pytest.mark.parametrize("big", [False, True])
+def test_a_file_laid_out_in_memory(monkeypatch, big) -> None:
+    """With the bytes of its tensors and the checksums, which others fill in, it is the file that `write` gives."""
+    if big:
+        monkeypatch.setattr(torch_file, "_BIG", 1000)
+    value = {"a": torch.arange(1000.0), "b": [torch.ones(3), torch.zeros(0)], "c": torch.arange(7, dtype=torch.uint8)}
+    expected = written(value, records={"note": b"{}"})
+    writer = TorchFileWriter(value, records={"note": b"{}"})
+    memory = bytearray(b"\xaa" * (writer.size + 100))
+    rows = writer.lay_out(memoryview(memory))
+    for tensor, offset in zip(writer.tensors, writer.offsets, strict=True):
+        memory[offset : offset + tensor.nbytes] = tensor.numpy().tobytes()
+    assert len(rows) == 24 * writer.num_records
+    for start, size, entry in struct.iter_unpack("<QQQ", rows):
+        checksum = struct.pack("<I", zlib.crc32(memory[start : start + size]))
+        assert memory[entry : entry + 4] == bytes(4)
+        memory[entry : entry + 4] = memory[start + size + 4 : start + size + 8] = checksum
+    assert bytes(memory) == expected + b"\xaa" * 100
 
 
 def test_bytes_may_come_from_elsewhere() -> None:

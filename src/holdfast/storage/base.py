@@ -24,6 +24,7 @@ __all__ = [
     "FileReader",
     "FileWriter",
     "ObjectInfo",
+    "ReplacingWriter",
     "Storage",
     "check_path",
     "check_prefix",
@@ -101,6 +102,28 @@ class FileWriter(_Ending):
     @abstractmethod
     def abort(self) -> None:
         """Drop the object and end the writer; idempotent, never raises for a storage that has gone away."""
+
+
+class ReplacingWriter(FileWriter):
+    """Writes a big object that takes its name in one step: until then readers see the object before it, or none."""
+
+    @abstractmethod
+    def publish(self, *, if_absent: bool = False, if_match: str | None = None) -> None:
+        """Make what was written durable and let it take the name; may be called again when a condition has failed.
+
+        Args:
+            if_absent: only if there is no object yet.
+            if_match: only if the object there has this etag.
+
+        Raises:
+            StorageExistsError: ``if_absent`` and there is an object.
+            StorageConflictError: the object is gone or its etag is not ``if_match``.
+            StorageError: the bytes could not be made durable, or fewer than ``size`` were written.
+        """
+
+    def close(self) -> None:
+        """Publish it whatever is there, unless that was done; idempotent."""
+        self.publish()
 
 
 class FileBatch(_Ending):
@@ -257,6 +280,15 @@ class Storage(ABC):
             StorageNotFoundError: there is no ``source``.
             StorageExistsError: there is a ``target``.
         """
+
+    def replace(self, path: str, size: int) -> ReplacingWriter | None:
+        """Start a big object of ``size`` bytes that takes the place of what is at ``path`` in one step.
+
+        Returns:
+            None where `put` and `create` already do that: at stores, whose objects are there whole or not at all.
+        """
+        check_path(path)
+        return None
 
     def batch(self, num_files: int) -> FileBatch:
         """Start to store about ``num_files`` small objects, of a few MiB at most, that need not be durable one by one.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import replace as changed
 from typing import TYPE_CHECKING, Any
 
-from .base import FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix
+from .base import FileReader, FileWriter, ObjectInfo, ReplacingWriter, Storage, check_path, check_prefix
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,18 +34,22 @@ class PrefixStorage(Storage):
         """Start a big object; see `Storage.create`."""
         return self._parent.create(self._full(path), size)
 
+    def replace(self, path: str, size: int) -> ReplacingWriter | None:
+        """Start a big object that takes the place of another; see `Storage.replace`."""
+        return self._parent.replace(self._full(path), size)
+
     def open(self, path: str) -> FileReader:
         """Open an object for reading; see `Storage.open`."""
         return self._parent.open(self._full(path))
 
     def stat(self, path: str) -> ObjectInfo:
         """Describe an object; see `Storage.stat`."""
-        return replace(self._parent.stat(self._full(path)), path=path)
+        return changed(self._parent.stat(self._full(path)), path=path)
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
         """Iterate over objects; see `Storage.list`."""
         for info in self._parent.list(posixpath.join(self._prefix, check_prefix(prefix)), recursive=recursive):
-            yield replace(info, path=info.path[len(self._prefix) + 1 :])
+            yield changed(info, path=info.path[len(self._prefix) + 1 :])
 
     def delete(self, path: str) -> None:
         """Remove an object; see `Storage.delete`."""

@@ -329,6 +329,43 @@ class WriterClient:
             future.add_done_callback(lambda done: self._remember_run(header, done))
             return future
 
+    def take_name(self, storage: Storage, of: str, *, start_id: str, wait_s: float = 60.0) -> Future[None]:
+        """Take the lease of a name that single files have; the writer holds it until it ends.
+
+        Args:
+            storage: the folder.
+            of: eight hex digits that stand for the name; those of `SafetensorsFile.lease` and `TorchFile.lease`.
+            start_id: of this trainer.
+            wait_s: how long to wait for the writer of a dead trainer that still finishes.
+
+        Raises:
+            RunBusyError: (from the future) a live trainer holds it.
+        """
+        owner = {"start_id": start_id, "trainer_pid": os.getpid()}
+        with self._talk.lock:
+            self._talk.check()
+            header = {"do": "name", "what": "take", "storage": self._talk.tell_storage(storage), "of": of}
+            header |= {"owner": owner, "wait_s": wait_s}
+            future = self._call(header)
+            future.add_done_callback(lambda done: self._remember_name(header, done))
+            return future
+
+    def verify_name(self, of: str) -> Future[None]:
+        """Make sure that nobody has taken the lease of a name from us up to now; after the saves submitted before.
+
+        Raises:
+            RunBusyError: (from the future) somebody has.
+            StorageError: (from the future) nobody can say just now.
+        """
+        return self._call({"do": "name", "what": "verify", "of": of})
+
+    def give_back_name(self, of: str) -> Future[None]:
+        """Let others have a name, after the saves submitted before."""
+        future = self._call({"do": "name", "what": "give_back", "of": of})
+        with self._talk.lock:
+            self._talk.names.pop(of, None)
+        return future
+
     def run_op(self, op: str, **args: Any) -> Future[Any]:
         """Ask for something else about the open run.
 
@@ -401,6 +438,12 @@ class WriterClient:
             opened = done.result()
             told = {"run_id": opened.run_id, "attempt": opened.attempt, "start_id": opened.start_id}
             self._talk.run = {**header, "again": told}
+
+    def _remember_name(self, header: dict[str, Any], done: Future[None]) -> None:
+        """Keep what a new writer needs to hold the same names."""
+        if not done.cancelled() and done.exception() is None:
+            with self._talk.lock:
+                self._talk.names[header["of"]] = header
 
     def _remember_attempt(self, done: Future[Any]) -> None:
         if not done.cancelled() and done.exception() is None:

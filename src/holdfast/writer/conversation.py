@@ -64,6 +64,7 @@ class Conversation:
     def __init__(self, *, thread: bool) -> None:
         self.lock = threading.RLock()
         self.run: dict[str, Any] | None = None
+        self.names: dict[str, dict[str, Any]] = {}  # how the writer has taken the leases of single files
         self.team: tuple[dict[str, Any], Arena, tuple[int, ...]] | None = None  # how the writer joins other ranks'
         self.process: subprocess.Popen[bytes] | None = None
         self._told_ranks: list[dict[str, Any]] = []  # what a new writer has to tell the other ranks again
@@ -332,6 +333,8 @@ class Conversation:
         if self.run is not None:
             # Nobody waits for this answer: a failure shows in the jobs that follow.
             self.send({**self.run, "call": self.number()})
+        for header in self.names.values():
+            self.send({**header, "call": self.number()})
         if self.team is not None:
             self.tell_team()
             for header in self._told_ranks:

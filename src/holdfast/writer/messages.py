@@ -11,6 +11,8 @@ from typing import Any
 
 from holdfast import errors
 
+from .containers import DIRECTORY, Container, container_from_json
+
 __all__ = [
     "BlobPlan",
     "FilePlan",
@@ -77,7 +79,7 @@ class SaveJob:
     """One checkpoint to write.
 
     Attributes:
-        directory: checkpoint directory inside the storage.
+        directory: checkpoint directory inside the storage; the path of a checkpoint that is one file.
         save_id: "<start id>-<counter hex>", part of every file name so that two lives never share a file.
         writer: number of the writing rank.
         files: big files, in the order of their numbers (`window` names a file by its position here).
@@ -93,6 +95,8 @@ class SaveJob:
             saves alone.
         joint: the part belongs to a save that all ranks joined by `WriterClient.join` make; the answer is the outcome
             of the whole, and the writer of rank 0 commits it.
+        container: what is written: a directory, or one file that takes its name in one step. Of the other fields a file
+            has ``directory`` and ``save_id`` only.
     """
 
     directory: str
@@ -109,12 +113,14 @@ class SaveJob:
     part: bool = False
     division: dict[str, Any] | None = None
     joint: bool = False
+    container: Container = DIRECTORY
 
     def to_json(self) -> dict[str, Any]:
         """Describe this job for the wire; `dataclasses.asdict` would copy deeply, and the trainer is waiting."""
         told = {name: getattr(self, name) for name in self.__slots__}
         told["files"] = [plan.to_json() for plan in self.files]
         told["blobs"] = [plan.to_json() for plan in self.blobs]
+        told["container"] = self.container.to_json()
         return told
 
     @classmethod
@@ -122,7 +128,8 @@ class SaveJob:
         """Rebuild what `to_json` described."""
         files = tuple(FilePlan.from_json(item) for item in data["files"])
         blobs = tuple(BlobPlan.from_json(item) for item in data["blobs"])
-        return cls(**{**data, "files": files, "blobs": blobs})
+        container = container_from_json(data["container"])
+        return cls(**{**data, "files": files, "blobs": blobs, "container": container})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

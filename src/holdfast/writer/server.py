@@ -13,9 +13,11 @@ from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
 
 from .arriving import Arriving, watermark
+from .containers import Directory
 from .frames import Attachments, Channel, Message
 from .handed import Handed
 from .messages import IngestJob, PartsJob, SaveJob, SaveResult, error_to_json
+from .name_leases import NameLeases
 from .open_run import Run
 from .parts import commit_parts
 from .save import SaveRunner, Task, probe
@@ -45,6 +47,7 @@ class WriterLoop:
         self._run: Run | None = None
         self._joint: Joint | None = None
         self._uploads: dict[int, FileUploads] = {}  # by the number of their target
+        self._names = NameLeases()
         self._ending = threading.Event()
         self._end = _DIED
         self._handlers: dict[str, Callable[[Message], None]] = {
@@ -63,6 +66,7 @@ class WriterLoop:
             "joint": self._tell_ranks,
             "ask": self._ask_ranks,
             "open_run": self._take_open_run,
+            "name": self._take_name,
             "op": self._take_op,
         }
 
@@ -79,6 +83,7 @@ class WriterLoop:
             run = self._run  # read once: the working thread may be closing it
             if run is not None:
                 run.trainer_gone()
+            self._names.trainer_gone()
             self._arriving.abandon_all(f"{self._end} before this save was complete")
             if self._joint is not None:
                 self._joint.finish(self._end, dead=self._end == _DIED)
@@ -216,6 +221,9 @@ class WriterLoop:
     def _take_open_run(self, message: Message) -> None:
         self._later(message, lambda: self._open_run(message.header))
 
+    def _take_name(self, message: Message) -> None:
+        self._later(message, lambda: self._name(message.header))
+
     def _take_op(self, message: Message) -> None:
         header, run = message.header, self._run
         early = run is not None and run.uploads is None and header["op"] == "follow"  # they may be about to begin
@@ -260,6 +268,7 @@ class WriterLoop:
                 self._run.close(self._end)
         except Exception as error:  # noqa: BLE001 - a thread edge; the lease goes stale by itself
             _LOG.warning("the run could not be closed in order: %s", error)
+        self._names.close()
         self._saver.close()
 
     def _make(self, call: int, job: IngestJob | PartsJob, make: Callable[[Run | None], SaveResult]) -> None:
@@ -301,7 +310,7 @@ class WriterLoop:
     def _save(self, call: int, task: Task) -> None:
         job = task.job
         try:
-            result = self._saver.save(task, self.run_of(job), self._window_done)
+            result = self._stored(task)
         except Exception as error:  # noqa: BLE001 - a thread edge: the future of the save carries it
             self._refuse_windows(call, error)
             if job.joint:
@@ -316,6 +325,14 @@ class WriterLoop:
                 self._joined().stored(job, result, {**job.manifest, **late})
             else:
                 self.say_done(call, result.to_json(), (result.manifest,))
+
+    def _stored(self, task: Task) -> SaveResult:
+        container = task.job.container
+        if isinstance(container, Directory):
+            return self._saver.save(task, self.run_of(task.job), self._window_done)
+        from .single_file import write_file  # not above: most writers never need it, and each start waits
+
+        return write_file(task, container, self._saver.side, self._names.held(container.lease))
 
     def _refuse_windows(self, call: int, error: Exception) -> None:
         for window in self._arriving.end(call):
@@ -347,6 +364,16 @@ class WriterLoop:
         if self._ending.is_set():  # set before `serve` looked for a run to tell, perhaps while there was none yet
             run.trainer_gone()
         return opened.to_json()
+
+    def _name(self, header: dict[str, Any]) -> None:
+        of = header["of"]
+        if header["what"] == "take":
+            storage = self._handed.storage(header["storage"])
+            self._names.take(storage, of, header["owner"], wait_s=header["wait_s"], pause=self._pause)
+        elif header["what"] == "give_back":
+            self._names.give_back(of)
+        elif (held := self._names.held(of)) is not None:
+            held.verify()
 
     def _work_later(self, call: Callable[[], object]) -> None:
         def work() -> None:

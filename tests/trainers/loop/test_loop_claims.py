@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from loop_kit import plain
+from loop_kit import names, plain
 
 import holdfast as hf
 from holdfast.cli.targets import find
@@ -18,12 +20,20 @@ from holdfast.copying.transfer import copy_checkpoint
 from holdfast.errors import HoldfastError, RunBusyError, StorageUnavailableError
 from holdfast.run.heartbeat import Heartbeat
 from holdfast.run.lease import Lease, is_claim, make_owner
+from holdfast.storage.base import ReplacingWriter
 from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.trainers.loop.saving.file_leases import FileLeases
+from holdfast.testing.crash import wait_until
+from holdfast.trainers.loop.saving.file_leases import FileLeases, _of
 from holdfast.trainers.loop.saving.files import FileImage
 from holdfast.trainers.loop.saving.finder import FolderEntry
 from holdfast.trainers.loop.saving.folder import SaveFolder
 from holdfast.trainers.loop.training.ranks import Ranks
+from holdfast.writer.client import SaveFuture
+from holdfast.writer.messages import SaveJob
+from holdfast.writer.name_leases import NameLeases
+from holdfast.writer.save import Task
+from holdfast.writer.serial_executor import SerialExecutor
+from holdfast.writer.single_file import write_file
 
 
 def claims(folder: Path, ranks: Ranks | None = None) -> FileLeases:
@@ -53,18 +63,18 @@ def test_a_name_is_held_until_it_is_released(tmp_path: Path) -> None:
 
 
 def test_one_that_cannot_be_released_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves are durable by then, and the error under way matters more: it is logged."""
-    mine = claims(tmp_path)
+    """Saves are durable by then, and the writer has to end: it is logged."""
+    mine = NameLeases()
     for shape in ("a*.pt", "b*.pt"):
-        mine.take(shape)
-    first = mine._held["a*.pt"]
+        mine.take(LocalStorage(tmp_path), _of(shape), make_owner("ab12"), wait_s=1.0, pause=time.sleep)
+    first = mine.held(_of("a*.pt"))
     assert first is not None
 
     def fail() -> None:
         raise StorageUnavailableError("down")
 
     monkeypatch.setattr(first.lease, "release", fail)
-    mine.release(patient=True)
+    mine.close()
     assert is_free(tmp_path, "b*.pt")
     monkeypatch.undo()
     first.lease.release()
@@ -84,66 +94,126 @@ def test_a_rank_that_fails_while_a_name_is_taken(tmp_path: Path, monkeypatch: py
     assert is_free(tmp_path, "a*.pt")
 
 
-def test_an_end_that_does_not_wait(tmp_path: Path) -> None:
-    """What is being written is finished under the lease; nothing begins after it."""
-    mine = claims(tmp_path)
+class SlowDisk(LocalStorage):
+    """A disk on which no file gets its name before `go_on`; its writer is a thread of this process."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def describe(self) -> None:
+        return None
+
+    def replace(self, path: str, size: int) -> ReplacingWriter:
+        self.begun.set()
+        assert self.go_on.wait(60)
+        return super().replace(path, size)
+
+
+class UnderWay(NamedTuple):
+    """A file that is being written."""
+
+    disk: SlowDisk
+    claims: FileLeases
+    image: FileImage
+    future: SaveFuture
+    writer: threading.Thread
+
+
+@pytest.fixture
+def under_way(tmp_path: Path) -> Iterator[UnderWay]:
+    """A file ``a1.pt``, stored before, whose next content is on its way."""
+    disk, image = SlowDisk(tmp_path), FileImage()
+    mine = FileLeases(disk, Ranks())
     mine.take("a*.pt")
-    mine.begin("a*.pt")
+    (tmp_path / "a1.pt").write_bytes(b"before")
+    image.take_torch({"w": torch.ones(3)}, {"step": 1})
+    future = mine.submit("a*.pt", "a1.pt", image)
+    assert disk.begun.wait(60)
+    assert mine._client is not None
+    writer = mine._client._talk._thread
+    assert writer is not None
+    yield UnderWay(disk, mine, image, future, writer)
+    disk.go_on.set()
+    writer.join(60)
+    mine.release(patient=True)
+    image.close()
+
+
+def told(folder: Path) -> dict[str, Any]:
+    """What the lease of the only name in a folder says."""
+    (name,) = folder.glob("lease-*.json")
+    found: dict[str, Any] = json.loads(name.read_text())
+    return found
+
+
+def test_an_end_that_does_not_wait(tmp_path: Path, under_way: UnderWay) -> None:
+    """What is being written is finished under the lease; nothing begins after it."""
+    mine = under_way.claims
     mine.release(patient=False)
-    with pytest.raises(HoldfastError, match="was closed"):
-        mine.begin("a*.pt")
-    left = mine._left["a*.pt"]
-    left.confirm()  # the beat that says that the trainer has left
+    for act in (lambda: mine.submit("a*.pt", "a2.pt", under_way.image), lambda: mine.confirm("a*.pt")):
+        with pytest.raises(HoldfastError, match="was closed"):
+            act()
+    with pytest.raises(HoldfastError, match="what was sealed is still committed"):
+        under_way.future.result(60)
+    assert wait_until(lambda: told(tmp_path)["trainer_alive"] is False)  # the beat that says that the trainer has left
     other = claims(tmp_path)
     waiting = threading.Thread(target=other.take, args=("a*.pt",))
     waiting.start()  # for a trainer that has left: it waits, and is not refused
-    mine.end()
+    under_way.disk.go_on.set()
     waiting.join(30)
+    assert not waiting.is_alive()
+    assert torch.load(tmp_path / "a1.pt", weights_only=True)["w"].sum() == 3
     other.release(patient=True)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["a1.pt"]
 
 
-def test_taken_up_again_while_a_file_is_written(tmp_path: Path) -> None:
-    """The same trainer goes on under the lease it still has."""
-    mine = claims(tmp_path)
-    mine.take("a*.pt")
-    mine.begin("a*.pt")
+def test_taken_up_again_while_a_file_is_written(tmp_path: Path, under_way: UnderWay) -> None:
+    """The same trainer has the name again when that file is there."""
+    mine = under_way.claims
     mine.release(patient=False)
-    mine.take("a*.pt")
-    mine.end()
+    assert wait_until(lambda: told(tmp_path)["trainer_alive"] is False)
+    again = threading.Thread(target=mine.take, args=("a*.pt",))
+    again.start()
+    under_way.disk.go_on.set()
+    again.join(30)
+    assert not again.is_alive()
     assert not is_free(tmp_path, "a*.pt")
     mine.release(patient=True)
     assert is_free(tmp_path, "a*.pt")
 
 
-def test_a_lease_that_was_lost_is_not_taken_up_again(tmp_path: Path) -> None:
-    """Said at the start, not at the first save."""
-    mine = claims(tmp_path)
-    mine.take("a*.pt")
-    mine.begin("a*.pt")
+def test_a_lease_that_was_lost_is_not_taken_up_again(
+    tmp_path: Path, under_way: UnderWay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said at the start, not at the first save; the file that was under way gets no name."""
+    monkeypatch.setattr("holdfast.trainers.loop.saving.file_leases.LEASE_S", 0.3)
+    mine = under_way.claims
     mine.release(patient=False)
-    mine._left["a*.pt"].lost = RunBusyError("taken over")
-    with pytest.raises(RunBusyError, match="taken over"):
+    assert wait_until(lambda: told(tmp_path)["trainer_alive"] is False)
+    (name,) = tmp_path.glob("lease-*.json")
+    name.write_text(json.dumps({**told(tmp_path), "start_id": "ffff", "host": "elsewhere", "boot": "other"}))
+    with pytest.raises(RunBusyError, match="on elsewhere"):
         mine.take("a*.pt")
-    mine.end()
+    under_way.disk.go_on.set()
+    under_way.writer.join(60)
+    assert (tmp_path / "a1.pt").read_bytes() == b"before"
+    name.unlink()
     mine.take("a*.pt")
     mine.release(patient=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["a1.pt"]
 
 
-def test_whoever_waits_for_a_save_finds_its_name_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The claim ends before the save is called ended, so that a close that has waited for it leaves nothing behind."""
-    end, ended = FileLeases.end, []
-
-    def watched(self: FileLeases) -> None:
-        pending = trainer._savers[0]._track._pending
-        ended.append(pending is not None and pending.done())
-        end(self)
-
-    monkeypatch.setattr(FileLeases, "end", watched)
-    trainer = plain(tmp_path, save_filename="ba{batch}.pt", save_interval="1ep", max_duration="2ep")
-    trainer.fit()
-    trainer.close()
-    assert ended == [False, False]
+def test_whoever_waits_for_a_save_finds_its_name_free(tmp_path: Path) -> None:
+    """A close that has waited for the last save leaves nothing behind, and another trainer begins at once."""
+    for epochs in (1, 2):
+        trainer = plain(
+            tmp_path, save_filename="ba{batch}.pt", save_interval="1ep", max_duration=f"{epochs}ep", autoresume=True
+        )
+        trainer.fit()
+        trainer.close()
+        assert not [path.name for path in tmp_path.iterdir() if "lease" in path.name]
+    assert names(tmp_path) == ["ba12.pt", "ba6.pt"]
 
 
 def test_an_end_within_a_slow_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,24 +263,34 @@ def test_its_files_are_nobodys_data(tmp_path: Path) -> None:
     mine.release(patient=True)
 
 
+@pytest.mark.parametrize("kind", ["pt", "safetensors"])
 @pytest.mark.parametrize("before", [None, b"ours"])
-def test_a_sleeper_replaces_no_file_of_whoever_took_its_name(tmp_path: Path, before: bytes | None) -> None:
+def test_a_sleeper_replaces_no_file_of_whoever_took_its_name(tmp_path: Path, before: bytes | None, kind: str) -> None:
     """Stopped right before it stores a file: what the next one has stored meanwhile stays."""
-    image, asked = FileImage(), []
+    image, side, asked = FileImage(), SerialExecutor(), []
 
-    def confirm() -> None:
-        if asked:
-            raise RunBusyError("taken over")
-        asked.append(True)
-        (tmp_path / "a.safetensors").write_bytes(b"theirs!")
+    class Sleeper:
+        def verify(self) -> None:
+            if asked:
+                raise RunBusyError("taken over")
+            asked.append(True)
+            (tmp_path / "a").write_bytes(b"theirs!")
 
     if before is not None:
-        (tmp_path / "a.safetensors").write_bytes(before)
-    image.take_weights({"w": torch.ones(3)}, {"step": 1})
+        (tmp_path / "a").write_bytes(before)
+    if kind == "pt":
+        image.take_torch({"w": torch.ones(3)}, {"step": 1})
+    else:
+        image.take_weights({"w": torch.ones(3)}, {"step": 1})
+    assert image.arena is not None
+    file = image.container(lease=None)
+    job = SaveJob(directory="a", save_id="", container=file)
+    task = Task(job=job, storage=LocalStorage(tmp_path), storage_key=1, view=image.arena.view)
     with pytest.raises(RunBusyError, match="taken over"):
-        image.store(LocalStorage(tmp_path), "a.safetensors", confirm=confirm)
+        write_file(task, file, side, Sleeper())  # type: ignore[arg-type]
+    side.close()
     image.close()
-    assert (tmp_path / "a.safetensors").read_bytes() == b"theirs!"
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"theirs!")]
 
 
 def test_a_sleeper_deletes_no_file(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from holdfast.storage import LibcloudObjectStore, LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.storage.resolve import resolve
 from holdfast.testing import assert_state_equal
+from holdfast.trainers.loop.saving.file_leases import _of
 
 
 def flip(path: Path) -> None:
@@ -389,12 +390,14 @@ def test_files_of_several_runs_in_one_folder(tmp_path: Path) -> None:
     with plain(tmp_path, run_name="one", **options) as one, plain(tmp_path, run_name="two", **options) as two:
         for trainer in (one, two):
             trainer.save_checkpoint_to_save_folder()
-        (held,) = two._savers[0].place.claims._held.values()
-        assert held is not None
-        (tmp_path / held.lease._path).write_text('{"pid": 1, "host": "another", "start_id": "x"}')
+        claims = two._savers[0].place.claims
+        (shape,) = claims._held
+        lease = tmp_path / f"lease-{_of(shape)}.json"
+        assert lease.exists()
+        lease.write_text('{"pid": 1, "host": "another", "start_id": "x"}')
         with pytest.raises(hf.RunBusyError, match="was lost to process 1 on another"):
-            held.confirm()
+            claims.confirm(shape)
         with pytest.raises(hf.RunBusyError, match="was lost"):
             two.fit()
-        (tmp_path / held.lease._path).unlink()
+        lease.unlink()
     assert sorted(os.listdir(tmp_path)) == ["one-ep0.pt", "two-ep0.pt"]

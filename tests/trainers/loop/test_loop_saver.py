@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from holdfast.loggers import RemoteUploaderDownloader
 from holdfast.run.catalog import Catalog
 from holdfast.storage.memory import MemoryStorage
 from holdfast.storage.resolve import resolve
-from holdfast.trainers.loop.saving.files import FileImage, read_note
+from holdfast.trainers.loop.saving.file_leases import FileLeases
+from holdfast.trainers.loop.saving.files import read_note
 from holdfast.trainers.loop.saving.folder import check_link, link_latest
 
 
@@ -391,22 +392,25 @@ def test_one_upload_that_is_refused_hides_no_other(tmp_path: Path, caplog: pytes
 
 def test_saved_now_is_durable_on_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """save_checkpoint_to_save_folder returns when the checkpoint and the link to it are there, or says why not."""
-    store = FileImage.store
+    submit = FileLeases.submit
 
     def slow(*args: Any, **options: Any) -> Any:
-        never.wait(0.2)  # a return that comes too early would come now
-        return store(*args, **options)
+        durable = submit(*args, **options)
+        late: Future[Any] = Future()
+        threading.Timer(0.2, lambda: late.set_result(durable.result(60))).start()  # a return too early would come now
+        return late
 
-    never = threading.Event()
-    monkeypatch.setattr(FileImage, "store", slow)
+    monkeypatch.setattr(FileLeases, "submit", slow)
     with plain(tmp_path, save_filename="ba{batch}.pt") as trainer:
         trainer.save_checkpoint_to_save_folder()
         assert os.readlink(tmp_path / "latest-rank0") == "ba0.pt"
 
     def full(*args: Any, **options: Any) -> Any:
-        raise hf.StorageFullError("no room here")
+        lost: Future[Any] = Future()
+        lost.set_exception(hf.StorageFullError("no room here"))
+        return lost
 
-    monkeypatch.setattr(FileImage, "store", full)
+    monkeypatch.setattr(FileLeases, "submit", full)
     other = plain(tmp_path / "other", save_filename="ba{batch}.pt")
     with pytest.raises(hf.StorageFullError, match="was NOT saved"):
         other.save_checkpoint_to_save_folder()

@@ -23,7 +23,7 @@ from holdfast.callbacks import Callback
 from holdfast.core import State
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.testing import assert_state_equal
-from holdfast.trainers.loop.saving.files import FileImage
+from holdfast.trainers.loop.saving.file_leases import FileLeases
 from holdfast.trainers.loop.saving.load import LoadOptions, load_path
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -181,6 +181,12 @@ def test_killed_at_random(tmp_path: Path, suffix: str) -> None:
         assert torch.equal(found["state"]["model"][name], tensor), name
 
 
+def _no_space() -> Future[Any]:
+    lost: Future[Any] = Future()
+    lost.set_exception(hf.StorageFullError("no space left (a test)"))
+    return lost
+
+
 class FullDisk:
     """Lets saves of directories and single files find no space.
 
@@ -192,22 +198,16 @@ class FullDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.saves, self.when = 0, set[int](), lambda: False
-        submit, store = Snapshotter.submit, FileImage.store
+        submit, submit_file = Snapshotter.submit, FileLeases.submit
 
         def submitted(*args: Any, **options: Any) -> Any:
-            if not self.is_full():
-                return submit(*args, **options)
-            lost: Future[Any] = Future()
-            lost.set_exception(hf.StorageFullError("no space left (a test)"))
-            return SimpleNamespace(future=lost)
+            return SimpleNamespace(future=_no_space()) if self.is_full() else submit(*args, **options)
 
-        def stored(*args: Any, **options: Any) -> Any:
-            if self.is_full():
-                raise hf.StorageFullError("no space left (a test)")
-            return store(*args, **options)
+        def file_submitted(*args: Any, **options: Any) -> Any:
+            return _no_space() if self.is_full() else submit_file(*args, **options)
 
         monkeypatch.setattr(Snapshotter, "submit", submitted)
-        monkeypatch.setattr(FileImage, "store", stored)
+        monkeypatch.setattr(FileLeases, "submit", file_submitted)
 
     def is_full(self) -> bool:
         self.count += 1
@@ -231,7 +231,7 @@ def test_full_disk(
 
         return call
 
-    monkeypatch.setattr(FileImage, "store", full(FileImage.store))
+    monkeypatch.setattr(FileLeases, "submit", full(FileLeases.submit))
     monkeypatch.setattr(Snapshotter, "submit", full(Snapshotter.submit))
     trainer = rich(tmp_path, save_interval="1ep", save_filename="ep{epoch}" + suffix)
     trainer.fit()
@@ -289,10 +289,10 @@ def test_a_parent_is_the_durable_checkpoint_before(tmp_path: Path, monkeypatch: 
 def test_full_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training whose last checkpoint found no space does not end as if all were well."""
 
-    def full(self, storage, path, **options):  # type: ignore[no-untyped-def]
-        raise hf.StorageFullError("no space left (a test)")
+    def full(*args: Any) -> Future[Any]:
+        return _no_space()
 
     trainer = rich(tmp_path, save_interval="1ep", save_filename="ep{epoch}.pt", max_duration="1ep")
-    monkeypatch.setattr(FileImage, "store", full)
+    monkeypatch.setattr(FileLeases, "submit", full)
     with pytest.raises(hf.StorageFullError, match=r"last checkpoint \(batch 6\) was NOT saved"):
         trainer.fit()

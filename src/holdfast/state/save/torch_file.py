@@ -24,36 +24,25 @@ from holdfast.errors import UnsupportedStateError
 
 from ..tree import arrays
 
-__all__ = ["Late", "TorchFileWriter", "tensor_bytes"]
+__all__ = ["TorchFileWriter", "tensor_bytes"]
 
 _ALIGNMENT = 64  # what torch uses
 _WINDOW = 8 << 20
 _BIG = 0xFFFFFFFF  # sizes and offsets from here on are written in 64 bits
 _FLAGS = 0x0808  # checksum and sizes follow the data; names are UTF-8
+_CHECKSUM_AT = 16  # in an entry of the directory
+_ROW = struct.Struct("<QQQ")
 _DATE = (1 << 5) | 1  # 1980-01-01: equal states make equal files
 
 Bytes = bytes | bytearray | memoryview
 Sink = Callable[[memoryview], object]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Late:
-    """A record whose content is asked for when everything before it has been written.
-
-    Attributes:
-        size: its bytes.
-        make: gives them.
-    """
-
-    size: int
-    make: Callable[[], bytes]
-
-
 @dataclass(slots=True)
 class _Record:
     name: str
     size: int
-    data: bytes | Late | None  # None: the next tensor
+    data: bytes | None  # None: the next tensor
     offset: int = 0  # of its header
     header: bytes = b""
     checksum: int = 0
@@ -93,7 +82,7 @@ class TorchFileWriter:
         {'weight': tensor([0., 1., 2.]), 'step': 7}
     """
 
-    def __init__(self, value: Any, *, records: Mapping[str, bytes | Late] | None = None) -> None:
+    def __init__(self, value: Any, *, records: Mapping[str, bytes] | None = None) -> None:
         structure = io.BytesIO()
         pickler = _Pickler(structure)
         pickler.dump(value)
@@ -103,19 +92,59 @@ class TorchFileWriter:
         for number, tensor in enumerate(self.tensors):
             self._records.append(_Record(f"data/{number}", tensor.numel() * tensor.itemsize, None))
         for name, content in (records or {}).items():
-            size = content.size if isinstance(content, Late) else len(content)
-            self._records.append(_Record(name, size, content))
+            self._records.append(_Record(name, len(content), content))
         self._records.append(_Record("version", 2, b"3\n"))
         offset = 0
         for record in self._records:
             record.offset, record.header = offset, _header(record, offset)
             offset = record.end
-        self.size = offset + len(self._directory(offset))
+        self._blank = list(map(_entry, self._records))  # without checksums
+        self.size = offset + sum(map(len, self._blank)) + len(self._end(offset))
 
     @property
     def offsets(self) -> list[int]:
         """Where in the file the bytes of each of `tensors` begin."""
         return [record.offset + len(record.header) for record in self._records if record.data is None]
+
+    def place_of(self, name: str) -> int:
+        """Return where in the file the content of a record begins."""
+        record = next(one for one in self._records if one.name == name)
+        return record.offset + len(record.header)
+
+    @property
+    def num_records(self) -> int:
+        """How many records the file has, one of them for each of `tensors`."""
+        return len(self._records)
+
+    def lay_out(self, view: memoryview) -> bytes:
+        """Put the file together in memory, but for the bytes of the tensors and all checksums.
+
+        Args:
+            view: as large as the file at least.
+
+        Returns:
+            Start, size and entry of each record in the order of the file, as unsigned numbers of 64 bits (little
+            endian): where its content lies, and where its CRC-32 (four bytes, little endian) is to go in the directory.
+            The same goes behind the content, 4 bytes after it.
+        """
+        rows = []
+        entry = directory = self._records[-1].end
+        gap = 0  # begins behind the last byte that is here
+        fixed: list[bytes] = []
+        for record, blank in zip(self._records, self._blank, strict=True):
+            fixed.append(record.header)
+            start = record.offset + len(record.header)
+            if record.data is None:
+                view[gap:start] = b"".join(fixed)
+                gap, fixed = start + record.size, []
+            else:
+                fixed.append(record.data)
+            fixed.append(_descriptor(record))
+            rows.append(_ROW.pack(start, record.size, entry + _CHECKSUM_AT))
+            entry += len(blank)
+        fixed += [*self._blank, self._end(directory)]
+        view[gap : self.size] = b"".join(fixed)
+        return b"".join(rows)
 
     def write(self, sink: Sink, data: Iterable[Iterable[Bytes]] | None = None) -> None:
         """Write the file.
@@ -134,7 +163,7 @@ class TorchFileWriter:
             if record.data is None:
                 parts: Iterable[Bytes] = next(contents)
             else:
-                parts = (record.data.make() if isinstance(record.data, Late) else record.data,)
+                parts = (record.data,)
             checksum = count = 0
             for part in parts:
                 view = memoryview(part).cast("B") if len(part) else memoryview(b"")
@@ -143,21 +172,19 @@ class TorchFileWriter:
             if count != record.size:
                 raise ValueError(f"the record {record.name} got {count} bytes, {record.size} were announced")
             record.checksum = checksum
-            sizes = "<QQ" if record.is_big else "<II"
-            sink(memoryview(b"PK\x07\x08" + struct.pack("<I", checksum) + struct.pack(sizes, count, count)))
-        sink(memoryview(self._directory(self._records[-1].end)))
+            sink(memoryview(_descriptor(record)))
+        sink(memoryview(b"".join(map(_entry, self._records)) + self._end(self._records[-1].end)))
 
-    def _directory(self, start: int) -> bytes:
-        """Return the end of the file: one entry for each record, and where they begin."""
-        entries = b"".join(map(_entry, self._records))
-        count, size = len(self._records), len(entries)
+    def _end(self, start: int) -> bytes:
+        """Return the last bytes of the file, behind the entries of all records: where those begin, and their size."""
+        count, size = len(self._records), sum(map(len, self._blank))
         end = b""
         if count >= 0xFFFF or start >= _BIG or size >= _BIG:
             end += struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, size, start)
             end += struct.pack("<IIQI", 0x07064B50, 0, start + size, 1)
         short = min(count, 0xFFFF)
         end += struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, short, short, min(size, _BIG), min(start, _BIG), 0)
-        return entries + end
+        return end
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -195,6 +222,13 @@ def _header(record: _Record, offset: int) -> bytes:
     version = 45 if record.is_big else 20
     fixed = struct.pack("<IHHHHHIIIHH", 0x04034B50, version, _FLAGS, 0, 0, _DATE, 0, size, size, len(name), len(extra))
     return fixed + name + extra
+
+
+def _descriptor(record: _Record) -> bytes:
+    """Return what stands behind the content: signature, checksum, and the size twice."""
+    return struct.pack(
+        "<4sIQQ" if record.is_big else "<4sIII", b"PK\x07\x08", record.checksum, record.size, record.size
+    )
 
 
 def _entry(record: _Record) -> bytes:

@@ -10,11 +10,15 @@ from collections.abc import Callable
 
 from holdfast.errors import StorageError
 
-from ..base import BLOCK, FileReader, FileWriter, check_view
-from .beneath import OpenDirectory
+from ..base import BLOCK, FileReader, FileWriter, ReplacingWriter, check_view
+from .beneath import Inside, OpenDirectory
+from .local_tree import lock_quietly
 from .ops import Ops, errors_of
 
-__all__ = ["LocalReader", "LocalWriter", "write_all"]
+__all__ = ["GiveName", "LocalReader", "LocalReplacingWriter", "LocalWriter", "write_all"]
+
+GiveName = Callable[[OpenDirectory, Inside, bool, "str | None"], object]
+"""Lets a temporary file (2) of a directory (1) take its name: if there is none (3), if the file there matches (4)."""
 
 # Read-ahead pays for files that are read in long runs; small ones are read whole anyway.
 _READ_AHEAD_FROM = 1 << 20
@@ -70,6 +74,7 @@ class LocalWriter(FileWriter):
     ) -> None:
         self._ops, self._size, self._fd = ops, size, fd
         self._folder, self._path = folder, folder.at(name)  # the folder is ours
+        self._shown = self._path  # in messages
         self._offset = 0  # bytes on the file, padding included
         self._direct = self._refused = False
         self._ended = False  # closed or aborted: nothing left to drop
@@ -78,10 +83,10 @@ class LocalWriter(FileWriter):
     def write(self, view: memoryview) -> None:
         """Append ``view``: the aligned part directly, the rest through the page cache."""
         if self._fd < 0:
-            raise StorageError(f"cannot write {self._path}: the writer is closed")
+            raise StorageError(f"cannot write {self._shown}: the writer is closed")
         view = view.cast("B")
-        check_view(self._path, size=self._size, offset=self._offset, nbytes=len(view))
-        with errors_of("write", self._path):
+        check_view(self._shown, size=self._size, offset=self._offset, nbytes=len(view))
+        with errors_of("write", self._shown):
             done = self._write_direct(view)
             # Padding is only needed to keep a direct write aligned.
             rest = view[done : max(done, self._size - self._offset)]
@@ -131,13 +136,8 @@ class LocalWriter(FileWriter):
         if self._fd < 0:
             return
         try:
-            if self._offset < self._size:
-                raise StorageError(
-                    f"cannot finish {self._path}: {self._offset} of {self._size} bytes were written; write the rest"
-                )
-            with errors_of("write", self._path):
-                self._ops.ftruncate(self._fd, self._size)
-                self._ops.fsync(self._fd)
+            with errors_of("write", self._shown):
+                self._sync()
                 fd, self._fd = self._fd, -1
                 self._ops.close(fd)
                 self._ops.fsync_dir(self._folder.here)
@@ -146,6 +146,15 @@ class LocalWriter(FileWriter):
         except BaseException:
             self.abort()
             raise
+
+    def _sync(self) -> None:
+        """Cut the padding and make the bytes durable."""
+        if self._offset < self._size:
+            raise StorageError(
+                f"cannot finish {self._shown}: {self._offset} of {self._size} bytes were written; write the rest"
+            )
+        self._ops.ftruncate(self._fd, self._size)
+        self._ops.fsync(self._fd)
 
     def abort(self) -> None:
         """Remove the file."""
@@ -163,6 +172,58 @@ class LocalWriter(FileWriter):
             finally:
                 self._folder.close()
             self._on_abort()
+
+
+class LocalReplacingWriter(LocalWriter, ReplacingWriter):
+    """Writes a file under a temporary name, and lets it take the place of another one in one step.
+
+    The file stays open and locked until then: whoever sweeps temporary files takes those of dead writers only.
+
+    Args:
+        ops, folder, name, size, fd, on_abort: of the temporary file, as for `LocalWriter`.
+        target: name that it takes at last.
+        give_name: the last step.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        folder: OpenDirectory,
+        name: str,
+        size: int,
+        *,
+        fd: int,
+        on_abort: Callable[[], object],
+        target: str,
+        give_name: GiveName,
+    ) -> None:
+        super().__init__(ops, folder, name, size, fd=fd, on_abort=on_abort)
+        self._shown = folder.at(target)
+        self._give_name = give_name
+        self._synced = False
+        lock_quietly(fd)
+
+    def publish(self, *, if_absent: bool = False, if_match: str | None = None) -> None:
+        """Make bytes and name durable; see `ReplacingWriter.publish`."""
+        if self._ended:
+            return
+        with errors_of("write", self._shown):
+            if not self._synced:
+                self._sync()
+                self._synced = True
+            self._give_name(self._folder, self._path, if_absent, if_match)
+        self._ended = True
+        fd, self._fd = self._fd, -1
+        self._ops.close(fd)
+        self._folder.close()
+
+    def close(self) -> None:
+        """Let it take the place of whatever is there, unless it has; idempotent."""
+        try:
+            self.publish()
+        except BaseException:
+            self.abort()
+            raise
 
 
 class LocalReader(FileReader):

@@ -19,10 +19,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.errors import ConfigError, StorageConflictError, StorageExistsError, StorageNotFoundError
 
-from ..base import TEMPORARY, FileBatch, FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix
+from ..base import (
+    TEMPORARY,
+    FileBatch,
+    FileReader,
+    FileWriter,
+    ObjectInfo,
+    ReplacingWriter,
+    Storage,
+    check_path,
+    check_prefix,
+)
 from . import local_tree as tree
 from .beneath import Beneath, Inside, OpenDirectory
-from .local_io import LocalReader, LocalWriter, write_all
+from .local_io import LocalReader, LocalReplacingWriter, LocalWriter, write_all
 from .ops import POSIX, Ops, errors_of, translate
 from .small_files import LocalBatch, flush_whole
 
@@ -109,8 +119,8 @@ class LocalStorage(Storage):
         if_match: str | None,
         durable: bool = True,
     ) -> str:
-        ops, target, directory = self._ops, folder.at(name), folder.here
-        temporary = folder.at(f"{TEMPORARY}{os.getpid()}-{os.urandom(6).hex()}")
+        ops = self._ops
+        temporary = folder.at(_temporary_name())
         fd = ops.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             # Held while the file is in use: sweepers take only files whose writer is dead.
@@ -119,25 +129,39 @@ class LocalStorage(Storage):
             if durable:
                 ops.fsync(fd)
             etag = _etag(os.fstat(fd))
-            if durable:
-                ops.fsync_dir(directory)  # the barrier: names of files written before are durable first
-            if if_absent:
-                self._publish_new(folder, temporary, name)
-            elif if_match is not None:
-                with tree.locked(folder):
-                    self._check_match(folder, name, if_match)
-                    ops.rename(temporary, target)
-            else:
-                ops.rename(temporary, target)
+            self._give_name(folder, temporary, name, if_absent=if_absent, if_match=if_match, durable=durable)
         except BaseException:
             with contextlib.suppress(OSError):
                 ops.unlink(temporary)
             raise
         finally:
             ops.close(fd)
-        if durable:
-            ops.fsync_dir(directory)
         return etag
+
+    def _give_name(
+        self,
+        folder: OpenDirectory,
+        temporary: Inside,
+        name: str,
+        *,
+        if_absent: bool,
+        if_match: str | None,
+        durable: bool = True,
+    ) -> None:
+        """Let a finished temporary file take its name, atomically and, if wanted, durably."""
+        ops = self._ops
+        if durable:
+            ops.fsync_dir(folder.here)  # the barrier: names of files written before are durable first
+        if if_absent:
+            self._publish_new(folder, temporary, name)
+        elif if_match is not None:
+            with tree.locked(folder):
+                self._check_match(folder, name, if_match)
+                ops.rename(temporary, folder.at(name))
+        else:
+            ops.rename(temporary, folder.at(name))
+        if durable:
+            ops.fsync_dir(folder.here)
 
     def _publish_new(self, folder: OpenDirectory, temporary: Inside, name: str) -> None:
         """Give the finished file its name unless the name is taken, atomically."""
@@ -175,6 +199,30 @@ class LocalStorage(Storage):
                     self._ops.unlink(target)
                 fd = self._ops.open(target, flags)
             return LocalWriter(self._ops, folder.dup(), name, size, fd=fd, on_abort=lambda: self._prune(inside))
+
+        with errors_of("write", self._full(path)):
+            return self._in_directory(inside, once)
+
+    def replace(self, path: str, size: int) -> ReplacingWriter:
+        """Start a big file under a temporary name; see `Storage.replace`."""
+        inside, name = self._split(path)
+
+        def give_name(folder: OpenDirectory, temporary: Inside, if_absent: bool, if_match: str | None) -> None:
+            self._give_name(folder, temporary, name, if_absent=if_absent, if_match=if_match)
+
+        def once(folder: OpenDirectory) -> ReplacingWriter:
+            temporary = _temporary_name()
+            fd = self._ops.open(folder.at(temporary), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            return LocalReplacingWriter(
+                self._ops,
+                folder.dup(),
+                temporary,
+                size,
+                fd=fd,
+                on_abort=lambda: self._prune(inside),
+                target=name,
+                give_name=give_name,
+            )
 
         with errors_of("write", self._full(path)):
             return self._in_directory(inside, once)
@@ -526,6 +574,10 @@ def door_of(storage: Storage) -> tuple[Beneath, str] | None:
         return storage._door, storage._prefix
     root = storage.local_root
     return None if root is None else (Beneath(os.fspath(root)), "")
+
+
+def _temporary_name() -> str:
+    return f"{TEMPORARY}{os.getpid()}-{os.urandom(6).hex()}"
 
 
 def _etag(found: os.stat_result) -> str:

@@ -111,21 +111,6 @@ class AsyncSaver:
             HoldfastError: the save before, or this one, failed.
         """
         self.settle()
-        if self._claim is None:
-            self._start(name, live, about, extra, after)
-            return
-        claims = self._folder.claims
-        claims.begin(self._claim)
-        try:
-            self._start(name, live, about, extra, after)
-        finally:
-            if self._pending is None:
-                claims.end()
-
-    def _start(
-        self, name: str, live: Mapping[str, Any], about: Mapping[str, Any], extra: Mapping[str, str],
-        after: Callable[[], object],
-    ) -> None:  # fmt: skip
         begun = time.perf_counter()
         try:
             with _in_our_words():
@@ -181,21 +166,24 @@ class AsyncSaver:
         else:
             model = found["state"]["model"]
             self._image.take_weights({key: one for key, one in model.items() if torch.is_tensor(one)}, note)
-        return self._thread.submit(self._store_file, name)
+        return self._thread.submit(self._stored, name, self._submit(name))
+
+    def _submit(self, name: str) -> Future[Any]:
+        assert self._claim is not None
+        return self._folder.claims.submit(self._claim, name, self._image)
 
     def _confirm(self, durable: Future[Any]) -> None:
         durable.result()
         self._folder.confirm()
 
-    def _store_file(self, name: str) -> None:
-        claim, claims = self._claim, self._folder.claims
-        confirm = None if claim is None else lambda: claims.confirm(claim)
+    def _stored(self, name: str, durable: Future[Any]) -> None:
+        """Wait until a file is there; where there was no space for it, it is stored once more after making room."""
         try:
-            self._image.store(self._folder.storage, name, confirm=confirm)
+            durable.result()
         except StorageFullError:
             if not self._room_made():
                 raise
-            self._image.store(self._folder.storage, name, confirm=confirm)
+            self._submit(name).result()
 
     def _room_made(self) -> bool:
         made = self._make_room()
@@ -204,13 +192,6 @@ class AsyncSaver:
         return made
 
     def _follow(self, durable: Future[Any], begun: float, step: int, after: Callable[[], object]) -> None:
-        try:
-            self._take_note(durable, begun, step, after)
-        finally:  # links and deletions too are done under the lease; whoever waits for the save finds it given back
-            if self._claim is not None:
-                self._folder.claims.end()
-
-    def _take_note(self, durable: Future[Any], begun: float, step: int, after: Callable[[], object]) -> None:
         held_s = self._held_s
         try:
             result = durable.result()

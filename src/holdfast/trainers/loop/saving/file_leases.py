@@ -1,32 +1,28 @@
-"""Who may write the single files of a folder: a lease for each name that checkpoints have there.
+"""The single files of a folder: the writer that stores them, and the leases of their names that it holds.
 
-A folder of directories is a run, whose lease the writer holds. Files have no writer, and trainers of several runs may
-share a folder by the names of their files: so each name has a lease of its own, held by rank 0.
+A folder of directories is a run, with one lease. Trainers of several runs may share a folder by the names of their
+files: so each name has a lease of its own, held by the writer of rank 0, which stores the files of all ranks.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
-import threading
-from collections.abc import Iterable
 
 import xxhash
 
-from holdfast._log import get_logger
+from holdfast.checkpointer.waiting import answer
 from holdfast.errors import HoldfastError
-from holdfast.run.heartbeat import Heartbeat
-from holdfast.run.lease import Lease, make_owner
 from holdfast.storage.base import Storage
+from holdfast.writer.client import SaveFuture, WriterClient
+from holdfast.writer.messages import SaveJob
 
-from ..training.ranks import Ranks
+from ..training.ranks import TIMEOUT_S, Ranks
+from .files import FileImage
 
 __all__ = ["LEASE_S", "FileLeases"]
 
 LEASE_S = 60.0
-"""How long to wait for a lease whose owner may be dead."""
-
-_LOG = get_logger("trainer")
+"""How long to wait for a lease whose owner may be dead, or may still finish its last file."""
 
 
 class FileLeases:
@@ -34,16 +30,14 @@ class FileLeases:
 
     Args:
         storage: the folder.
-        ranks: the processes that train; all of them make the same calls.
+        ranks: the processes that train; all of them make the same calls, apart from `submit` and `confirm`, which are
+            for rank 0.
     """
 
     def __init__(self, storage: Storage, ranks: Ranks) -> None:
         self._storage, self._ranks = storage, ranks
-        self._held: dict[str, Heartbeat | None] = {}  # None where rank 0 holds it
-        self._process = 0
-        self._lock = threading.RLock()  # a finalizer may come in between
-        self._writing = 0
-        self._left: dict[str, Heartbeat] = {}  # to be given back when what is being written is there
+        self._held: set[str] = set()
+        self._client: WriterClient | None = None  # of rank 0, while a name is held
 
     def take(self, shape: str) -> None:
         """Be the only one who writes files of this name; idempotent.
@@ -54,83 +48,72 @@ class FileLeases:
         Raises:
             RunBusyError: another live process does.
         """
-        if shape not in self._held:
-            self._held[shape] = None
-            try:
-                self._ranks.lead("claim", lambda: self._lease(shape), work_s=LEASE_S)
-            except BaseException:
-                _give_back([self._held.pop(shape)], wait=False)  # the name would be nobody's, and yet taken
-                raise
-
-    def _lease(self, shape: str) -> None:
-        with self._lock:
-            self.check(shape)  # what was lost meanwhile stays in `_left`
-            mine = self._left.pop(shape, None)
-        if mine is not None:  # a save of ours is still being written
-            mine.trainer_back()
-            self._held[shape] = mine
+        if shape in self._held:
             return
-        owner = make_owner(secrets.token_hex(4))
-        of = xxhash.xxh3_64_hexdigest(shape.encode())[:8]
-        self._process = os.getpid()
-        self._held[shape] = Heartbeat(Lease.acquire(self._storage, owner, wait_s=LEASE_S, of=of))
+        self._held.add(shape)
+        try:
+            self._ranks.lead("claim", lambda: self._take(shape), work_s=LEASE_S + TIMEOUT_S)
+        except BaseException:
+            self._give_back(shape)  # the name would be nobody's, and yet taken
+            raise
 
-    def begin(self, shape: str) -> None:
-        """Keep all names until `end`: a file is about to be written."""
-        with self._lock:
-            if shape not in self._held:
-                raise HoldfastError(f"{self._storage.uri} was closed: nothing can be saved there any more")
-            self._writing += 1
+    def _take(self, shape: str) -> None:
+        if self._client is None:
+            self._client = WriterClient.start(self._storage)
+        taken = self._client.take_name(self._storage, _of(shape), start_id=secrets.token_hex(4), wait_s=LEASE_S)
+        answer(taken, self._storage, LEASE_S + TIMEOUT_S, bound="")
 
-    def check(self, shape: str) -> None:
-        """See that nobody has taken a name from us, as far as it is known.
+    def _give_back(self, shape: str) -> None:
+        self._held.discard(shape)
+        if self._client is None:
+            return
+        if not self._held:
+            self.release(patient=True)
+        elif not self._client.closed:
+            answer(self._client.give_back_name(_of(shape)), self._storage, TIMEOUT_S, bound="")
+
+    def submit(self, shape: str, name: str, image: FileImage) -> SaveFuture:
+        """Let the writer store a file: from now on it is completed even if this process is killed.
+
+        Args:
+            shape: a name that is held.
+            name: path of the file; one that is there is replaced.
+            image: the file; must not change before the future is done.
 
         Raises:
-            RunBusyError: somebody has.
+            HoldfastError: the names have been given back.
         """
-        held = self._held.get(shape) or self._left.get(shape)
-        if held is not None:
-            held.check()
+        job = SaveJob(directory=name, save_id="", container=image.container(lease=_of(shape)))
+        return self._writer_of(shape).submit(self._storage, job, arena=image.arena)
 
     def confirm(self, shape: str) -> None:
         """Make sure, by one request, that nobody has taken a name from us up to now.
 
         Raises:
             RunBusyError: somebody has: files of this name are not ours to write or delete any more.
+            HoldfastError: the names have been given back.
             StorageError: nobody can say just now.
         """
-        held = self._held.get(shape) or self._left.get(shape)
-        if held is not None:
-            held.verify()
+        answer(self._writer_of(shape).verify_name(_of(shape)), self._storage, TIMEOUT_S, bound="")
 
-    def end(self) -> None:
-        """Take note that the file of a `begin` is there, or never will be."""
-        left: dict[str, Heartbeat] = {}
-        with self._lock:
-            self._writing -= 1
-            if not self._writing:
-                left, self._left = self._left, left
-        _give_back(left.values(), wait=False)
+    def _writer_of(self, shape: str) -> WriterClient:
+        client = self._client
+        if shape not in self._held or client is None:
+            raise HoldfastError(f"{self._storage.uri} was closed: nothing can be saved there any more")
+        return client
 
     def release(self, *, patient: bool) -> None:
-        """Let others have the names, after what is being written; idempotent. A lease that cannot go goes stale."""
-        if self._process not in (0, os.getpid()):  # a forked child ends before its parent
-            return
-        with self._lock:
-            held, self._held = self._held, {}
-            if self._writing:
-                for shape, one in held.items():
-                    if one is not None:
-                        one.trainer_gone()  # others wait for it instead of giving up
-                        self._left[shape] = one
-                return
-        _give_back(held.values(), wait=patient)
+        """Let others have the names, after what is being written; idempotent. A lease that cannot go goes stale.
+
+        Args:
+            patient: wait for that; else the writer does it by itself.
+        """
+        self._held.clear()
+        client, self._client = self._client, None
+        if client is not None:  # in a forked child this ends nothing
+            client.close(TIMEOUT_S if patient else 0.0)
 
 
-def _give_back(held: Iterable[Heartbeat | None], *, wait: bool) -> None:
-    for one in held:
-        try:
-            if one is not None:
-                one.close(wait=wait)
-        except Exception as error:  # noqa: BLE001 - one that fails must not keep the others, nor hide why all this ends
-            _LOG.warning("a lease could not be given back, it goes stale by itself: %s", error)
+def _of(shape: str) -> str:
+    """Return what stands for a name in those of its lease's files."""
+    return xxhash.xxh3_64_hexdigest(shape.encode())[:8]

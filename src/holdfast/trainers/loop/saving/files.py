@@ -1,7 +1,8 @@
 """Checkpoints that are one file: ``.pt`` for ``torch.load``, ``.safetensors`` for weights.
 
-A file is put together in memory: the trainer copies its tensors to their places in it, another thread adds everything
-else, digests it and stores it in one atomic step. What is known about it (step, attempt, digest) stands in the file.
+A file is laid out in memory: the trainer copies its tensors to their places and puts everything around them. The writer
+fills in digest and checksums and stores the file in one atomic step. What is known about it (step, attempt, digest)
+stands in the file.
 """
 
 from __future__ import annotations
@@ -10,58 +11,49 @@ import io
 import json
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, BinaryIO, cast
 
 import torch
 import xxhash
 
-from holdfast.errors import (
-    ConfigError,
-    CorruptCheckpointError,
-    StorageConflictError,
-    StorageExistsError,
-    StorageNotFoundError,
-)
+from holdfast.errors import ConfigError, CorruptCheckpointError
 from holdfast.format.digest import chunk_digests, file_digest
 from holdfast.format.layout import header_bytes, order_key
 from holdfast.state.save.plan import Layout
 from holdfast.state.save.signature import Signature
 from holdfast.state.save.staging import stage
-from holdfast.state.save.torch_file import Late, TorchFileWriter
+from holdfast.state.save.torch_file import TorchFileWriter
 from holdfast.state.tree import arrays
-from holdfast.storage.base import Storage
+from holdfast.storage.base import BLOCK, Storage
 from holdfast.storage.stream import InputStream
 from holdfast.writer.arena import Arena
+from holdfast.writer.containers import DIGEST_DIGITS, SafetensorsFile, TorchFile
 
 __all__ = ["FileImage", "read_note"]
 
 _NOTE = "holdfast.json"
 _FORMAT = "holdfast-file"
-_DIGEST = "xxh3:" + "0" * 32
-_VIEW = 64 << 20
-
-
-@dataclass(slots=True)
-class _Tensors:
-    """Tensors and their places in the file."""
-
-    tensors: list[torch.Tensor]
-    offsets: list[int]
-
-    @property
-    def sizes(self) -> list[int]:
-        return [one.numel() * one.itemsize for one in self.tensors]
+_DIGEST = "xxh3:" + "0" * DIGEST_DIGITS  # until the writer knows it
+_ROW_BYTES = 24  # of the table of records
 
 
 class FileImage:
-    """One file in memory, reused from save to save. One owner, one file at a time."""
+    """One file in memory, reused from save to save. One owner, one file at a time.
+
+    Attributes:
+        arena: the memory, after the first file was taken.
+    """
 
     def __init__(self) -> None:
-        self._arena: Arena | None = None
-        self._size = 0
-        self._finish: Any = None
+        self.arena: Arena | None = None
+        self._container: SafetensorsFile | TorchFile | None = None
+
+    def container(self, *, lease: str | None) -> SafetensorsFile | TorchFile:
+        """Describe the file that was taken last to the writer, which stores it under a lease of its name."""
+        assert self._container is not None
+        return replace(self._container, lease=lease)
 
     def take_torch(self, value: Any, note: Mapping[str, Any]) -> None:
         """Copy a state for ``torch.load``; the caller may change its tensors when this returns.
@@ -70,31 +62,17 @@ class FileImage:
             value: nested plain data and tensors.
             note: what the file says about itself.
         """
-        hasher = xxhash.xxh3_128()
-
-        def last() -> bytes:
-            return _note(note, "xxh3:" + hasher.hexdigest())
-
-        writer = TorchFileWriter(value, records={_NOTE: Late(size=len(_note(note, _DIGEST)), make=last)})
-        places = _Tensors(writer.tensors, writer.offsets)
-        arena = self._copy(places, writer.size)
-
-        def finish() -> None:
-            view, at = arena.view, 0
-
-            def sink(part: memoryview) -> None:
-                nonlocal at
-                hasher.update(part)
-                # Tensors are in their places already.
-                if at not in starts:
-                    view[at : at + len(part)] = part
-                at += len(part)
-
-            spans = list(zip(places.offsets, places.sizes, strict=True))
-            starts = {start for start, size in spans if size}
-            writer.write(sink, [[view[start : start + size]] for start, size in spans])
-
-        self._finish = finish
+        told = _note(note, _DIGEST)
+        writer = TorchFileWriter(value, records={_NOTE: told})
+        note_at = writer.place_of(_NOTE)
+        records_at = -(-writer.size // BLOCK) * BLOCK  # the last page of the file is written whole
+        table_bytes = _ROW_BYTES * writer.num_records
+        arena = self._copy(writer.tensors, writer.offsets, records_at + table_bytes)
+        arena.view[records_at : records_at + table_bytes] = writer.lay_out(arena.view)
+        self._container = TorchFile(
+            size=writer.size, lease=None, num_records=writer.num_records, records_at=records_at, digested=note_at,
+            digest_at=note_at + _digits_at(told),
+        )  # fmt: skip
 
     def take_weights(self, weights: Mapping[str, torch.Tensor], note: Mapping[str, Any]) -> None:
         """Copy the weights of a model for a safetensors file.
@@ -105,91 +83,43 @@ class FileImage:
         """
         named = sorted(weights.items(), key=lambda one: order_key(arrays.dtype_name(one[1].dtype)))
         rows = [(name, arrays.dtype_name(t.dtype), tuple(t.shape), t.numel() * t.itemsize) for name, t in named]
-
-        def header(digest: str) -> bytes:
-            return header_bytes(rows, {"format": "pt", "holdfast": _note(note, digest).decode()})
-
-        at = len(header(_DIGEST))
-        offsets = []
+        told = _note(note, _DIGEST)
+        header = header_bytes(rows, {"format": "pt", "holdfast": told.decode()})
+        escaped = json.dumps(told.decode()).encode()  # as it stands in the header, before the names of tensors
+        offsets, at = [], len(header)
         for _, _, _, size in rows:
             offsets.append(at)
             at += size
-        arena = self._copy(_Tensors([tensor.detach() for _, tensor in named], offsets), at)
+        arena = self._copy([tensor.detach() for _, tensor in named], offsets, at)
+        arena.view[: len(header)] = header
+        self._container = SafetensorsFile(
+            size=at, lease=None, data_at=len(header), digest_at=header.index(escaped) + _digits_at(escaped)
+        )
 
-        def finish() -> None:
-            start = offsets[0] if offsets else at
-            begin = header(file_digest(chunk_digests(arena.view[start:at])))
-            arena.view[: len(begin)] = begin
-
-        self._finish = finish
-
-    def store(self, storage: Storage, path: str, *, confirm: Callable[[], object] | None = None) -> int:
-        """Complete the file and store it, atomically and durably; returns its bytes. Runs on another thread.
-
-        May be called again for the same file where the storage did not take it.
-
-        Args:
-            storage: where to.
-            path: its path.
-            confirm: raises if the name is not ours any more. It is asked before the file is stored, which then takes
-                the place of what was there at that moment and of nothing that came later; and again when it is there.
-        """
-        assert self._arena is not None
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
-        view = self._arena.view
-        if confirm is not None:
-            if storage.local_root is not None or self._size <= _VIEW:
-                _replace(storage, path, view[: self._size], confirm)
-                return self._size
-            confirm()
-        if storage.local_root is not None or self._size <= _VIEW:
-            storage.put(path, view[: self._size])
-            return self._size
-        with storage.create(path, self._size) as writer:
-            for start in range(0, self._size, _VIEW):
-                writer.write(view[start : min(start + _VIEW, len(view))])
-        if confirm is not None:
-            confirm()
-        return self._size
-
-    def _copy(self, places: _Tensors, size: int) -> Arena:
-        if self._arena is None or self._arena.size < size:
+    def _copy(self, tensors: list[torch.Tensor], offsets: Sequence[int], size: int) -> Arena:
+        if self.arena is None or self.arena.size < size:
             self.close()
-            self._arena = Arena.create(size)
-        arena, self._size = self._arena, size
+            self.arena = Arena.create(size)
+        arena = self.arena
         empty = Signature([], [], [], [], set(), {}, [], [], {})
-        sizes = places.sizes
-        layout = Layout(empty, [], places.offsets, sizes, arena.size, sum(sizes))
+        sizes = [one.numel() * one.itemsize for one in tensors]
+        layout = Layout(empty, [], list(offsets), sizes, arena.size, sum(sizes))
         fresh = None if arena.prefaulted.is_set() else arena.fd
-        stage(layout, places.tensors, arena.address, arena.view, fresh_fd=fresh)
+        stage(layout, tensors, arena.address, arena.view, fresh_fd=fresh)
         arena.prefault()
         return arena
 
     def close(self) -> None:
         """Give the memory back; idempotent."""
-        self._finish = None
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        self._container = None
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
 
 
-def _replace(storage: Storage, path: str, data: memoryview, confirm: Callable[[], object]) -> None:
-    """Store a file in place of the one that is there now."""
-    for is_last in (False, False, True):
-        try:
-            etag, is_there = storage.stat(path).etag, True
-        except StorageNotFoundError:
-            etag, is_there = None, False
-        confirm()
-        try:
-            storage.put(path, data, if_absent=not is_there, if_match=etag)
-            break
-        except (StorageExistsError, StorageConflictError, StorageNotFoundError):
-            if is_last:
-                raise
-    confirm()
+def _digits_at(told: bytes) -> int:
+    """Return where the digits of the digest begin in a note: they are the last thing that it says."""
+    return told.rindex(_DIGEST.encode()) + len(_DIGEST) - DIGEST_DIGITS
 
 
 def _note(note: Mapping[str, Any], digest: str) -> bytes:

@@ -10,8 +10,11 @@ import torch
 
 from holdfast.checkpointer.functions import save
 from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S
+from holdfast.checkpointer.waiting import answer
 from holdfast.errors import ConfigError
 from holdfast.storage.resolve import resolve
+from holdfast.writer.client import WriterClient
+from holdfast.writer.messages import SaveJob
 
 from ..arguments import check_flags, check_path
 from ..state import State
@@ -77,7 +80,13 @@ def _store(path: str, container: str, found: dict[str, Any], note: dict[str, Any
         else:
             model = found["state"]["model"]
             image.take_weights({key: one for key, one in model.items() if torch.is_tensor(one)}, note)
-        image.store(resolve(head or ("/" if path.startswith("/") else ".")), tail)
+        storage = resolve(head or ("/" if path.startswith("/") else "."))
+        client = WriterClient.start(storage)
+        try:
+            job = SaveJob(directory=tail, save_id="", container=image.container(lease=None))
+            answer(client.submit(storage, job, arena=image.arena), storage, TIMEOUT_S, bound="")
+        finally:
+            client.close(TIMEOUT_S)
     finally:
         image.close()
 

@@ -1,0 +1,186 @@
+"""One save that becomes a single file: digest and checksums, writing, and the step in which it takes its name.
+
+The side thread fills in what follows from the bytes of the tensors, front to back; the writing follows it. Until the
+whole file is durable its name means the file before it, or nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+import zlib
+from collections.abc import Callable
+from functools import partial
+
+import xxhash
+
+from holdfast.errors import StorageConflictError, StorageExistsError, StorageNotFoundError
+from holdfast.format.digest import chunk_digests, file_digest
+from holdfast.run.heartbeat import Heartbeat
+from holdfast.storage.base import BLOCK, FileWriter, Storage
+
+from .containers import DIGEST_DIGITS, SafetensorsFile, TorchFile
+from .messages import SaveResult
+from .save import Task
+from .serial_executor import SerialExecutor
+from .watermark import Watermark
+
+__all__ = ["write_file"]
+
+_VIEW = 64 << 20
+_PIECE = 1 << 20  # both checksums of a piece are taken while it is in the processor's cache
+_RISE = 8 << 20
+_ROW = struct.Struct("<QQQ")
+
+Publish = Callable[..., object]
+"""Takes ``if_absent`` and ``if_match``, as `Storage.put` does."""
+
+
+def write_file(
+    task: Task, file: SafetensorsFile | TorchFile, side: SerialExecutor, lease: Heartbeat | None
+) -> SaveResult:
+    """Complete the image in the arena and store it, atomically and durably. May be done again for the same job.
+
+    Args:
+        task: the job, with the arena.
+        file: its container.
+        side: computes digest and checksums.
+        lease: of the name. It is asked for before the file takes its name, which then takes the place of what was
+            there at that moment and of nothing that came later; and again when it is there.
+
+    Raises:
+        RunBusyError: the name is not ours any more; what has it now stays.
+        StorageError: the file could not be stored; what was there before is untouched.
+    """
+    begun = time.perf_counter()
+    sealed = Watermark(0, file.size)
+    sealing = side.run(partial(_seal, file, task.view, sealed))
+    target = _Target(task, file.size, sealed, lease)
+    try:
+        target.store()
+    finally:
+        # Nothing may touch the arena once the trainer has it back.
+        sealing.exception()
+    now = time.perf_counter()
+    return SaveResult(
+        directory=task.job.directory,
+        manifest=b"",
+        bytes_total=file.size,
+        bytes_written=file.size,
+        bytes_reused=0,
+        seconds={"digest": sealing.result(), "write": target.written - begun, "commit": now - target.written,
+                 "total": now - begun},
+    )  # fmt: skip
+
+
+# ---- what the trainer left open
+
+
+def _seal(file: SafetensorsFile | TorchFile, view: memoryview, sealed: Watermark) -> float:
+    """Fill in digest and checksums; ``sealed`` rises over what is complete. Returns the seconds it took."""
+    begun = time.perf_counter()
+    try:
+        if isinstance(file, SafetensorsFile):
+            _put_digest(view, file.digest_at, file_digest(chunk_digests(view[file.data_at : file.size])))
+        else:
+            _seal_records(file, view, sealed)
+    except BaseException as error:
+        sealed.abandon(f"digest and checksums could not be computed: {error}")
+        raise
+    sealed.rise(file.size)
+    return time.perf_counter() - begun
+
+
+def _seal_records(file: TorchFile, view: memoryview, sealed: Watermark) -> None:
+    hasher, hashed, risen = xxhash.xxh3_128(), 0, 0
+    table = view[file.records_at : file.records_at + _ROW.size * file.num_records]
+    for start, size, entry in _ROW.iter_unpack(table):
+        checksum, end = 0, start + size
+        is_digested = end <= file.digested
+        if not is_digested and hashed < file.digested:
+            hasher.update(view[hashed : file.digested])
+            hashed = file.digested
+            _put_digest(view, file.digest_at, hasher.hexdigest())
+        for at in range(start, end, _PIECE):
+            piece = min(at + _PIECE, end)
+            checksum = zlib.crc32(view[at:piece], checksum)
+            if is_digested:
+                hasher.update(view[hashed:piece])
+                hashed = piece
+            if piece - risen >= _RISE:
+                sealed.rise(piece)
+                risen = piece
+        view[entry : entry + 4] = view[end + 4 : end + 8] = struct.pack("<I", checksum)
+
+
+def _put_digest(view: memoryview, at: int, digest: str) -> None:
+    view[at : at + DIGEST_DIGITS] = digest[-DIGEST_DIGITS:].encode()
+
+
+# ---- where it goes
+
+
+class _Target:
+    """One file of a storage, to be stored in place of the one that is there."""
+
+    def __init__(self, task: Task, size: int, sealed: Watermark, lease: Heartbeat | None) -> None:
+        self._storage, self._path = task.storage, task.job.directory
+        self._view, self._size, self._sealed = task.view, size, sealed
+        self._lease = lease
+        self.written = 0.0
+
+    def store(self) -> None:
+        """Write it behind the digests, and let it take its name."""
+        writer = self._storage.replace(self._path, self._size)
+        if writer is not None:
+            try:
+                self._write_to(writer)
+                self._publish(writer.publish)
+            except BaseException:
+                writer.abort()
+                raise
+        elif self._size <= _VIEW:
+            self._sealed.wait(self._size)
+            self._publish(partial(self._storage.put, self._path, self._view[: self._size]))
+        else:
+            self._confirm()
+            with self._storage.create(self._path, self._size) as upload:  # which no store does on a condition
+                self._write_to(upload)
+                self._confirm()
+        self._confirm()
+
+    def _write_to(self, writer: FileWriter) -> None:
+        # The tail goes out as a whole page, which the storage cuts to size: O_DIRECT writes nothing smaller.
+        padded = min(-(-self._size // BLOCK) * BLOCK, len(self._view))
+        for start in range(0, padded, _VIEW):
+            end = min(start + _VIEW, padded)
+            self._sealed.wait(min(end, self._size))
+            writer.write(self._view[start:end])
+        self.written = time.perf_counter()
+
+    def _publish(self, publish: Publish) -> None:
+        self.written = time.perf_counter()
+        if self._lease is None:
+            publish()
+            return
+        for is_last in (False, False, True):
+            etag, is_there = _found(self._storage, self._path)
+            self._confirm()
+            try:
+                publish(if_absent=not is_there, if_match=etag)
+                return
+            except (StorageExistsError, StorageConflictError, StorageNotFoundError):
+                if is_last:
+                    raise
+
+    def _confirm(self) -> None:
+        if self._lease is not None:
+            self._lease.verify()
+
+
+def _found(storage: Storage, path: str) -> tuple[str | None, bool]:
+    """Return the etag of what is there, and whether anything is."""
+    try:
+        return storage.stat(path).etag, True
+    except StorageNotFoundError:
+        return None, False
