@@ -308,7 +308,7 @@ def test_forked_process(stub, monkeypatch):
     """A process forked from one that used the client is told so at once instead of hanging."""
     storage = _storage(stub.url)
     storage.put("a", b"1")
-    monkeypatch.setattr("holdfast.storage.object.object_storage.os.getpid", lambda: -1)
+    monkeypatch.setattr("holdfast.storage.object.client.os.getpid", lambda: -1)
     for call in (
         lambda: storage.put("a", b"1"),
         lambda: storage.put("a", b"1", if_absent=True),

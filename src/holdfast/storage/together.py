@@ -5,17 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from .base import Storage
+from typing import Protocol, TypeVar
 
 __all__ = ["together"]
 
 _T = TypeVar("_T")
 
 
-def together(storage: Storage, calls: Sequence[Callable[[], _T]]) -> list[_T]:
+class _Parallel(Protocol):
+    @property
+    def num_parallel(self) -> int: ...
+
+
+def together(storage: _Parallel, calls: Sequence[Callable[[], _T]]) -> list[_T]:
     """Carry out calls that do not wait for each other, and return their results in order; blocks until all have ended.
 
     Not with a `ThreadPoolExecutor`: that one refuses work while the interpreter shuts down, which is when a writer

@@ -1,18 +1,95 @@
-"""The client of a bucket: obstore's store with our settings, time-outs and credentials."""
+"""The client of a bucket: obstore's store with our settings, time-outs and credentials, made when first used."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 from holdfast._optional import require
+from holdfast.errors import ConfigError, HoldfastError, StorageError
 
 from .bucket import BucketConfig
+from .errors import errors_of, said
 
-__all__ = ["make_store"]
+__all__ = ["BucketClient", "make_store"]
 
 _FEW = 2  # a store that has never heard of a request may answer 501, which the client takes for a passing failure
+_first_pid: list[int] = []
+
+
+class BucketClient:
+    """One bucket as a storage and what reads and writes for it see it; shared by all handles of it.
+
+    Args:
+        place: which bucket, with which settings and credentials.
+        limits: time-outs and tries.
+
+    Attributes:
+        place: as given.
+        uri: scheme and bucket.
+        tag_name: what conditional writes compare: "version" or "e_tag".
+        num_parallel: requests worth having under way at once: they wait for the line, not for a core.
+    """
+
+    num_parallel = 16
+
+    def __init__(self, place: BucketConfig, limits: Mapping[str, float]) -> None:
+        self.place, self._limits = place, limits
+        self.uri = f"{place.scheme}://{place.netloc}"
+        # Google compares generations, all others etags.
+        self.tag_name = "version" if place.store == "GCSStore" else "e_tag"
+        self._made: Any = None
+
+    @property
+    def obs(self) -> Any:
+        """The module obstore.
+
+        Raises:
+            StorageError: this process was forked from one that has used it.
+        """
+        if not _first_pid:
+            _first_pid.append(os.getpid())
+        if _first_pid[0] != os.getpid():
+            raise StorageError(
+                f"{self.uri} cannot be used in a process forked from one that used an object storage: start workers "
+                "with the 'spawn' or 'forkserver' method, or open the checkpoint before nothing else in the child"
+            )
+        return require("obstore", extra=self.place.extra, purpose=f"{self.place.scheme}:// locations")
+
+    @property
+    def store(self) -> Any:
+        """The store of obstore.
+
+        Raises:
+            ConfigError: it refuses the settings.
+        """
+        if self._made is None:
+            try:
+                self._made = make_store(self.place, self._limits)
+            except Exception as error:
+                if isinstance(error, HoldfastError):
+                    raise
+                told = said(str(error), tuple(self.place.secrets.values()))
+                raise ConfigError(f"{self.uri}: the client refuses these settings: {told}") from None
+        return self._made
+
+    def tag(self, meta: Any) -> str | None:
+        """Return what conditional writes compare of an object."""
+        tag: str | None = meta.get(self.tag_name)
+        # Listings of Azure leave out the quotes that belong to an etag.
+        quoted = tag is None or self.place.store != "AzureStore" or tag.endswith('"')
+        return tag if quoted else f'"{tag}"'
+
+    def shown(self, key: str) -> str:
+        """Return the URI of an object."""
+        return f"{self.uri}/{key}"
+
+    def errors(self, action: str, key: str) -> AbstractContextManager[None]:
+        """Translate errors of the client in a block; no message shows credentials."""
+        return errors_of(action, self.shown(key), self.place.secrets.values())
 
 
 def make_store(place: BucketConfig, limits: Mapping[str, float], *, bulk: bool = False) -> Any:

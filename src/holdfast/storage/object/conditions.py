@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from holdfast._log import get_logger
 from holdfast.errors import StorageError, StorageNotFoundError
@@ -21,10 +21,8 @@ from holdfast.errors import StorageError, StorageNotFoundError
 from ..base import TEMPORARY
 from ..together import together
 from .again import again_if_broken
+from .client import BucketClient
 from .errors import was_retried
-
-if TYPE_CHECKING:
-    from .object_storage import ObjectStorage
 
 __all__ = ["MARK", "as_condition", "conditions_of", "landed"]
 
@@ -41,13 +39,17 @@ _known: dict[tuple[str, str], _Conditions] = {}
 _asking: dict[tuple[str, str], threading.Lock] = {}
 
 
-def conditions_of(storage: ObjectStorage) -> bool:
+def conditions_of(client: BucketClient, prefix: str) -> bool:
     """Find out whether conditional writes are enforced, when first asked; warn once if they are not.
+
+    Args:
+        client: of the bucket.
+        prefix: below which we may write.
 
     Raises:
         StorageError: the store could not be asked.
     """
-    key = _key(storage)
+    key = _key(client)
     with _lock:
         if (found := _known.get(key)) is not None:
             return found != "none"
@@ -55,7 +57,7 @@ def conditions_of(storage: ObjectStorage) -> bool:
     with asking:  # one thread asks, for each store by itself: a slow one holds up nobody else
         found = _known.get(key)
         if found is None:
-            found = _known[key] = _try_out(storage)
+            found = _known[key] = _try_out(client, prefix)
             if found == "none":
                 _LOG.warning(
                     "%s does not enforce conditional writes: Holdfast looks before it writes instead, but two trainers "
@@ -66,31 +68,30 @@ def conditions_of(storage: ObjectStorage) -> bool:
         return found != "none"
 
 
-def as_condition(storage: ObjectStorage, tag: str) -> str:
+def as_condition(client: BucketClient, tag: str) -> str:
     """Spell an etag as the store wants it in a condition, once `conditions_of` has asked."""
-    return tag.strip('"') if _known.get(_key(storage)) == "bare etags" else tag
+    return tag.strip('"') if _known.get(_key(client)) == "bare etags" else tag
 
 
-def _key(storage: ObjectStorage) -> tuple[str, str]:
-    place = storage._place
-    return f"{place.scheme}://{place.netloc}", place.options.get("endpoint", "")
+def _key(client: BucketClient) -> tuple[str, str]:
+    return client.uri, client.place.options.get("endpoint", "")
 
 
-def _try_out(storage: ObjectStorage) -> _Conditions:
-    folder = f"{storage._prefix}/{_PROBES}" if storage._prefix else _PROBES
-    left = _left_behind(storage, folder)
+def _try_out(client: BucketClient, prefix: str) -> _Conditions:
+    folder = f"{prefix}/{_PROBES}" if prefix else _PROBES
+    left = _left_behind(client, folder)
     # Credentials may have the right to write without the one to delete: then the same one serves for ever.
     if left is not None:
         with suppress(StorageNotFoundError):  # somebody removed it meanwhile
-            if (found := _ask(storage, folder, left)) != "none":
+            if (found := _ask(client, folder, left)) != "none":
                 return found
-    return _ask(storage, folder, f"{folder}/{uuid.uuid4().hex}")
+    return _ask(client, folder, f"{folder}/{uuid.uuid4().hex}")
 
 
-def _left_behind(storage: ObjectStorage, folder: str) -> str | None:
+def _left_behind(client: BucketClient, folder: str) -> str | None:
     """Return the probe of a process that could not remove it, None if there is none or nobody may look."""
     try:
-        pages = again_if_broken(lambda: list(storage._obs.list(storage._store, folder)))
+        pages = again_if_broken(lambda: list(client.obs.list(client.store, folder)))
     except Exception as error:  # noqa: BLE001 - rights to write without those to list
         _LOG.debug("%s cannot be listed: %s", folder, type(error).__name__)
         return None
@@ -98,9 +99,9 @@ def _left_behind(storage: ObjectStorage, folder: str) -> str | None:
     return min((meta["path"] for page in pages for meta in page if now - meta["last_modified"] > _OLD), default=None)
 
 
-def _ask(storage: ObjectStorage, folder: str, key: str) -> _Conditions:
-    obs, store = storage._obs, storage._store
-    with storage._errors("write", key):
+def _ask(client: BucketClient, folder: str, key: str) -> _Conditions:
+    obs, store = client.obs, client.store
+    with client.errors("write", key):
         try:
             made = again_if_broken(lambda: obs.put(store, key, b"1", use_multipart=False, mode="create"))
         except Exception as error:
@@ -110,15 +111,15 @@ def _ask(storage: ObjectStorage, folder: str, key: str) -> _Conditions:
             if type(error).__name__ not in _REFUSALS:
                 raise
             made = again_if_broken(lambda: obs.head(store, key))
-        gone, name, tag = [key], storage._tag_name, storage._tag(made) or ""
-        modes: list[Any] = ["create", {name: _wrong_tag(storage)}, {name: tag}]
-        asks: list[Callable[[], Any]] = [partial(_refuses, storage, key, mode) for mode in modes]
+        gone, name, tag = [key], client.tag_name, client.tag(made) or ""
+        modes: list[Any] = ["create", {name: _wrong_tag(client)}, {name: tag}]
+        asks: list[Callable[[], Any]] = [partial(_refuses, client, key, mode) for mode in modes]
         try:
-            *refused, gone = together(storage, [*asks, lambda: _with_old_ones(storage, folder, key)])
+            *refused, gone = together(client, [*asks, lambda: _with_old_ones(client, folder, key)])
             if refused == [True, True, False]:
                 return "etags"
             if refused == [True, True, True] and name == "e_tag":
-                bare = [_refuses(storage, key, {name: one.strip('"')}) for one in (_wrong_tag(storage), tag)]
+                bare = [_refuses(client, key, {name: one.strip('"')}) for one in (_wrong_tag(client), tag)]
                 return "bare etags" if bare == [True, False] else "none"
             return "none"
         finally:
@@ -128,23 +129,23 @@ def _ask(storage: ObjectStorage, folder: str, key: str) -> _Conditions:
                 _LOG.debug("the probe %s could not be removed: %s", key, type(error).__name__)
 
 
-def _with_old_ones(storage: ObjectStorage, folder: str, key: str) -> list[str]:
+def _with_old_ones(client: BucketClient, folder: str, key: str) -> list[str]:
     """Return our probe and those of processes that were killed; all ages are by the clock of the store."""
     found = {}
     with suppress(Exception):  # rights to write without those to list
-        pages = storage._obs.list(storage._store, folder)
+        pages = client.obs.list(client.store, folder)
         found = {meta["path"]: meta["last_modified"] for page in pages for meta in page}
     now = found.get(key)
     return [key, *(path for path, time in found.items() if now is not None and now - time > _OLD)]
 
 
-def _wrong_tag(storage: ObjectStorage) -> str:
-    return "1" if storage._tag_name == "version" else '"00000000000000000000000000000000"'
+def _wrong_tag(client: BucketClient) -> str:
+    return "1" if client.tag_name == "version" else '"00000000000000000000000000000000"'
 
 
-def _refuses(storage: ObjectStorage, key: str, mode: Any) -> bool:
+def _refuses(client: BucketClient, key: str, mode: Any) -> bool:
     try:
-        again_if_broken(lambda: storage._obs.put(storage._store, key, b"2", use_multipart=False, mode=mode))
+        again_if_broken(lambda: client.obs.put(client.store, key, b"2", use_multipart=False, mode=mode))
     except Exception as error:
         if type(error).__name__ in _REFUSALS:
             return True
@@ -158,7 +159,7 @@ def _is_unsupported(error: Exception) -> bool:
     return type(error).__name__ == "NotSupportedError" or "501 Not Implemented" in str(error)
 
 
-def landed(storage: ObjectStorage, key: str, mark: str, error: Exception, *, again: bool = False) -> str | None:
+def landed(client: BucketClient, key: str, mark: str, error: Exception, *, again: bool = False) -> str | None:
     """Return the etag if the object is the one we tried to write in spite of ``error``, None if it is not.
 
     A request whose answer was lost is sent again by the client, or by us (``again``), and then meets what it wrote
@@ -168,8 +169,8 @@ def landed(storage: ObjectStorage, key: str, mark: str, error: Exception, *, aga
     if (refused and not again and not was_retried(error)) or isinstance(error, (StorageError, ValueError)):
         return None
     try:
-        found = again_if_broken(lambda: storage._obs.get(storage._store, key, options={"head": True}))
+        found = again_if_broken(lambda: client.obs.get(client.store, key, options={"head": True}))
     except Exception as unread:  # noqa: BLE001 - the first error is what the caller hears of
         _LOG.debug("cannot tell whether %s was written: %s", key, type(unread).__name__)
         return None
-    return storage._tag(found.meta) if found.attributes.get(MARK) == mark else None
+    return client.tag(found.meta) if found.attributes.get(MARK) == mark else None

@@ -5,16 +5,14 @@ from __future__ import annotations
 import uuid
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.errors import StorageError
 
 from ..base import FileWriter, check_view
 from .again import Errors, again_if_broken
+from .client import BucketClient
 from .conditions import MARK, landed
-
-if TYPE_CHECKING:
-    from .object_storage import ObjectStorage
 
 __all__ = ["NUM_PARALLEL", "PART_BYTES", "ObjectWriter", "part_bytes"]
 
@@ -36,8 +34,8 @@ def part_bytes(size: int) -> int:
 class ObjectWriter(FileWriter):
     """Uploads an object in parts while it is written; one request if it is small. Nothing is visible before `close`."""
 
-    def __init__(self, storage: ObjectStorage, key: str, errors: Errors, path: str, size: int) -> None:
-        self._storage, self._key, self._errors, self._path, self._size = storage, key, errors, path, size
+    def __init__(self, client: BucketClient, key: str, errors: Errors, path: str, size: int) -> None:
+        self._client, self._key, self._errors, self._path, self._size = client, key, errors, path, size
         self._mark = uuid.uuid4().hex
         self._begun = bytearray()  # what comes before the first part is complete, to be sent again if need be
         self._upload: Any = None
@@ -67,8 +65,8 @@ class ObjectWriter(FileWriter):
 
     def _begin(self) -> Any:
         """Begin an upload in parts; the first one makes the client ask the store for it."""
-        upload = self._storage._obs.open_writer(
-            self._storage._store,
+        upload = self._client.obs.open_writer(
+            self._client.store,
             self._key,
             buffer_size=part_bytes(self._size),
             max_concurrency=NUM_PARALLEL,
@@ -92,14 +90,14 @@ class ObjectWriter(FileWriter):
         with self._errors("write"):
             if self._upload is None:
                 data, self._begun = bytes(self._begun), bytearray()
-                put = partial(self._storage._obs.put, self._storage._store, self._key, data, use_multipart=False)
+                put = partial(self._client.obs.put, self._client.store, self._key, data, use_multipart=False)
                 again_if_broken(put)
                 return
             try:
                 self._upload.close()
             except Exception as error:
                 # The answer may have been lost, and the request repeated in vain, when all the bytes are there.
-                if landed(self._storage, self._key, self._mark, error, again=True) is None:
+                if landed(self._client, self._key, self._mark, error, again=True) is None:
                     raise
             finally:
                 self._upload = None

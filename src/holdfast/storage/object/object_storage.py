@@ -1,13 +1,12 @@
 """Buckets of S3, Google Cloud Storage, Azure and Oracle as storages, through obstore.
 
-General layout: `bucket` says which bucket with which settings, `io` moves the bytes, `errors`
-translates what goes wrong, `conditions` knows whether the store keeps the promise of conditional writes.
+General layout: `bucket` says which bucket with which settings, `client` talks to it, `io` and `read` move the bytes,
+`errors` translates what goes wrong, `conditions` knows whether the store keeps the promise of conditional writes.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -17,7 +16,6 @@ from typing import Any
 from holdfast._optional import require
 from holdfast.errors import (
     ConfigError,
-    HoldfastError,
     StorageConflictError,
     StorageError,
     StorageExistsError,
@@ -26,11 +24,11 @@ from holdfast.errors import (
 
 from ..base import TEMPORARY, FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix
 from .again import again_if_broken
-from .bucket import SECRETS, find_place, looked_for, split_settings
-from .client import make_store
+from .bucket import SECRETS, BucketConfig, find_place, looked_for, split_settings
+from .client import BucketClient
 from .conditions import MARK, as_condition, conditions_of, landed
 from .delete import Deleter
-from .errors import NO_BUCKET, errors_of, said
+from .errors import NO_BUCKET
 from .io import ObjectWriter
 from .read import list_all, open_reader, read_version
 
@@ -42,7 +40,6 @@ _COPY_BYTES = 32 << 20
 _OURS = ("connect_timeout_s", "deadline_s", "max_retries", "timeout_s")
 # Credentials that were given by hand, by place: handles rebuilt in this process find them again. Never leaves it.
 _given: dict[tuple[str, str, str], dict[str, str]] = {}
-_first_pid: list[int] = []
 
 
 class ObjectStorage(Storage):
@@ -69,14 +66,14 @@ class ObjectStorage(Storage):
         options = dict(options or {})
         by_hand = {name: str(value) for name, value in options.items() if name in SECRETS} | dict(secrets or {})
         ours = {name: options.pop(name) for name in _OURS if name in options}
-        self._place = find_place(uri, options, by_hand)
+        place = find_place(uri, options, by_hand)
         self._limits = {name: float(str(value)) for name, value in ours.items()}
         if by_hand:
-            _given[_vault_key(uri, self._place.options)] = by_hand
-        self._prefix = check_prefix(self._place.prefix)
-        self._store_or_none: list[Any] = []  # shared with children
-        self._deleter = Deleter(self._place, self._limits)  # so is this
-        require("obstore", extra=self._place.extra, purpose=f"{self._place.scheme}:// locations")
+            _given[_vault_key(uri, place.options)] = by_hand
+        self._prefix = check_prefix(place.prefix)
+        self._client = BucketClient(place, self._limits)  # shared with children
+        self._deleter = Deleter(place, self._limits)  # so is this
+        require("obstore", extra=place.extra, purpose=f"{place.scheme}:// locations")
 
     # -- writing
 
@@ -92,7 +89,9 @@ class ObjectStorage(Storage):
             self._check_first(path, if_absent=if_absent, if_match=if_match)
             return self.put(path, data)
         mark = uuid.uuid4().hex
-        mode = "create" if if_absent or if_match is None else {self._tag_name: as_condition(self, if_match)}
+        mode = (
+            "create" if if_absent or if_match is None else {self._client.tag_name: as_condition(self._client, if_match)}
+        )
         with self._errors("replace" if if_match else "create", key):
             # The client does not repeat what is not safe to repeat. With the mark it is: it tells what our own first
             # try wrote from another writer's object.
@@ -100,7 +99,7 @@ class ObjectStorage(Storage):
                 lambda: self._tag(
                     obs.put(self._store, key, bytes(data), use_multipart=False, mode=mode, attributes={MARK: mark})
                 ),
-                after=lambda error, again: landed(self, key, mark, error, again=again),
+                after=lambda error, again: landed(self._client, key, mark, error, again=again),
             )
 
     def _check_first(self, path: str, *, if_absent: bool, if_match: str | None) -> None:
@@ -121,13 +120,13 @@ class ObjectStorage(Storage):
         key = self._key(path)
         if size < 0:
             raise ConfigError(f"create({path!r}, size={size}): the size must not be negative")
-        return ObjectWriter(self, key, lambda action: self._errors(action, key), self._shown(key), size)
+        return ObjectWriter(self._client, key, lambda action: self._errors(action, key), self._client.shown(key), size)
 
     def copy(self, source: str, target: str) -> None:
         """Copy on the side of the server; see `Storage.copy`."""
         old, new = self._key(source), self._key(target)
         if self.exists(target):
-            raise StorageExistsError(f"cannot copy to {self._shown(new)}: it exists; use another name")
+            raise StorageExistsError(f"cannot copy to {self._client.shown(new)}: it exists; use another name")
         try:
             with self._errors("copy", old):
                 again_if_broken(lambda: self._obs.copy(self._store, old, new))
@@ -173,7 +172,7 @@ class ObjectStorage(Storage):
     def open(self, path: str) -> FileReader:
         """Open the present version of an object; see `Storage.open`."""
         key = self._key(path)
-        return open_reader(self, key, lambda action: self._errors(action, key), self._shown(key))
+        return open_reader(self._client, key, lambda action: self._errors(action, key), self._client.shown(key))
 
     def read(self, path: str, offset: int = 0, size: int | None = None) -> bytes:
         """Return the bytes of an object, nearly always in one request, or a range of them; see `Storage.read`."""
@@ -181,13 +180,13 @@ class ObjectStorage(Storage):
             return super().read(path, offset, size)
         key = self._key(path)
         with self._errors("read", key):
-            return read_version(self, key, self._shown(key))[0]
+            return read_version(self._client, key, self._client.shown(key))[0]
 
     def read_tagged(self, path: str) -> tuple[bytes, str | None]:
         """Return content and etag of one version of an object; see `Storage.read_tagged`."""
         key = self._key(path)
         with self._errors("read", key):
-            data, meta = read_version(self, key, self._shown(key))
+            data, meta = read_version(self._client, key, self._client.shown(key))
             return data, self._tag(meta)
 
     def stat(self, path: str) -> ObjectInfo:
@@ -210,7 +209,7 @@ class ObjectStorage(Storage):
                         yield ObjectInfo(path=f"{path}/", size=0)
                 metas = iter(found["objects"])
             else:
-                metas = list_all(self, base)
+                metas = list_all(self._client, base)
             for meta in metas:
                 path = meta["path"][skip:]
                 # An empty object named like the directory is how web consoles make "folders".
@@ -222,17 +221,17 @@ class ObjectStorage(Storage):
     @property
     def uri(self) -> str:
         """Scheme, bucket and prefix."""
-        return f"{self._place.scheme}://{self._place.netloc}" + (f"/{self._prefix}" if self._prefix else "")
+        return f"{self._client.uri}/{self._prefix}" if self._prefix else self._client.uri
 
     @property
     def conditional(self) -> bool:
         """Whether the store enforces conditional writes; some take the headers and ignore them."""
-        return conditions_of(self)
+        return conditions_of(self._client, self._prefix)
 
     @property
     def num_parallel(self) -> int:
         """Requests wait for the line, not for a core."""
-        return 16
+        return self._client.num_parallel
 
     @property
     def deletes_at_once(self) -> int:
@@ -269,38 +268,19 @@ class ObjectStorage(Storage):
     # -- inside
 
     @property
+    def _place(self) -> BucketConfig:
+        return self._client.place
+
+    @property
     def _obs(self) -> Any:
-        if not _first_pid:
-            _first_pid.append(os.getpid())
-        if _first_pid[0] != os.getpid():
-            raise StorageError(
-                f"{self.uri} cannot be used in a process forked from one that used an object storage: start workers "
-                "with the 'spawn' or 'forkserver' method, or open the checkpoint before nothing else in the child"
-            )
-        return require("obstore", extra=self._place.extra, purpose=f"{self._place.scheme}:// locations")
+        return self._client.obs
 
     @property
     def _store(self) -> Any:
-        if not self._store_or_none:
-            try:
-                self._store_or_none.append(make_store(self._place, self._limits))
-            except Exception as error:
-                if isinstance(error, HoldfastError):
-                    raise
-                told = said(str(error), tuple(self._place.secrets.values()))
-                raise ConfigError(f"{self.uri}: the client refuses these settings: {told}") from None
-        return self._store_or_none[0]
-
-    @property
-    def _tag_name(self) -> str:
-        # Google compares generations, all others etags.
-        return "version" if self._place.store == "GCSStore" else "e_tag"
+        return self._client.store
 
     def _tag(self, meta: Any) -> str | None:
-        tag: str | None = meta.get(self._tag_name)
-        # Listings of Azure leave out the quotes that belong to an etag.
-        quoted = tag is None or self._place.store != "AzureStore" or tag.endswith('"')
-        return tag if quoted else f'"{tag}"'
+        return self._client.tag(meta)
 
     def _info(self, meta: Any, path: str) -> ObjectInfo:
         return ObjectInfo(
@@ -311,11 +291,8 @@ class ObjectStorage(Storage):
         check_path(path)
         return f"{self._prefix}/{path}" if self._prefix else path
 
-    def _shown(self, key: str) -> str:
-        return f"{self._place.scheme}://{self._place.netloc}/{key}"
-
     def _errors(self, action: str, key: str) -> AbstractContextManager[None]:
-        return errors_of(action, self._shown(key), self._place.secrets.values())
+        return self._client.errors(action, key)
 
 
 def from_uri(uri: str) -> Storage:

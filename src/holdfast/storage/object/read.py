@@ -6,17 +6,15 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.errors import StorageError
 
 from ..base import FileReader
 from .again import Errors, ShortAnswerError, again_if_broken
 from .ahead import Ahead
+from .client import BucketClient
 from .errors import status_of
-
-if TYPE_CHECKING:
-    from .object_storage import ObjectStorage
 
 __all__ = ["ObjectReader", "list_all", "open_reader", "read_version"]
 
@@ -46,28 +44,28 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def open_reader(storage: ObjectStorage, key: str, errors: Errors, path: str) -> ObjectReader:
+def open_reader(client: BucketClient, key: str, errors: Errors, path: str) -> ObjectReader:
     """Ask for the beginning of an object: the answer tells its size and version, too.
 
     Args:
-        storage: where.
+        client: of the bucket.
         key: of the object.
         errors: translates what the client raises.
         path: how messages call it.
     """
     with errors("read"):
-        first, meta = again_if_broken(lambda: _first(storage, key, path))
-    return ObjectReader(storage, key, errors, path, first=first, size=meta["size"], etag=meta.get("e_tag"))
+        first, meta = again_if_broken(lambda: _first(client, key, path))
+    return ObjectReader(client, key, errors, path, first=first, size=meta["size"], etag=meta.get("e_tag"))
 
 
-def read_version(storage: ObjectStorage, key: str, path: str) -> tuple[bytes, Any]:
+def read_version(client: BucketClient, key: str, path: str) -> tuple[bytes, Any]:
     """Return all bytes of one version of an object, and what the client says of it; a big one takes two requests."""
-    first, meta = again_if_broken(lambda: _first(storage, key, path))
+    first, meta = again_if_broken(lambda: _first(client, key, path))
     if len(first) == meta["size"]:
         return first, meta
 
     def get() -> tuple[bytes, Any]:
-        found = storage._obs.get(storage._store, key)
+        found = client.obs.get(client.store, key)
         data = bytes(found.bytes())
         if len(data) != meta["size"] and found.meta.get("e_tag") == meta.get("e_tag"):
             raise ShortAnswerError(f"cannot read {path}: the storage sent {len(data)} of {meta['size']} bytes")
@@ -76,8 +74,8 @@ def read_version(storage: ObjectStorage, key: str, path: str) -> tuple[bytes, An
     return again_if_broken(get)
 
 
-def _first(storage: ObjectStorage, key: str, path: str) -> tuple[bytes, Any]:
-    obs, store = storage._obs, storage._store
+def _first(client: BucketClient, key: str, path: str) -> tuple[bytes, Any]:
+    obs, store = client.obs, client.store
     try:
         found = obs.get(store, key, options={"range": (0, _FIRST_BYTES)})
     except Exception as error:
@@ -91,16 +89,16 @@ def _first(storage: ObjectStorage, key: str, path: str) -> tuple[bytes, Any]:
     return first, meta
 
 
-def list_all(storage: ObjectStorage, base: str) -> Iterator[Any]:
+def list_all(client: BucketClient, base: str) -> Iterator[Any]:
     """Yield what the client says of each object below a prefix; after a break it goes on behind the last one."""
     last: str | None = None
-    pages = storage._obs.list(storage._store, base or None)
+    pages = client.obs.list(client.store, base or None)
     broken = False
 
     def next_page() -> Any:
         nonlocal pages, broken
         if broken:
-            pages, broken = storage._obs.list(storage._store, base or None, offset=last), False
+            pages, broken = client.obs.list(client.store, base or None, offset=last), False
         try:
             return next(pages, None)
         except Exception:
@@ -119,9 +117,9 @@ class ObjectReader(FileReader):
     ahead_bytes = 8 * _RANGE_BYTES
 
     def __init__(
-        self, storage: ObjectStorage, key: str, errors: Errors, path: str, *, first: bytes, size: int, etag: str | None
+        self, client: BucketClient, key: str, errors: Errors, path: str, *, first: bytes, size: int, etag: str | None
     ) -> None:
-        self._storage, self._key, self._errors, self._path = storage, key, errors, path
+        self._client, self._key, self._errors, self._path = client, key, errors, path
         self._first, self._etag, self.size = first, etag, size
         self._ahead = Ahead(self._read_range, _readers)
 
@@ -162,7 +160,7 @@ class ObjectReader(FileReader):
         asked: dict[str, Any] = {"range": (start, end)}
         if self._etag is not None:
             asked["if_match"] = self._etag
-        found = self._storage._obs.get(self._storage._store, self._key, options=asked)
+        found = self._client.obs.get(self._client.store, self._key, options=asked)
         if self._etag is not None and found.meta.get("e_tag") not in (None, self._etag):
             raise StorageError(f"cannot read {self._path}: it was replaced while it was read; open it again")
         return found.stream(min_chunk_size=1 << 20)
