@@ -209,4 +209,4 @@ def test_a_store_that_compares_etags_without_their_quotes(storage, monkeypatch, 
     monkeypatch.setattr(conditions, "_known", {})
     monkeypatch.setattr(conditions, "_refuses", refuses)
     assert storage.conditional is (compares == "bare")
-    assert conditions.as_condition(storage, '"abc"') == ("abc" if compares == "bare" else '"abc"')
+    assert conditions.as_condition(storage._client, '"abc"') == ("abc" if compares == "bare" else '"abc"')
