@@ -113,7 +113,7 @@ def test_memory_runs_live_in_this_process() -> None:
     """memory:// saves, resumes and ranks like a directory, with a thread as writer."""
     state = kit.make_state()
     first = kit.train("memory://environment/run", 4, state=state)
-    assert first._client.process_id is None
+    assert first._session.client.process_id is None
     fresh = kit.make_state(seed=4)
     with hf.Checkpointer("memory://environment/run", fresh, every=None) as ck:
         assert ck.global_step == 4
@@ -139,7 +139,7 @@ def test_nothing_is_left_running_or_lying_about(tmp_path: Path) -> None:
     before = {thread.name for thread in threading.enumerate()}
     ck = kit.train(tmp_path, 3)
     with pytest.raises((ProcessLookupError, TypeError)):
-        os.kill(ck._client.process_id, 0)
+        os.kill(ck._session.client.process_id, 0)
     assert {thread.name for thread in threading.enumerate()} - before == set()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["reports", "run.json", "step_00000002", "step_00000003"]
 

@@ -16,7 +16,7 @@ import run_kit as kit
 import torch
 
 import holdfast as hf
-from holdfast.checkpointer import saver
+from holdfast.checkpointer import run_session
 from holdfast.storage.base import FileWriter
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing import FaultyStorage
@@ -68,7 +68,7 @@ def test_bounded_memory_keeps_its_bound_and_resumes(tmp_path: Path) -> None:
     state = {"weights": torch.randn(4 << 20)}
     with hf.Checkpointer(tmp_path, state, every=1, keep=None, max_staging_bytes=4 << 20) as ck:
         ck.step()
-        assert ck._saver.snapshotter.arena.size <= 4 << 20
+        assert ck._course._snapshotter.arena.size <= 4 << 20
     fresh = {"weights": torch.zeros(4 << 20)}
     with hf.Checkpointer(tmp_path, fresh, every=None, max_staging_bytes=4 << 20):
         assert torch.equal(fresh["weights"], state["weights"])
@@ -95,13 +95,13 @@ def test_when_busy_wait_holds_the_loop_until_the_save_before_is_done(
     with hf.Checkpointer(gated, {"w": torch.zeros(4)}, every=1, keep=None) as ck:
         gated.gate.clear()
         ck.step()
-        real = saver.wait
+        real = run_session.wait
 
         def wait(*arguments: Any, **options: Any) -> Any:
             threading.Timer(0.2, gated.gate.set).start()  # not before it waits, however busy the machine is
             return real(*arguments, **options)
 
-        monkeypatch.setattr(saver, "wait", wait)
+        monkeypatch.setattr(run_session, "wait", wait)
         ck.step()
         monkeypatch.undo()
         assert ck.stats.last_durable_step == 1
@@ -141,7 +141,7 @@ def test_a_failed_save_raises_at_the_next_step_and_the_run_can_go_on() -> None:
     with hf.Checkpointer(storage, {"w": torch.zeros(4)}, every=1, keep=None) as ck:
         ck.step()
         ck.step()
-        ck._saver._pending.submitted.future.exception()
+        ck._session._pending[0].future.exception()
         with pytest.raises(hf.StorageError, match="no step_00000002"):
             ck.step()
         ck.step()
@@ -201,7 +201,7 @@ def test_a_killed_writer_is_replaced_and_the_run_goes_on(tmp_path: Path, caplog:
         for step in range(1, 9):
             ck.step(loss=kit.train_one(state))
             if step == 4:
-                os.kill(ck._client.process_id, signal.SIGKILL)
+                os.kill(ck._session.client.process_id, signal.SIGKILL)
     assert kit.steps(tmp_path) == [2, 4, 6, 8]
     assert all(one.verify().ok for one in ck.checkpoints())
     assert "it is started again" in caplog.text
@@ -218,7 +218,7 @@ def test_a_writer_killed_twice_ends_the_run_with_an_error(tmp_path: Path) -> Non
             ck.step()
             if step in (2, 5):
                 ck.wait()
-                process = ck._client._talk.process
+                process = ck._session.client._talk.process
                 os.kill(process.pid, signal.SIGKILL)
 
 

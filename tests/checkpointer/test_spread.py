@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -54,10 +53,7 @@ def test_a_damaged_part_is_none_and_a_disk_that_fails_an_error(tmp_path: Path) -
 
 
 def room(tmp_path: Path, needs: list[list[Any]], free: int = 1000 * MIB, **more: Any) -> str:
-    probed: Future[dict[str, Any]] = Future()
-    probed.set_result({"free_bytes": free, "seconds": 0.0})
-    client: Any = SimpleNamespace(probe=lambda storage, directory: probed)
-    return check_room(LocalStorage(tmp_path), client, needs, {}, "aaaaaaa1", 5.0, **more)
+    return check_room(LocalStorage(tmp_path), free, needs, {}, **more)
 
 
 def test_each_machine_has_to_hold_the_parts_of_its_own_ranks(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_report_that_ranks_saves_its_step_and_the_best_stay(tmp_path: Path) ->
         for number, value in enumerate(values, start=1):
             ck.step()
             ck.report(other=1.0)
-            assert ck._saver.last_step != number
+            assert ck._session.last_step != number
             ck.report(val=value)
         ck.wait()
         best = ck.best()
@@ -203,7 +203,7 @@ def test_metrics_bound_to_a_save_that_found_no_space_do_not_stop_training(
         storage.ops.used_bytes = (64 << 20) - (1 << 18)
         ck.step()
         ck.report(val=1.0)
-        ck._saver.settle(wait_for_it=True)
+        ck._session.settle()
         ck.wait()
         storage.ops.used_bytes = 0
         ck.step()
@@ -233,7 +233,7 @@ def test_a_failed_report_raises_at_the_next_step(tmp_path: Path, monkeypatch: py
         Broken.broken = True
         for _ in range(5):
             ck.step(loss=1.0)
-        ck._saver._side[0].exception()
+        ck._session._notes[0].future.exception()
         ck.step()
         raise AssertionError("the error did not surface")
 

@@ -24,7 +24,7 @@ from crash_scenarios import (
 )
 
 import holdfast as hf
-from holdfast.checkpointer import opening
+from holdfast.checkpointer import run_session
 from holdfast.errors import HoldfastError, RunBusyError
 from holdfast.run import lease as lease_module
 from holdfast.run import process
@@ -95,7 +95,7 @@ def elsewhere():
 def impatient():
     """Take an owner elsewhere for dead after a fraction of a second, and give up as soon."""
     Lease.acquire.__func__.__kwdefaults__["stale_s"] = STALE_S
-    opening._LEASE_S, local_tree._LOCK_S = 2.0, 0.2
+    run_session._LEASE_S, local_tree._LOCK_S = 2.0, 0.2
 
 
 def bucket(endpoint, uri):

@@ -192,13 +192,13 @@ def test_metrics_of_a_lost_one(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         keeper.report(3, {"loss": 0.5})
     down: Future[Any] = Future()
     down.set_exception(StorageUnavailableError("no answer"))
-    keeper._client.run_op = lambda *_, **__: down  # type: ignore[union-attr,method-assign]
+    keeper._session.client.run_op = lambda *_, **__: down  # type: ignore[union-attr,method-assign]
     keeper.report(2, {"loss": 0.5})
     assert "metrics of step 2 were not bound, the storage does not answer: no answer" in caplog.text
-    keeper.on_full = "raise"
+    keeper._session.on_full = "raise"  # type: ignore[union-attr]
     with pytest.raises(StorageUnavailableError):
         keeper.report(2, {"loss": 0.5})
-    del keeper._client.run_op  # type: ignore[union-attr]
+    del keeper._session.client.run_op  # type: ignore[union-attr]
     keeper.close()
 
 

@@ -71,7 +71,7 @@ def test_a_lost_one_costs_itself(tmp_path: Path) -> None:
     keeper.storage = FaultyStorage(tmp_path / "run", disk_bytes=40_000)
     with write(keeper, 1, metrics={"what does not fit": "x" * 100_000}):
         pass
-    assert isinstance(keeper._pending[0].future.exception(), StorageFullError)
+    assert isinstance(keeper._session._pending[0].future.exception(), StorageFullError)
     with pytest.raises(StorageFullError), write(keeper, 2):
         pass
     keeper.wait()
@@ -96,13 +96,12 @@ def test_an_end_while_it_is_read(tmp_path: Path) -> None:
     """What the writer still reads when the time is up, or at Ctrl-C, stays; a process that comes later removes it."""
     keeper = ShardCheckpoints(tmp_path / "run", folder=tmp_path / "work")
     keeper.latest()
-    keeper._client.ingest = lambda storage, job: Future()  # type: ignore[union-attr,method-assign]
+    keeper._session.client.ingest = lambda storage, job: Future()  # type: ignore[union-attr,method-assign]
     with write(keeper, 1):
         pass
-    keeper.timeout_s = 0.2
+    keeper._session.timeout_s = 0.2  # type: ignore[union-attr]
     with pytest.raises(HoldfastError, match="not durable"):
         keeper.close()
-    keeper.timeout_s = 60.0
     assert [path.read_text() for path in (tmp_path / "work").rglob("shard")] == ["1"]
     keeper.close()
     with write(keeper, 2):

@@ -22,7 +22,7 @@ def main(run, result, writer_file, pause):
     state = {"model": model, "optimizer": optimizer, "ids": history}
     with hf.Checkpointer(run, state, every=3, keep=hf.Keep(last=2)) as ck:
         with open(writer_file, "w") as out:
-            out.write(f"{ck._client.process_id} {ck.global_step}")
+            out.write(f"{ck._session.client.process_id} {ck.global_step}")
         for _ in ck.epochs(2):
             for which, x in ck.batches(loader):
                 loss = model(x).pow(2).mean()

@@ -58,7 +58,7 @@ def run(root: str, notes: str, fault: dict[str, Any] | None = None, until: int =
     try:
         with hf.Checkpointer(storage, state, every=2, keep=None, timeout_s=timeout_s) as ck:
             start = ck.global_step
-            Path(notes, f"writer-{rank}").write_text(str(ck._client.process_id))
+            Path(notes, f"writer-{rank}").write_text(str(ck._session.client.process_id))
             while ck.global_step < until:
                 optimizer.zero_grad()
                 model(torch.full((2, 4), float(ck.global_step))).square().mean().backward()

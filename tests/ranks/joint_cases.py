@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import holdfast as hf
-from holdfast.checkpointer import boundaries, functions, opening, save_target
+from holdfast.checkpointer import boundaries, functions, run_session, save_target
 from holdfast.testing.faults import FaultyStorage
 
 
@@ -292,7 +292,7 @@ def busy(root: str) -> dict[str, Any]:
 def start_fails(root: str, how: str) -> str:
     """A start that cannot work on one rank."""
     rank = dist.get_rank()
-    opening._VISIBLE_S = 0.5
+    run_session._VISIBLE_S = 0.5
     storage: Any = Path(root, str(rank)) if how == "own disks" else Path(root)
     state = {
         "m": torch.nn.Linear(2, 3 if how == "mismatch" and rank else 2),

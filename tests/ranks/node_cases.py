@@ -66,7 +66,7 @@ def train(
     try:
         with hf.Checkpointer(storage, state, local_dir=local, **options) as ck:
             start = ck.global_step
-            (mine.parent / f"writer-{rank}").write_text(str(ck._client.process_id))
+            (mine.parent / f"writer-{rank}").write_text(str(ck._session.client.process_id))
             (mine.parent / f"trainer-{rank}").write_text(str(os.getpid()))
             assert start == 0 or state["mine"].value.tolist() == [rank] * 3
             while ck.global_step < until:
@@ -92,7 +92,7 @@ def train(
 
 def _happen(fault: dict[str, Any], rank: int, ck: hf.Checkpointer) -> None:
     dist.barrier()  # the step is staged everywhere
-    writer = ck._client.process_id
+    writer = ck._session.client.process_id
     assert writer is not None
     if fault["what"] == "all" or (fault["rank"] == rank and fault["what"] in ("writer", "both")):
         os.kill(writer, signal.SIGKILL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from holdfast.run.record import Record
 from holdfast.trainers.function.control.actions import (
     Action,
     ActionResult,
@@ -17,7 +18,6 @@ from holdfast.trainers.function.control.actions import (
 )
 from holdfast.trainers.function.control.controller import Controller
 from holdfast.trainers.function.control.finder import RunContents
-from holdfast.trainers.function.control.known_checkpoints import KnownCheckpoint
 from holdfast.trainers.function.control.plan import RunSpec
 from holdfast.trainers.function.control.states import RunState
 from holdfast.trainers.function.engine import Exited, Received, Started
@@ -76,7 +76,7 @@ class Play:
         self.outcome(self.only(OpenRun), opened)
         return self
 
-    def found(self, *kept: KnownCheckpoint, **fields: Any) -> Play:
+    def found(self, *kept: Record, **fields: Any) -> Play:
         start = max(kept, key=lambda one: one.order, default=None)
         self.outcome(self.only(FindStart), RunContents(kept=kept, start=start, **fields))
         return self
@@ -86,7 +86,7 @@ class Play:
         self.outcome(self.only(NextAttempt), {"attempt": self.attempt, "start_id": f"s{self.attempt}"})
         return self
 
-    def run(self, *kept: KnownCheckpoint) -> Play:
+    def run(self, *kept: Record) -> Play:
         """Open, find, start: up to train_func on every rank."""
         return self.open().found(*kept).go()
 
@@ -180,8 +180,6 @@ class Play:
         return out
 
 
-def kept(name: str, step: int, attempt: int = 1, *, checkpoint_id: str = "", **metrics: Any) -> KnownCheckpoint:
+def kept(name: str, step: int, attempt: int = 1, *, checkpoint_id: str = "", **metrics: Any) -> Record:
     """A checkpoint of the run."""
-    return KnownCheckpoint(
-        name=name, attempt=attempt, step=step, metrics=metrics, checkpoint_id=checkpoint_id or f"id-{name}"
-    )
+    return Record(name=name, attempt=attempt, step=step, metrics=metrics, checkpoint_id=checkpoint_id or f"id-{name}")

@@ -130,7 +130,7 @@ def test_a_busy_run(tmp_path: Path) -> None:
     first = make(tmp_path / "run", lambda *_: None)
     thread = threading.Thread(target=drive, args=(first,))
     thread.start()
-    while first._executor.opened is None:
+    while not first._session.is_open:
         threading.Event().wait(0.01)
     end = drive(make(tmp_path / "run", lambda *_: None))
     assert isinstance(end.error, RunBusyError)
@@ -154,7 +154,7 @@ def test_the_writer_dies(tmp_path: Path) -> None:
     def script(engine: FakeEngine, rank: int, header: dict[str, Any], attachments: tuple[bytes, ...]) -> None:
         good(engine, rank, header, attachments)
         if header["do"] == "begin":
-            pid = driver._client.process_id
+            pid = driver._session.client.process_id
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
 
@@ -199,7 +199,7 @@ def test_a_mistake_of_ours_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
 def test_storage_that_is_stuck_is_said(tmp_path: Path) -> None:
     """Opening the run is bounded."""
     driver = make(tmp_path / "run", lambda *_: None, limits=WaitLimits(start_s=0.2))
-    driver._client.open_run = lambda *_, **__: _Never()  # type: ignore[assignment, method-assign, return-value]
+    driver._session.client.open_run = lambda *_, **__: _Never()  # type: ignore[assignment, method-assign, return-value]
     assert "did not answer within 0.2 s" in str(drive(driver).error)
 
 

@@ -14,7 +14,7 @@ def main(remote: str, steps: int, keep: int, pause: float) -> None:
     torch.set_num_threads(1)
     state = {"w": torch.zeros(20_000)}
     with hf.Checkpointer(remote, state, every=1, keep=hf.Keep(last=keep)) as ck:
-        print("at", ck.global_step, ck._client.process_id, "-", flush=True)
+        print("at", ck.global_step, ck._session.client.process_id, "-", flush=True)
         while ck.global_step < steps:
             state["w"] += 1
             ck.step()

@@ -18,7 +18,7 @@ def main(remote: str, local: str, steps: int, pause: float) -> None:
     mirror = hf.Mirror(local, keep=hf.Keep(last=2), max_behind=9)
     with hf.Checkpointer(remote, state, every=1, keep=hf.Keep(last=3), local_dir=mirror) as ck:
         source = ck.resumed_from.uri if ck.resumed_from is not None else "nothing"
-        print("at", ck.global_step, ck._client.process_id, source, flush=True)
+        print("at", ck.global_step, ck._session.client.process_id, source, flush=True)
         while ck.global_step < steps:
             state["w"].mul_(0.9).add_(torch.rand(100_000))
             state["seen"].values.append(float(state["w"][0]))

@@ -27,7 +27,7 @@ def test_a_remote_that_goes_down_does_not_stop_training(remote, local, proxy, ca
         step_to(ck, state, 7)
         assert ck.stats.last_durable_step == 7
         assert ck.stats.last_remote_step == 1
-        wait_until(lambda: ck.stats.remote_behind == 2 and ck._saver.remote._state["error"])
+        wait_until(lambda: ck.stats.remote_behind == 2 and ck._session.remote_watch._state["error"])
         assert ck.latest().step == 7
         assert steps(LocalStorage(local))[-2:] == [6, 7]  # nothing that waits goes, whatever keep says
         proxy.inject()
@@ -68,7 +68,7 @@ def test_being_behind_may_end_the_run(remote, local, proxy, rule):
             step_to(ck, state, 3)
         finally:
             be_impatient(ck, 0.5)  # of what is on the disk alone by now
-    os.kill(ck._client.process_id, signal.SIGKILL)
+    os.kill(ck._session.client.process_id, signal.SIGKILL)
 
 
 @pytest.mark.long
@@ -120,8 +120,8 @@ def test_a_writer_that_dies_is_followed_by_one_that_goes_on(remote, local, proxy
         ck.wait(remote=True)
         proxy.inject(Fault(kind="reset", path="/step_00000003"))
         step_to(ck, state, 3)
-        os.kill(ck._client.process_id, signal.SIGKILL)
-        wait_until(lambda: ck._client.process_id is not None and _lives(ck._client.process_id))
+        os.kill(ck._session.client.process_id, signal.SIGKILL)
+        wait_until(lambda: ck._session.client.process_id is not None and _lives(ck._session.client.process_id))
         proxy.inject()
         step_to(ck, state, 5)
         ck.wait(remote=True)

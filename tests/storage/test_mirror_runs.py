@@ -100,7 +100,7 @@ def _lose_the_remote(proxy: FaultProxy, remote: Storage, local: Path) -> None:
         proxy.inject(DOWN)
         step_to(ck, state, 3)
         be_impatient(ck, 0.5)
-    os.kill(ck._client.process_id, signal.SIGKILL)
+    os.kill(ck._session.client.process_id, signal.SIGKILL)
     proxy.inject()
 
 
@@ -153,7 +153,7 @@ def test_what_is_complete_is_not_sent_again(remote, local, proxy, monkeypatch):
         step_to(ck, state, 1)
         wait_until(lambda: len({name for name in puts(proxy) if name.endswith(".safetensors")}) >= 7)
         be_impatient(ck, 0.5)
-    os.kill(ck._client.process_id, signal.SIGKILL)
+    os.kill(ck._session.client.process_id, signal.SIGKILL)
     before = set(puts(proxy))
     assert not remote.exists("step_00000001/manifest.json")
     proxy.inject()
@@ -286,7 +286,7 @@ def test_local_runs_move_to_a_remote(remote, local):
 def test_a_remote_in_memory_is_served_by_a_thread(local):
     """A remote that cannot be described to a process works all the same."""
     ck = train("memory://mirror-thread", local, 3)
-    assert ck._client.process_id is None
+    assert ck._session.client.process_id is None
     assert steps(resolve("memory://mirror-thread")) == [1, 2, 3]
     shutil.rmtree(local)
     assert train("memory://mirror-thread", local, 4).resumed_from.uri == "memory://mirror-thread/step_00000003"

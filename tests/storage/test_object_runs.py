@@ -180,7 +180,7 @@ def test_credentials_are_written_nowhere(root, endpoint, tmp_path, monkeypatch, 
     saved = hf.save(hf.Checkpoint("single", by_hand), {"w": torch.ones(5)})
     seen += [repr(saved), pickle.dumps(saved).decode("latin-1")]
     with hf.Checkpointer(by_hand.child("run"), {"w": torch.ones(5)}, every=1) as ck:
-        process = Path(f"/proc/{ck._client.process_id}")
+        process = Path(f"/proc/{ck._session.client.process_id}")
         seen += [(process / "cmdline").read_text(), (process / "environ").read_text()]
         for _ in range(2):
             ck.step(loss=0.5)
@@ -287,7 +287,7 @@ def test_run_through_faults(tmp_path):
         storage = ObjectStorage("gs://bucket/runs", {"base_url": stub.url, "bearer_token": "secret-token"})
         state = {"w": torch.zeros(5_000_000)}
         with hf.Checkpointer(storage.child("run"), state, every=1, keep=hf.Keep(last=9)) as ck:
-            assert ck._client.process_id is not None
+            assert ck._session.client.process_id is not None
             for _ in range(5):
                 state["w"] += 1
                 ck.step()

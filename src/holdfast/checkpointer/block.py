@@ -14,6 +14,7 @@ from holdfast.writer.messages import RunOpened
 from .options import RESERVED, CheckpointerOptions
 from .progress import Progress
 from .resume import ResumeResult
+from .run_session import RunSession
 
 __all__ = ["ResumeBlock", "show_stop", "start_block"]
 
@@ -75,18 +76,17 @@ def show_stop(signal: str | None, step: int, storage: Storage, exit_code: int) -
 
 
 def start_block(
-    storage: Storage,
-    opened: RunOpened,
+    session: RunSession,
     outcome: ResumeResult,
     progress: Progress,
     *,
     finished: int | None,
     room: str,
     options: CheckpointerOptions,
-    remote: Storage | None = None,
-    staged: Storage | None = None,
 ) -> ResumeBlock:
     """Say what a start found and did."""
+    storage, opened = session.root, session.opened
+    remote = None if session.staged else session.remote
     block = ResumeBlock()
     notes = block.notes
     if outcome.checkpoint is None:
@@ -127,10 +127,10 @@ def start_block(
         waiting = opened.remote["waiting"]
         told = f"; still to be uploaded: {_listed(waiting)}" if waiting else ""
         notes.append(f"saves go to {storage.uri} first and are uploaded to {remote.uri}{told}")
-    if staged is not None:
+    if session.staged:
         notes.append(
-            f"the ranks do not share {staged.uri}: each stages its part of a save there, on its own machine, and "
-            f"brings it to {storage.uri}"
+            f"the ranks do not share {session.storage.uri}: each stages its part of a save there, on its own machine, "
+            f"and brings it to {storage.uri}"
         )
     notes.append(room)
     return block

@@ -11,19 +11,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdfast._log import get_logger
-from holdfast.writer.client import WriterClient
+from holdfast._units import format_bytes
+from holdfast.state.save.snapshot import Snapshotter
 
 from .metrics import MetricLog
 from .options import CheckpointerOptions
 from .progress import Progress
+from .run_session import RunSession
 from .save_policy import SavePolicy
-from .saver import RunSaver
+from .transient import passing_error, state_of
 from .verification import Watcher
 
 __all__ = ["StepBoundary"]
 
 _LOG = get_logger("checkpointer")
 _FULL_RETRY_S = 5.0
+_SLOW_DISK = 200e6  # bytes/s, for the time of a save before the first one was measured
 _MAX_OPEN = 256  # steps in one body before each further one is a boundary: the loop may ask for no more batches
 
 
@@ -31,7 +34,8 @@ class StepBoundary:
     """Carries out what `SavePolicy` decides.
 
     Args:
-        saver: starts saves and follows them.
+        session: takes saves and follows them.
+        snapshotter: copies the state.
         log: metrics of the run.
         pace: decides.
         progress: the counters.
@@ -47,15 +51,16 @@ class StepBoundary:
 
     def __init__(
         self,
-        saver: RunSaver,
+        session: RunSession,
+        snapshotter: Snapshotter,
         log: MetricLog,
         pace: SavePolicy,
         progress: Progress,
         options: CheckpointerOptions,
         state: Callable[[], Mapping[Any, Any]],
     ) -> None:
-        self._saver, self.log, self.pace, self._progress, self._options = saver, log, pace, progress, options
-        self._state = state
+        self._session, self._snapshotter, self._state = session, snapshotter, state
+        self.log, self.pace, self._progress, self._options = log, pace, progress, options
         self._warm = False
         self.held_s = 0.0
         self._open = False  # a step was made in a body, and its boundary is still to come
@@ -68,6 +73,12 @@ class StepBoundary:
         self.watcher: Watcher | None = None
 
     # -- boundaries
+
+    def fence(self) -> None:
+        """Make the device wait for copies of its tensors that are still under way; costs the CPU nothing."""
+        copies = self._snapshotter.copies
+        if copies is not None:
+            copies.stepped()
 
     def stepped(self, step_s: float) -> None:
         """Take in a step that was just made: act on it, or leave that to the end of its body.
@@ -100,11 +111,11 @@ class StepBoundary:
 
     def _bound(self) -> None:
         is_new, self._open, self._early = self._open or not self._wanted, False, False
-        now, saver = time.monotonic(), self._saver
-        if self.pace.stepped(now, step_s=self._step_s, save_s=saver.save_s) or self.wants_attention:
+        now, session = time.monotonic(), self._session
+        if self.pace.stepped(now, step_s=self._step_s, save_s=self.save_s) or self.wants_attention:
             self.attend(now, self._step_s)
-        elif saver.unsettled:
-            saver.glance()
+        elif session.unsettled:
+            session.glance()
         if self._wanted:
             self._wanted = False
             self.save(force=True)
@@ -134,20 +145,20 @@ class StepBoundary:
 
     def attend(self, now: float, step_s: float) -> None:
         """Do what the current step calls for: stop, save, retry, or warm up."""
-        saver = self._saver
+        session = self._session
         if not self._warm:
             # Optimizer state exists from the first step on: now the arena's size is known, and its pages are
             # faulted in the background, long before the first save is due.
             self._warm = True
-            saver.snapshotter.prepare(self._state(), saver.client)
-        call = self.pace.call(now, step_s=step_s, save_s=saver.save_s)
+            self._snapshotter.prepare(self._state(), session.client)
+        call = self.pace.call(now, step_s=step_s, save_s=self.save_s)
         if call == "stop":
             self.stop()
         if call == "settle":
-            saver.settle(wait_for_it=True)
-        elif saver.unsettled:
-            saver.glance()
-        if saver.wants_retry:
+            session.settle()
+        elif session.unsettled:
+            session.glance()
+        if session.wants_retry:
             self._save_when_space()
         elif call == "save":
             self.save()
@@ -155,43 +166,72 @@ class StepBoundary:
     @property
     def wants_attention(self) -> bool:
         """True before the first step was attended to, and while a save waits for space."""
-        return not self._warm or self._saver.wants_retry
+        return not self._warm or self._session.wants_retry
+
+    @property
+    def save_s(self) -> float:
+        """Seconds the last save took until it was durable, at the remote too; a careful guess before the first one."""
+        session = self._session
+        if session.stats.seconds_to_durable:
+            upload_s = 0.0 if session.remote_watch is None else session.remote_watch.upload_s
+            return session.stats.seconds_to_durable[-1] + upload_s
+        layout = self._snapshotter.layout
+        return 0.0 if layout is None else layout.tensor_bytes / _SLOW_DISK
 
     def save(self, *, force: bool = False) -> None:
-        """Save the current step, unless it is."""
+        """Save the current step, unless it is.
+
+        Args:
+            force: wait for a busy writer whatever ``when_busy`` says.
+        """
         begun = time.perf_counter()
-        saver, progress = self._saver, self._progress
-        saved = saver.last_step == progress.step or saver.save(
-            step=progress.step, epoch=progress.epoch, metrics=self.log.of_step(progress.step), force=force,
-            announce=lambda name: self.log.flush(progress, saver, name=name),
-        )  # fmt: skip
+        step = self._progress.step
+        is_saved = self._session.last_step == step or self._start_save(force=force)
         # One that is left out because the writer is busy is over as well: the next multiple is the next chance.
         self.pace.saved()
-        if saved:
-            self.log.flush(progress, saver)  # nothing, unless the step was saved before
+        if is_saved:
+            self.log.flush(step)  # nothing, unless the step was saved before
         self.held_s += time.perf_counter() - begun  # the time a save holds is not the time of a step
+
+    def _start_save(self, *, force: bool) -> bool:
+        """Hand the current step over; False where it is left out because the writer is busy."""
+        session, progress = self._session, self._progress
+        step, team = progress.step, session.team
+        may_skip = self._options.when_busy == "skip" and not force
+        if may_skip and (session.busy if team is None else not team.may_save(step)):  # the same answer on all ranks
+            session.stats.skipped += 1
+            session.journal("skipped", step=step)
+            _LOG.info(
+                "step %d: the save of step %d is still being written; this one is skipped", step, session.last_step
+            )
+            return False
+        session.save_state(
+            self._state, self._snapshotter, step=step, epoch=progress.epoch, metrics=self.log.of_step(step),
+            announce=lambda name: self.log.flush(step, name=name),
+        )  # fmt: skip
+        return True
 
     def save_now(self, metrics: dict[str, Any]) -> None:
         """Save the current step with these metrics, or bind them to the save that it has."""
-        saver, step = self._saver, self._progress.step
+        session, step = self._session, self._progress.step
         if metrics:
             self.log.add(step, self._progress.epoch, metrics)
-        if saver.last_step != step:
+        if session.last_step != step:
             self._want_save(metrics)
         elif metrics:
-            self.log.bind(saver, metrics)
+            self.log.bind(metrics)
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Record metrics; save the step if it is ranked by one of them and has no checkpoint."""
-        saver, progress, keep = self._saver, self._progress, self._options.keep
+        session, progress, keep = self._session, self._progress, self._options.keep
         self.log.add(progress.step, progress.epoch, metrics)
         ranked = keep is not None and keep.best is not None and keep.metric in metrics
-        if saver.last_step != progress.step and ranked:
+        if session.last_step != progress.step and ranked:
             self._want_save(metrics)
-        elif saver.last_step == progress.step:
-            self.log.bind(saver, metrics)
+        elif session.last_step == progress.step:
+            self.log.bind(metrics)
         if not self._wanted:
-            self.log.flush(progress, saver)
+            self.log.flush(progress.step)
 
     def wait(self, *, remote: bool = False) -> None:
         """Wait until everything so far is durable; with ``remote`` also at the remote of a mirrored run.
@@ -204,20 +244,24 @@ class StepBoundary:
         is_over = not self._progress.in_body or self._num_open >= self._per_body
         if self._wanted or (self._open and is_over):
             self._bound()
-        saver = self._saver
-        self.log.flush(self._progress, saver)
-        saver.finish()
-        if remote and saver.remote is not None:
-            saver.remote.finish(self._options.timeout_s, saver.last_step)
+        session = self._session
+        self.log.flush(self._progress.step)
+        session.finish()
+        if remote:
+            self._wait_for_remote()
+
+    def _wait_for_remote(self) -> None:
+        if (far := self._session.remote_watch) is not None:
+            far.finish(self._options.timeout_s, self._session.last_step)
 
     def epoch_done(self, epochs: int) -> None:
         """Act at the end of an epoch: save if it is due, stop if a signal came after the last step."""
         due = self.pace.epoch_due(epochs)
         self.boundary()
-        if due and self._saver.last_step != self._progress.step:
+        if due and self._session.last_step != self._progress.step:
             self.save()
         self.watch()
-        if self._progress.num_steps and self.pace.poll(step_s=self._step_s, save_s=self._saver.save_s):
+        if self._progress.num_steps and self.pace.poll(step_s=self._step_s, save_s=self.save_s):
             self.stop()
 
     def stop(self) -> None:
@@ -229,68 +273,76 @@ class StepBoundary:
 
     def _save_when_space(self) -> None:
         """``on_full="wait"``: hold training and try again until there is space or the time is up."""
-        saver = self._saver
+        session = self._session
         until = time.monotonic() + self._options.timeout_s
         tries = int(self._options.timeout_s / _FULL_RETRY_S)  # counted, where all ranks have to try equally often
-        while saver.wants_retry:
+        while session.wants_retry:
             self.save(force=True)
-            saver.settle(wait_for_it=True)
-            if not saver.wants_retry:
+            session.settle()
+            if not session.wants_retry:
                 return
             if self.pace.must_end(tries):
                 self.stop()
             tries -= 1
-            if tries < 1 or (saver.team is None and time.monotonic() + _FULL_RETRY_S > until):
-                saver.on_full = "raise"
+            if tries < 1 or (session.team is None and time.monotonic() + _FULL_RETRY_S > until):
+                session.on_full = "raise"
             time.sleep(_FULL_RETRY_S)
 
     # -- the end
 
-    def end(self, client: WriterClient) -> None:
+    def close(self) -> None:
+        """Give the memory of the copies back; idempotent."""
+        self._snapshotter.close()
+
+    def end(self) -> None:
         """Leave the body in order: the final step is saved, everything is durable, errors raise."""
-        saver, step = self._saver, self._progress.step
-        saver.settle(wait_for_it=True)
-        if step > 0 and saver.last_step != step:
+        session, step = self._session, self._progress.step
+        session.settle()
+        if step > 0 and session.last_step != step:
             self.save(force=True)
-            saver.settle(wait_for_it=True)
-            if saver.wants_retry:
+            session.settle()
+            if session.wants_retry:
                 self._save_when_space()
         self.wait()
-        saver.say_lost()
-        if step > 0 and saver.last_step != step:
-            raise saver.final_is_missing(step)
-        if saver.remote is not None:
-            saver.remote.finish(self._options.timeout_s, saver.last_step)
-        stopped = self.pace.stop_asked
-        if not saver.leads:
-            return
-        if not stopped:
-            saver.on_the_side(client.run_op("finished", info={"step": step, "epoch": self._progress.epoch}))
-        details = {"last_step": step, **self.pace.stop_details()}
-        saver.on_the_side(client.run_op("close_run", reason="stopped" if stopped else "finished", details=details))
-        saver.finish()
+        self._say_lost()
+        if step > 0 and session.last_step != step:
+            error = session.lost.error
+            lost = f"the final step {step} was NOT saved, {state_of(error)} ({error}); {self._newest_safe()}"
+            raise passing_error(error, lost)
+        self._wait_for_remote()
+        finished = None if self.pace.stop_asked else {"step": step, "epoch": self._progress.epoch}
+        session.end("stopped" if finished is None else "finished", details=self._last_details(), finished=finished)
 
-    def end_after(self, reason: str, client: WriterClient) -> None:
+    def end_after(self, reason: str) -> None:
         """Leave the body after an error (or a stop): what is under way finishes; the body's error is the one to see."""
-        saver = self._saver
-
-        def close() -> None:
-            if not saver.leads:
-                return
-            details = {"last_step": self._progress.step, **self.pace.stop_details()}
-            why = "stopped" if self.pace.stopping else reason
-            saver.on_the_side(client.run_op("close_run", reason=why, details=details))
+        session = self._session
 
         def flush() -> None:
-            self.log.flush(self._progress, saver)
+            self.log.flush(self._progress.step)
+
+        def end() -> None:
+            session.end("stopped" if self.pace.stopping else reason, details=self._last_details())
 
         # Each on its own: a failed save must not keep the reports from the disk.
-        def upload() -> None:
-            if saver.remote is not None:
-                saver.remote.finish(self._options.timeout_s, saver.last_step)
-
-        for act in (flush, saver.finish, saver.say_lost, upload, close, saver.finish):
+        for act in (flush, session.finish, self._say_lost, self._wait_for_remote, end):
             try:
                 act()
             except Exception as late:  # noqa: BLE001 - recorded: raising would hide the error of the body
                 self.log.complain(late)
+
+    def _last_details(self) -> dict[str, Any]:
+        return {"last_step": self._progress.step, **self.pace.stop_details()}
+
+    def _say_lost(self) -> None:
+        """Log what a storage that was full or did not answer cost."""
+        if lost := self._session.lost.total:
+            _LOG.warning(
+                "%d save(s) of this run were lost, the storage was full or did not answer; %s", lost,
+                self._newest_safe(),
+            )  # fmt: skip
+
+    def _newest_safe(self) -> str:
+        storage, step = self._session.storage, self._session.stats.last_durable_step
+        free = storage.free_bytes()
+        room = "" if free is None else f"; {format_bytes(free)} are free at {storage.uri}"
+        return ("no checkpoint was written" if step < 0 else f"the newest checkpoint is that of step {step}") + room

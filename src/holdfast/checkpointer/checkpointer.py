@@ -14,30 +14,26 @@ from holdfast._ranks import current_ranks
 from holdfast._units import IntervalLike
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, Mirror
-from holdfast.errors import ConfigError, HoldfastError, SessionError
+from holdfast.errors import ConfigError, SessionError
 from holdfast.state.data.worker_seeds import PersistentWorkerSeeds
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree import rng
 from holdfast.state.tree.groups import Alike, ranks_alike
 from holdfast.state.tree.rng import RNG
 from holdfast.storage.resolve import resolve
-from holdfast.writer.client import WriterClient
 
-from .announce import Announcer, Listener
+from .announce import Listener
 from .batches import Batches, NumberedBatches
 from .block import show_stop
 from .boundaries import StepBoundary
 from .distributed_policy import DistributedSavePolicy, NoLog
-from .identity import new_start_id
 from .listing import RunListing
 from .metrics import MetricLog
 from .options import RESERVED, CheckpointerOptions, check_root, check_state, sides
 from .progress import Progress
-from .rank_group import RankGroup
-from .remote import RemoteWatch
-from .rendezvous import Rendezvous, meet
+from .rendezvous import meet
+from .run_session import RunSession
 from .save_policy import SavePolicy
-from .saver import RunSaver
 from .schedule import Schedule
 from .signals import StopSignals
 from .start import StartedRun, start_run
@@ -145,9 +141,7 @@ class Checkpointer(RunListing):
         self._left = self._step_s = 0.0  # when `step` was left, and how long the step before it took
         self._open = self._ended = False
         self._generators: dict[str, Any] | None = None  # as restored, until the first batch is asked for
-        self._client: WriterClient | None = None
-        self._team: RankGroup | None = None
-        self._saver: RunSaver | None = None
+        self._session: RunSession | None = None
         self._course: StepBoundary | None = None
 
     # -- life
@@ -168,24 +162,18 @@ class Checkpointer(RunListing):
             max_file_bytes=min(one.max_file_bytes for one in self._sides), unsupported=options.unsupported,
             alike=alike,
         )  # fmt: skip
-        client = self._client = WriterClient.start(self.storage, remote=self.remote)
+        session = self._session = RunSession(
+            self.storage, remote=self.remote, meeting=meeting, on_full=options.on_full, timeout_s=options.timeout_s
+        )
         try:
-            team = None
-            if isinstance(meeting, Rendezvous):
-                team = self._team = RankGroup(meeting, client, timeout_s=options.timeout_s)
             started = start_run(
-                self.storage, client, snapshotter, self._full_state, self._progress, options=options,
-                start_id=new_start_id() if team is None else team.start_id, remote=self.remote, meeting=meeting,
-                home=self.state,
-            )  # fmt: skip
-            self._begin(client, snapshotter, started)
+                session, snapshotter, self._full_state, self._progress, options=options, home=self.state
+            )
+            self._begin(session, snapshotter, started)
         except BaseException as error:
             self._signals.remove()
             snapshotter.close()
-            why = f"did not start: {type(error).__name__}"
-            with contextlib.suppress(HoldfastError):
-                client.run_op("close_run", reason=why)
-            self._close(client, options.timeout_s, why)
+            session.abandon(f"did not start: {type(error).__name__}")
             raise
         return self
 
@@ -216,9 +204,8 @@ class Checkpointer(RunListing):
             return
         self._open, self._ended, self.attempt = False, True, 0
         self._worker_seeds.end()
-        saver, client, course = self._saver, self._client, self._course
-        assert saver is not None
-        assert client is not None
+        session, course = self._session, self._course
+        assert session is not None
         assert course is not None
         if os.getpid() != self._owner:
             return  # a forked child leaves the body: the run is the trainer's
@@ -230,18 +217,19 @@ class Checkpointer(RunListing):
                     self._progress.remind_at_end()
                 self._progress.finish()
                 course.watch()
-                course.end(client)
+                course.end()
             elif not self._signals.impatient:
-                course.end_after(f"{kind.__name__}: {error}", client)
+                course.end_after(f"{kind.__name__}: {error}")
         finally:
             self._signals.remove()
-            saver.snapshotter.close()
+            course.close()
             # What is sealed is committed in any case; somebody who pressed Ctrl-C twice does not wait for it.
             limit_s = 0.0 if self._signals.impatient else self.options.timeout_s
-            self._close(client, limit_s, "it has left the run" + (f" ({kind.__name__}: {error})" if kind else ""))
-            saver.announcer.close(limit_s)
-            if course.pace.stop_asked and saver.leads and not self._signals.impatient:
-                show_stop(self._signals.received, saver.stats.last_durable_step, self.storage, self.options.exit_code)
+            why = "it has left the run" + (f" ({kind.__name__}: {error})" if kind else "")
+            session.close(why, timeout_s=limit_s)
+            if course.pace.stop_asked and session.leads and not self._signals.impatient:
+                safe = session.stats.last_durable_step
+                show_stop(self._signals.received, safe, self.storage, self.options.exit_code)
         if kind is None and course.pace.stop_asked:
             raise SystemExit(self.options.exit_code)
 
@@ -263,17 +251,17 @@ class Checkpointer(RunListing):
         if os.getpid() != self._owner:
             raise self._in_a_child()
         self._generators = None
-        saver, progress, course = self._saver, self._progress, self._course
-        assert saver is not None
+        session, progress, course = self._session, self._progress, self._course
+        assert session is not None
         assert course is not None
         self._step_s = step_s = entered - self._left - course.held_s
-        saver.clock.step(step_s, draining=saver.busy)
+        session.clock.step(step_s, draining=session.busy)
         progress.stepped()
         if metrics:
             course.log.add(progress.step, progress.epoch, metrics)
         if self._watcher is not None:
             self._watcher.stepped(progress.step, metrics)
-        saver.fence()
+        course.fence()
         course.stepped(step_s)
         course.held_s = 0.0
         self._left = time.perf_counter()
@@ -371,22 +359,22 @@ class Checkpointer(RunListing):
         exit status is ``exit_code_for_requeue``. With several ranks it stays False until all of them stop, in `step`:
         ranks that left at different places would wait for each other.
         """
-        course, saver = self._course, self._saver
-        if course is None or saver is None:
+        course = self._course
+        if course is None:
             return self._signals.received is not None
         if not self._open:
             return course.pace.stop_asked
-        return course.pace.poll(step_s=self._step_s, save_s=saver.save_s)
+        return course.pace.poll(step_s=self._step_s, save_s=course.save_s)
 
     @property
     def stats(self) -> Stats:
         """What saving has cost so far."""
-        saver = self._saver
-        if saver is None:
+        session = self._session
+        if session is None:
             return Stats()
-        if saver.remote is not None:
-            saver.remote.fill(saver.stats)
-        return saver.stats
+        if session.remote_watch is not None:
+            session.remote_watch.fill(session.stats)
+        return session.stats
 
     # -- inside
 
@@ -401,37 +389,20 @@ class Checkpointer(RunListing):
     def _full_state(self) -> dict[str, Any]:
         return {**self.state, RESERVED: {"progress": self._progress, "rng": RNG}}
 
-    def _begin(self, client: WriterClient, snapshotter: Snapshotter, started: StartedRun) -> None:
+    def _begin(self, session: RunSession, snapshotter: Snapshotter, started: StartedRun) -> None:
         """Set up what the loop needs, once the run is ours and its state is loaded."""
         options, progress = self.options, self._progress
-        self.resumed_from, self.attempt = started.checkpoint, started.opened.attempt
+        self.resumed_from, self.attempt = started.checkpoint, session.opened.attempt
         self._finished_epochs = started.finished_epochs
-        self._saver = saver = RunSaver(
-            self.storage, client, started.opened, snapshotter, self._full_state, names=started.names,
-            when_busy=options.when_busy, on_full=options.on_full, timeout_s=options.timeout_s, team=self._team,
-        )  # fmt: skip
-        saver.parent = started.parent
-        saver.announcer = Announcer(options.on_commit)
-        if options.mirror is not None and self.remote is not None and saver.leads:
-            far, announcer = self.remote, saver.announcer
-            saver.remote = RemoteWatch(
-                client, options.mirror, far.uri, staged=started.staged,
-                arrived=lambda name: announcer.tell(Checkpoint.at(far, name)) if started.staged else None,
-            )  # fmt: skip
-        if self.resumed_from is not None and started.in_this_run:
-            # The step resumed from is safe already; saving it again would only make a copy.
-            saver.last_step, saver.last_name = progress.step, self.resumed_from.name
-            saver.stats.last_durable_step = progress.step
-        log: MetricLog = NoLog()
-        if saver.leads:
-            log = MetricLog(client, attempt=started.opened.attempt, follow=saver.on_the_side)
+        session.announce(options.on_commit, mirror=options.mirror)
+        log = MetricLog(session) if session.leads else NoLog()
         schedule = Schedule(options.intervals, now=time.monotonic())
         schedule.start(step=progress.step, samples=progress.samples)
         pace = SavePolicy(schedule, self._signals, options.deadline, progress)
-        if self._team is not None:
-            self._team.board.calls(progress.step)
-            pace = DistributedSavePolicy(schedule, self._signals, options.deadline, progress, self._team)
-        self._course = StepBoundary(saver, log, pace, progress, options, self._full_state)
+        if session.team is not None:
+            session.team.board.calls(progress.step)
+            pace = DistributedSavePolicy(schedule, self._signals, options.deadline, progress, session.team)
+        self._course = StepBoundary(session, snapshotter, log, pace, progress, options, self._full_state)
         self._course.watcher = self._watcher
         if started.has_generators:
             self._generators = rng.capture()
@@ -443,11 +414,6 @@ class Checkpointer(RunListing):
             source = self.resumed_from
             self._watcher.entered(progress.step, None if source is None else source.step, self._full_state)
         self._left = time.perf_counter()
-
-    def _close(self, client: WriterClient, timeout_s: float, why: str) -> None:
-        client.close(timeout_s, why=why)
-        if self._team is not None:
-            self._team.close()
 
     def _live_course(self) -> StepBoundary:
         if self._course is None or not self._open:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError
-from holdfast.writer.client import WriterClient
 
 from .identity import plain_metrics, take_metrics
-from .progress import Progress
-
-if TYPE_CHECKING:
-    from .saver import RunSaver
+from .run_session import RunSession
 
 __all__ = ["MetricLog"]
 
@@ -32,13 +27,11 @@ class MetricLog:
     the next one goes on from a checkpoint before them.
 
     Args:
-        client: the writer.
-        attempt: number of this attempt.
-        follow: takes the futures of what was sent, so that failures surface.
+        session: the run; failures surface in its `settle`.
     """
 
-    def __init__(self, client: WriterClient, *, attempt: int, follow: Callable[[Future[Any]], None]) -> None:
-        self._client, self._attempt, self._follow = client, attempt, follow
+    def __init__(self, session: RunSession) -> None:
+        self._session = session
         self._rows: list[tuple[int, int, float, dict[str, Any]]] = []
         self._current_step, self._current = -1, _EMPTY
 
@@ -62,22 +55,22 @@ class MetricLog:
         """Return everything reported for ``step`` so far, as numbers."""
         return _readable(self._current, step) if self._current_step == step else {}
 
-    def bind(self, saver: RunSaver, metrics: Mapping[str, Any]) -> None:
+    def bind(self, metrics: Mapping[str, Any]) -> None:
         """Attach metrics to the checkpoint of this step, which is saved or being saved."""
-        found = _readable(metrics, saver.last_step)
-        self._follow(self._client.run_op("metrics", name=saver.last_name, metrics=found))
+        session = self._session
+        name, found = session.last_name, _readable(metrics, session.last_step)
+        session.note("metrics", about=name, name=name, metrics=found)
 
-    def flush(self, progress: Progress, saver: RunSaver, *, name: str | None = None) -> None:
-        """Read and send all rows; failures surface through the saver.
+    def flush(self, step: int, *, name: str | None = None) -> None:
+        """Read and send all rows.
 
         Args:
-            progress: the current step.
-            saver: knows the checkpoint of this step.
+            step: the current one.
             name: of the checkpoint that is being made of this step.
         """
-        if name is None and saver.last_step == progress.step:
-            name = saver.last_name
-        self._send(name, progress.step)
+        if name is None and self._session.last_step == step:
+            name = self._session.last_name
+        self._send(name, step)
 
     def complain(self, error: Exception) -> None:
         """Log an error that may not replace the one already on its way."""
@@ -89,7 +82,7 @@ class MetricLog:
         rows, self._rows = self._rows, []
         found = [
             {
-                "attempt": self._attempt,
+                "attempt": self._session.opened.attempt,
                 "step": at,
                 "epoch": epoch,
                 "time": when,
@@ -98,7 +91,7 @@ class MetricLog:
             }
             for at, epoch, when, metrics in rows
         ]
-        self._follow(self._client.run_op("report", rows=found))
+        self._session.note("report", about=checkpoint, rows=found)
 
 
 def _readable(metrics: Mapping[str, Any], step: int) -> dict[str, Any]:

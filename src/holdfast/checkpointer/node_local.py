@@ -12,20 +12,20 @@ from holdfast.format.commit import sweep
 from holdfast.format.parts import read_part
 from holdfast.run.catalog import Catalog
 from holdfast.storage.base import Storage
-from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import RunOpened
 
 from .rendezvous import Meeting
-from .waiting import answer
+from .run_session import RunSession
 
 __all__ = ["share_a_disk", "take_up"]
 
 _VISIBLE_S = 0.3  # one that shows a file later than this is as good as not shared
 
 
-def share_a_disk(meeting: Meeting, local: Storage, start_id: str) -> bool:
+def share_a_disk(session: RunSession) -> bool:
     """Tell whether all ranks see one local directory; the same on all of them."""
-    home = f".probe-{start_id}"
+    meeting, local = session.meeting, session.storage
+    home = f".probe-{session.start_id}"
     mark = f"{home}/ranks"
 
     def leave_mark() -> None:
@@ -48,26 +48,15 @@ def share_a_disk(meeting: Meeting, local: Storage, start_id: str) -> bool:
     return shared
 
 
-def take_up(
-    meeting: Meeting,
-    client: WriterClient,
-    local: Storage,
-    remote: Storage,
-    opened: RunOpened,
-    *,
-    start_id: str,
-    timeout_s: float,
-) -> RunOpened:
+def take_up(session: RunSession) -> None:
     """Bring the newest save that the disks hold completely to the remote, if that has none as new; sweep the rest.
 
     A staged save counts if each of as many ranks has its part still; what one machine alone holds of others' never
-    does. A whole checkpoint on rank 0's disk (of a life on one machine) counts, too.
-
-    Returns:
-        What the run has now.
+    does. A whole checkpoint on rank 0's disk (of a life on one machine) counts, too. `RunSession.opened` says what the
+    run has then.
     """
-    leads = meeting.rank == 0
-    found = meeting.agree("staged", lambda: _left(local, opened) if leads else [])
+    meeting, local, opened = session.meeting, session.storage, session.opened
+    found = meeting.agree("staged", lambda: _left(local, opened) if session.leads else [])
 
     def have() -> list[bool]:
         return [_has(local, one, meeting) for one in found]
@@ -78,21 +67,22 @@ def take_up(
     chosen = meeting.agree("staged parts", have, choose) if found else None
 
     def bring() -> Any:
-        if not leads:
+        if not session.leads:
             return None
         one = found[chosen]
-        answer(client.run_op("bring", name=one["name"], save=one["save"]), remote, timeout_s)
-        return answer(client.run_op("records"), remote, timeout_s)
+        session.ask("bring", name=one["name"], save=one["save"])
+        return session.ask("records")
 
     if chosen is not None:
-        opened = replace(opened, records=tuple(meeting.agree("brought", bring, work_s=2 * timeout_s)))
+        records = meeting.agree("brought", bring, work_s=2 * session.timeout_s)
+        session.opened = replace(opened, records=tuple(records))
+        session.names.update(row[0] for row in records)
     # The lease is ours, so nobody works for a dead life any more, on any of the disks.
     for info in local.list("", recursive=False):
         name = info.path.rstrip("/")
         if name.startswith("step_"):
-            sweep(local, name, keep_start_id=start_id)
+            sweep(local, name, keep_start_id=session.start_id)
             local.tidy(name)
-    return opened
 
 
 def _left(local: Storage, opened: RunOpened) -> list[dict[str, Any]]:

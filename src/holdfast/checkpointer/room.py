@@ -1,9 +1,8 @@
-"""Is there room for what a run will save? A probe, and a comparison of free space with the size of a checkpoint."""
+"""Is there room for what a run will save? Free space is compared with the size of a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -12,9 +11,6 @@ from holdfast._units import format_bytes
 from holdfast.config import Keep
 from holdfast.errors import StorageFullError
 from holdfast.storage.base import Storage
-from holdfast.writer.client import WriterClient
-
-from .waiting import answer
 
 __all__ = ["check_room"]
 
@@ -25,41 +21,34 @@ _SLOTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "SparseAda
 
 def check_room(
     storage: Storage,
-    client: WriterClient,
+    free_bytes: int | None,
     needs: Sequence[list[Any]],
     state: Mapping[Any, Any],
-    start_id: str,
-    timeout_s: float,
     *,
     keep: Keep | None = None,
     num_there: int = 0,
-    probe: Future[Any] | None = None,
 ) -> str:
-    """Send a small probe through the whole commit, compare free space with the size of a checkpoint.
+    """Compare free space with the size of a checkpoint.
 
     Args:
         storage: where saves go, of rank 0.
-        client: rank 0's writer.
+        free_bytes: what a probe (`WriterClient.probe`) has found free there; None if nobody knows.
         needs: of each rank the machine, the bytes of its part, and what is free there. Where all ranks save to one
             place, machine and free space are not named; else each machine has to hold the parts of its own ranks.
         state: of rank 0.
-        start_id: of this life.
-        timeout_s: bound of the probe.
         keep: rules of retention.
         num_there: checkpoints that the run has already.
-        probe: one that is under way.
 
     Returns:
         A line about size and space.
     """
-    found = answer(probe or client.probe(storage, directory=f".probe-{start_id}"), storage, timeout_s)
     future = _future_optimizer_bytes(state.values())
-    least = found["free_bytes"]
+    least = free_bytes
     for machine in dict.fromkeys(name for name, _, _ in needs):
         first, parts = [one[0] for one in needs].index(machine), [one[1:] for one in needs if one[0] == machine]
         expected = sum(own for own, _ in parts) + future * len(parts) // len(needs)
         frees = [its for _, its in parts if its is not None]
-        free = min(frees, default=found["free_bytes"] if first == 0 else None)
+        free = min(frees, default=free_bytes if first == 0 else None)
         if free is not None and free < expected + _MARGIN:
             whose = f" on the machine of rank {first}" if machine else ""
             what = f"the parts of {len(parts)} of {len(needs)} ranks take" if whose else "one checkpoint takes"

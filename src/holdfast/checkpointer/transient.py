@@ -50,12 +50,12 @@ class LostSaves:
             raise error
 
 
-def state_of(error: StorageError | None) -> str:
+def state_of(error: BaseException | None) -> str:
     """Say in words why a save was lost."""
     return "the storage does not answer" if isinstance(error, StorageUnavailableError) else "the storage is full"
 
 
-def passing_error(error: StorageError | None, lost: str) -> StorageError:
+def passing_error(error: BaseException | None, lost: str) -> StorageError:
     """Return the error for a run that ends without its last save: what was lost, why, and what to do."""
     down = isinstance(error, StorageUnavailableError)
     return (StorageUnavailableError if down else StorageFullError)(

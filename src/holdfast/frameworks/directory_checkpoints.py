@@ -5,26 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import uuid
 from collections.abc import Mapping
-from concurrent.futures import wait
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from holdfast._log import get_logger
 from holdfast._ranks import current_ranks
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpointer.identity import free_name, manifest_fields, new_start_id
 from holdfast.checkpointer.options import check_root
 from holdfast.checkpointer.rendezvous import Meeting, meet
-from holdfast.checkpointer.transient import TRANSIENT_ERRORS, LostSaves, state_of
-from holdfast.checkpointer.waiting import answer
+from holdfast.checkpointer.run_session import RunSave, RunSession
 from holdfast.config import Keep
 from holdfast.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, HoldfastError
 from holdfast.run.catalog import Catalog
 from holdfast.storage.resolve import resolve
-from holdfast.writer.client import SaveFuture, WriterClient
-from holdfast.writer.messages import IngestJob, IngestSource, RunOpened
+from holdfast.writer.messages import IngestSource, SaveResult
 
 from .lost import Lost
 from .places import STAGED, stage, sweep_staged
@@ -35,18 +30,7 @@ __all__ = ["DirectoryCheckpoints"]
 
 _LOG = get_logger("integrations")
 _Keeper = TypeVar("_Keeper", bound="DirectoryCheckpoints")
-_LEASE_S = 60.0
 _MAX_PENDING = 2  # directories on their way; their files may be the only copies left, on the framework's disk
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pending:
-    future: SaveFuture
-    checkpoint_id: str
-    step: int
-    name: str
-    source: str
-    staged: str | None
 
 
 class DirectoryCheckpoints:
@@ -96,14 +80,8 @@ class DirectoryCheckpoints:
         self.storage = resolve(path)
         self.keep, self.on_full, self.timeout_s = keep, on_full, timeout_s
         check_root(self.storage)
-        self._client: WriterClient | None = None
-        self._opened: RunOpened | None = None
-        self._names: set[str] = set()
+        self._session: RunSession | None = None
         self._of_step: dict[int, str] = {}
-        self._parent: str | None = None
-        self._number = 0
-        self._lost_saves = LostSaves()
-        self._pending: list[_Pending] = []
         self._lost: Lost | None = None  # the newest of which the outcome is known, if it was
         self._downloads = contextlib.ExitStack()
         self._swept: set[str] = set()
@@ -184,16 +162,21 @@ class DirectoryCheckpoints:
         source = os.path.abspath(directory)
         if not os.path.exists(source):
             raise CheckpointNotFoundError(f"there is no {source} to keep: it was never written, or is deleted already")
-        _, opened = self._run()
+        session = self._run()
         try:
-            self._settle(leave=_MAX_PENDING - 1)
+            session.settle(leave=_MAX_PENDING - 1)
         finally:  # whatever became of earlier ones, this one is complete
-            self._number += 1
-            staged, owned = (source, True) if move else self._stage(source, opened)
-            told = {"step": step, "epoch": epoch, "metrics": scalars(metrics)}
-            self._hand_over(source, staged, owned=owned, told=told)
+            save_id = session.next_save_id()
+            staged, owned = (source, True) if move else self._stage(source, session, save_id)
+            lost = partial(self._lose, source, staged)
+            save = session.save_directory(
+                [IngestSource(rank=0, path=staged or source, owned=owned)], save_id=save_id, step=step, epoch=epoch,
+                metrics=scalars(metrics), world_size=current_ranks().world_size,
+                committed=partial(self._committed, staged), lost=lost,
+            )  # fmt: skip
+            self._of_step[step] = save.name
         if staged is None:
-            self._settle()
+            session.settle()
 
     def begin(self) -> None:
         """Begin another training in this process: `report` means what is added from now on."""
@@ -202,20 +185,12 @@ class DirectoryCheckpoints:
 
     def report(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Bind late metrics, of an evaluation say, to the checkpoint of a step; nothing if it has none in this life."""
-        name = self._of_step.get(step)
-        if name is None or self._client is None:
+        name, session = self._of_step.get(step), self._session
+        if name is None or session is None:
             return
-        future = self._client.run_op("metrics", name=name, metrics=scalars(metrics))
-        try:
-            answer(future, self.storage, self.timeout_s)
-        except TRANSIENT_ERRORS as error:
-            if self.on_full != "skip":
-                raise
-            _LOG.warning("metrics of step %d were not bound, %s: %s", step, state_of(error), error)
-        except CheckpointNotFoundError as error:
-            if not any(one.name == name and one.future.done() and one.future.exception() for one in self._pending):
-                raise
-            _LOG.warning("metrics were not bound, the save of their step was lost: %s", error)
+        what = f"metrics of step {step} were not bound"
+        session.note("metrics", about=name, what=what, name=name, metrics=scalars(metrics))
+        session.wait_for_notes()
 
     def wait(self) -> None:
         """Wait until everything added is committed.
@@ -253,32 +228,31 @@ class DirectoryCheckpoints:
 
     # -- inside
 
-    def _run(self) -> tuple[WriterClient, RunOpened]:
+    def _run(self) -> RunSession:
         """Open the run, once."""
-        if self._client is None or self._opened is None:
-            client = WriterClient.start(self.storage)
-            lease_s = min(_LEASE_S, self.timeout_s)
-            keep = None if self.keep is None else self.keep.to_json()
+        if self._session is None:
+            session = RunSession(self.storage, on_full=self.on_full, timeout_s=self.timeout_s)
             try:
-                future = client.open_run(self.storage, owner={"start_id": new_start_id()}, keep=keep, wait_s=lease_s)
-                self._opened = opened = answer(future, self.storage, lease_s + self.timeout_s)
-                there = {info.path.rstrip("/") for info in self.storage.list("", recursive=False)}
+                session.open(keep=self.keep)
             except BaseException:
-                client.close(0.0)
+                session.close("did not start", timeout_s=0.0)
                 raise
-            self._client, self._names = client, {*there, *opened.taken}
-        return self._client, self._opened
+            self._session = session
+        return self._session
+
+    def _settle(self) -> None:
+        if self._session is not None:
+            self._session.settle()
 
     def _let_go(self) -> Lost | None:
         """Give the run back; returns the newest if it was lost."""
-        client, self._client, self._opened = self._client, None, None
+        session, self._session = self._session, None  # the writer goes on with what it has; nobody hears of it
         lost, self._lost = self._lost and self._lost.aside(), None
         self._of_step.clear()
-        self._pending.clear()  # the writer goes on with them; nobody hears of it
-        if client is not None:
+        if session is not None:
             with contextlib.suppress(HoldfastError):
-                answer(client.run_op("close_run", reason="finished"), self.storage, self.timeout_s)
-            client.close(self.timeout_s)
+                session.end("finished")
+            session.close("finished")
         self._downloads.close()
         return lost
 
@@ -296,57 +270,39 @@ class DirectoryCheckpoints:
     ) -> tuple[Checkpoint, str] | None:
         names, quarantined = meeting.agree("candidates", lambda: self._candidates(step))
         return newest_sound(
-            self.storage, candidates=names, quarantined=quarantined, quarantine=self._quarantine, meeting=meeting,
-            downloads=downloads, what_else="point this to another place",
+            self.storage, candidates=names, quarantined=quarantined,
+            quarantine=lambda name, reason: self._run().quarantine(name, reason),  # on rank 0 alone
+            meeting=meeting, downloads=downloads, what_else="point this to another place",
         )  # fmt: skip
 
     def _candidates(self, step: int | None) -> tuple[list[str], dict[str, str]]:
         if current_ranks().rank != 0:
             return [], {}
-        self._settle()
-        _, opened = self._run()
+        session = self._run()
+        session.settle()
         names = [record.name for record in Catalog(self.storage).records() if step in (None, record.step)]
-        known = opened.quarantined
+        known = dict(session.quarantined)
         return names, known if step is None else {name: known[name] for name in names if name in known}
-
-    def _quarantine(self, name: str, *, reason: str) -> None:
-        client, _ = self._run()
-        answer(client.run_op("quarantine", name=name, reason=reason), self.storage, self.timeout_s)
 
     def _resumed(self, checkpoint: Checkpoint) -> None:
         if current_ranks().rank == 0:
-            client, _ = self._run()
-            manifest = checkpoint.manifest
+            session, manifest = self._run(), checkpoint.manifest
             step = (manifest.step if manifest is not None else None) or 0
-            self._parent = None if manifest is None else manifest.checkpoint_id
-            answer(client.run_op("resumed", name=checkpoint.name, step=step), self.storage, self.timeout_s)
+            session.parent = None if manifest is None else manifest.checkpoint_id
+            session.ask("resumed", name=checkpoint.name, step=step)
 
-    def _hand_over(self, source: str, staged: str | None, *, owned: bool, told: dict[str, Any]) -> None:
-        """Let the writer take the files in."""
-        client, opened = self._run()
-        step, checkpoint_id = told["step"], uuid.uuid4().hex
-        name = free_name(step, attempt=opened.attempt, taken=self._names)
-        fields = manifest_fields(
-            run_id=opened.run_id, checkpoint_id=checkpoint_id, parent=self._parent, attempt=opened.attempt,
-            world_size=current_ranks().world_size, **told,
-        )  # fmt: skip
-        sources = (IngestSource(rank=0, path=staged or source, owned=owned),)
-        save_id = f"{opened.start_id}-{self._number:x}"
-        job = IngestJob(directory=name, save_id=save_id, sources=sources, manifest=fields)
-        try:
-            future = client.ingest(self.storage, job)
-        except BaseException as error:
-            self._lose(source, staged, name=name, step=step, error=error)
-            raise
-        ids = {"checkpoint_id": checkpoint_id, "step": step, "name": name}
-        self._pending.append(_Pending(future=future, source=source, staged=staged, **ids))
-        self._names.add(name)
-        self._of_step[step] = name
-
-    def _lose(self, source: str, staged: str | None, *, name: str, step: int, error: BaseException) -> Lost:
+    def _committed(self, staged: str | None, save: RunSave, result: SaveResult) -> None:
         self._drop_lost()
-        self._lost = lost = Lost.of(source, staged, name=name, step=step, error=error)
-        return lost
+        if staged is not None:
+            shutil.rmtree(staged, ignore_errors=True)
+        for warning in result.warnings:
+            _LOG.warning("%s: %s", save.name, warning)
+
+    def _lose(self, source: str, staged: str | None, save: RunSave, error: BaseException) -> str:
+        self._drop_lost()
+        self._lost = Lost.of(source, staged, name=save.name, step=save.step, error=error)
+        self._of_step = {step: name for step, name in self._of_step.items() if name != save.name}
+        return f"{self._lost.what};"
 
     def _drop_lost(self) -> None:
         """Give up what is left of a lost one: a newer one has taken its place."""
@@ -354,48 +310,12 @@ class DirectoryCheckpoints:
         if lost is not None:
             lost.drop()
 
-    def _stage(self, source: str, opened: RunOpened) -> tuple[str | None, bool]:
+    def _stage(self, source: str, session: RunSession, save_id: str) -> tuple[str | None, bool]:
         """Make sure of the files; returns where they are (None: where they were) and whether they may be moved."""
-        parent = os.path.dirname(source)
+        parent, run_id = os.path.dirname(source), session.opened.run_id
         if parent not in self._swept:
-            sweep_staged(parent, opened.run_id, opened.start_id)
+            sweep_staged(parent, run_id, session.start_id)
             self._swept.add(parent)
-        staged = os.path.join(parent, f"{STAGED}{opened.run_id[:8]}-{opened.start_id}-{self._number:x}")
+        staged = os.path.join(parent, f"{STAGED}{run_id[:8]}-{save_id}")
         owned = stage(source, staged)
         return (None, False) if owned is None else (staged, owned)
-
-    def _settle(self, leave: int = 0) -> None:
-        """Take in what has ended; wait until no more than ``leave`` are on their way."""
-        while self._pending:
-            first = self._pending[0]
-            if not first.future.done():
-                if len(self._pending) <= leave:
-                    return
-                wait([first.future], timeout=self.timeout_s)
-                if not first.future.done():
-                    raise HoldfastError(
-                        f"{first.source} is not durable as {self.storage.uri}/{first.name} after {self.timeout_s:.0f} "
-                        "s (timeout_s): the storage is stuck or very slow; training cannot count on it"
-                    )
-            del self._pending[0]
-            self._ended(first)
-
-    def _ended(self, one: _Pending) -> None:
-        error = one.future.exception()
-        if error is None:
-            self._drop_lost()
-            if one.staged is not None:
-                shutil.rmtree(one.staged, ignore_errors=True)
-            self._lost_saves.durable()
-            self._parent = one.checkpoint_id
-            for warning in one.future.result().warnings:
-                _LOG.warning("%s: %s", one.name, warning)
-            return
-        lost = self._lose(one.source, one.staged, name=one.name, step=one.step, error=error)
-        self._names.discard(one.name)
-        self._of_step = {step: name for step, name in self._of_step.items() if name != one.name}
-        if isinstance(error, TRANSIENT_ERRORS) and self.on_full == "skip":
-            self._lost_saves.add(error)
-            _LOG.warning("%s; training goes on", lost.what)
-            return
-        raise error

@@ -105,7 +105,7 @@ class ShardCheckpoints(DirectoryCheckpoints):
     # -- inside
 
     def _let_go(self) -> Lost | None:
-        under_way = bool(self._pending)
+        under_way = self._session is not None and self._session.num_pending > 0
         lost = super()._let_go()
         claimed, self._claimed, self._home = self._claimed, None, None
         # What the writer still reads, or a lost one that could not be moved, is left to the sweep of a later process.
@@ -130,8 +130,7 @@ class ShardCheckpoints(DirectoryCheckpoints):
         return self._home
 
     def _make_home(self) -> str:
-        _, opened = self._run()
-        place = HandoffArea(root=self.storage, uri=self.storage.uri, start_id=opened.start_id, rank=0)
+        place = HandoffArea(root=self.storage, uri=self.storage.uri, start_id=self._run().start_id, rank=0)
         home = os.path.dirname(place.new("new"))
         if self._folder is not None:
             home = os.path.join(self._folder, os.path.basename(home))

@@ -62,10 +62,10 @@ class KillAfterSave(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
             if self.keeping is not None:
-                client = self.keeping.keeper._client
-                assert client is not None
-                assert client.process_id is not None
-                os.kill(client.process_id, signal.SIGKILL)
+                session = self.keeping.keeper._session
+                assert session is not None
+                assert session.client.process_id is not None
+                os.kill(session.client.process_id, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -418,7 +418,7 @@ def test_saved_now_is_durable_on_return(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_busy_folder_leaves_no_other_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the second of two folders is busy the first is given back at once: another trainer can have it."""
-    monkeypatch.setattr("holdfast.trainers.loop.saving.folder.LEASE_S", 0.3)
+    monkeypatch.setattr("holdfast.checkpointer.run_session._LEASE_S", 0.3)
     with plain(tmp_path / "second") as holder:
         holder.save_checkpoint_to_save_folder()
         refused = plain(tmp_path / "first", callbacks=CheckpointSaver(tmp_path / "second", "b{batch}"))

@@ -181,7 +181,7 @@ class TorchTrainer:
             stops.raise_again()
         memory, newest = driver.controller.commits.shelf.memory, driver.controller.commits.shelf.newest()
         values = None
-        if memory is not None and (newest is None or memory.order > newest.order):
+        if memory is not None and (newest is None or memory.order > newest.order[:2]):
             values = unpack_checkpoint(memory.values).to_dict()
         return Result(storage, keep=options.keep, memory=values)
 

@@ -16,20 +16,24 @@ from holdfast._ranks import current_ranks
 from holdfast.errors import ConfigError
 from holdfast.state.data.seeding import seed_all
 
-from .arguments import check_path
+from .arguments import check_path, several
 from .times.intervals import parse_every
 from .times.time import Time, TimeUnit
 from .training.evaluator import Evaluator
 from .training.metrics import as_metrics
+from .training.mixed import check_optimizers, default_optimizer, move_plain
+from .training.parallel import is_sharded
 from .training.ranks import Ranks
 from .training.steps import LossOfEvaluation
 
 __all__ = [
     "check_clip",
     "choose_device",
+    "choose_optimizers",
     "choose_run_name",
     "eval_metric_sets",
     "parse_duration",
+    "place_model",
     "seed_ranks",
 ]
 
@@ -86,6 +90,29 @@ def _own(device: Any) -> torch.device:
     found, ranks = torch.device(device), current_ranks()
     if found.type == "cuda" and found.index is None and ranks.world_size > 1:
         return torch.device("cuda", ranks.local_rank % max(1, torch.cuda.device_count()))
+    return found
+
+
+def place_model(model: torch.nn.Module, device: torch.device) -> None:
+    """Bring a model to its device; of one that is sharded already only what is not sharded."""
+    if is_sharded(model):
+        move_plain(model, device)
+    else:
+        model.to(device)
+
+
+def choose_optimizers(
+    given: Any, model: torch.nn.Module, device: torch.device, *, trains: bool, scaled: bool
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizers given, else one of ours if there is something to train.
+
+    Raises:
+        ConfigError: one of them is none, or cannot be used on the device or with scaled gradients.
+    """
+    found = several(given, "optimizers")
+    if not found and trains and any(True for _ in model.parameters()):
+        found = [default_optimizer(model)]
+    check_optimizers(found, device, scaled=scaled)
     return found
 
 

@@ -26,9 +26,11 @@ from .loggers import Logger, LoggerDestination
 from .options import (
     check_clip,
     choose_device,
+    choose_optimizers,
     choose_run_name,
     eval_metric_sets,
     parse_duration,
+    place_model,
     seed_ranks,
 )
 from .saving.restart import StartingPoint
@@ -41,8 +43,7 @@ from .times.schedulers import compiled, refresh
 from .training.evaluator import Evaluator, as_spec, check_subset, evaluators_of
 from .training.loop import TrainingLoop
 from .training.metrics import as_metrics, move_metrics
-from .training.mixed import check_optimizers, default_optimizer, move_plain
-from .training.parallel import Parallel, bare, is_sharded
+from .training.parallel import Parallel, bare
 from .training.precision import check_precision, make_scaler
 from .training.progress import ProgressBar
 from .training.ranks import Ranks
@@ -197,46 +198,29 @@ class Trainer:
         needed = autoresume and first is not None and first.is_named_by_run(destinations)
         name = ranks.agree("run_name", lambda: choose_run_name(run_name, needed=needed))
         seed = seed_ranks(seed, ranks)
-        if is_sharded(model):
-            move_plain(model, chosen)
-        else:
-            model.to(chosen)
-        found = several(optimizers, "optimizers") or (
-            [default_optimizer(model)] if train_dataloader is not None and any(True for _ in model.parameters()) else []
+        place_model(model, chosen)
+        found = choose_optimizers(
+            optimizers, model, chosen, trains=train_dataloader is not None, scaled=precision == "amp_fp16"
         )
-        check_optimizers(found, chosen, scaled=precision == "amp_fp16")
-        evaluators = evaluators_of(eval_dataloader)
         spec = None if train_dataloader is None else as_spec(train_dataloader, "train_dataloader")
-        schedules = several(schedulers, "schedulers")
         self.state = state = State(
             model=model, optimizers=found, run_name=name,
             rank_zero_seed=seed, device=chosen, ranks=ranks,
             precision=precision, scaler=make_scaler(precision, chosen), max_duration=parse_duration(max_duration),
-            train_dataloader=None if spec is None else spec.dataloader, train_spec=spec, evaluators=evaluators,
-            grad_accum=grad_accum, save_metrics=save_metrics,
+            train_dataloader=None if spec is None else spec.dataloader, train_spec=spec,
+            evaluators=evaluators_of(eval_dataloader), grad_accum=grad_accum, save_metrics=save_metrics,
         )  # fmt: skip
+        schedules = several(schedulers, "schedulers")
         state.schedulers = compiled(schedules, state)
-        if train_metrics is None and callable(getattr(model, "get_metrics", None)):
-            train_metrics = model.get_metrics(is_train=True)  # type: ignore[operator]
-        state.train_metrics = as_metrics(train_metrics, "train_metrics")
-        state.eval_metrics = eval_metric_sets(eval_metrics, model, evaluators, with_loss=loss_fn is not None)
-        self._eval_metrics = eval_metrics if not set(state.eval_metrics) & set(_keys(eval_metrics)) else None
-        for metrics in (state.train_metrics, *state.eval_metrics.values()):
-            move_metrics(metrics, chosen)
+        self._measure(train_metrics, eval_metrics, with_loss=loss_fn is not None)
         state.algorithms = several(algorithms, "algorithms")
         others = [one for one in given if not isinstance(one, CheckpointSaver)]
         state.callbacks = [*others, *savers]
-        self._bar = ProgressBar()
-        shown = [*destinations, *([self._bar] if progress_bar else [])]
-        self.logger = Logger(state, shown if ranks.leads else [])
         self._savers = tuple(savers)
-        self._logs_metrics = any(not isinstance(one, RemoteUploaderDownloader) for one in destinations)
         self._signals = StopSignals()
-        self._left_for: str | None = None  # the signal that ended the last `fit`
-        self._site = SaverGroup(state, savers, destinations)
-        self._engine = EventEngine(state, self.logger)
-        self._engine.listen([*others, *self.logger.destinations, *savers])
         self._pace = StopPolicy(self._signals)
+        self._left_for: str | None = None  # the signal that ended the last `fit`
+        self._listen(others, destinations, progress_bar=progress_bar)
         self._loss_fn = check_function(loss_fn, "loss_fn", "outputs", "targets")
         self._grad_clip_norm = grad_clip_norm
         self._eval_every = parse_when(eval_interval, "eval_interval")
@@ -244,22 +228,48 @@ class Trainer:
         if step_schedulers_every_batch is None:
             step_schedulers_every_batch = any(not hasattr(one, "step") for one in schedules)
         self._schedule_by_batch = bool(step_schedulers_every_batch)
-        self._generators: Mapping[str, Any] | None = None
         self._closed = False
         self._finalizer = weakref.finalize(self, _give_up, self._site, self._engine, os.getpid())
-        restart = StartingPoint(
+        start = StartingPoint(
             self._site, path=load_from, object_store=load_object_store, weights_only=load_weights_only,
             strict=strict, ignore_keys=load_ignore_keys, autoresume=autoresume, progress_bar=load_progress_bar,
         )  # fmt: skip
+        self._generators: Mapping[str, Any] | None = self._load(start)
+
+    def _measure(self, train_metrics: Any, eval_metrics: Any, *, with_loss: bool) -> None:
+        """Choose the metrics: those given, else the model's own."""
+        state = self.state
+        if train_metrics is None and callable(getattr(state.model, "get_metrics", None)):
+            train_metrics = state.model.get_metrics(is_train=True)  # type: ignore[operator]
+        state.train_metrics = as_metrics(train_metrics, "train_metrics")
+        state.eval_metrics = eval_metric_sets(eval_metrics, state.model, state.evaluators, with_loss=with_loss)
+        self._eval_metrics = eval_metrics if not set(state.eval_metrics) & set(_keys(eval_metrics)) else None
+        for metrics in (state.train_metrics, *state.eval_metrics.values()):
+            move_metrics(metrics, state.device)
+
+    def _listen(self, callbacks: Sequence[Callback], destinations: Sequence[Any], *, progress_bar: bool) -> None:
+        """Connect everybody who hears of events: callbacks, loggers (on rank 0), savers, in this order."""
+        state = self.state
+        self._bar = ProgressBar()
+        shown = [*destinations, *([self._bar] if progress_bar else [])]
+        self.logger = Logger(state, shown if state.ranks.leads else [])
+        self._logs_metrics = any(not isinstance(one, RemoteUploaderDownloader) for one in destinations)
+        self._site = SaverGroup(state, self._savers, destinations)
+        self._engine = EventEngine(state, self.logger)
+        self._engine.listen([*callbacks, *self.logger.destinations, *self._savers])
+
+    def _load(self, start: StartingPoint) -> Mapping[str, Any] | None:
+        """Load what training goes on from; returns the random numbers of that moment, if it had any."""
         try:
             self._engine.run(Event.INIT)
             self._engine.run(Event.BEFORE_LOAD)
             with generators_kept():  # what is loaded before training begins must not move its random numbers
-                self._generators = restart.run()
+                generators = start.run()
             self._engine.run(Event.AFTER_LOAD)
         except BaseException:
             self._site.abandon()
             raise
+        return generators
 
     # -- training
 

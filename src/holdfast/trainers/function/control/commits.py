@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from holdfast.errors import ConfigError, HoldfastError, ReportMismatchError
+from holdfast.run.record import Record
 from holdfast.writer.messages import SaveResult
 
 from .actions import (
@@ -24,7 +25,7 @@ from .actions import (
     Validate,
 )
 from .heard import Heard
-from .known_checkpoints import KnownCheckpoint, KnownCheckpoints, without_marks
+from .known_checkpoints import KnownCheckpoints, without_marks
 from .plan import RunSpec
 from .report_ledger import LedgerEntry, ReportLedger, Stage
 from .validation import WANTED, Validations, status_of
@@ -191,10 +192,11 @@ class Commits:
             self.just_saved.append(report.agreed)
         self.deleted(gone for gone, _ in result.deleted)
         self.shelf.committed(
-            KnownCheckpoint(
+            Record(
                 name=name,
                 attempt=fields["attempt"],
                 step=report.index,
+                epoch=fields["epoch"],
                 metrics=fields["metrics"],
                 checkpoint_id=fields["checkpoint_id"],
             )

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Iterable
 
 from holdfast._log import get_logger
+from holdfast.checkpointer.run_session import RunSession
 from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
-from holdfast.writer.client import WriterClient
 
 from ..engine import TaskEnded, Woken
 from .actions import Action, End, Input, StartGroup, StopRequested, Tick
@@ -26,7 +26,7 @@ from .states import RunState
 __all__ = ["Driver", "ExecutorOptions"]
 
 _LOG = get_logger("runtime")
-_CLOSE_S = 120.0
+_OP_S = 120.0  # that the writer may take for anything that is waited for
 
 
 class Driver:
@@ -46,8 +46,8 @@ class Driver:
         self._plan, self._options, self._engine = plan, options, engine
         self.controller = Controller(plan)
         self._inputs: deque[Input] = deque()
-        self._client = WriterClient.start(storage)
-        self._executor = Executor(plan, options, storage, engine, self._client, self._post)
+        self._session = RunSession(storage, timeout_s=_OP_S, timeout_name="")
+        self._executor = Executor(plan, options, engine, self._session, self._post)
         self._end: End | None = None
         self._announced = False
         self._begun = time.monotonic()
@@ -74,15 +74,15 @@ class Driver:
         """End all workers, note the end of the run, give the lease back. Idempotent, bounded."""
         self._engine.close()
         self._executor.close()
-        if not self._client.closed and self._executor.opened is not None:
+        session = self._session
+        if session.is_open and not session.client.closed:
             end = self._end or End(state=RunState.ERRORED, reason="the driver failed")
+            finished = {"step": self.num_reports} if end.state is RunState.FINISHED else None
             try:
-                if end.state is RunState.FINISHED:
-                    self._client.run_op("finished", info={"step": self.num_reports})
-                self._client.run_op("close_run", reason=end.reason, details=dict(end.details))
+                session.end(end.reason, details=end.details, finished=finished)
             except HoldfastError as error:
                 _LOG.warning("the end of the run could not be noted: %s", error)
-        self._client.close(_CLOSE_S)
+        session.close("the run has ended")
 
     @property
     def num_reports(self) -> int:
@@ -125,8 +125,8 @@ class Driver:
             self._executor.do(action)
 
     def _announce(self) -> None:
-        opened, found = self._executor.opened, self._executor.found
+        session, found = self._session, self._executor.found
         self._announced = True
-        if opened is not None and found is not None:
+        if session.is_open and found is not None:
             keep, use_gpu = self._options.keep, self._options.use_gpu
-            say(*start_block(self._plan, opened, found, self.controller.first, keep=keep, use_gpu=use_gpu))
+            say(*start_block(self._plan, session.opened, found, self.controller.first, keep=keep, use_gpu=use_gpu))

@@ -7,7 +7,6 @@ it.
 from __future__ import annotations
 
 import pickle
-import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,12 +17,11 @@ from typing import Any, Protocol
 
 from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpointer.run_session import RunSession
 from holdfast.config import Keep, ValidationConfig
 from holdfast.errors import HoldfastError
 from holdfast.run.names import LOGS
-from holdfast.storage.base import Storage
-from holdfast.writer.client import WriterClient
-from holdfast.writer.messages import IngestJob, IngestSource, PartsJob, RunOpened
+from holdfast.writer.messages import IngestJob, IngestSource, PartsJob
 
 from ..engine import Engine, GroupSpec, TaskEnded
 from ..failure import error_to_wire
@@ -64,8 +62,6 @@ from .validation import TaskRunner, pack_validation
 __all__ = ["Executor", "ExecutorOptions", "LocalWorkers"]
 
 _LOG = get_logger("runtime")
-_LEASE_S = 60.0
-_OP_S = 120.0
 
 
 class LocalWorkers(Engine, TaskRunner, Protocol):
@@ -103,13 +99,11 @@ class Executor:
     Args:
         plan: of the run.
         options: what it is carried out with.
-        storage: root of the run.
         engine: runs the workers.
-        client: the writer that holds the run.
+        session: the run.
         post: takes outcomes; called from any thread.
 
     Attributes:
-        opened: how the run was found; None before.
         found: what lay in it at the last look.
     """
 
@@ -117,20 +111,17 @@ class Executor:
         self,
         plan: RunSpec,
         options: ExecutorOptions,
-        storage: Storage,
         engine: LocalWorkers,
-        client: WriterClient,
+        session: RunSession,
         post: Callable[[Input], None],
     ) -> None:
-        self._plan, self._options, self._storage = plan, options, storage
-        self._engine, self._client, self._post = engine, client, post
-        self.opened: RunOpened | None = None
+        self._plan, self._options, self._storage = plan, options, session.storage
+        self._engine, self._session, self._post = engine, session, post
         self.found: RunContents | None = None
-        self._quarantined: dict[str, str] = {}
         self._tasks: dict[int, Validate] = {}
         self._copies: LogCopies | None = None
         self._does: dict[type[Any], Callable[[Any], None]] = {
-            OpenRun: self._open_run,
+            OpenRun: lambda do: self._follow(do, session.open_later(keep=options.keep)),
             NextAttempt: lambda do: self._op(do, "next_attempt", reason=do.reason, details=dict(do.details)),
             FindStart: self._find_start,
             # Not held: it is the newest until the first new one is committed, and after that the rules decide alone.
@@ -185,32 +176,21 @@ class Executor:
         future.add_done_callback(settled)
 
     def _op(self, action: Action, op: str, **args: Any) -> None:
-        self._follow(action, self._client.run_op(op, **args))
-
-    def _open_run(self, action: OpenRun) -> None:
-        owner = {"start_id": secrets.token_hex(4)}
-        future = self._client.open_run(self._storage, owner=owner, keep=self._options.keep.to_json(), wait_s=_LEASE_S)
-
-        def note(done: Future[RunOpened]) -> None:
-            if done.exception() is None:
-                self.opened = done.result()
-                self._quarantined.update(self.opened.quarantined)
-
-        future.add_done_callback(note)
-        self._follow(action, future)
+        self._follow(action, self._session.client.run_op(op, **args))
 
     def _find_start(self, action: FindStart) -> None:
         """Look through the run in a thread: a checkpoint may have thousands of files."""
+        session = self._session
 
         def work() -> None:
             try:
                 found = find_start(
                     self._storage,
-                    self._client.run_op("records").result(_OP_S),
-                    quarantined=self._quarantined,
-                    quarantine=self._quarantine,
+                    session.ask("records"),
+                    quarantined=session.quarantined,
+                    quarantine=session.quarantine,
                     deep=action.deep,
-                    dead=() if self.opened is None else self.opened.dead,
+                    dead=session.opened.dead,
                     validations=self._options.validation is not None and self.found is None,
                 )
             except Exception as error:  # noqa: BLE001 - a thread edge: the controller hears of it
@@ -220,10 +200,6 @@ class Executor:
                 self._post(ActionResult(action=action, value=found))
 
         threading.Thread(target=work, name="holdfast-find", daemon=True).start()
-
-    def _quarantine(self, name: str, reason: str) -> None:
-        self._client.run_op("quarantine", name=name, reason=reason).result(_OP_S)
-        self._quarantined[name] = reason
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -236,7 +212,7 @@ class Executor:
             sources=tuple(IngestSource(rank=one.rank, path=one.path, owned=one.owned) for one in told),
             manifest=_dated(action.manifest),
         )
-        self._follow(action, self._client.ingest(self._storage, job))
+        self._follow(action, self._session.client.ingest(self._storage, job))
 
     def _commit_uploaded(self, action: CommitUploaded) -> None:
         if not action.beside:
@@ -260,7 +236,7 @@ class Executor:
             manifest=_dated(action.manifest),
             wait_s=action.wait_s,
         )
-        self._follow(action, self._client.commit_parts(self._storage, job))
+        self._follow(action, self._session.client.commit_parts(self._storage, job))
 
     # -- workers -------------------------------------------------------------------------------------------------
 

@@ -10,10 +10,10 @@ from holdfast.checkpoint.verify import verify
 from holdfast.errors import CheckpointError, StorageError
 from holdfast.format.commit import read_manifest
 from holdfast.run.newest_good import GONE, newest_good
-from holdfast.run.record import unpack
+from holdfast.run.record import Record, unpack
 from holdfast.storage.base import Storage
 
-from .known_checkpoints import VALIDATED, KnownCheckpoint
+from .known_checkpoints import VALIDATED
 
 __all__ = ["RunContents", "find_start", "find_unvalidated"]
 
@@ -33,8 +33,8 @@ class RunContents:
         unvalidated: validations that were asked for and have no result, by checkpoint.
     """
 
-    kept: tuple[KnownCheckpoint, ...] = ()
-    start: KnownCheckpoint | None = None
+    kept: tuple[Record, ...] = ()
+    start: Record | None = None
     skipped: tuple[tuple[str, str], ...] = ()
     taken: frozenset[str] = frozenset()
     set_aside: frozenset[str] = frozenset()
@@ -66,9 +66,9 @@ def find_start(
         CorruptCheckpointError: there are checkpoints and none of them is good.
         StorageError: the storage failed.
     """
-    kept = [_kept(row) for row in rows]
+    kept = [unpack(row) for row in rows]
 
-    def check(one: KnownCheckpoint) -> str | None:
+    def check(one: Record) -> str | None:
         outcome = verify(storage, one.name, deep=one.name in deep)
         if outcome.ok:
             return None
@@ -100,7 +100,7 @@ def find_start(
     )
 
 
-def find_unvalidated(storage: Storage, kept: Iterable[KnownCheckpoint]) -> dict[str, Any]:
+def find_unvalidated(storage: Storage, kept: Iterable[Record]) -> dict[str, Any]:
     """Find validations that were asked for and have no result, oldest first."""
     wanted: dict[str, Any] = {}
     for one in sorted(kept, key=lambda one: one.order)[-_LOOKED_AT:]:
@@ -113,14 +113,3 @@ def find_unvalidated(storage: Storage, kept: Iterable[KnownCheckpoint]) -> dict[
         if told:
             wanted[one.name] = told
     return wanted
-
-
-def _kept(row: Sequence[Any]) -> KnownCheckpoint:
-    record = unpack(row)
-    return KnownCheckpoint(
-        name=record.name,
-        attempt=record.attempt,
-        step=record.step,
-        metrics=record.metrics,
-        checkpoint_id=record.checkpoint_id,
-    )

@@ -5,36 +5,20 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.run.names import RUN_NAMES, is_checkpoint_name
-from holdfast.run.record import metric_value
+from holdfast.run.record import Record, metric_value
 from holdfast.storage.base import check_path
 
-__all__ = ["VALIDATED", "KnownCheckpoint", "KnownCheckpoints", "UnwrittenValues", "without_marks"]
+__all__ = ["VALIDATED", "KnownCheckpoints", "UnwrittenValues", "without_marks"]
 
 VALIDATED = "_validated"
 """Late metric that says how a validation ended: true, "failed" or "timeout"."""
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownCheckpoint:
-    """A committed checkpoint that exists."""
-
-    name: str
-    attempt: int
-    step: int
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    checkpoint_id: str = ""
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """The highest is the newest."""
-        return (self.attempt, self.step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +49,14 @@ class KnownCheckpoints:
     """
 
     def __init__(self, first_number: int = 0) -> None:
-        self.kept: dict[str, KnownCheckpoint] = {}
+        self.kept: dict[str, Record] = {}
         self.memory: UnwrittenValues | None = None
         self.number = first_number - 1
         self._taken: set[str] = set()
         self._set_aside: frozenset[str] = frozenset()
         self._pending: dict[str, Any] = {}
 
-    def refresh(
-        self, kept: Iterable[KnownCheckpoint], *, taken: Iterable[str] = (), set_aside: Iterable[str] = ()
-    ) -> None:
+    def refresh(self, kept: Iterable[Record], *, taken: Iterable[str] = (), set_aside: Iterable[str] = ()) -> None:
         """Take over what was found under the run: checkpoints, all names, and names of damaged checkpoints."""
         self.kept = {one.name: one for one in kept}
         self._set_aside = frozenset(set_aside)
@@ -121,7 +103,7 @@ class KnownCheckpoints:
                 "epoch or step into it, or leave it out to have them numbered"
             )
 
-    def committed(self, one: KnownCheckpoint, deleted: Sequence[str] = ()) -> None:
+    def committed(self, one: Record, deleted: Sequence[str] = ()) -> None:
         """Enter a checkpoint and forget those that retention deleted for it."""
         self._pending.pop(one.name, None)
         self._taken.add(one.name)
@@ -138,13 +120,13 @@ class KnownCheckpoints:
         if name in self.kept:
             self.kept[name] = replace(self.kept[name], metrics={**self.kept[name].metrics, **metrics})
 
-    def newest(self) -> KnownCheckpoint | None:
+    def newest(self) -> Record | None:
         """The newest committed one."""
-        return max(self.kept.values(), key=lambda one: (*one.order, one.name), default=None)
+        return max(self.kept.values(), key=lambda one: one.order, default=None)
 
-    def in_order(self) -> list[KnownCheckpoint]:
+    def in_order(self) -> list[Record]:
         """All, oldest first."""
-        return sorted(self.kept.values(), key=lambda one: (*one.order, one.name))
+        return sorted(self.kept.values(), key=lambda one: one.order)
 
     def scores(self, attribute: str) -> list[Any]:
         """Scores of those on the disk and on their way to it."""

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.run.record import Record
+
 from ..engine import Placed
 from .actions import Begin, Resumed
-from .known_checkpoints import KnownCheckpoint, UnwrittenValues
+from .known_checkpoints import UnwrittenValues
 from .plan import RunSpec
 
 __all__ = ["Start", "choose_start"]
@@ -30,7 +32,7 @@ class Start:
     location: Mapping[str, Any] | None = None
     memory: bytes | None = None
     step: int = 0
-    kept: KnownCheckpoint | None = None
+    kept: Record | None = None
     resumed: Resumed | None = None
     words: str = "the beginning"
 
@@ -72,7 +74,7 @@ class Start:
         return Begin(rank=rank, header=header, memory=self.memory)
 
 
-def choose_start(plan: RunSpec, kept: KnownCheckpoint | None, memory: UnwrittenValues | None) -> Start:
+def choose_start(plan: RunSpec, kept: Record | None, memory: UnwrittenValues | None) -> Start:
     """Choose the newest of what there is.
 
     Args:
@@ -80,7 +82,7 @@ def choose_start(plan: RunSpec, kept: KnownCheckpoint | None, memory: UnwrittenV
         kept: the newest good checkpoint of the run.
         memory: the newest values that were not written.
     """
-    if memory is not None and (kept is None or memory.order > kept.order):
+    if memory is not None and (kept is None or memory.order > kept.order[:2]):
         name = f"{memory.name} (in memory)"
         resumed = Resumed(name=name, step=memory.step, attempt=memory.attempt)
         return Start(memory=memory.values, step=memory.step, resumed=resumed, words=name)

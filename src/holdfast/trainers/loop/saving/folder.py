@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
-from holdfast.checkpointer.opening import open_together
 from holdfast.checkpointer.rank_group import RankGroup
-from holdfast.checkpointer.waiting import answer
+from holdfast.checkpointer.run_session import RunSession
 from holdfast.errors import ConfigError, StorageError, StorageNotFoundError
 from holdfast.format.commit import remove
 from holdfast.format.manifest import MANIFEST_NAME
@@ -24,10 +23,9 @@ from holdfast.storage.local.local_tree import make_durable
 from holdfast.storage.local.ops import POSIX, errors_of
 from holdfast.storage.resolve import resolve, split_uri
 from holdfast.writer.client import WriterClient
-from holdfast.writer.messages import RunOpened
 
 from ..training.ranks import TIMEOUT_S, Ranks
-from .file_leases import LEASE_S, FileLeases
+from .file_leases import FileLeases
 from .finder import FolderEntry, look
 
 __all__ = ["SaveFolder", "check_link", "link_latest"]
@@ -48,8 +46,6 @@ class SaveFolder:
         run_id: identity of the run, where the folder holds directories.
         start_id: of this life, part of file names.
         quarantined: names that were set aside, with reasons.
-        client: our writer, while the folder is open for directories.
-        team: the writers of all ranks, if there are several.
         claims: the names of single files that only this trainer writes.
     """
 
@@ -62,8 +58,7 @@ class SaveFolder:
         self.run_id: str | None = None
         self.start_id = secrets.token_hex(4)
         self.quarantined: dict[str, str] = {}
-        self.client: WriterClient | None = None
-        self.team: RankGroup | None = None
+        self._session: RunSession | None = None
         self._number = self._above = 0
         root = self.storage.local_root
         if root is not None and root.is_file():
@@ -73,6 +68,16 @@ class SaveFolder:
     def is_remote(self) -> bool:
         """True when it is not a local directory."""
         return split_uri(self.spelling)[0] not in ("file",)
+
+    @property
+    def client(self) -> WriterClient | None:
+        """Our writer, while the folder is open for directories."""
+        return None if self._session is None else self._session.client
+
+    @property
+    def team(self) -> RankGroup | None:
+        """The writers of all ranks, if there are several."""
+        return None if self._session is None else self._session.team
 
     def open(self, *, claim: str | None, nested: bool = False) -> None:
         """Get ready to save; idempotent.
@@ -88,42 +93,23 @@ class SaveFolder:
         """
         if claim is not None:
             self.claims.take(claim)
-        elif self.client is None:
+        elif self._session is None:
             self._take_lease()
         if not self.attempt:
             self._look_for_attempt(nested=nested)
 
     def _take_lease(self) -> None:
         """Open the run on rank 0; with several ranks our writer joins the others, and the run is theirs as well."""
-        self.client = client = WriterClient.start(self.storage)
+        meeting = self.ranks.meeting("folder")
+        session = RunSession(self.storage, meeting=meeting, timeout_s=TIMEOUT_S, timeout_name="")
         try:
-            opened = self._open_run(client)
+            opened = session.open(keep=None)
         except BaseException:
-            self.client = None
-            client.close(TIMEOUT_S)
-            self._leave()
+            session.close("closed")
             raise
+        self._session = session
         self.run_id, self.start_id, self.quarantined = opened.run_id, opened.start_id, dict(opened.quarantined)
         self.attempt = max(self.attempt, opened.attempt, self._above + 1)
-
-    def _open_run(self, client: WriterClient) -> RunOpened:
-        ranks, storage = self.ranks, self.storage
-        meeting = ranks.meeting("folder")
-        if ranks.world_size > 1:
-            self.team = RankGroup(meeting, client, timeout_s=TIMEOUT_S)
-            self.start_id = self.team.start_id
-
-        def open_run() -> RunOpened:
-            future = client.open_run(storage, owner={"start_id": self.start_id}, keep=None, wait_s=LEASE_S)
-            opened: RunOpened = answer(future, storage, LEASE_S + TIMEOUT_S, bound="")
-            return opened
-
-        return open_together(meeting, storage, self.start_id, open_run, work_s=LEASE_S + TIMEOUT_S)
-
-    def _leave(self) -> None:
-        team, self.team = self.team, None
-        if team is not None:
-            team.close()
 
     def _look_for_attempt(self, *, nested: bool) -> None:
         """Number this life by what lies there, and see that the folder can be written to before any training."""
@@ -160,8 +146,8 @@ class SaveFolder:
     def quarantine(self, name: str, reason: str) -> None:
         """Set a bad checkpoint aside: it is never picked again, its files stay."""
         self.quarantined[name] = reason
-        if self.client is not None and "/" not in name and self.ranks.leads:
-            answer(self.client.run_op("quarantine", name=name, reason=reason), self.storage, TIMEOUT_S, bound="")
+        if self._session is not None and "/" not in name and self.ranks.leads:
+            self._session.quarantine(name, reason)
 
     def delete(self, one: FolderEntry, *, claim: str | None = None) -> None:
         """Delete a checkpoint; the index of the run forgets it first, so that remains of a deletion are swept.
@@ -179,10 +165,9 @@ class SaveFolder:
             self.storage.delete(one.name)
             return
         gone: list[str] = []
-        if self.client is not None:
+        if self._session is not None:
             if "/" not in one.name:
-                future = self.client.run_op("discard", names=[one.name], why="not kept by its saver")
-                gone = answer(future, self.storage, TIMEOUT_S, bound="")
+                gone = self._session.ask("discard", names=[one.name], why="not kept by its saver")
             if not gone:  # not in the index of the run: said all the same before it goes
                 self.confirm(one.name)
         if not gone:
@@ -194,8 +179,8 @@ class SaveFolder:
         Raises:
             RunBusyError: somebody has.
         """
-        if self.client is not None and self.ranks.leads:
-            answer(self.client.run_op("confirm", names=list(doomed)), self.storage, TIMEOUT_S, bound="")
+        if self._session is not None and self.ranks.leads:
+            self._session.ask("confirm", names=list(doomed))
 
     def sweep(self, wanted: Callable[[str], object], *, nested: bool) -> None:
         """Remove what killed saves and deletions left in sub-folders, and empty directories with names of ours.
@@ -215,23 +200,22 @@ class SaveFolder:
 
     def close(self, reason: str, *, patient: bool = True) -> None:
         """Give the leases back and end the writer, after all it was given is durable; idempotent."""
-        client, self.client = self.client, None
+        session, self._session = self._session, None
         # Another trainer may save here from now on: what comes after that is another attempt.
         self._above = max(self._above, self.attempt)
         self.start_id, self.attempt, self._number = secrets.token_hex(4), 0, 0
         try:
             self.claims.release(patient=patient)
         finally:
-            if client is not None:
-                self._end_writer(client, reason, patient=patient)
+            if session is not None:
+                self._end_session(session, reason, patient=patient)
 
-    def _end_writer(self, client: WriterClient, reason: str, *, patient: bool) -> None:
+    def _end_session(self, session: RunSession, reason: str, *, patient: bool) -> None:
         try:
-            if patient and self.ranks.leads and not client.closed:
-                answer(client.run_op("close_run", reason=reason), self.storage, TIMEOUT_S, bound="")
+            if patient and self.ranks.leads and not session.client.closed:
+                session.ask("close_run", reason=reason)
         finally:
-            client.close(TIMEOUT_S if patient else 0.0, why=f"it has left the training ({reason})")
-            self._leave()
+            session.close(f"it has left the training ({reason})", timeout_s=TIMEOUT_S if patient else 0.0)
 
 
 def link_latest(storage: Storage, latest: str, name: str) -> None:

@@ -1,0 +1,677 @@
+"""`RunSession`: one process's hold on a run, from its lease to its end, and the saves that go into it.
+
+Every front door makes one. It decides when to save and what to say; how a save is named and numbered, what its parent
+is, how it is followed, and what a lost one costs, is decided here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from threading import Event
+from typing import Any
+
+from holdfast._log import get_logger
+from holdfast._ranks import rank_list
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.config import Keep, Mirror
+from holdfast.errors import CheckpointNotFoundError, ConfigError, HoldfastError, StorageError
+from holdfast.format.names import MANIFEST_NAME
+from holdfast.state.save.snapshot import SaveRequest, Snapshotter
+from holdfast.storage.base import Storage
+from holdfast.writer.client import WriterClient
+from holdfast.writer.messages import IngestJob, IngestSource, RunOpened, SaveResult
+
+from .announce import Announcer, Listener
+from .identity import free_name, manifest_fields, new_start_id
+from .rank_group import ANSWER_MARGIN_S, RankGroup
+from .remote import RemoteWatch
+from .rendezvous import Alone, Meeting
+from .stats import Stats, StepClock
+from .transient import MAX_LOST, TRANSIENT_ERRORS, LostSaves, state_of
+from .waiting import answer
+
+__all__ = ["RunSave", "RunSession"]
+
+_LOG = get_logger("checkpointer")
+_LEASE_S = 60.0  # that the writer of a dead trainer may still take to finish
+_VISIBLE_S = 5.0  # that a network file system may take to show a file
+
+
+@dataclass(slots=True, kw_only=True)
+class RunSave:
+    """A save on its way into a run.
+
+    Attributes:
+        name: of the checkpoint.
+        step: of the training.
+        checkpoint_id: of the checkpoint.
+        future: resolves when it is committed.
+        begun: when the save began, by `time.perf_counter`.
+        durable: when it had ended, well or not; 0.0 before. Set by another thread.
+        committed: called, in `RunSession.settle`, with the outcome of a good end.
+        lost: called there with the error of a bad end; returns the beginning of what is logged, if training goes on.
+    """
+
+    name: str
+    step: int
+    checkpoint_id: str
+    future: Future[Any]
+    begun: float
+    committed: Callable[[RunSave, SaveResult], object]
+    lost: Callable[[RunSave, BaseException], str]
+    durable: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Note:
+    """Something small on its way to the run: rows of a report, late metrics.
+
+    Attributes:
+        future: resolves when it is durable.
+        about: name of its checkpoint, if it has one.
+        what: the beginning of what is logged if it is lost.
+    """
+
+    future: Future[Any]
+    about: str | None
+    what: str
+
+
+class RunSession:
+    """Holds a run: starts its writer, takes its lease, follows saves, gives the run back. Of one thread.
+
+    Saves are taken in, in their order, by `settle`. One that the storage did not take costs itself, the tenth in a row
+    raises; any other failure raises.
+
+    Args:
+        storage: where saves go; the root of the run, unless `open` is given another.
+        remote: where a mirrored run is uploaded to.
+        meeting: of the ranks that save together; their writers join one another.
+        on_full: when the storage is full or does not answer: "skip" a save, "wait" (the owner tries again, see
+            `wants_retry`) or "raise".
+        timeout_s: bound of every wait.
+        timeout_name: what the user knows that bound by; "" if it is none of theirs.
+
+    Attributes:
+        root: of the run.
+        client: the writer.
+        team: the ranks that save together; None for this process alone.
+        leads: the run is open in our writer.
+        staged: the ranks share no disk: the run is at the remote, and each rank stages its part of a save.
+        start_id: of this life.
+        opened: what opening the run has found.
+        quarantined: reasons of the checkpoints that were set aside, by name.
+        names: names that are taken under the run.
+        parent: id of the newest durable checkpoint, or of the one that training goes on from.
+        lost: counts the saves that the storage did not take.
+        wants_retry: ``on_full="wait"``, and the last save found no space, or no answer.
+        stats: what saving has cost.
+        clock: tells slow steps; fed by the owner.
+        remote_watch: follows the uploads of a mirrored run.
+        announcer: tells listeners of what is committed.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        remote: Storage | None = None,
+        meeting: Meeting | None = None,
+        on_full: str = "skip",
+        timeout_s: float = 600.0,
+        timeout_name: str = "timeout_s",
+    ) -> None:
+        self.storage = self.root = storage
+        self.remote, self.on_full, self.timeout_s = remote, on_full, timeout_s
+        self._bound = f" ({timeout_name})" if timeout_name else ""
+        self.meeting: Meeting = meeting or Alone()
+        self.leads = self.meeting.rank == 0
+        self.staged = False
+        self.quarantined: dict[str, str] = {}
+        self.names: set[str] = set()
+        self.parent: str | None = None
+        self.lost = LostSaves()
+        self.wants_retry = False
+        self.stats, self.clock = Stats(), StepClock()
+        self.remote_watch: RemoteWatch | None = None
+        self.announcer = Announcer(())
+        self._opened: RunOpened | None = None
+        self._newest: tuple[int, str | None] = (-1, None)  # step and name of the newest durable checkpoint
+        self._pending: list[RunSave] = []  # oldest first
+        self._notes: list[_Note] = []
+        self._gone: set[str] = set()  # names of saves that were lost
+        self._ended = Event()  # something that `settle` has to take in
+        self._number = 0
+        self._counted = (0.0, 0.0)  # seconds blocked and lost that the run's journal has
+        self._stuck = False  # the time for a save was up: it is not waited for as long again
+        self.client = WriterClient.start(storage, remote=remote)
+        self.start_id = new_start_id()
+        self.team: RankGroup | None = None
+        if self.meeting.world_size > 1:
+            self.team = self._join()
+            self.start_id = self.team.start_id
+
+    def _join(self) -> RankGroup:
+        try:
+            return RankGroup(self.meeting, self.client, timeout_s=self.timeout_s)
+        except BaseException as error:
+            self.client.close(self.timeout_s, why=f"did not start: {type(error).__name__}")
+            raise
+
+    # -- the run
+
+    def open(self, *, keep: Keep | None, root: Storage | None = None, mirror: Mirror | None = None) -> RunOpened:
+        """Take the lease of the run on rank 0, and see that all ranks have its storage before their eyes.
+
+        Args:
+            keep: rules of retention; None keeps everything.
+            root: the run, if it is elsewhere than where saves go.
+            mirror: rules of a mirrored run, whose other side is ``remote``.
+
+        Raises:
+            RunBusyError: another live process holds the run.
+            ConfigError: a rank sees another storage; names the ranks.
+        """
+        self.root = storage = root or self.storage
+        mark, many = f".probe-{self.start_id}/ranks", self.meeting.world_size > 1
+        lease_s = min(_LEASE_S, self.timeout_s)
+
+        def open_here() -> dict[str, Any] | None:
+            if not self.leads:
+                return None
+            future = self._request(keep, lease_s, mirror)
+            far = storage if mirror is None or self.remote is None else self.remote
+            opened: RunOpened = self.answer(future, far, lease_s + self.timeout_s)
+            names = sorted(_taken(storage, opened))
+            if many:
+                storage.put(mark, b"all ranks see this file")
+            return {"opened": opened.to_json(), "names": names}
+
+        found = self.meeting.agree("open", open_here, work_s=lease_s + self.timeout_s)
+        self._take(RunOpened.from_json(found["opened"]))
+        self.names = set(found["names"])
+        if many:
+            self.meeting.agree("place", lambda: _sees(storage, mark), lambda seen: _check_shared(seen, storage, mark))
+        return self.opened
+
+    def open_later(self, *, keep: Keep | None) -> Future[RunOpened]:
+        """Take the lease without waiting for it. `opened` is there before the callbacks of the future run."""
+
+        def take(done: Future[RunOpened]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                self._take(done.result())
+
+        future = self._request(keep, _LEASE_S)
+        future.add_done_callback(take)
+        return future
+
+    def _request(self, keep: Keep | None, lease_s: float, mirror: Mirror | None = None) -> Future[RunOpened]:
+        return self.client.open_run(
+            self.root, owner={"start_id": self.start_id}, keep=None if keep is None else keep.to_json(),
+            wait_s=lease_s, mirror=mirror, remote=None if mirror is None else self.remote,
+        )  # fmt: skip
+
+    def _take(self, opened: RunOpened) -> None:
+        self._opened, self.quarantined = opened, dict(opened.quarantined)
+
+    @property
+    def is_open(self) -> bool:
+        """True once the lease was taken."""
+        return self._opened is not None
+
+    @property
+    def opened(self) -> RunOpened:
+        """What opening the run has found."""
+        assert self._opened is not None
+        return self._opened
+
+    @opened.setter
+    def opened(self, opened: RunOpened) -> None:
+        self._opened = opened
+
+    @property
+    def sides(self) -> list[Storage]:
+        """The storages in which checkpoints of this run lie."""
+        return [self.root] if self.remote is None or self.staged else [self.root, self.remote]
+
+    def answer(self, future: Future[Any], storage: Storage | None = None, timeout_s: float | None = None) -> Any:
+        """Wait for the writer, but not for ever.
+
+        Args:
+            future: what the writer is to say.
+            storage: named if it says nothing; default: that of the run.
+            timeout_s: how long to wait; default: that of the session.
+
+        Raises:
+            HoldfastError: what the writer says, or that it says nothing.
+        """
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        return answer(future, storage or self.root, limit_s, bound=self._bound)
+
+    def ask(self, op: str, **args: Any) -> Any:
+        """Ask the writer something about the run, see `WriterClient.run_op`, and wait for its answer."""
+        return self.answer(self.client.run_op(op, **args))
+
+    def quarantine(self, name: str, reason: str, *, side: str | None = None) -> None:
+        """Set a bad checkpoint aside: no start takes it any more, its files stay.
+
+        Args:
+            name: which.
+            reason: why.
+            side: URI of the side of a mirrored run on which it is bad; None: wherever it is.
+        """
+        where = {} if side is None else {"side": side}
+        self.ask("quarantine", name=name, reason=reason, **where)
+        if side is None:
+            self.quarantined[name] = reason
+
+    def resume_at(self, step: int, *, name: str | None, checkpoint_id: str | None) -> None:
+        """Begin with a step that is safe already.
+
+        Args:
+            step: of the training.
+            name: of its checkpoint, which is one of this run.
+            checkpoint_id: parent of the next one.
+        """
+        self.parent, self._newest = checkpoint_id, (step, name)
+        self.stats.last_durable_step = step
+
+    def announce(self, listeners: Sequence[Listener], *, mirror: Mirror | None = None) -> None:
+        """Tell listeners of checkpoints as they are committed; of a mirrored run, follow the uploads.
+
+        Args:
+            listeners: are called with each; where the ranks share no disk, once it is at the remote.
+            mirror: rules of a mirrored run.
+        """
+        announcer = self.announcer = Announcer(listeners)
+        far, staged = self.remote, self.staged
+        if mirror is not None and far is not None and self.leads:
+            self.remote_watch = RemoteWatch(
+                self.client, mirror, far.uri, staged=staged,
+                arrived=lambda name: announcer.tell(Checkpoint.at(far, name)) if staged else None,
+            )  # fmt: skip
+
+    # -- saves
+
+    def save_state(
+        self,
+        state: Callable[[], Mapping[Any, Any]],
+        snapshotter: Snapshotter,
+        *,
+        step: int,
+        epoch: int,
+        metrics: Mapping[str, Any],
+        announce: Callable[[str], object],
+    ) -> None:
+        """Copy a state and hand it to the writer; waits for the saves before. The state may change afterwards.
+
+        Args:
+            state: returns what to save.
+            snapshotter: copies it; of this session alone.
+            step: steps done.
+            epoch: current epoch.
+            metrics: of this step.
+            announce: told the name of the checkpoint before the save is handed over.
+
+        Raises:
+            HoldfastError: a save before this one failed, or this one cannot begin.
+        """
+        self.settle()
+        begun = time.perf_counter()
+        name, save_id = free_name(step, attempt=self.opened.attempt, taken=self.names), self.next_save_id()
+        checkpoint_id, joint = uuid.uuid4().hex, self.team is not None
+        with contextlib.nullcontext() if self.team is None else self.team.told(save_id):
+            if self.remote_watch is not None:
+                self.remote_watch.make_room(self.timeout_s)
+            # Metrics first: a trainer killed right after the hand-over has its save committed all the same.
+            announce(name)
+            fields = self._manifest(checkpoint_id, step, epoch, metrics, world_size=self.meeting.world_size)
+            request = SaveRequest(
+                storage=self.storage, directory=name, save_id=save_id, manifest=fields, reuse=True, run=self.leads,
+                part=joint, joint=joint,
+            )  # fmt: skip
+            submitted = snapshotter.submit(state(), self.client, request, lazy=True)
+
+        def committed(save: RunSave, result: SaveResult) -> None:
+            self._note_cost(save)
+            snapshotter.observe(result.unchanged)
+            if self.leads and not self.staged:  # of a staged one is told when it has arrived at the remote
+                self.announcer.tell(Checkpoint.at(self.storage, result.directory))
+
+        self._begin(
+            RunSave(
+                name=name, step=step, checkpoint_id=checkpoint_id, future=submitted.future, begun=begun,
+                committed=committed, lost=_lost_state,
+            )
+        )  # fmt: skip
+        self._held(begun)
+
+    def save_directory(
+        self,
+        sources: Sequence[IngestSource],
+        *,
+        save_id: str,
+        step: int,
+        epoch: float | None,
+        metrics: Mapping[str, Any],
+        world_size: int,
+        committed: Callable[[RunSave, SaveResult], object],
+        lost: Callable[[RunSave, BaseException], str],
+    ) -> RunSave:
+        """Let the writer make a checkpoint of directories; it does so even if this process dies.
+
+        Args:
+            sources: what to take.
+            save_id: of `next_save_id`.
+            step: steps done.
+            epoch: current epoch.
+            metrics: of this step.
+            world_size: number of ranks that train.
+            committed: see `RunSave`.
+            lost: see `RunSave`; called too if the directories cannot be handed over.
+
+        Raises:
+            HoldfastError: they cannot be handed over.
+        """
+        save = RunSave(
+            name=free_name(step, attempt=self.opened.attempt, taken=self.names), step=step,
+            checkpoint_id=uuid.uuid4().hex, future=Future(), begun=time.perf_counter(), committed=committed, lost=lost,
+        )  # fmt: skip
+        fields = self._manifest(save.checkpoint_id, step, epoch, metrics, world_size=world_size)
+        try:
+            job = IngestJob(directory=save.name, save_id=save_id, sources=tuple(sources), manifest=fields)
+            save.future = self.client.ingest(self.storage, job)
+        except BaseException as error:
+            lost(save, error)
+            raise
+        self._begin(save)
+        return save
+
+    def next_save_id(self) -> str:
+        """Return an id for one save, unique over all lives of the run."""
+        self._number += 1
+        return f"{self.start_id}-{self._number:x}"
+
+    def _manifest(
+        self, checkpoint_id: str, step: int, epoch: float | None, metrics: Mapping[str, Any], *, world_size: int
+    ) -> dict[str, Any]:
+        opened = self.opened
+        return manifest_fields(
+            run_id=opened.run_id, checkpoint_id=checkpoint_id, parent=self.parent, attempt=opened.attempt, step=step,
+            epoch=epoch, metrics=metrics, world_size=world_size,
+        )  # fmt: skip
+
+    def _begin(self, save: RunSave) -> None:
+        def ended(_: Future[Any]) -> None:
+            save.durable = time.perf_counter()
+            self._ended.set()
+
+        self.names.add(save.name)
+        self._pending.append(save)
+        save.future.add_done_callback(ended)
+
+    @property
+    def last_step(self) -> int:
+        """Newest step with a save that is durable or on its way; -1 before the first."""
+        return self._pending[-1].step if self._pending else self._newest[0]
+
+    @property
+    def last_name(self) -> str | None:
+        """Name of the checkpoint of `last_step`."""
+        return self._pending[-1].name if self._pending else self._newest[1]
+
+    @property
+    def num_pending(self) -> int:
+        """Saves that `settle` has not taken in."""
+        return len(self._pending)
+
+    @property
+    def busy(self) -> bool:
+        """True while a save is being written."""
+        return bool(self._pending) and any(not save.durable for save in self._pending)  # asked at each step
+
+    # -- what became of them
+
+    @property
+    def unsettled(self) -> bool:
+        """True when something has ended and `settle` has to take it in; costs next to nothing."""
+        return self._ended.is_set()
+
+    def glance(self) -> None:
+        """Take in, between saves, what has ended.
+
+        Of saves of many ranks only good ends: a failure changes what is done next, so all ranks take it in at the same
+        step, which is the next save or one they agree on.
+        """
+        if self.team is None:
+            self.settle(leave=len(self._pending))
+            return
+        self._ended.clear()
+        while self._pending and self._pending[0].future.done() and self._pending[0].future.exception() is None:
+            self._settle_saves(leave=len(self._pending) - 1)
+
+    def settle(self, *, leave: int = 0) -> None:
+        """Take in what has ended; wait until no more than ``leave`` saves are on their way.
+
+        Raises:
+            HoldfastError: a save, or something noted on the side, failed.
+        """
+        self._ended.clear()
+        # Looked at before the saves: whatever failed for want of its checkpoint comes after the news of that failure.
+        done = [note for note in self._notes if note.future.done()]
+        self._settle_saves(leave=leave)
+        self._settle_notes(done)
+
+    def finish(self) -> None:
+        """Wait for everything on its way; raises what failed."""
+        self.settle()
+        self.wait_for_notes()
+
+    def _settle_saves(self, *, leave: int) -> None:
+        while self._pending:
+            save = self._pending[0]
+            if not save.future.done():
+                if len(self._pending) <= leave:
+                    return
+                self._wait(save)
+            del self._pending[0]
+            self._stuck = False
+            self._settle_save(save)
+
+    def _wait(self, save: RunSave) -> None:
+        begun = time.perf_counter()
+        limit_s = self.timeout_s + (0.0 if self.team is None else ANSWER_MARGIN_S)
+        wait([save.future], timeout=0.0 if self._stuck else limit_s)
+        self._held(begun)
+        self._stuck = not save.future.done()
+        if self._stuck:
+            whose = "" if self.team is None else f"rank {self.team.rank}: "
+            raise HoldfastError(
+                f"{whose}the save of step {save.step} is not durable after {limit_s:.0f} s{self._bound}: "
+                f"{self.storage.uri} is stuck or very slow; training cannot count on it"
+            )
+
+    def _settle_save(self, save: RunSave) -> None:
+        error = save.future.exception()
+        if error is None:
+            result: SaveResult = save.future.result()
+            self.lost.durable()
+            self.wants_retry = False
+            self.parent, self._newest = save.checkpoint_id, (save.step, save.name)
+            self._count(save, result)
+            save.committed(save, result)
+            return
+        # Its step is not saved: neither the final save takes it for done, nor the next one for its parent.
+        self._gone.add(save.name)
+        self._free(save.name)
+        told = save.lost(save, error)
+        if not isinstance(error, TRANSIENT_ERRORS):
+            raise error
+        self.stats.skipped += 1
+        # "wait" tries the same step again: its own time bounds that.
+        self.lost.add(error, limit={"raise": 1, "wait": None}.get(self.on_full, MAX_LOST))
+        _LOG.warning("%s training goes on (save %d in a row)", told, self.lost.in_a_row)
+        self.wants_retry = self.on_full == "wait"
+
+    def _free(self, name: str) -> None:
+        """Let the next try use the name of a save that failed, unless it committed after all."""
+        if self.team is not None:
+            # Not looked at: all ranks have to choose the same name next, and may see different things.
+            self.names.discard(name)
+            return
+        with contextlib.suppress(StorageError):
+            if not self.storage.exists(f"{name}/{MANIFEST_NAME}"):
+                self.names.discard(name)
+
+    # -- what it cost
+
+    def _held(self, begun: float) -> None:
+        seconds = time.perf_counter() - begun
+        self.stats.seconds_blocked += seconds
+        self.stats.seconds_lost += seconds
+
+    def _count(self, save: RunSave, result: SaveResult) -> None:
+        stats = self.stats
+        stats.saves += 1
+        stats.bytes_written += result.bytes_written
+        stats.bytes_reused += result.bytes_reused
+        # `durable` is set on another thread, right after those who wait are woken.
+        stats.seconds_to_durable.append((save.durable or time.perf_counter()) - save.begun)
+        stats.last_durable_step = max(stats.last_durable_step, save.step)
+        stats.seconds_lost += self.clock.take_lost()
+
+    def _note_cost(self, save: RunSave) -> None:
+        held, lost = self.stats.seconds_blocked, self.stats.seconds_lost
+        self.journal(
+            "cost", step=save.step, name=save.name, durable_s=self.stats.seconds_to_durable[-1],
+            held_s=held - self._counted[0], lost_s=lost - self._counted[1],
+        )  # fmt: skip
+        self._counted = (held, lost)
+
+    def journal(self, what: str, **about: Any) -> None:
+        """Tell the run's journal what only the trainer knows; nobody waits for it, nothing fails for it."""
+        if self.leads:
+            event = {"what": what, "time": time.time(), "attempt": self.opened.attempt, **about}
+            with contextlib.suppress(HoldfastError):
+                self.client.run_op("journal", events=[event])
+
+    # -- notes: what is small, and not waited for
+
+    def note(self, op: str, *, about: str | None = None, what: str = "metrics were not recorded", **args: Any) -> None:
+        """Tell the run something, see `WriterClient.run_op`; what becomes of it surfaces in `settle`.
+
+        Args:
+            op: what kind of thing.
+            about: name of the checkpoint that it belongs to; if the save of that one is lost, so is this.
+            what: the beginning of what is logged if the storage did not take it.
+            **args: the thing.
+        """
+        future = self.client.run_op(op, **args)
+        self._notes.append(_Note(future=future, about=about, what=what))
+        future.add_done_callback(lambda _: self._ended.set())
+
+    def wait_for_notes(self) -> None:
+        """Wait for everything noted, and for no save; raises what failed.
+
+        Raises:
+            HoldfastError: it failed, or takes longer than ``timeout_s``.
+        """
+        wait([note.future for note in self._notes], timeout=0.0 if self._stuck else self.timeout_s)
+        self._settle_notes([note for note in self._notes if note.future.done()])
+        if self._notes:
+            raise HoldfastError(f"metrics are not durable after {self.timeout_s:.0f} s: {self.storage.uri} is stuck")
+
+    def _settle_notes(self, done: Sequence[_Note]) -> None:
+        self._notes = [note for note in self._notes if note not in done]
+        for note in done:
+            error = note.future.exception()
+            if isinstance(error, TRANSIENT_ERRORS) and self.on_full != "raise":
+                _LOG.warning("%s, %s: %s", note.what, state_of(error), error)
+            elif isinstance(error, CheckpointNotFoundError) and self._is_lost(note.about):
+                _LOG.warning("metrics were not bound, the save of their step was lost: %s", error)
+            elif error is not None:
+                raise error
+
+    def _is_lost(self, name: str | None) -> bool:
+        ended = (save for save in self._pending if save.name == name and save.future.done())
+        return name in self._gone or any(save.future.exception() is not None for save in ended)
+
+    # -- the end
+
+    def end(
+        self, reason: str, *, details: Mapping[str, Any] | None = None, finished: Mapping[str, Any] | None = None
+    ) -> None:
+        """Give the lease back once the writer has done what it was given, with a word on how the run ended.
+
+        Args:
+            reason: "finished", "stopped", or what ended it.
+            details: small JSON about the end.
+            finished: what a later start has to know of a training that is over; None for one that is not.
+
+        Raises:
+            HoldfastError: that, or another note, failed.
+        """
+        if self.leads and self.is_open:
+            if finished is not None:
+                self.note("finished", info=dict(finished))
+            what = "the end of the run was not recorded"
+            self.note("close_run", what=what, reason=reason, details=dict(details or {}))
+        self.wait_for_notes()
+
+    def abandon(self, why: str) -> None:
+        """Give up a run that did not come to its first step; nothing raises."""
+        with contextlib.suppress(HoldfastError):
+            self.client.run_op("close_run", reason=why)
+        self.close(why)
+
+    def close(self, why: str, *, timeout_s: float | None = None) -> None:
+        """End the writer, which commits what it was given before it goes; idempotent.
+
+        Args:
+            why: what other ranks hear if they still expect a save of this one.
+            timeout_s: how long to wait for that; default: that of the session.
+        """
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        self.client.close(limit_s, why=why)
+        if self.team is not None:
+            self.team.close()
+        self.announcer.close(limit_s)
+
+
+def _lost_state(save: RunSave, error: BaseException) -> str:
+    return f"step {save.step} was NOT saved, {state_of(error)} ({error}); older checkpoints are untouched,"
+
+
+def _taken(storage: Storage, opened: RunOpened) -> set[str]:
+    """Return the names a save must not use: of checkpoints, good or bad, and of anything else that lies there."""
+    there: set[str] = set()
+    if storage.local_root is not None:  # of others the writer has told all that it found
+        there = {info.path.rstrip("/") for info in storage.list("", recursive=False)}
+    return {*(row[0] for row in opened.records), *opened.quarantined, *opened.taken, *there}
+
+
+def _sees(storage: Storage, mark: str) -> bool:
+    """Look for a file that rank 0 has made; a network file system may show it a little later."""
+    until = time.monotonic() + _VISIBLE_S
+    while not storage.exists(mark):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _check_shared(seen: Sequence[bool], storage: Storage, mark: str) -> None:
+    storage.delete(mark)
+    storage.tidy(mark.partition("/")[0])
+    blind = [rank for rank, one in enumerate(seen) if not one]
+    if blind:
+        raise ConfigError(
+            f"{rank_list(blind)} cannot see what rank 0 writes to {storage.uri}: all ranks save parts of the same "
+            "checkpoints, so the run needs a place that all machines share: a network file system, or remote storage "
+            "such as s3://bucket/run"
+        )
