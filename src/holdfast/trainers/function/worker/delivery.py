@@ -13,11 +13,14 @@ from holdfast.errors import ConfigError, SessionError
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage
 from holdfast.writer.frames import Message
+from holdfast.writer.ingest.incoming import put_incoming
+from holdfast.writer.messages import IngestSource
 
+from ..failure import error_to_wire
 from ..location import describe_location, open_root
 from ..types import CheckpointUploadMode
 from ..values import TIMESTAMP, pack_checkpoint, score_of
-from .handoff import HandoffArea, Taken, check_source, name_in_run, out_of_reach, remove_local, take
+from .handoff import HandoffArea, Taken, check_source, name_in_run, remove_local, take
 from .link import ControllerLink
 from .requests import Request
 from .shares import Shares
@@ -89,11 +92,47 @@ class Delivery:
     def _directory(self, request: Request, index: int, checkpoint: Checkpoint) -> Finish | None:
         asynchronous = request.mode is _ASYNC
         taken = take(checkpoint, self._place, index, delete=request.delete, asynchronous=asynchronous)
+        if self._place.is_sent:
+            return self._send(request, index, taken, later=asynchronous and taken.safe)
         header = self._header(request, index, "directory") | {"source": taken.source()}
         if asynchronous and taken.safe:
             self._link.tell(header, undo=taken.failed)
             return None
         return partial(self._finish, self._link.call(header), index, taken)
+
+    def _send(self, request: Request, index: int, taken: Taken, *, later: bool) -> Finish | None:
+        """Bring files into the store before the report is entered; ``later``: in the background."""
+        if later:
+            self._link.tell_later(index, partial(self._sent, request, index, taken))
+            return None
+        future = self._link.call(self._sent(request, index, taken, keep=True))
+
+        def finish() -> None:
+            self._finish(future, index, taken)
+            if taken.owned:
+                remove_local(taken.path)
+
+        return finish
+
+    def _sent(self, request: Request, index: int, taken: Taken, *, keep: bool = False) -> dict[str, Any]:
+        """Bring files into the store; gives the message of the report, with the error if that fails.
+
+        Args:
+            request: of the report.
+            index: of it.
+            taken: where they are; removed if it is ours, unless ``keep``.
+            keep: the caller waits for the commit, and gets them back if that fails.
+        """
+        home = self._place.incoming_object(index)
+        header = self._header(request, index, "directory") | {"source": {"path": home, "owned": True}}
+        try:
+            put_incoming(self._root(), home, IngestSource(rank=self._place.rank, path=taken.path))
+        except Exception as error:  # noqa: BLE001 - all ranks have to hear of it; this one raises what is answered
+            taken.failed()
+            return header | {"error": error_to_wire(error)[0]}
+        if taken.owned and not keep:
+            remove_local(taken.path)
+        return header
 
     def _finish(self, future: Future[Message], index: int, taken: Taken) -> None:
         try:
@@ -137,10 +176,9 @@ class Delivery:
 
     def _downloaded(self, request: Request, index: int, checkpoint: Checkpoint) -> dict[str, Any]:
         """Bring what is no local directory (a dictionary, another storage) into one that the writer can take."""
-        incoming = self._place.incoming(index)
-        if self._place.apart and incoming is None:
-            raise out_of_reach(checkpoint.uri, self._place)
-        path = checkpoint.to_directory(incoming)
+        path = checkpoint.to_directory(self._place.incoming(index))
+        if self._place.is_sent:
+            return self._sent(request, index, Taken(path=path, owned=True, safe=True, caller=path))
         return self._header(request, index, "directory") | {"source": {"path": path, "owned": True}}
 
     # -- states and values ---------------------------------------------------------------------------------------
