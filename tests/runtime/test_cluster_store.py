@@ -218,3 +218,36 @@ def test_a_node_is_killed_while_it_brings_one(root: Storage, nodes: FakeNodes, t
     for checkpoint, _ in result.best_checkpoints:
         assert checkpoint.verify().ok
         assert {"rank-0.bin", "rank-1.bin", "step.json"} <= {one.path for one in checkpoint.manifest.files}  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_states_go_over_the_disks_of_nodes(root: Storage, nodes: FakeNodes, tmp_path: Path) -> None:
+    """``RunConfig(local_dir=...)``: all checkpoints are in the store when fit() returns, and load; no disk has any."""
+
+    def train() -> None:
+        import torch
+
+        for step in range(3):
+            hf.report({"step": step}, state={"weights": torch.full((5000,), float(step)), "step": step})
+
+    place, _, name = root.uri.rpartition("/")
+    result = TorchTrainer(
+        train,
+        scaling_config=hf.ScalingConfig(num_workers=2, engine="ray"),
+        run_config=hf.RunConfig(name=name, storage_path=place, local_dir=tmp_path / "disk"),
+    ).fit()
+    for step, (checkpoint, _) in enumerate(result.best_checkpoints):
+        assert checkpoint.verify().ok
+        loaded = hf.load(checkpoint)
+        assert (loaded["step"], float(loaded["weights"].sum())) == (step, 5000.0 * step)
+    assert len(result.best_checkpoints) == 3
+    assert not [path for path in (tmp_path / "disk").rglob("*") if path.is_file()]
+    assert names(root) == {
+        "checkpoint_000000",
+        "checkpoint_000001",
+        "checkpoint_000002",
+        "logs",
+        "reports",
+        "lease.json",
+        "run.json",
+    }

@@ -24,6 +24,7 @@ from .handoff import HandoffArea, Taken, check_source, name_in_run, remove_local
 from .link import ControllerLink
 from .requests import Request
 from .shares import Shares
+from .staging import Staging
 
 __all__ = ["Delivery", "Finish"]
 
@@ -222,8 +223,16 @@ class Delivery:
                 snapshotter = Snapshotter(max_staging_bytes=_VALUES_STAGING)
             snapshotter.max_file_bytes = self._root().max_file_bytes
             timeout_s: float = self._begin["report_timeout_s"]
-            found = self._shares[kind] = Shares(self._root(), snapshotter, timeout_s=timeout_s)
+            staging = self._staging() if kind == "state" else None
+            found = self._shares[kind] = Shares(self._root(), snapshotter, timeout_s=timeout_s, staging=staging)
         return found
+
+    def _staging(self) -> Staging | None:
+        folder, place = self._begin.get("local_dir"), self._place
+        if folder is None:
+            return None
+        first = self._begin["local_rank"] == 0
+        return Staging(folder, self._root(), rank=place.rank, start_id=place.start_id, sweeps=first)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
