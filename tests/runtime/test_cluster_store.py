@@ -18,7 +18,7 @@ from nodes_kit import FakeNodes
 from session_kit import START_ID, Pair, begin, make
 
 import holdfast as hf
-from holdfast.errors import CheckpointNotFoundError, HoldfastError, StorageError
+from holdfast.errors import CheckpointNotFoundError, StorageError
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 from holdfast.torch import TorchTrainer
@@ -78,13 +78,17 @@ def names(root: Storage) -> set[str]:
 
 @pytest.mark.parametrize("delete", [None, True])
 def test_the_driver_gets_it_through_the_store(root: Storage, tmp_path: Path, delete: bool | None) -> None:
-    """SYNC: it is whole in the store before the report is entered; the caller's goes after the commit, if it should."""
-    seen = []
+    """SYNC: the report is entered, then brought; the caller's goes after the commit, if it should."""
+    seen, calls = [], []
 
     def script(controller: Any, header: dict[str, Any]) -> None:
-        assert header["source"] == {"path": HOME, "owned": True}
-        seen.append(root.read(f"{HOME}/000000"))
-        controller.answer(header["call"], checkpoint=None)
+        if header["on"] == "report":
+            assert header["source"] == {"path": HOME, "owned": True, "coming": True}
+            calls.append(header["call"])
+        else:
+            assert header == {"on": "part", "index": 1}
+            seen.append(root.read(f"{HOME}/000000"))
+            controller.answer(calls[0], checkpoint=None)
 
     with Pair(apart(root), script):
         hf.report({}, make(tmp_path / "mine"), delete_local_checkpoint_after_upload=delete)
@@ -94,10 +98,10 @@ def test_the_driver_gets_it_through_the_store(root: Storage, tmp_path: Path, del
 
 
 def test_in_the_background(root: Storage, tmp_path: Path) -> None:
-    """ASYNC: the caller's directory is gone at once; the report follows when the files are in the store."""
+    """ASYNC: the caller's directory is gone at once; the word that it is in the store follows."""
 
     def script(controller: Any, header: dict[str, Any]) -> None:
-        if header["on"] == "report":
+        if header["on"] == "part":
             assert root.read(f"{HOME}/000000") == b"weights"
             controller.committed(header["index"])
 
@@ -106,35 +110,36 @@ def test_in_the_background(root: Storage, tmp_path: Path) -> None:
         assert not (tmp_path / "mine").exists()
         pair.session.drain()
         (header,) = pair.controller.headers("report")
-    assert header["source"] == {"path": HOME, "owned": True}
+    assert header["source"] == {"path": HOME, "owned": True, "coming": True}
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("mode", [SYNC, ASYNC])
 def test_a_store_that_fails(root: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
-    """All ranks hear of it through the driver; the caller has his files, and the next report is made as ever."""
+    """The driver hears of it, for the other ranks; the caller has his files, and the next report is made as ever."""
 
     def refuse(*_: Any) -> None:
         raise StorageError("the store is on fire")
 
+    calls, failed = [], []
+
     def script(controller: Any, header: dict[str, Any]) -> None:
-        if "error" in header:
-            error = HoldfastError(header["error"]["message"])
-            if header["call"] is None:
-                controller.trouble(error, index=header["index"])
-            else:
-                controller.refuse(header["call"], error)
-        elif header["on"] == "report":
-            controller.answer(header["call"], checkpoint=None)
+        if header["on"] == "report":
+            calls.append(header["call"])
+        elif "error" in header:
+            failed.append(header["error"]["message"])
+        else:
+            controller.answer(calls[-1], checkpoint=None)
 
     with Pair(apart(root), script) as pair:
         with monkeypatch.context() as patch:
             patch.setattr("holdfast.trainers.function.worker.delivery.put_incoming", refuse)
-            with pytest.raises(HoldfastError, match="on fire"):
+            with pytest.raises(StorageError, match="on fire"):
                 hf.report({}, make(tmp_path / "mine"), checkpoint_upload_mode=mode)
                 pair.session.drain()
         assert (tmp_path / "mine" / "model.pt").read_bytes() == b"weights"
         hf.report({}, make(tmp_path / "mine"))
+    assert failed == ["the store is on fire"]
 
 
 def test_a_directory_that_is_not_there(root: Storage, tmp_path: Path) -> None:

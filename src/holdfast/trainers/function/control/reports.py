@@ -81,6 +81,7 @@ class Reports:
             call=call,
             path=source.get("path", ""),
             owned=bool(source.get("owned", False)),
+            coming=bool(source.get("coming", False)),
             location=header.get("location"),
         )
         metrics = header.get("metrics") or {}
@@ -96,9 +97,6 @@ class Reports:
             report.metrics = metrics
         report.agreed = report.agreed or bool(header.get("agreed"))
         report.validation = report.validation or header.get("validation") or False
-        if "error" in header:  # the rank could not bring its files to where the driver's writer sees them
-            self._commits.fail(report, error_from_wire(header["error"]))
-            return
         try:
             self._name(report, header.get("name"))
             if kind == "values":

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,8 @@ from holdfast.storage.base import Storage
 from holdfast.writer.frames import Message
 from holdfast.writer.ingest.incoming import put_incoming
 from holdfast.writer.messages import IngestSource
+from holdfast.writer.serial_executor import SerialExecutor
 
-from ..failure import error_to_wire
 from ..location import describe_location, open_root
 from ..types import CheckpointUploadMode
 from ..values import TIMESTAMP, pack_checkpoint, score_of
@@ -29,6 +30,7 @@ from .staging import Staging
 __all__ = ["Delivery", "Finish"]
 
 _ASYNC = CheckpointUploadMode.ASYNC
+_MAX_SENDING = 4
 _VALUES_STAGING = 64 << 20  # `save_checkpoint` waits anyway, so it streams through a small arena
 
 Finish = Callable[[], None]
@@ -46,6 +48,8 @@ class Delivery:
     def __init__(self, link: ControllerLink, begin: Mapping[str, Any], place: HandoffArea) -> None:
         self._link, self._begin, self._place = link, begin, place
         self._shares: dict[str, Shares] = {}
+        self._sender: SerialExecutor | None = None
+        self._sending: deque[Future[None]] = deque()
 
     def enter(self, request: Request, index: int) -> Finish | None:
         """Enter report ``index``; returns what is left to wait for, None if nothing is."""
@@ -63,6 +67,8 @@ class Delivery:
             or (in_run and not local)
         ):  # fmt: skip
             return self._make(request, index, partial(self._uploaded, request, index, checkpoint))
+        if not local and self._place.is_sent:
+            return self._send(request, index, partial(_download, checkpoint), later=request.mode is _ASYNC)
         if not local:
             return self._make(request, index, partial(self._downloaded, request, index, checkpoint))
         return self._directory(request, index, checkpoint)
@@ -87,6 +93,9 @@ class Delivery:
         """Leave the writers to finish what they have; idempotent."""
         for shares in self._shares.values():
             shares.close()
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
 
     # -- directories ---------------------------------------------------------------------------------------------
 
@@ -94,19 +103,48 @@ class Delivery:
         asynchronous = request.mode is _ASYNC
         taken = take(checkpoint, self._place, index, delete=request.delete, asynchronous=asynchronous)
         if self._place.is_sent:
-            return self._send(request, index, taken, later=asynchronous and taken.safe)
+            later = asynchronous and taken.safe
+            return self._send(request, index, lambda: taken, later=later, undo=taken.failed)
         header = self._header(request, index, "directory") | {"source": taken.source()}
         if asynchronous and taken.safe:
             self._link.tell(header, undo=taken.failed)
             return None
         return partial(self._finish, self._link.call(header), index, taken)
 
-    def _send(self, request: Request, index: int, taken: Taken, *, later: bool) -> Finish | None:
-        """Bring files into the store before the report is entered; ``later``: in the background."""
+    def _send(
+        self,
+        request: Request,
+        index: int,
+        find: Callable[[], Taken],
+        *,
+        later: bool,
+        undo: Callable[[], object] = lambda: None,
+    ) -> Finish | None:
+        """Enter a report, and bring its files into the store, from where the driver's writer takes them.
+
+        Args:
+            request: of the report.
+            index: of it.
+            find: gives the files; may take time.
+            later: in the background.
+            undo: puts them back if that fails.
+        """
+        home = self._place.incoming_object(index)
+        source = {"path": home, "owned": True, "coming": True}
+        header = self._header(request, index, "directory") | {"source": source}
         if later:
-            self._link.tell_later(index, partial(self._sent, request, index, taken))
+            self._link.tell(header, undo=undo)
+            self._run_later(partial(self._bring_later, index, find, home, undo))
             return None
-        future = self._link.call(self._sent(request, index, taken, keep=True))
+        future = self._link.call(header)
+        try:
+            taken = find()
+            self._bring(taken, home)
+        except BaseException as error:
+            undo()
+            self._link.part_failed(index, error)
+            raise
+        self._link.part_ended(index, None)
 
         def finish() -> None:
             self._finish(future, index, taken)
@@ -115,25 +153,28 @@ class Delivery:
 
         return finish
 
-    def _sent(self, request: Request, index: int, taken: Taken, *, keep: bool = False) -> dict[str, Any]:
-        """Bring files into the store; gives the message of the report, with the error if that fails.
-
-        Args:
-            request: of the report.
-            index: of it.
-            taken: where they are; removed if it is ours, unless ``keep``.
-            keep: the caller waits for the commit, and gets them back if that fails.
-        """
-        home = self._place.incoming_object(index)
-        header = self._header(request, index, "directory") | {"source": {"path": home, "owned": True}}
+    def _bring_later(self, index: int, find: Callable[[], Taken], home: str, undo: Callable[[], object]) -> None:
         try:
-            put_incoming(self._root(), home, IngestSource(rank=self._place.rank, path=taken.path))
-        except Exception as error:  # noqa: BLE001 - all ranks have to hear of it; this one raises what is answered
-            taken.failed()
-            return header | {"error": error_to_wire(error)[0]}
-        if taken.owned and not keep:
-            remove_local(taken.path)
-        return header
+            taken = find()
+            self._bring(taken, home)
+        except BaseException as error:  # noqa: BLE001 - a thread edge: the next call raises it
+            undo()
+            self._link.part_ended(index, error)
+        else:
+            if taken.owned:
+                remove_local(taken.path)
+            self._link.part_ended(index, None)
+
+    def _bring(self, taken: Taken, home: str) -> None:
+        put_incoming(self._root(), home, IngestSource(rank=self._place.rank, path=taken.path))
+
+    def _run_later(self, work: Callable[[], None]) -> None:
+        """Do something on a thread of its own, after what was given before; waits while four others wait."""
+        if self._sender is None:
+            self._sender = SerialExecutor("holdfast-send")
+        while len(self._sending) >= _MAX_SENDING:
+            wait([self._sending.popleft()])
+        self._sending.append(self._sender.run(work))
 
     def _finish(self, future: Future[Message], index: int, taken: Taken) -> None:
         try:
@@ -178,8 +219,6 @@ class Delivery:
     def _downloaded(self, request: Request, index: int, checkpoint: Checkpoint) -> dict[str, Any]:
         """Bring what is no local directory (a dictionary, another storage) into one that the writer can take."""
         path = checkpoint.to_directory(self._place.incoming(index))
-        if self._place.is_sent:
-            return self._sent(request, index, Taken(path=path, owned=True, safe=True, caller=path))
         return self._header(request, index, "directory") | {"source": {"path": path, "owned": True}}
 
     # -- states and values ---------------------------------------------------------------------------------------
@@ -251,3 +290,8 @@ class Delivery:
             "validation": request.validation,
             **({"agreed": True} if self._link.agreement.reached else {}),
         }
+
+
+def _download(checkpoint: Checkpoint) -> Taken:
+    path = checkpoint.to_directory()
+    return Taken(path=path, owned=True, safe=True, caller=path)
