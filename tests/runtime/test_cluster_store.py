@@ -142,6 +142,21 @@ def test_a_store_that_fails(root: Storage, tmp_path: Path, monkeypatch: pytest.M
     assert failed == ["the store is on fire"]
 
 
+def test_a_commit_that_fails(root: Storage, tmp_path: Path) -> None:
+    """SYNC: the caller has his files back, and nothing of them stays in the store."""
+
+    def script(controller: Any, header: dict[str, Any]) -> None:
+        if header["on"] == "report":
+            controller.first = header["call"]
+        else:
+            controller.refuse(controller.first, StorageError("another rank's disk is full"))
+
+    with Pair(apart(root), script), pytest.raises(StorageError, match="disk is full"):
+        hf.report({}, make(tmp_path / "mine"), delete_local_checkpoint_after_upload=True)
+    assert (tmp_path / "mine" / "model.pt").read_bytes() == b"weights"
+    assert list(root.list()) == []
+
+
 def test_a_directory_that_is_not_there(root: Storage, tmp_path: Path) -> None:
     with Pair(apart(root)), pytest.raises(CheckpointNotFoundError, match="rank 0: there is no"):
         hf.report({}, hf.Checkpoint.from_directory(tmp_path / "nothing"))

@@ -14,7 +14,7 @@ from holdfast.errors import ConfigError, SessionError
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage
 from holdfast.writer.frames import Message
-from holdfast.writer.ingest.incoming import put_incoming
+from holdfast.writer.ingest.incoming import put_incoming, remove_incoming
 from holdfast.writer.messages import IngestSource
 from holdfast.writer.serial_executor import SerialExecutor
 
@@ -136,7 +136,12 @@ class Delivery:
             self._link.tell(header, undo=undo)
             self._run_later(partial(self._bring_later, index, find, home, undo))
             return None
-        future = self._link.call(header)
+        return partial(self._bring_now, self._link.call(header), index, find, home, undo)
+
+    def _bring_now(
+        self, future: Future[Message], index: int, find: Callable[[], Taken], home: str, undo: Callable[[], object]
+    ) -> None:
+        """Bring files into the store, and wait for the commit."""
         try:
             taken = find()
             self._bring(taken, home)
@@ -145,13 +150,15 @@ class Delivery:
             self._link.part_failed(index, error)
             raise
         self._link.part_ended(index, None)
-
-        def finish() -> None:
+        try:
             self._finish(future, index, taken)
-            if taken.owned:
-                remove_local(taken.path)
-
-        return finish
+        except SessionError:
+            raise  # as in `_finish`
+        except Exception:
+            remove_incoming(self._root(), home)
+            raise
+        if taken.owned:
+            remove_local(taken.path)
 
     def _bring_later(self, index: int, find: Callable[[], Taken], home: str, undo: Callable[[], object]) -> None:
         try:
