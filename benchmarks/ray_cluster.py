@@ -1,9 +1,10 @@
-"""The Ray engine beside Ray Train, on one cluster of several raylets on this machine: start, recovery, rate of reports.
+"""The Ray engine beside Ray Train, on one cluster of several raylets on this machine: start, recovery, reports.
 
-    HOLDFAST_RAY_PYTHON -m benchmarks.ray_cluster [--tools holdfast,ray] [--cases start,worker,node,rate]
+    HOLDFAST_RAY_PYTHON -m benchmarks.ray_cluster [--tools holdfast,ray] [--cases start,worker,node,rate,directory]
 
 Not part of `make bench`: it needs an interpreter with `ray[train]`, torch and Holdfast. Each case runs on a warm
-cluster of a head without CPUs and three nodes of two CPUs, one of them a spare. Prints JSON lines.
+cluster of a head without CPUs and three nodes of two CPUs, one of them a spare. "directory" reports 256 MiB from each
+of two nodes, several times, and takes the median of the slower rank's `report()`. Prints JSON lines.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import tempfile
 import threading
 import time
@@ -21,6 +23,8 @@ from typing import Any
 
 _STORE = 80 << 20
 _LIMIT_S = 300.0
+_MIB = 256  # of each rank
+_REPORTS = 5
 
 
 def train(config: dict[str, Any]) -> None:
@@ -33,6 +37,10 @@ def train(config: dict[str, Any]) -> None:
         from holdfast import Checkpoint  # type: ignore[assignment]
 
     place, rank = Path(config["folder"]), api.get_context().get_world_rank()
+    if config["case"] == "directory":
+        note(place / f"first-{rank}", pid=os.getpid())
+        report_directories(api, Checkpoint, place, rank)
+        return
     checkpoint = api.get_checkpoint()
     note(place / f"{'first' if checkpoint is None else 'again'}-{rank}", pid=os.getpid())
     if config["case"] == "rate" or checkpoint is not None:
@@ -48,6 +56,20 @@ def train(config: dict[str, Any]) -> None:
     note(place / f"waiting-{rank}", pid=os.getpid())
     if config["case"] != "start":
         time.sleep(_LIMIT_S)
+
+
+def report_directories(api: Any, checkpoint_class: Any, place: Path, rank: int) -> None:
+    """Report a directory of 256 MiB a few times; each one is written anew before."""
+    block = os.urandom(1 << 20)
+    for number in range(_REPORTS):
+        with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+            for half in range(2):
+                with Path(folder, f"shard-{rank}-{half}.bin").open("wb") as file:
+                    for _ in range(_MIB // 2):
+                        file.write(block)
+            begun = time.monotonic()
+            api.report({"number": number}, checkpoint=checkpoint_class.from_directory(folder))
+            note(place / f"stored-{number}-{rank}", seconds=time.monotonic() - begun)
 
 
 def note(path: Path, **told: float) -> None:
@@ -80,7 +102,10 @@ def measure(tool: str, case: str, reports: int) -> dict[str, float]:
         fit(tool, case, place, reports)
         ended = time.time()
         values = {"first_line_s": max(one["at"] for one in noted(place, "first")) - begun}
-        if case == "rate":
+        if case == "directory":
+            slower = [max(one["seconds"] for one in noted(place, f"stored-{number}")) for number in range(_REPORTS)]
+            values["report_s"], values["longest_s"] = statistics.median(slower), max(slower)
+        elif case == "rate":
             values["per_s"] = reports / (ended - min(one["begun"] for one in noted(place, "reported")))
         elif case != "start":
             killed = json.loads((place / "killed").read_text())["at"]
@@ -141,7 +166,7 @@ def main() -> None:
     """Run the cases, both tools one after the other in each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tools", default="holdfast,ray")
-    parser.add_argument("--cases", default="start,worker,node,rate")
+    parser.add_argument("--cases", default="start,worker,node,rate,directory")
     told = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for case in told.cases.split(","):

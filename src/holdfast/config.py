@@ -368,7 +368,6 @@ class FailureConfig:
     progress_reporter="read the metrics from the Result, or log them in train_func",
     log_to_file="the output of workers is always kept in <run>/logs",
     logging_config="use the logger 'holdfast' (logging.getLogger('holdfast').setLevel(...))",
-    local_dir="it is called storage_path",
     worker_runtime_env="workers inherit the environment of this process: set os.environ before fit()",
 )
 @dataclass(frozen=True, slots=True)
@@ -384,6 +383,9 @@ class RunConfig:
         checkpoint_config: which checkpoints stay.
         callbacks: objects with ``after_report(run_context, metrics, checkpoint)`` or
             ``after_exception(run_context, worker_exceptions)``.
+        local_dir: with a remote ``storage_path``, a directory on a disk of each node: what a rank stores of
+            ``report(state=...)`` goes there first and is uploaded behind, two saves at most, so that training does not
+            wait for a slow store. It counts when all of it is uploaded.
     """
 
     name: str | None = None
@@ -392,6 +394,7 @@ class RunConfig:
     failure_config: FailureConfig | None = None
     checkpoint_config: CheckpointConfig | CheckpointStrategy | None = None
     callbacks: Sequence[Any] | None = ()
+    local_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.callbacks is None:
@@ -404,6 +407,15 @@ class RunConfig:
             )
         if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path)):
             raise ConfigError(f"RunConfig(storage_path={path!r}): give a directory or a URI")
+        local = self.local_dir
+        if local is not None and (not isinstance(local, (str, os.PathLike)) or not os.fspath(local)):
+            raise ConfigError(f"RunConfig(local_dir={local!r}): give a directory of each node's own disk")
+        if local is not None and self.storage_filesystem is None and "://" not in os.fspath(path or ""):
+            raise ConfigError(
+                f"RunConfig(local_dir={os.fspath(local)!r}): where a run lives is called storage_path; local_dir is a "
+                "disk of each node in front of a remote one, as in RunConfig(storage_path='s3://bucket/runs', "
+                "local_dir='/scratch')"
+            )
         _check_kind(self, "checkpoint_config", CheckpointConfig, CheckpointStrategy)
         _check_kind(self, "failure_config", FailureConfig)
         if isinstance(self.callbacks, (str, bytes)) or not isinstance(self.callbacks, Sequence):

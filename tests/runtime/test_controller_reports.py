@@ -57,6 +57,50 @@ def test_directories_are_committed_when_all_ranks_are_in() -> None:
     assert [(one.rank, one.header["index"]) for one in play.all(Send)] == [(0, 1), (1, 1)]
 
 
+COMING = {"path": ".incoming-s1/1-0", "owned": True, "coming": True}
+
+
+def test_directories_that_are_on_their_way_are_waited_for() -> None:
+    """All ranks are in, so no time runs for them; the commit follows the last word that one is there."""
+    play = Play().run()
+    play.report(0, 1, source=COMING)
+    play.report(1, 1, source={**COMING, "path": ".incoming-s1/1-1"})
+    assert play.tick(after=100_000) == []
+    play.part(1, 1)
+    assert play.all(Ingest) == []
+    play.part(0, 1)
+    assert [one.path for one in play.only(Ingest).sources] == [".incoming-s1/1-0", ".incoming-s1/1-1"]
+    play.committed()
+    assert [one.rank for one in play.all(Answer)] == [0, 1]
+
+
+def test_a_directory_that_does_not_come_fails_the_report() -> None:
+    """The other ranks hear of it, where they wait; the next report is made as ever."""
+    play = Play().run()
+    for rank in (0, 1):
+        play.report(rank, 1, source=COMING)
+    told, data = error_to_wire(HoldfastError("no way"))
+    play.say(0, data, on="part", index=1, error=told)
+    answer = play.only(Answer)
+    assert (answer.rank, str(answer.error)) == (1, "no way")
+    for rank in (0, 1):
+        play.report(rank, 2, source=COMING)
+        play.part(rank, 2)
+    assert play.only(Ingest).index == 2
+
+
+def test_a_directory_of_a_living_rank_is_waited_for_after_a_death() -> None:
+    """That of the dead one has come: the checkpoint is committed before the others are stopped."""
+    for dead, commits in ((1, 1), (0, 0)):
+        play = Play().run()
+        for rank in (0, 1):
+            play.report(rank, 1, source=COMING)
+        play.part(1, 1)
+        play.exit(dead, signal=9, code=None)
+        play.part(0, 1)
+        assert len(play.all(Ingest)) == commits
+
+
 def test_a_parent_is_the_checkpoint_before() -> None:
     """The newest that is committed when a save begins, whoever asks about that save, and however many fail."""
     play, parents = Play().run(), []

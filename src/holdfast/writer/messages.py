@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from holdfast import errors
+from holdfast.run.remains import INCOMING
 
 from .containers import DIRECTORY, Container, container_from_json
 
@@ -25,6 +26,7 @@ __all__ = [
     "error_from_json",
     "error_to_json",
     "error_to_ranks",
+    "is_incoming",
 ]
 
 
@@ -132,13 +134,18 @@ class SaveJob:
         return cls(**{**data, "files": files, "blobs": blobs, "container": container})
 
 
+def is_incoming(path: str) -> bool:
+    """Tell whether the path of a reported directory is one in the storage of the run, not of this machine."""
+    return path.startswith(INCOMING)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestSource:
-    """What one rank reported: a directory (or one file) of this machine.
+    """What one rank reported: a directory (or one file) of this machine, or one that the rank has put into the storage.
 
     Attributes:
         rank: whose it is.
-        path: absolute.
+        path: absolute; in the storage: relative to its root, where `holdfast.writer.ingest.incoming` has put it.
         owned: the writer may move its files and removes it after the commit. Otherwise it is only read.
     """
 
@@ -147,8 +154,13 @@ class IngestSource:
     owned: bool = False
 
     def __post_init__(self) -> None:
-        if not os.path.isabs(self.path):
+        if not os.path.isabs(self.path) and not self.is_incoming:
             raise errors.ConfigError(f"the directory of rank {self.rank}, {self.path!r}: give an absolute path")
+
+    @property
+    def is_incoming(self) -> bool:
+        """Whether the rank has put it into the storage."""
+        return is_incoming(self.path)
 
     def to_json(self) -> dict[str, Any]:
         """Describe this source for the wire."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 from cluster_functions import parent
+from object_kit import free_port
 from ray.cluster_utils import Cluster
 
 import holdfast as hf
@@ -31,9 +32,10 @@ _STORE = 80 << 20
 class Nodes:
     """Nodes of a cluster besides its head."""
 
-    def __init__(self, cluster: Any) -> None:
+    def __init__(self, cluster: Any, dashboard: str) -> None:
         self._cluster = cluster
         self.address: str = cluster.address
+        self.dashboard = dashboard
         self._added: list[Any] = []
 
     def add(self, *cpus: int) -> list[Any]:
@@ -78,10 +80,10 @@ class Nodes:
 
 def start_head() -> Nodes:
     """Start a cluster, connect to it."""
-    options = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": _STORE, "_system_config": _HEALTH}
-    cluster = Cluster(initialize_head=True, head_node_args=options)
-    ray.init(address=cluster.address, log_to_driver=False)
-    return Nodes(cluster)
+    options = {"num_cpus": 0, "include_dashboard": True, "object_store_memory": _STORE, "_system_config": _HEALTH}
+    cluster = Cluster(initialize_head=True, head_node_args={**options, "dashboard_port": free_port()})
+    context = ray.init(address=cluster.address, log_to_driver=False)
+    return Nodes(cluster, f"http://{context.dashboard_url}")
 
 
 def trainer(root: Path, function: Any, *, workers: Any = 2, failures: int = 0, **options: Any) -> TorchTrainer:

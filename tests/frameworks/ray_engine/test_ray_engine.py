@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -95,7 +96,7 @@ def test_trains_as_on_one_machine(nodes: Nodes, tmp_path: Path, capfd: pytest.Ca
     for rank in range(3):
         line = f"rank {rank} of 3 begins"
         assert line in (there / "run" / "logs" / "attempt-00001" / f"rank-{rank}.log").read_text()
-        assert f"(rank {rank}) {line}" in shown
+        assert re.search(rf"\(rank {rank}, node [0-9a-f]{{8}}\) {line}", shown)
     assert not list((there / "run").glob(".probe-*/*"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("OMP_NUM_THREADS", "1")
         # Ray's own logs are longer than everything else here, and its sockets need a short path.
-        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
+        ray.init(
+            address="local", num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False
+        )
         try:
             yield uri
         finally:
@@ -64,9 +67,9 @@ def tuned(
     return tuner.fit()
 
 
-def uninterrupted() -> tuple[list[float], list[float]]:
+def uninterrupted(steps: int = 10) -> tuple[list[float], list[float]]:
     state = trials.objects()
-    losses = [trials.train_one(state) for _ in range(10)]
+    losses = [trials.train_one(state) for _ in range(steps)]
     return trials.weights(state), losses
 
 
@@ -132,3 +135,21 @@ def test_outside_of_a_trial() -> None:
         holdfast.ray_tune.report({"loss": 1.0})
     with pytest.raises(hf.errors.SessionError, match="trial"):
         holdfast.ray_tune.get_checkpoint()
+
+
+def test_a_trial_that_trains_on_the_cluster(tmp_path: Path) -> None:
+    """``engine="ray"`` in a trial: reports reach Tune; killed with its process, the run goes on; nothing is left."""
+    (result,) = tuned(trials.fit_on_the_cluster, tmp_path, {})
+    assert result.error is None
+    assert result.metrics["steps"] == 5
+    assert 2 <= result.metrics["start"] < 5  # the worker may have been ahead of what Tune had heard
+    assert (tmp_path / "died").exists()
+    (run,) = (tmp_path / "runs").iterdir()
+    assert len(hf.Result.from_path(run).attempts) == 2
+    told = json.loads(Path(result.checkpoint.path, "holdfast-reference.json").read_text())
+    weights, _ = uninterrupted(5)
+    assert trials.weights(hf.load(run / told["name"], trials.objects())) == weights
+    deadline = time.monotonic() + 30
+    while any(group["state"] != "REMOVED" for group in ray.util.placement_group_table().values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -14,6 +14,7 @@ import torch
 
 import holdfast as hf
 import holdfast.ray_tune
+from holdfast.torch import TorchTrainer
 
 
 def objects(seed: int = 0) -> dict[str, Any]:
@@ -99,3 +100,42 @@ def gone(config: dict[str, Any]) -> None:
         if config["how"] == "other":
             hf.save(config["where"], {"x": 2})
         raise RuntimeError("on purpose")
+
+
+class ToTune:
+    """Passes reports of a run on to Tune; kills the trial's process when it has seen two, the first time."""
+
+    def __init__(self, died: Path) -> None:
+        self.died = died
+
+    def after_report(self, run_context: Any, metrics: Any, checkpoint: hf.Checkpoint | None) -> None:
+        holdfast.ray_tune.report(metrics[0], checkpoint=checkpoint)
+        if metrics[0]["steps"] == 2 and not self.died.exists():
+            self.died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_on_a_node(config: dict[str, Any]) -> None:
+    """Five steps, each saved."""
+    state = objects()
+    if (checkpoint := hf.get_checkpoint()) is not None:
+        state = hf.load(checkpoint, state)
+    start = state["steps"]
+    for _ in range(start, 5):
+        loss = train_one(state)
+        hf.report({"loss": loss, "steps": state["steps"], "start": start}, state=state)
+        hf.get_checkpoint()  # what was reported is committed
+
+
+def fit_on_the_cluster(config: dict[str, Any]) -> None:
+    """A trial that is the driver of a run on the cluster; the run has the trial's name."""
+    TorchTrainer(
+        train_on_a_node,
+        train_loop_config={},
+        scaling_config=hf.ScalingConfig(num_workers=1, engine="ray"),
+        run_config=hf.RunConfig(
+            name=ray.tune.get_context().get_trial_id(),
+            storage_path=os.path.join(config["folder"], "runs"),
+            callbacks=[ToTune(Path(config["folder"], "died"))],
+        ),
+    ).fit()

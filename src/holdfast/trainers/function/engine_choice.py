@@ -53,6 +53,11 @@ def make_engine(scaling: ScalingConfig, storage: Storage) -> LocalEngine | Clust
             _LOG.warning(
                 "placement_strategy and label_selector choose nodes of a Ray cluster; this run has one machine"
             )
+        if scaling.engine == "auto" and ray_api.is_missed():
+            _LOG.warning(
+                "RAY_ADDRESS names a cluster, and Ray is not installed here: this run stays on this machine; for the "
+                "cluster pip install 'holdfast[ray]', else say ScalingConfig(engine='local')"
+            )
         return LocalEngine(num_workers=scaling.most_workers)
     resources = _resources(scaling)
     count = scaling.num_workers

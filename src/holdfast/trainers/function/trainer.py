@@ -120,7 +120,7 @@ class TorchTrainer:
         self._run = run_config or RunConfig()
         self._first = _first_checkpoint(resume_from_checkpoint)
         self._validation = _validation_of(validation, validation_config)
-        self._root(self._run.name or "run")  # a place that cannot work is refused here
+        self._local_dir(self._root(self._run.name or "run"))  # a place that cannot work is refused here
 
     @classmethod
     def restore(cls, path: str | os.PathLike[str], *_: Any, **__: Any) -> TorchTrainer:
@@ -260,6 +260,7 @@ class TorchTrainer:
             run_name=name,
             storage=storage.describe() or {},
             uri=storage.uri,
+            local_dir=self._local_dir(storage),
             num_workers=self._scaling.most_workers or 1,
             min_workers=count[0] if isinstance(count, tuple) else None,
             finds_places=on_ray,
@@ -275,6 +276,22 @@ class TorchTrainer:
             first_memory=memory,
             versions=_versions(),
         )
+
+    def _local_dir(self, storage: Storage) -> str | None:
+        """Give the disk in front of a run on a store.
+
+        Raises:
+            ConfigError: the run is on a disk itself.
+        """
+        folder = self._run.local_dir
+        if folder is None:
+            return None
+        if storage.local_root is not None:
+            raise ConfigError(
+                f"RunConfig(local_dir={os.fspath(folder)!r}): it stands in front of a remote storage_path, and "
+                f"{storage.uri} is a directory: leave it out, or give a storage_path such as s3://bucket/runs"
+            )
+        return os.path.abspath(os.path.expanduser(folder))
 
     def _limits(self, failure: FailureConfig) -> WaitLimits:
         limits = WaitLimits(

@@ -10,12 +10,12 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from holdfast._log import get_logger
 from holdfast.errors import (
     CheckpointExistsError,
     ConfigError,
-    CorruptCheckpointError,
     HoldfastError,
     StorageFullError,
 )
@@ -28,15 +28,17 @@ from holdfast.storage.base import FileBatch, Storage
 from holdfast.storage.local.beneath import Beneath
 from holdfast.storage.local.local_storage import LocalStorage, door_of
 from holdfast.storage.local.ops import errors_of
+from holdfast.storage.together import together
 
-from ..messages import IngestJob, SaveResult
+from ..messages import IngestJob, IngestSource, SaveResult
 from ..open_run import Run
 from ..outcome import certainly_uncommitted, committed_already, outcome
 from ..serial_executor import SerialExecutor
 from .digesting import SMALL_BYTES, Copier, changed, opened
 from .file_list import FileList, manifest_fields
+from .incoming import read_incoming, remove_incoming
 from .merge import MergedFile, MergePlan, contested, merge
-from .sources import METADATA, scan
+from .sources import METADATA, Contents, damaged, scan
 
 __all__ = ["Intake"]
 
@@ -118,6 +120,7 @@ class Intake:
         self._begun = plan, paths
         listing = FileList(job.save_id, plan.writers)
         with self._timed("write"):
+            self._copy_incoming(plan, begun=found is not None)
             # Durable together at the end of the block, which is before the manifest.
             with storage.batch(sum(item.size <= SMALL_BYTES for item in plan.items)) as batch:
                 for item in plan.items:
@@ -141,11 +144,12 @@ class Intake:
         storage, job = self._storage, self._job
         with self._timed("scan"):
             self._check_sources()
-            sources = [scan(source) for source in job.sources]
+            sources = [self._look_at(source) for source in job.sources]
         needed = contested(sources)
         with self._timed("digest"):
             for one in needed:
-                self._tables[one.source] = self._copier.digest_file(one.source, one.size)
+                if one.source not in self._tables:
+                    self._tables[one.source] = self._copier.digest_file(one.source, one.size)
         digests = {(one.rank, one.name): file_digest(self._tables[one.source]) for one in needed}
         plan = merge(sources, digests)
         paths = {item.path for item in plan.items} | {FileList(job.save_id, plan.writers).digests_path}
@@ -164,6 +168,14 @@ class Intake:
         put_plan(storage, job.directory, job.save_id, paths, plan.to_json())
         return plan, tuple(sorted(paths))
 
+    def _look_at(self, source: IngestSource) -> Contents:
+        """List a source; of one in the store the digests are known then."""
+        if not source.is_incoming:
+            return scan(source)
+        found = read_incoming(self._storage, source.path, source.rank)
+        self._tables.update(found.tables)
+        return found.contents
+
     def _check_sources(self) -> None:
         storage, job = self._storage, self._job
         ranks = sorted(source.rank for source in job.sources)
@@ -180,9 +192,28 @@ class Intake:
                     "them lies inside of the other; report a directory that holds the checkpoint's files alone"
                 )
 
+    def _copy_incoming(self, plan: MergePlan, *, begun: bool) -> None:
+        """Bring files that ranks have put into the store to their places, several at once."""
+        storage = self._storage
+        homes = {source.rank: source for source in self._job.sources if source.is_incoming}
+        items = [item for item in plan.items if item.rank in homes]
+        for source in homes.values() if begun else ():  # the plan is that of an earlier writer
+            self._look_at(source)
+
+        def copy(item: MergedFile) -> None:
+            target = join(self._job.directory, item.path)
+            if begun:
+                storage.delete(target)
+            storage.copy(item.source, target)
+
+        together(storage, [partial(copy, item) for item in items])
+        self._written += sum(item.size for item in items)
+
     def _store(self, item: MergedFile, batch: FileBatch, *, begun: bool) -> bytes:
         """Bring one file to its place; give its chunk digests (b"" where its manifest has them and it was moved)."""
         storage = self._storage
+        if not os.path.isabs(item.source):
+            return self._tables[item.source]  # it is there: `_copy_incoming`
         target = join(self._job.directory, item.path)
         if begun:
             if item.movable and not os.path.lexists(item.source) and storage.exists(target):
@@ -231,11 +262,7 @@ class Intake:
         if self._tables.get(item.source, table) != table:
             raise changed(item.source)
         if item.entry is not None and file_digest(table) != item.entry.digest:
-            raise CorruptCheckpointError(
-                f"{item.source}: its bytes are not those that its checkpoint was committed with: this checkpoint is "
-                "damaged; report another one",
-                file=item.path,
-            )
+            raise damaged(item.source, item.path)
         self._written += item.size
         return table
 
@@ -255,6 +282,9 @@ class Intake:
             self._storage.delete(join(self._job.directory, self._plan_name))
             for source in self._job.sources:
                 if not source.owned:
+                    continue
+                if source.is_incoming:
+                    remove_incoming(self._storage, source.path)
                     continue
                 home, name = _home(self._storage, source.path)
                 if os.path.islink(source.path):

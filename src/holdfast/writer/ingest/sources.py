@@ -23,7 +23,7 @@ from holdfast.storage.local.ops import errors_of
 
 from ..messages import IngestSource
 
-__all__ = ["METADATA", "Contents", "SourceFile", "scan"]
+__all__ = ["METADATA", "Contents", "SourceFile", "check_contents", "damaged", "scan"]
 
 METADATA = ".metadata.json"
 _NAMED = 5
@@ -89,7 +89,8 @@ def scan(source: IngestSource) -> Contents:
         if name in (MANIFEST_NAME, REMOVING_NAME, *SIDECARS):
             raise ConfigError(f"{root} (rank {source.rank}): checkpoints keep something of their own under this name")
         one = SourceFile(rank=source.rank, name=name, source=root, size=os.stat(root).st_size, movable=movable)
-        return _checked(source, Contents(rank=source.rank, files=(one,), metadata=_read(f"{head}/.{name}{METADATA}")))
+        metadata = _read(f"{head}/.{name}{METADATA}")
+        return check_contents(root, Contents(rank=source.rank, files=(one,), metadata=metadata))
     if not os.path.isdir(root):
         raise CheckpointNotFoundError(
             f"rank {source.rank} reported {root}, and there is no such directory: it must stay until report() has "
@@ -103,11 +104,13 @@ def scan(source: IngestSource) -> Contents:
     metadata = _read(os.path.join(root, METADATA))
     if manifest is None:
         files = tuple(one for one in found if one.name != METADATA)
-        return _checked(source, Contents(rank=source.rank, files=files, metadata=metadata, bare=tuple(sorted(bare))))
+        return check_contents(
+            root, Contents(rank=source.rank, files=files, metadata=metadata, bare=tuple(sorted(bare)))
+        )
     bare = sorted({*bare, *manifest.empty_directories})
     contents = _of_checkpoint(source, found, manifest)
-    return _checked(
-        source,
+    return check_contents(
+        root,
         Contents(
             rank=source.rank,
             files=contents,
@@ -217,12 +220,20 @@ def _of_checkpoint(source: IngestSource, found: list[SourceFile], manifest: Mani
     return tuple(kept)
 
 
-def _checked(source: IngestSource, contents: Contents) -> Contents:
-    """Refuse names that no checkpoint can have."""
+def check_contents(where: str, contents: Contents) -> Contents:
+    """Return contents of which no name is one that no checkpoint can have.
+
+    Args:
+        where: the source, for messages.
+        contents: what is in it.
+
+    Raises:
+        ConfigError: a file or directory has such a name, or too many directories hold nothing.
+    """
     bad = []
     for name in (*[one.name for one in contents.files], *contents.bare):
         try:
-            check_path(name, where=source.path)
+            check_path(name, where=where)
         except CorruptCheckpointError:
             bad.append(name)
             continue
@@ -232,17 +243,26 @@ def _checked(source: IngestSource, contents: Contents) -> Contents:
     bad += [name for name in contents.bare if name.partition("/")[0] in own]
     if sum(name.count("/") + 1 for name in contents.bare) > MAX_FOLDERS:
         raise ConfigError(
-            f"{source.path} (rank {source.rank}): {len(contents.bare)} directories hold nothing, more than the "
+            f"{where} (rank {contents.rank}): {len(contents.bare)} directories hold nothing, more than the "
             f"{MAX_FOLDERS} that a checkpoint may have with those they lie in: remove them before report()"
         )
     if bad:
         more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
         raise ConfigError(
-            f"{source.path} (rank {source.rank}): files and directories of a checkpoint cannot be called "
+            f"{where} (rank {contents.rank}): files and directories of a checkpoint cannot be called "
             f"{', '.join(ascii(name) for name in bad[:_NAMED])}{more}: use names in UTF-8, without backslashes, that "
             f"do not start with {TEMPORARY!r}"
         )
     return contents
+
+
+def damaged(source: str, name: str) -> CorruptCheckpointError:
+    """Say that a file of a reported checkpoint is not what that was committed with."""
+    return CorruptCheckpointError(
+        f"{source}: its bytes are not those that its checkpoint was committed with: this checkpoint is damaged; report "
+        "another one",
+        file=name,
+    )
 
 
 def _read(path: str) -> bytes | None:

@@ -54,6 +54,7 @@ class RunSpec:
         run_name: name of the run, its directory.
         storage: description of the run's root, for other processes.
         uri: of the run's root.
+        local_dir: a disk of each node that states are stored on first.
         num_workers: ranks of a group; with ``min_workers`` the most there may be.
         min_workers: the fewest that a group is started with; None: always ``num_workers``.
         finds_places: the engine says how many workers there is room for, and nothing starts before.
@@ -73,6 +74,7 @@ class RunSpec:
     run_name: str
     storage: Mapping[str, Any]
     uri: str
+    local_dir: str | None = None
     num_workers: int = 1
     min_workers: int | None = None
     finds_places: bool = False

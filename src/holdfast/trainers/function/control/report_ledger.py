@@ -33,6 +33,7 @@ class Entry:
         call: number of the call that waits for the commit; None if none does.
         path: of the directory.
         owned: the directory has been taken over and may be moved.
+        coming: the directory is not there yet: its rank says when it is.
         location: where an uploaded one lies.
     """
 
@@ -41,6 +42,7 @@ class Entry:
     call: int | None = None
     path: str = ""
     owned: bool = False
+    coming: bool = False
     location: Mapping[str, Any] | None = None
 
 
@@ -58,7 +60,7 @@ class LedgerEntry:
         directory: the directory it is committed in, once that is settled.
         validation: False, True, or arguments of the validation.
         sealed: ranks whose writer has all of their part.
-        durable: ranks whose part is stored.
+        durable: ranks whose part is stored, or whose directory has come.
         agreed: it is the save that all ranks agreed on before they move.
     """
 
@@ -84,6 +86,11 @@ class LedgerEntry:
     def in_parts(self) -> bool:
         """Whether the workers' own writers store it."""
         return self.kind in ("state", "values")
+
+    @property
+    def coming(self) -> set[int]:
+        """Ranks whose directory is still on its way."""
+        return {rank for rank, entry in self.entries.items() if entry.coming} - self.durable
 
     @property
     def is_durable(self) -> bool:
@@ -234,6 +241,7 @@ class ReportLedger:
             if report.stage is Stage.OPEN
             and not self.waits_for_ranks(report)
             and (report.is_durable or not report.in_parts)
+            and not report.coming
         ]
 
     def salvageable(self, dead: Iterable[int]) -> tuple[list[LedgerEntry], list[LedgerEntry]]:
@@ -241,17 +249,19 @@ class ReportLedger:
 
         Returns:
             Reports whose missing parts nobody but writers that outlive their workers has to finish, and those which
-            living workers may still seal.
+            living workers may still seal, or bring.
         """
         gone = set(dead)
         sure: list[LedgerEntry] = []
         possible: list[LedgerEntry] = []
         for _, report in sorted(self.reports.items()):
-            if report.stage is not Stage.OPEN or not report.in_parts or self.waits_for_ranks(report):
+            if report.stage is not Stage.OPEN or not (report.in_parts or report.coming) or self.waits_for_ranks(report):
                 continue
             if self.disagreement(report):
                 continue
-            if report.is_sealed:
+            if report.coming:
+                possible += [report] if gone.isdisjoint(report.coming) else []
+            elif report.is_sealed:
                 sure.append(report)
             elif gone.isdisjoint(report.entries.keys() - report.sealed - report.durable):
                 possible.append(report)

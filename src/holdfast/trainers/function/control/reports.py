@@ -82,6 +82,7 @@ class Reports:
             call=call,
             path=source.get("path", ""),
             owned=bool(source.get("owned", False)),
+            coming=bool(source.get("coming", False)),
             location=header.get("location"),
         )
         metrics = header.get("metrics") or {}

@@ -62,6 +62,7 @@ class Start:
             "experiment_name": plan.run_name,
             "run_name": plan.run_name,
             "storage": storage,
+            "local_dir": plan.local_dir,
             "run_root": {"storage": storage, "uri": plan.uri, "name": ""},
             "attempt": attempt,
             "start_id": start_id,

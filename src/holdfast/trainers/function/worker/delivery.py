@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
@@ -13,18 +14,23 @@ from holdfast.errors import ConfigError, SessionError
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage
 from holdfast.writer.frames import Message
+from holdfast.writer.ingest.incoming import put_incoming, remove_incoming
+from holdfast.writer.messages import IngestSource
+from holdfast.writer.serial_executor import SerialExecutor
 
 from ..location import describe_location, open_root
 from ..types import CheckpointUploadMode
 from ..values import TIMESTAMP, pack_checkpoint, score_of
-from .handoff import HandoffArea, Taken, check_source, name_in_run, out_of_reach, remove_local, take
+from .handoff import HandoffArea, Taken, check_source, name_in_run, remove_local, take
 from .link import ControllerLink
 from .requests import Request
 from .shares import Shares
+from .staging import Staging
 
 __all__ = ["Delivery", "Finish"]
 
 _ASYNC = CheckpointUploadMode.ASYNC
+_MAX_SENDING = 4
 _VALUES_STAGING = 64 << 20  # `save_checkpoint` waits anyway, so it streams through a small arena
 
 Finish = Callable[[], None]
@@ -42,6 +48,8 @@ class Delivery:
     def __init__(self, link: ControllerLink, begin: Mapping[str, Any], place: HandoffArea) -> None:
         self._link, self._begin, self._place = link, begin, place
         self._shares: dict[str, Shares] = {}
+        self._sender: SerialExecutor | None = None
+        self._sending: deque[Future[None]] = deque()
 
     def enter(self, request: Request, index: int) -> Finish | None:
         """Enter report ``index``; returns what is left to wait for, None if nothing is."""
@@ -59,6 +67,8 @@ class Delivery:
             or (in_run and not local)
         ):  # fmt: skip
             return self._make(request, index, partial(self._uploaded, request, index, checkpoint))
+        if not local and self._place.is_sent:
+            return self._send(request, index, partial(_download, checkpoint), later=request.mode is _ASYNC)
         if not local:
             return self._make(request, index, partial(self._downloaded, request, index, checkpoint))
         return self._directory(request, index, checkpoint)
@@ -83,17 +93,95 @@ class Delivery:
         """Leave the writers to finish what they have; idempotent."""
         for shares in self._shares.values():
             shares.close()
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
 
     # -- directories ---------------------------------------------------------------------------------------------
 
     def _directory(self, request: Request, index: int, checkpoint: Checkpoint) -> Finish | None:
         asynchronous = request.mode is _ASYNC
         taken = take(checkpoint, self._place, index, delete=request.delete, asynchronous=asynchronous)
+        if self._place.is_sent:
+            later = asynchronous and taken.safe
+            return self._send(request, index, lambda: taken, later=later, undo=taken.failed)
         header = self._header(request, index, "directory") | {"source": taken.source()}
         if asynchronous and taken.safe:
             self._link.tell(header, undo=taken.failed)
             return None
         return partial(self._finish, self._link.call(header), index, taken)
+
+    def _send(
+        self,
+        request: Request,
+        index: int,
+        find: Callable[[], Taken],
+        *,
+        later: bool,
+        undo: Callable[[], object] = lambda: None,
+    ) -> Finish | None:
+        """Enter a report, and bring its files into the store, from where the driver's writer takes them.
+
+        Args:
+            request: of the report.
+            index: of it.
+            find: gives the files; may take time.
+            later: in the background.
+            undo: puts them back if that fails.
+        """
+        home = self._place.incoming_object(index)
+        source = {"path": home, "owned": True, "coming": True}
+        header = self._header(request, index, "directory") | {"source": source}
+        if later:
+            self._link.tell(header, undo=undo)
+            self._run_later(partial(self._bring_later, index, find, home, undo))
+            return None
+        return partial(self._bring_now, self._link.call(header), index, find, home, undo)
+
+    def _bring_now(
+        self, future: Future[Message], index: int, find: Callable[[], Taken], home: str, undo: Callable[[], object]
+    ) -> None:
+        """Bring files into the store, and wait for the commit."""
+        try:
+            taken = find()
+            self._bring(taken, home)
+        except BaseException as error:
+            undo()
+            self._link.part_failed(index, error)
+            raise
+        self._link.part_ended(index, None)
+        try:
+            self._finish(future, index, taken)
+        except SessionError:
+            raise  # as in `_finish`
+        except Exception:
+            remove_incoming(self._root(), home)
+            raise
+        if taken.owned:
+            remove_local(taken.path)
+
+    def _bring_later(self, index: int, find: Callable[[], Taken], home: str, undo: Callable[[], object]) -> None:
+        try:
+            taken = find()
+            self._bring(taken, home)
+        except BaseException as error:  # noqa: BLE001 - a thread edge: the next call raises it
+            undo()
+            self._link.part_ended(index, error)
+        else:
+            if taken.owned:
+                remove_local(taken.path)
+            self._link.part_ended(index, None)
+
+    def _bring(self, taken: Taken, home: str) -> None:
+        put_incoming(self._root(), home, IngestSource(rank=self._place.rank, path=taken.path))
+
+    def _run_later(self, work: Callable[[], None]) -> None:
+        """Do something on a thread of its own, after what was given before; waits while four others wait."""
+        if self._sender is None:
+            self._sender = SerialExecutor("holdfast-send")
+        while len(self._sending) >= _MAX_SENDING:
+            wait([self._sending.popleft()])
+        self._sending.append(self._sender.run(work))
 
     def _finish(self, future: Future[Message], index: int, taken: Taken) -> None:
         try:
@@ -137,10 +225,7 @@ class Delivery:
 
     def _downloaded(self, request: Request, index: int, checkpoint: Checkpoint) -> dict[str, Any]:
         """Bring what is no local directory (a dictionary, another storage) into one that the writer can take."""
-        incoming = self._place.incoming(index)
-        if self._place.apart and incoming is None:
-            raise out_of_reach(checkpoint.uri, self._place)
-        path = checkpoint.to_directory(incoming)
+        path = checkpoint.to_directory(self._place.incoming(index))
         return self._header(request, index, "directory") | {"source": {"path": path, "owned": True}}
 
     # -- states and values ---------------------------------------------------------------------------------------
@@ -184,8 +269,16 @@ class Delivery:
                 snapshotter = Snapshotter(max_staging_bytes=_VALUES_STAGING)
             snapshotter.max_file_bytes = self._root().max_file_bytes
             timeout_s: float = self._begin["report_timeout_s"]
-            found = self._shares[kind] = Shares(self._root(), snapshotter, timeout_s=timeout_s)
+            staging = self._staging() if kind == "state" else None
+            found = self._shares[kind] = Shares(self._root(), snapshotter, timeout_s=timeout_s, staging=staging)
         return found
+
+    def _staging(self) -> Staging | None:
+        folder, place = self._begin.get("local_dir"), self._place
+        if folder is None:
+            return None
+        first = self._begin["local_rank"] == 0
+        return Staging(folder, self._root(), rank=place.rank, start_id=place.start_id, sweeps=first)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -204,3 +297,8 @@ class Delivery:
             "validation": request.validation,
             **({"agreed": True} if self._link.agreement.reached else {}),
         }
+
+
+def _download(checkpoint: Checkpoint) -> Taken:
+    path = checkpoint.to_directory()
+    return Taken(path=path, owned=True, safe=True, caller=path)

@@ -1,7 +1,8 @@
 """Taking over the caller's directory: the caller may do with it what he likes afterwards, and it costs no copy.
 
 A directory is renamed away only if its deletion was asked for; else it is cloned where the file system can share
-blocks, or stays where it is until the driver's writer has copied it. Never hard-linked: `torch.save` truncates the
+blocks, or stays where it is until the driver's writer has copied it; where that writer is on another machine and the
+run is on a store, this rank has put the files into the store by then. Never hard-linked: `torch.save` truncates the
 file it writes, and a link would follow. The caller's directory is not changed unless he asked for it.
 """
 
@@ -27,7 +28,7 @@ from holdfast.writer.messages import IngestSource
 
 from .reflink import clone_tree
 
-__all__ = ["HandoffArea", "Taken", "check_source", "name_in_run", "out_of_reach", "remove_local", "take"]
+__all__ = ["HandoffArea", "Taken", "check_source", "name_in_run", "remove_local", "take"]
 
 _LOG = get_logger("runtime")
 
@@ -55,6 +56,15 @@ class HandoffArea:
         """The run's directory, if it has one on this machine."""
         root = None if self.root is None else self.root.local_root
         return None if root is None else os.path.realpath(root)
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the driver's writer gets what is here through the store of the run, for it sees nothing else."""
+        return self.apart and self.root is not None and self.local is None
+
+    def incoming_object(self, index: int) -> str:
+        """A place inside the run's store for the directory of one report."""
+        return f"{INCOMING}{self.start_id}/{index}-{self.rank}"
 
     def incoming(self, index: int) -> str | None:
         """A place inside the run for the directory of one report."""
@@ -137,27 +147,22 @@ def take(checkpoint: Checkpoint, place: HandoffArea, index: int, *, delete: bool
     if wanted:
         # What no checkpoint can hold is refused now: afterwards the files would lie somewhere else.
         scan(IngestSource(rank=place.rank, path=path))
-        for target in filter(None, (incoming, None if place.apart else place.sibling(path, index))):
+        beside = place.sibling(path, index) if place.is_sent or not place.apart else None
+        for target in filter(None, (incoming, beside)):
             moved = _move(path, target)
             if moved:
                 return Taken(path=target, owned=True, safe=True, caller=path, moved=moved)
     elif (asynchronous or place.apart) and incoming is not None and clone_tree(path, incoming):
         _take_metadata(path, incoming)
         return Taken(path=incoming, owned=True, safe=True, caller=path)
-    if place.apart:
-        return _bring(path, place, incoming, delete=wanted)
+    if incoming is not None and place.apart:
+        return _bring(path, incoming, place.rank, delete=wanted)
     return Taken(path=path, owned=False, safe=False, caller=path, delete=wanted)
 
 
-def _bring(path: str, place: HandoffArea, incoming: str | None, *, delete: bool) -> Taken:
-    """Copy what only this machine has into the run, where the driver's writer takes it in.
-
-    Raises:
-        ConfigError: the run is on a store, where that is not built yet.
-    """
-    if incoming is None:
-        raise out_of_reach(path, place)
-    scan(IngestSource(rank=place.rank, path=path))  # what no checkpoint can hold is refused before it is copied
+def _bring(path: str, incoming: str, rank: int, *, delete: bool) -> Taken:
+    """Copy what only this machine has into the run, where the driver's writer takes it in."""
+    scan(IngestSource(rank=rank, path=path))  # what no checkpoint can hold is refused before it is copied
     try:
         if os.path.isdir(path):
             shutil.copytree(path, incoming)
@@ -170,15 +175,6 @@ def _bring(path: str, place: HandoffArea, incoming: str | None, *, delete: bool)
         raise
     # Where it is to be deleted its caller waits for the commit: until then there is no other copy that lasts.
     return Taken(path=incoming, owned=True, safe=not delete, caller=path, delete=delete)
-
-
-def out_of_reach(path: str, place: HandoffArea) -> ConfigError:
-    """Make the error of files that the driver cannot read."""
-    return ConfigError(
-        f"rank {place.rank}: {path} is on this node, the run is on {place.uri}, and the driver cannot read it: "
-        "directories on the way from a cluster's nodes to a store are not built yet. Use report(state=...), or "
-        "checkpoint_upload_fn"
-    )
 
 
 def check_source(path: str, place: HandoffArea) -> None:

@@ -11,6 +11,8 @@ from holdfast.state.save.snapshot import SaveRequest, Snapshotter
 from holdfast.storage.base import Storage
 from holdfast.writer.client import WriterClient
 
+from .staging import Staging
+
 __all__ = ["Shares"]
 
 
@@ -21,10 +23,15 @@ class Shares:
         storage: root of the run.
         snapshotter: knows how the work is shared; ours from now on.
         timeout_s: how long a share may wait for the one before.
+        staging: shares are stored there first, and brought to the storage behind.
     """
 
-    def __init__(self, storage: Storage, snapshotter: Snapshotter, *, timeout_s: float) -> None:
+    def __init__(
+        self, storage: Storage, snapshotter: Snapshotter, *, timeout_s: float, staging: Staging | None = None
+    ) -> None:
         self._storage, self._snapshotter, self._timeout_s = storage, snapshotter, timeout_s
+        self._staging = staging
+        self._target = storage if staging is None else staging.local  # of the writer
         self._client: WriterClient | None = None
         self._pending: Future[Any] | None = None
         self._busy = False
@@ -42,7 +49,8 @@ class Shares:
         Args:
             state: the whole state.
             go: "directory", "save_id" and "manifest" of the checkpoint.
-            sealed: called when the writer has everything and will finish even if this process dies.
+            sealed: called when the writer has everything and will finish even if this process dies; never, where the
+                share is stored on this node first.
             ended: called, on another thread, with None when the share is durable, else with the error.
 
         Raises:
@@ -54,44 +62,65 @@ class Shares:
             raise SessionError(
                 "report(state=...) was called in the middle of another: not from a signal handler, please"
             )
-        self._busy = True
+        self._busy, waited = True, False
         try:
             self._wait()
+            waited = True
             if self._client is None or self._client.closed:
-                self._client = WriterClient.start(self._storage)
+                self._client = WriterClient.start(self._target)
             submitted = self._snapshotter.submit(
                 state,
                 self._client,
                 SaveRequest(
-                    storage=self._storage,
+                    storage=self._target,
                     directory=go["directory"],
                     save_id=go["save_id"],
                     manifest=go["manifest"],
-                    reuse=self._snapshotter.max_staging_bytes is None,
+                    reuse=self._staging is None and self._snapshotter.max_staging_bytes is None,
                     part=True,
                 ),
             )
         except BaseException:
+            if self._staging is not None and waited:
+                self._staging.give_back()
             # Interrupted after the hand-over, the job may still read the arena: that one is never used again.
             self._snapshotter.close()
             raise
         finally:
             self._busy = False
         self._pending = submitted.future
-        sealed()
-        submitted.future.add_done_callback(lambda done: ended(done.exception()))
+        if self._staging is None:
+            sealed()
+            submitted.future.add_done_callback(lambda done: ended(done.exception()))
+        else:
+            staging = self._staging
+            submitted.future.add_done_callback(lambda done: _staged(staging, go, ended, done.exception()))
 
     def close(self) -> None:
         """Leave the writer to finish what it has; idempotent."""
         if self._client is not None:
             self._client.close(0.0)
+        if self._staging is not None:
+            self._staging.close()
         self._snapshotter.close()
 
     def _wait(self) -> None:
-        """Wait until the arena is free; how that save ended is told through its own callback."""
-        if self._pending is not None and not wait([self._pending], timeout=self._timeout_s).done:
+        """Wait for the arena, and for room to stage; how those saves ended is told by their callbacks."""
+        stuck = self._pending is not None and not wait([self._pending], timeout=self._timeout_s).done
+        if stuck or (self._staging is not None and not self._staging.wait(self._timeout_s)):
             raise HoldfastError(
                 f"the state reported before is not durable after {self._timeout_s:.0f} s: {self._storage.uri} is stuck "
                 "or very slow"
             )
         self._pending = None
+
+
+def _staged(
+    staging: Staging, go: Mapping[str, Any], ended: Callable[[BaseException | None], None], error: BaseException | None
+) -> None:
+    """Go on with a share that is stored on this node, or has failed there."""
+    if error is None:
+        staging.bring(go["directory"], go["save_id"], ended)
+    else:
+        staging.give_back()
+        ended(error)

@@ -39,7 +39,7 @@ from holdfast.trainers.function.engine import (
 from holdfast.trainers.function.failure import error_from_wire
 from holdfast.writer.frames import Message
 
-from ..local.logs import LogText, shown_and_kept
+from ..local.logs import LineLimit, LogText, shown_and_kept
 from .agent import BEAT_S, version
 from .links import AgentLink, Door
 from .nodes import AgentCall, AgentFailed, NodeEvent, Nodes, PlacesChanged, Refused
@@ -156,7 +156,9 @@ class ClusterEngine:
         for rank in range(spec.num_workers):
             path = None if spec.log_directory is None else spec.log_directory / f"rank-{rank}.log"
             name = f"rank {rank}"
-            group.ranks[rank] = _Child(self._number(), "", name, rank, shown_and_kept(name, path))
+            # Of thousands of ranks not all can be shown; the file has every line.
+            limit = None if path is None else LineLimit(f"{path.parent.name}/{path.name} of the run's logs")
+            group.ranks[rank] = _Child(self._number(), "", name, rank, shown_and_kept(name, path, limit))
         self._advance()
 
     def send(self, rank: int, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
@@ -586,6 +588,8 @@ class ClusterEngine:
             for place, placed in group.places:
                 child = group.ranks[placed.rank]
                 child.node, child.where = place.node, short(place.node, place.address)
+                for sink in child.sinks:
+                    sink.prefix = f"({child.name}, {short(place.node)}) "
                 self._ready.append(placed)
         nodes = {place.node for place, _ in group.places}
         whole = len(group.ranks) == group.spec.num_workers

@@ -18,7 +18,7 @@ from holdfast.errors import ConfigError
 
 from .nodes import AgentCall
 
-__all__ = ["NodeFacts", "RayApi", "connect", "is_wanted"]
+__all__ = ["NodeFacts", "RayApi", "connect", "is_missed", "is_wanted"]
 
 _LOG = get_logger("runtime")
 _CLIENT = (
@@ -41,6 +41,11 @@ def is_wanted() -> bool:
         # A task or a trial has its own share of the cluster, and may be all that it has room for.
         return bool(ray.get_runtime_context().worker.mode != ray.WORKER_MODE)
     return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def is_missed() -> bool:
+    """Whether RAY_ADDRESS names a cluster that cannot be reached from here for want of Ray."""
+    return bool(os.environ.get("RAY_ADDRESS")) and importlib.util.find_spec("ray") is None
 
 
 def connect() -> RayApi:
@@ -100,11 +105,9 @@ class RayApi:
         self._said = False
         self._agent = ray.remote(num_cpus=0, max_restarts=0)(_AgentActor)
         self._slot = ray.remote(max_restarts=0)(_SlotActor)
-        # What a task asks for belongs to its job and outlives its process.
-        context = ray.get_runtime_context()
-        works = getattr(getattr(context, "worker", None), "mode", None) == ray.WORKER_MODE  # a driver would be warned
-        in_task = works and context.get_task_id() is not None and context.get_actor_id() is None
-        self._keeper = _Keeper(ray, self.host) if in_task else None
+        # What a task or an actor asks for belongs to its job and outlives its process.
+        mode = getattr(getattr(ray.get_runtime_context(), "worker", None), "mode", None)
+        self._keeper = _Keeper(ray, self.host) if mode == ray.WORKER_MODE else None
 
     @property
     def host(self) -> str:
@@ -208,7 +211,7 @@ class RayApi:
 
 
 class _Keeper:
-    """Asks for placement groups in place of a task, so that they end with the task's process.
+    """Asks for placement groups in place of a task or actor, so that they end with its process.
 
     A detached actor owns them, and ends when its connection to this process does; nothing is said on that connection.
     """

@@ -1,4 +1,4 @@
-"""The output of workers: to the driver's own output with the rank in front, and unchanged into a file."""
+"""The output of workers: to the driver's own output with the rank in front, and unchanged and whole into a file."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import contextlib
 import errno
 import os
 import sys
+import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol
 
 from holdfast._log import get_logger
 
-__all__ = ["LogFile", "LogStream", "LogText", "Sink", "shown_and_kept"]
+__all__ = ["LineLimit", "LogFile", "LogStream", "LogText", "Sink", "shown_and_kept"]
 
 _LOG = get_logger("runtime")
 _READ = 1 << 16
@@ -117,14 +119,57 @@ class LogStream:
             self.sink.end()
 
 
-class LogText:
-    """Output to our own output, line by line with a prefix, and unchanged into a file. Only whole lines are shown."""
+class LineLimit:
+    """How many lines of one process are shown: at most ``burst`` at once, ``per_s`` each second in the long run.
 
-    def __init__(self, prefix: str, to: Literal["stdout", "stderr"], file: LogFile) -> None:
+    Args:
+        kept: where all of them are, for people.
+        per_s: lines.
+        burst: lines.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, kept: str, *, per_s: float = 50, burst: int = 1000, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._kept, self._per_s, self._burst, self._clock = kept, per_s, burst, clock
+        self._room, self._at = float(burst), clock()
+        self._left_out = 0
+
+    def choose(self, lines: list[str]) -> list[str]:
+        """Give the lines to show now, with a line that says so where others are left out."""
+        now = self._clock()
+        self._room = min(self._burst, self._room + (now - self._at) * self._per_s)
+        self._at = now
+        if self._left_out and self._room < self._per_s:  # a second's worth at once, not a line now and then
+            self._left_out += len(lines)
+            return []
+        chosen = lines[: int(self._room)]
+        self._room -= len(chosen)
+        before, self._left_out = self._left_out, len(lines) - len(chosen)
+        if before:
+            chosen.insert(0, f"[... {before} lines are left out here ...]")
+        if self._left_out:
+            chosen.append(f"[... too many lines to show all: they are in {self._kept} ...]")
+        return chosen
+
+
+class LogText:
+    """Output to our own output, line by line with a prefix, and unchanged into a file. Only whole lines are shown.
+
+    Attributes:
+        prefix: of each line shown.
+        tail: the last lines.
+    """
+
+    def __init__(
+        self, prefix: str, to: Literal["stdout", "stderr"], file: LogFile, limit: LineLimit | None = None
+    ) -> None:
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._prefix = prefix
+        self.prefix = prefix
         self._to = to
         self._file = file
+        self._limit = limit
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
 
@@ -159,7 +204,8 @@ class LogText:
         stream = sys.stdout if self._to == "stdout" else sys.stderr
         if stream is None:  # pythonw and daemons have none
             return
-        text = "".join(f"{self._prefix}{line}\n" for line in shown)
+        chosen = shown if self._limit is None else self._limit.choose(shown)
+        text = "".join(f"{self.prefix}{line}\n" for line in chosen)
         # A reader that is gone (`| head`) or an encoding without these characters must not stop training.
         with contextlib.suppress(OSError, ValueError):
             try:
@@ -169,7 +215,7 @@ class LogText:
             stream.flush()
 
 
-def shown_and_kept(name: str, path: Path | None) -> tuple[LogText, LogText]:
+def shown_and_kept(name: str, path: Path | None, limit: LineLimit | None = None) -> tuple[LogText, LogText]:
     """Make sinks for stdout and stderr of a process: its name in front of each line shown, one file for both."""
     file = LogFile(path)
-    return LogText(f"({name}) ", "stdout", file), LogText(f"({name}) ", "stderr", file)
+    return LogText(f"({name}) ", "stdout", file, limit), LogText(f"({name}) ", "stderr", file, limit)
