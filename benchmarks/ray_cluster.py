@@ -21,6 +21,7 @@ from typing import Any
 
 _STORE = 80 << 20
 _LIMIT_S = 300.0
+_STEADY_S = 20.0  # a run is disturbed when it has gone on for so long, whichever tool runs it
 
 
 def train(config: dict[str, Any]) -> None:
@@ -118,6 +119,7 @@ def disturb(case: str, place: Path, cluster: Any, nodes: list[Any]) -> None:
         return
     while len(noted(place, "waiting")) < 2:
         time.sleep(0.05)
+    time.sleep(_STEADY_S)
     pid = int(noted(place, "waiting")[1]["pid"])
     note(place / "killed")
     if case == "worker":
