@@ -12,6 +12,8 @@ from cluster_functions import steps
 from cluster_kit import trainer
 from ray.cluster_utils import Cluster
 
+from holdfast.trainers.function.engines.cluster import ray_nodes
+
 
 def main(root: Path) -> None:
     """Run until the cluster is gone."""
@@ -31,6 +33,7 @@ def main(root: Path) -> None:
         gone.append(time.monotonic())
 
     threading.Thread(target=disturb, daemon=True).start()
+    ray_nodes._PATIENCE_S = 8.0  # half a minute is all that the test would wait for
     try:
         trainer(root, steps, failures=-1, config={"wait_at": 2}).fit()
     except Exception as error:

@@ -52,7 +52,7 @@ def alive(node: Any) -> bool:
 
 
 def test_the_cluster_goes_away(tmp_path: Path) -> None:
-    """`fit` ends within a minute, and says what has gone."""
+    """`fit` ends by itself, and says what has gone."""
     driver = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path)],
         capture_output=True,
@@ -61,7 +61,7 @@ def test_the_cluster_goes_away(tmp_path: Path) -> None:
         check=False,
         env={**os.environ, "RAY_ADDRESS": ""},
     )
-    assert "the Ray cluster has not answered for 30 s" in driver.stdout, driver.stderr
+    assert "the Ray cluster has not answered for 8 s" in driver.stdout, driver.stderr
     assert "seconds" in driver.stdout
 
 

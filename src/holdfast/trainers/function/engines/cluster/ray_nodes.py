@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from holdfast._log import get_logger
-from holdfast.errors import HoldfastError
+from holdfast.errors import ConfigError, HoldfastError
 from holdfast.trainers.function.engine import node_name
 
 from .nodes import AgentCall, AgentFailed, NodeEvent, PlacesChanged, Refused, missing_module
@@ -108,14 +108,13 @@ class RayNodes:
         self._agents: dict[int, tuple[str, Any, Any]] = {}  # number -> node, actor, what its end will be
         self._ends: list[int] = []
         self._told: PlacesChanged | None = None
-        self._answered, self._trouble = time.monotonic(), ""
+        self._rounds, self._trouble = 0, ""
         self._stop, self._poke = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="holdfast-ray", daemon=True)
 
     def open(self, post: Callable[[NodeEvent], Any]) -> None:
         """Begin to look for places."""
         self._post = post
-        self._answered = time.monotonic()
         self._thread.start()
         threading.Thread(target=self._watch, name="holdfast-ray-watch", daemon=True).start()
 
@@ -162,7 +161,7 @@ class RayNodes:
             while not self._stop.is_set():
                 try:
                     self._round()
-                    self._answered, self._trouble = time.monotonic(), ""
+                    self._rounds, self._trouble = self._rounds + 1, ""
                 except HoldfastError:
                     raise
                 except Exception as error:  # noqa: BLE001 - Ray's own; `_watch` says when it has been too long
@@ -180,9 +179,14 @@ class RayNodes:
             self._give_back()
 
     def _watch(self) -> None:
-        """Say when the cluster has not answered for too long. A call of Ray may wait much longer than that."""
+        """Say when the cluster has not answered for too long. A call of Ray may wait much longer than that.
+
+        Time in which this process itself did not run (it was stopped, say) is nobody's silence: it counts as one look.
+        """
+        seen, silent_s = self._rounds, 0.0
         while not self._stop.wait(_IDLE_S):
-            if time.monotonic() > self._answered + _PATIENCE_S:
+            seen, silent_s = self._rounds, silent_s + _IDLE_S if seen == self._rounds else 0.0
+            if silent_s >= _PATIENCE_S:
                 self._post(Refused(error=self._silence(f"has not answered for {_PATIENCE_S:.0f} s")))
                 return
 
@@ -199,7 +203,10 @@ class RayNodes:
     def _reserve_group(self, size: int, *, avoid: Collection[str] = (), near: str | None = None) -> None:
         wanted = self._wanted
         bundles = [wanted.resources] * size
-        group = self._api.reserve(bundles, wanted.strategy, wanted.labels, avoid=avoid, near=near)
+        try:
+            group = self._api.reserve(bundles, wanted.strategy, wanted.labels, avoid=avoid, near=near)
+        except ValueError as error:
+            raise ConfigError(f"ScalingConfig: Ray cannot reserve {bundles[0]} for each worker: {error}") from error
         self._groups.append(_Reserved(group, self._num_places, size))
         self._num_places += size
 
