@@ -178,11 +178,14 @@ class Agents:
     def lacks(self, node: str, module: str) -> None:
         """Start no worker on a node where this module cannot be imported; see `bar`."""
         address = next((place.address for place in self._places if place.node == node), "")
-        where = f"{node_name(node, address)} cannot run workers"
-        self.bar(node, ConfigError(f"{where}: No module named '{module}'; every node needs the packages of the driver"))
+        where = node_name(node, address)
+        error = ConfigError(
+            f"{where} cannot run workers: No module named '{module}'; every node needs the packages of the driver"
+        )
+        self.bar(node, error)
 
-    def advance(self, busy: Collection[str]) -> None:
-        """Start agents where they are wanted; end those on nodes that are neither listed nor ``busy``."""
+    def advance(self, is_busy: Callable[[str], bool]) -> None:
+        """Start agents where they are wanted; end those on nodes that are neither listed nor busy."""
         if self._closed:
             return
         now = time.monotonic()
@@ -191,7 +194,7 @@ class Agents:
             if node not in self._links and node not in self._starting and now >= self._again.get(node, 0.0):
                 self._launch(node)
         for node in [*self._links, *self._starting]:
-            if node not in listed and node not in busy:
+            if node not in listed and not is_busy(node):
                 self._drop_agent(node)
                 self._give_up(node, "its agent is not needed any more", "node")
 
@@ -199,7 +202,8 @@ class Agents:
 
     def due(self) -> list[float]:
         """When `see_time` or `advance` has something to do if nothing happens."""
-        due = [until for _, until in self._starting.values()] + list(self._again.values())
+        due = [until for _, until in self._starting.values()]
+        due += [until for node, until in self._again.items() if node not in self._barred | self._draining]
         return due + [link.heard + self._silence_s for link in self._links.values()]
 
     def listened(self, now: float) -> None:

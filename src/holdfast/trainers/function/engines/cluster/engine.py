@@ -111,6 +111,7 @@ class ClusterEngine:
         self._tasks: dict[int, tuple[_Child, bytes, dict[str, str]]] = {}
         self._waiting: dict[int, list[tuple[dict[str, Any], tuple[bytes, ...]]]] = {}  # sent before it was forked
         self._proven: set[str] = set()  # nodes on which a worker has reported
+        self._absent: set[str] = set()  # modules that are missing on those too
         self._group: _Group | None = None
         self._numbers = 0
         self._told: Capacity | None = None
@@ -281,7 +282,7 @@ class ClusterEngine:
             if child.rank is not None and self._is_unfit(child.node, passed.header):
                 self._agents.lacks(child.node, passed.header["module"])
             elif child.rank is not None:
-                if passed.header["on"] == "report":
+                if passed.header.get("on") == "report":
                     self._proven.add(child.node)
                 self._ready.append(Received(rank=child.rank, message=passed))
             else:
@@ -376,16 +377,24 @@ class ClusterEngine:
                 self._end_task(child, f"is lost: {why}")
 
     def _is_unfit(self, node: str, said: Mapping[str, Any]) -> bool:
-        """Whether a worker failed for its node: a module is missing there, and workers have trained elsewhere."""
-        return bool(said.get("module")) and bool(self._proven) and node not in self._proven
+        """Whether a worker failed for its node: a module is missing there that those who have trained can import."""
+        module = said.get("module")
+        if not module or not self._proven:
+            return False
+        if node in self._proven:
+            self._absent.add(module)
+        return module not in self._absent
+
+    def _is_busy(self, node: str) -> bool:
+        """Whether a worker or a task is on a node, or is about to be."""
+        ranks = () if self._group is None else self._group.ranks.values()
+        return any(child.node == node for child in (*ranks, *(task[0] for task in self._tasks.values())))
 
     # ---- starting
 
     def _advance(self) -> None:
         """Go on with whatever waits for places, agents or answers."""
-        children = [child for child, _, _ in self._tasks.values()]
-        children += self._group.ranks.values() if self._group is not None else ()
-        self._agents.advance({child.node for child in children})
+        self._agents.advance(self._is_busy)
         self._tell_capacity()
         self._advance_tasks()
         group = self._group

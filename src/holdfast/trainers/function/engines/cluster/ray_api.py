@@ -142,7 +142,7 @@ class RayApi:
     def free(self) -> dict[str, Mapping[str, float]]:
         """Return what nobody has reserved, by node; nothing where this Ray does not tell."""
         try:
-            found: dict[str, Mapping[str, float]] = self._state.available_resources_per_node()
+            found: dict[str, Mapping[str, float]] = self._ray._private.state.available_resources_per_node()
         except AttributeError as error:  # it is private to Ray
             _LOG.debug("this Ray does not tell what is free on each node: %s", error)
             return {}
