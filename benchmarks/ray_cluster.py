@@ -25,6 +25,7 @@ _STORE = 80 << 20
 _LIMIT_S = 300.0
 _MIB = 256  # of each rank
 _REPORTS = 5
+_STEADY_S = 20.0  # a run is disturbed when it has gone on for so long, whichever tool runs it
 
 
 def train(config: dict[str, Any]) -> None:
@@ -143,6 +144,7 @@ def disturb(case: str, place: Path, cluster: Any, nodes: list[Any]) -> None:
         return
     while len(noted(place, "waiting")) < 2:
         time.sleep(0.05)
+    time.sleep(_STEADY_S)
     pid = int(noted(place, "waiting")[1]["pid"])
     note(place / "killed")
     if case == "worker":

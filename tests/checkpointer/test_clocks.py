@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import struct
 import subprocess
 import sys
 import time
@@ -12,38 +10,13 @@ from pathlib import Path
 
 import pytest
 
+import clock_kit
 import holdfast as hf
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(shutil.which("cc") is None or not sys.platform.startswith("linux"), reason="no C compiler"),
+    pytest.mark.skipif(not clock_kit.WORKS, reason="no C compiler"),
 ]
-# Stands before the C library: the wall clock alone is wrong, by the seconds in a file.
-SHIM = """
-#define _GNU_SOURCE
-#include <fcntl.h>
-#include <stdlib.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
-static volatile long *offset_s;
-
-__attribute__((constructor)) static void begin(void) {
-    const char *name = getenv("CLOCK_OFFSET_FILE");
-    int fd = name ? open(name, O_RDONLY | O_CLOEXEC) : -1;
-    void *found = fd < 0 ? MAP_FAILED : mmap(0, sizeof(long), PROT_READ, MAP_SHARED, fd, 0);
-    offset_s = found == MAP_FAILED ? 0 : found;
-    if (fd >= 0) close(fd);
-}
-
-int clock_gettime(clockid_t which, struct timespec *told) {
-    int failed = syscall(SYS_clock_gettime, which, told);
-    if (!failed && which == CLOCK_REALTIME && offset_s) told->tv_sec += *offset_s;
-    return failed;
-}
-"""
 TRAINER = """
 import sys, time, torch, holdfast as hf
 root, clock = sys.argv[1:]
@@ -64,22 +37,16 @@ class Trainer:
     """A training whose clock, and that of its writer, is told by a file: seconds away from the right time."""
 
     def __init__(self, root: Path, folder: Path, offset_s: int) -> None:
-        self.clock = folder / f"clock{offset_s}"
-        self.turn(offset_s)
-        shim = folder / "clock.so"
-        if not shim.exists():
-            (folder / "clock.c").write_text(SHIM)
-            subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, folder / "clock.c"], check=True, timeout=60)
-        environment = {**os.environ, "LD_PRELOAD": str(shim), "CLOCK_OFFSET_FILE": str(self.clock)}
+        variables = clock_kit.environment(folder, offset_s)
+        self.clock = Path(variables["CLOCK_OFFSET_FILE"])
         self.process = subprocess.Popen(
-            [sys.executable, "-c", TRAINER, str(root), str(self.clock)], env=environment, text=True,
+            [sys.executable, "-c", TRAINER, str(root), str(self.clock)], env={**os.environ, **variables}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
     def turn(self, offset_s: int) -> None:
         """Set the clock."""
-        with open(os.open(self.clock, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
-            file.write(struct.pack("l", offset_s))
+        clock_kit.turn(self.clock, offset_s)
 
     def until(self, step: int) -> list[list[int]]:
         """Wait for a step; returns the (step, time) of all up to it."""

@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +17,9 @@ from nodes_kit import FakeNodes
 
 from holdfast.errors import ConfigError
 from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.trainers.function.engine import Capacity, Exited, Unable
+from holdfast.trainers.function.engine import Capacity, Exited, Started, Unable
 from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
 from holdfast.trainers.function.engines.cluster.nodes import PlacesChanged
-from holdfast.trainers.function.engines.cluster.places import NodePlace
 
 ENTRY = "engine_peer:serve"
 ELSEWHERE = """
@@ -37,6 +35,11 @@ def nodes() -> Iterator[FakeNodes]:
     made = FakeNodes(a=1, b=1)
     yield made
     made.close()
+
+
+def capacity_of(driver: Driver, number: int) -> None:
+    while len(driver.engine._agents.usable()) != number:  # type: ignore[attr-defined]
+        driver.engine.events(0.1)
 
 
 def capacity(driver: Driver, number: int) -> Capacity:
@@ -103,7 +106,7 @@ def test_a_stranger_is_not_let_in(nodes: FakeNodes) -> None:
     """Who does not know the token is hung up on, and changes nothing."""
     engine = ClusterEngine(nodes, entry=ENTRY)
     try:
-        with socket.create_connection(("127.0.0.1", engine._door.port)) as stranger:
+        with socket.create_connection(("127.0.0.1", engine._agents._door.port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 200)
             with contextlib.suppress(ConnectionResetError):
                 while stranger.recv(4096):
@@ -115,27 +118,92 @@ def test_a_stranger_is_not_let_in(nodes: FakeNodes) -> None:
         engine.close()
 
 
-def test_a_node_that_comes_later_and_cannot_train_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another version on it ends no run that trains elsewhere; nothing is started there."""
-    nodes = FakeNodes(a=1)
+UNFIT = {
+    "c": (OLDER, "has Holdfast 0.0.1"),
+    "d": ("import platform; platform.python_version = lambda: '3.0.0'\n", "has Python 3.0.0"),
+    "e": ("import importlib.util; importlib.util.find_spec = lambda _: None\n", "has no torch"),
+    "f": ("import not_installed_here\n", "No module named 'not_installed_here'"),
+}
+
+
+@pytest.mark.parametrize("node", UNFIT)
+def test_a_node_that_cannot_train_at_the_first_start(node: str) -> None:
+    """It is an error that names the node and what is wrong."""
+    nodes = FakeNodes(**{node: 1})
+    nodes.preludes[node], words = UNFIT[node]
+    try:
+        error = str(refused(nodes, None))
+    finally:
+        nodes.close()
+    assert f"node {node} (" in error
+    assert words in error
+
+
+def test_nodes_that_come_later_and_cannot_train_are_set_aside(caplog: pytest.LogCaptureFixture) -> None:
+    """They end no run, are named, and places are looked for elsewhere; a group that waits for one is not a failure."""
+    nodes = FakeNodes(a=1, b=1)
     engine = ClusterEngine(nodes, entry=ENTRY)
     try:
         driver = Driver(engine)
-        driver.start(1)
-        engine._places = (*engine._places, NodePlace(node="c", number=7))
-        link = SimpleNamespace(node="c", number=99, facts=None, close=lambda: None, fileno=lambda: -1)
-        monkeypatch.setattr(engine._selector, "unregister", lambda _: None)
-        engine._links["c"] = link  # type: ignore[assignment]
-        engine._meet(link, {"host": "c", "holdfast": "0.0.1", "python": "3.0.0", "torch": True})  # type: ignore[arg-type]
-        assert [place.node for place in engine._usable()] == ["a"]
-        assert driver.run(0, lambda channel, facts: 7) == 7
-        assert not any(isinstance(event, Unable) for event in engine._ready)
-        engine._advance()
-        assert "c" not in engine._starting
+        driver.start(2)
+        driver.clear()
+        capacity_of(driver, 2)
+        nodes.preludes = {node: prelude for node, (prelude, _) in UNFIT.items()}
+        nodes.set(b=0, c=1)
+        nodes.agents["b"].kill()
+        while "c" not in nodes.launched:
+            engine.events(0.1)
+        driver.begin(2)
+        lost = driver.next(Exited, 1)
+        assert (lost.reason, lost.node) == ("unplaced", "node c (127.0.0.1)")
+        assert "has Holdfast 0.0.1" in lost.detail
+        driver.clear()
+        nodes.set(d=1, e=1, f=1)
+        while len(nodes.refused) < len(UNFIT):
+            assert not any(isinstance(event, Unable) for event in engine.events(1.0))
+        assert sorted(nodes.refused) == sorted(UNFIT)
+        assert nodes.launched.count("c") == 1
+        for node, (_, words) in UNFIT.items():
+            assert any(f"node {node} " in line and words in line for line in caplog.messages)
+        nodes.set(g=1)
+        driver.start(2)
         driver.clear()
     finally:
         engine.close()
         nodes.close()
+
+
+def test_an_agent_is_ready_on_a_spare_node(nodes: FakeNodes) -> None:
+    """Once workers run it has an interpreter with torch, which the workers of a lost node are forked from."""
+    nodes.spares = ("c",)
+    engine = ClusterEngine(nodes, entry=ENTRY)
+    try:
+        driver = Driver(engine)
+        driver.begin(2)
+        assert "c" not in nodes.launched
+        for _ in range(2):
+            driver.next(Started)
+        while len(nodes.processes("c")) < 2:
+            driver.engine.events(0.1)
+        before = nodes.processes("c")
+        assert len(nodes.used) == 2
+        nodes.kill_node("a")
+        nodes.spares = ()
+        nodes.set(a=0, c=1)
+        driver.clear()
+        pids = driver.start(2)
+        assert nodes.launched.count("c") == 1
+        parent = driver.run(1, lambda channel, facts: os.getppid())
+        assert parent in before
+        assert pids[1] not in before
+        driver.clear()
+        assert nodes.used == frozenset()
+        nodes.set(c=0)
+        while nodes.processes("c"):
+            engine.events(0.1)
+        assert "c" not in nodes.launched[3:]
+    finally:
+        engine.close()
 
 
 def test_what_was_waited_for_does_not_keep_the_driver_busy(nodes: FakeNodes) -> None:
@@ -145,8 +213,8 @@ def test_what_was_waited_for_does_not_keep_the_driver_busy(nodes: FakeNodes) -> 
         driver = Driver(engine)
         driver.start(2)
         driver.clear()
-        engine._again["gone"] = 0.0
-        engine._on_nodes(PlacesChanged(places=engine._places))
+        engine._agents._again["gone"] = 0.0
+        engine._agents._on_nodes(PlacesChanged(places=engine._agents._places))
         engine.events(0.0)
         used = time.process_time()
         engine.events(1.0)

@@ -42,6 +42,11 @@ def test_too_few_and_too_many_places() -> None:
     found = arrange(places(a=1, b=3), 3)
     assert found is not None
     assert {place.node for place, _ in found} == {"b"}
+    extra = [NodePlace(node="a", number=9, extra=True), NodePlace(node="a", number=8, extra=True), *places(b=1, c=1)]
+    for count, nodes in ((1, {"b"}), (2, {"b", "c"}), (4, {"a", "b", "c"})):
+        found = arrange(extra, count)
+        assert found is not None
+        assert {place.node for place, _ in found} == nodes
 
 
 def test_variables_of_a_rank() -> None:

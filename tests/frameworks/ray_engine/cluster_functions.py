@@ -96,6 +96,10 @@ def steps(config: dict[str, Any]) -> None:
             hf.get_checkpoint()  # what was reported is committed
             Path(config["folder"], f"waiting-{rank}").touch()
             time.sleep(600)
+        if attempt() > 1 and step >= config.get("again_at", step + 1):
+            Path(config["folder"], f"again-{rank}").touch()
+            while not Path(config["folder"], "go-on").exists():
+                time.sleep(0.05)
 
 
 def agreed(config: dict[str, Any]) -> None:
@@ -115,6 +119,8 @@ def agreed(config: dict[str, Any]) -> None:
         time.sleep(0.02 + 0.02 * rank)
         step += 1
         Path(config["folder"], f"begun-{rank}").touch()
+        if config.get("count"):
+            Path(config["folder"], f"steps-{attempt()}-{rank}").write_text(str(step))
         if hf.should_save():
             hf.report({"step": step}, state={"step": step})
             Path(config["folder"], f"saved-{attempt()}-{rank}").write_text(str(step))

@@ -252,7 +252,7 @@ def test_ray_client_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
 
 
 def test_node_drained(nodes: Nodes, tmp_path: Path) -> None:
-    """All ranks save at one step before a node goes; that is a preemption, no failure, and loses no step."""
+    """All ranks save at one step before rank 0's node goes; that is a preemption, no failure, and loses no step."""
     nodes.add(1, 1, 1)
     with fitting(trainer(tmp_path, agreed, config={"go_on": 2})) as future:
         first = waiting(tmp_path, 2, future, "begun")

@@ -29,12 +29,18 @@ __all__ = [
     "TaskEnded",
     "Unable",
     "Woken",
+    "node_name",
 ]
 
 Reason: TypeAlias = Literal["process", "node", "drained", "unreachable", "unplaced"]
 """Why a worker has ended: its process did; its node did, or the agent there; so did a node
 that had said that it would; the node was given up though it may be
 alive; or there was no place to start it."""
+
+
+def node_name(node: str, address: str = "") -> str:
+    """Name a node for people."""
+    return f"node {node[:8]}" + (f" ({address})" if address else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +81,11 @@ class Placed:
     local_rank: int
     local_size: int
     node_rank: int
+
+    @property
+    def where(self) -> str:
+        """Name of the node for people."""
+        return node_name(self.node, self.address)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

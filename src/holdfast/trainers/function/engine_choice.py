@@ -18,6 +18,7 @@ from .engines.local.engine import LocalEngine
 __all__ = ["make_engine", "runs_on_ray", "threads"]
 
 _LOG = get_logger("runtime")
+_SPARES = 2
 
 
 def runs_on_ray(scaling: ScalingConfig) -> bool:
@@ -38,12 +39,13 @@ def runs_on_ray(scaling: ScalingConfig) -> bool:
     return False
 
 
-def make_engine(scaling: ScalingConfig, storage: Storage) -> LocalEngine | ClusterEngine:
+def make_engine(scaling: ScalingConfig, storage: Storage, *, max_failures: int) -> LocalEngine | ClusterEngine:
     """Make the engine; it begins to load what workers need while its caller goes on.
 
     Args:
         scaling: what was asked for.
         storage: root of the run.
+        max_failures: after which the run ends; one that ends at the first keeps nothing ready on spare nodes.
 
     Raises:
         ConfigError: there is no cluster, or it cannot do this.
@@ -67,6 +69,7 @@ def make_engine(scaling: ScalingConfig, storage: Storage) -> LocalEngine | Clust
         resources=resources,
         strategy=scaling.placement_strategy,
         labels=scaling.label_selector,
+        spares=_SPARES if max_failures else 0,
     )
     return ClusterEngine(RayNodes(ray_api.connect(), wanted), storage=storage)
 

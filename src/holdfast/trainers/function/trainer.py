@@ -160,7 +160,9 @@ class TorchTrainer:
         name = self._run.name or _default_name(self._function)
         storage = self._root(name)
         inline = InlineEngine() if self._scaling.num_workers == 0 else None
-        engine = inline or make_engine(self._scaling, storage)  # loads torch while we go on
+        failure = self._run.failure_config or FailureConfig()
+        # It loads torch while we go on.
+        engine = inline or make_engine(self._scaling, storage, max_failures=failure.max_failures)
         try:
             options = self._options(name, storage)
             driver = Driver(self._plan(name, storage), options, storage, engine)

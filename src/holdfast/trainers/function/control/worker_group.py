@@ -163,11 +163,16 @@ class Crew:
         if self.moved is not None:
             return self.moved[1]
         roots = [rank for rank in self.causes if rank in self.died or not self.died]
-        return "; ".join(f"rank {rank}: {first_line(self.failures[rank])[:_MAX_SHOWN]}" for rank in roots)
+        return "; ".join(f"{self.label(rank)}: {first_line(self.failures[rank])[:_MAX_SHOWN]}" for rank in roots)
 
     def told(self) -> dict[str, str]:
         """Describe the failures in one line each, for the index of the run."""
         return {str(rank): first_line(error) for rank, error in self.causes.items()}
+
+    def label(self, rank: int) -> str:
+        """Name a rank; one that failed by itself with its node, for only there a disk may be full, say."""
+        placed = self.placed.get(rank) if rank not in self.died else None
+        return f"rank {rank}" if placed is None else f"rank {rank} on {placed.where}"
 
 
 def describe_exit(exited: Exited) -> tuple[TrainingError, bool]:
@@ -204,7 +209,7 @@ def training_failed(crew: Crew, why: str, uri: str, newest: str | None, ended: s
         newest: name of its newest checkpoint.
         ended: which ranks had ended before, if any.
     """
-    shown = "\n".join(f"  rank {rank}: {text}" for rank, text in crew.told().items())
+    shown = "\n".join(f"  {crew.label(rank)}: {first_line(error)}" for rank, error in crew.causes.items())
     shown += f"\n  {ended}" if ended else ""
     left = "there is no checkpoint" if newest is None else f"the newest checkpoint is {newest}"
     error = TrainingFailedError(

@@ -127,8 +127,10 @@ def fail(channel: Channel, session: WorkerSession | None, error: BaseException) 
     if session is not None:
         session.abandon()
     told, data = error_to_wire(error)
+    # What is not installed here may be elsewhere: a cluster can leave this node out.
+    module = {"module": error.name or ""} if isinstance(error, ModuleNotFoundError) else {}
     with contextlib.suppress(OSError):  # the driver is gone
-        channel.send({"on": "failed", "error": told}, [data])
+        channel.send({"on": "failed", "error": told, **module}, [data])
 
 
 def _begin_at_user(error: BaseException) -> None:

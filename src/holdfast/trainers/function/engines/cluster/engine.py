@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import platform
-import secrets
 import selectors
 import signal
-import socket
 import sys
-import threading
 import time
 import weakref
 from collections import deque
@@ -18,9 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast._log import get_logger
-from holdfast.errors import ConfigError, HoldfastError, TrainingError
-from holdfast.run.remains import PROBE
+from holdfast.errors import HoldfastError, TrainingError
 from holdfast.storage.base import Storage
 from holdfast.trainers.function.engine import (
     Capacity,
@@ -35,26 +29,25 @@ from holdfast.trainers.function.engine import (
     TaskEnded,
     Unable,
     Woken,
+    node_name,
 )
 from holdfast.trainers.function.failure import error_from_wire
 from holdfast.writer.frames import Message
 
 from ..local.logs import LineLimit, LogText, shown_and_kept
-from .agent import BEAT_S, version
-from .links import AgentLink, Door
-from .nodes import AgentCall, AgentFailed, NodeEvent, Nodes, PlacesChanged, Refused
-from .places import NodePlace, arrange, rank_environment, short
+from .agent import BEAT_S
+from .agents import AgentNews, Agents, Leaving, Lost, Said
+from .links import AgentLink
+from .nodes import Nodes
+from .places import NodePlace, arrange, rank_environment
 
 __all__ = ["ClusterEngine"]
 
-_LOG = get_logger("runtime")
 _WORKER = "holdfast.trainers.function.worker.main:run"
 _TASK = "holdfast.trainers.function.worker.main:run_task"
 _TASK_END_S = 10.0
 _SILENCE_S = 20.0
-_AGENT_S = 120.0  # to start an agent
 _PLACE_S = 60.0  # for a group whose places went away before it was started
-_AGAIN_S = 5.0
 _CLOSE_S = 5.0
 # Variables of the driver that workers get; all others are those of their node.
 _TRAVEL = ("HOLDFAST_", "NCCL_", "GLOO_", "TORCH_", "OMP_NUM_THREADS")
@@ -103,7 +96,7 @@ class ClusterEngine:
     def __init__(
         self, nodes: Nodes, *, storage: Storage | None = None, entry: str = _WORKER, silence_s: float = _SILENCE_S
     ) -> None:
-        self._nodes, self._storage, self._entry, self._silence_s = nodes, storage, entry, silence_s
+        self._entry = entry
         self._ready: list[Event] = []
         self._posted: deque[Callable[[], None]] = deque()
         self._selector = selectors.DefaultSelector()
@@ -112,33 +105,21 @@ class ClusterEngine:
             os.set_blocking(fd, False)
             weakref.finalize(self, os.close, fd)  # as in the local engine: `wake` may be called at any time
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._places: tuple[NodePlace, ...] = ()
-        self._missing = ""
-        self._draining: set[str] = set()
-        self._drained: set[str] = set()  # the same, until the node is known to stay or a new one has its places
-        self._barred: set[str] = set()  # nodes that came while a group ran, and cannot run workers
-        self._suspects: set[str] = set()  # nodes whose agent is gone, until another one is there
-        self._links: dict[str, AgentLink] = {}
-        self._calls: dict[int, str] = {}  # number of an agent that was started -> node
-        self._starting: dict[str, tuple[int, float]] = {}  # node -> agent that has not connected, and its limit
-        self._again: dict[str, float] = {}  # node -> when to start another agent
         self._children: dict[int, _Child] = {}
         self._outputs: dict[tuple[str, int], tuple[LogText, LogText]] = {}
         self._silent: set[tuple[str, int, int]] = set()  # streams that have ended while their other one has not
         self._tasks: dict[int, tuple[_Child, bytes, dict[str, str]]] = {}
         self._waiting: dict[int, list[tuple[dict[str, Any], tuple[bytes, ...]]]] = {}  # sent before it was forked
-        self._markers: set[str] = set()  # files of ours in the storage that nodes are to see
-        self._cleaning: list[threading.Thread] = []
+        self._proven: set[str] = set()  # nodes on which a worker has reported
+        self._absent: set[str] = set()  # modules that are missing on those too
         self._group: _Group | None = None
         self._numbers = 0
         self._told: Capacity | None = None
         self._closed = False
         self._attended = time.monotonic()
-        self._token = secrets.token_hex(32)
-        self._door = Door(nodes.host, self._token, lambda number, sock: self._post(lambda: self._join(number, sock)))
-        self._stop = threading.Event()
-        threading.Thread(target=self._beat, name="holdfast-beat", daemon=True).start()
-        nodes.open(lambda event: self._post(lambda: self._on_nodes(event)))
+        self._agents = Agents(
+            nodes, storage, selector=self._selector, post=self._post, tell=self._on_agents, silence_s=silence_s
+        )
 
     # ---- workers
 
@@ -181,7 +162,7 @@ class ClusterEngine:
             if child is None:
                 continue
             if child.forked:
-                self._links[child.node].tell({"do": "kill", "child": child.number, "grace_s": grace_s})
+                self._agents.tell_to(child.node, {"do": "kill", "child": child.number, "grace_s": grace_s})
             else:
                 self._exit(child, number=signal.SIGKILL)
 
@@ -207,7 +188,7 @@ class ClusterEngine:
             return
         child = self._tasks[task][0]
         if child.forked:
-            self._links[child.node].tell({"do": "kill", "child": task, "grace_s": grace_s})
+            self._agents.tell_to(child.node, {"do": "kill", "child": task, "grace_s": grace_s})
         else:
             self._end_task(child, "was stopped before it was started")
 
@@ -236,22 +217,15 @@ class ClusterEngine:
         if self._closed:
             return
         self._closed = True
-        self._stop.set()
-        self._door.close()
-        for link in self._links.values():
-            link.tell({"do": "close"})
+        self._agents.hang_up()
         deadline = time.monotonic() + _CLOSE_S
-        while self._links and time.monotonic() < deadline:
+        while not self._agents.is_empty and time.monotonic() < deadline:
             self._wait(deadline - time.monotonic())  # agents end their processes before they hang up
-        for link in self._links.values():
-            link.close()
-        self._nodes.close()
+        self._agents.close()
         for sinks in self._outputs.values():
             _end_output(sinks)
-        self._clean_up()
         self._selector.close()
         self._group = None
-        self._links.clear()
 
     # ---- what happens
 
@@ -267,8 +241,7 @@ class ClusterEngine:
             return
 
     def _wait(self, timeout_s: float | None) -> None:
-        due = [until for _, until in self._starting.values()] + list(self._again.values())
-        due += [link.heard + self._silence_s for link in self._links.values()]
+        due = self._agents.due()
         if self._group is not None and self._group.places is None:
             due.append(self._group.until)
         if due:
@@ -282,58 +255,37 @@ class ClusterEngine:
                 if b"w" in os.read(self._woken, 1 << 16):
                     self._ready.append(Woken())
             elif self._selector.get_map().get(key.fd) is key:
-                self._read(key.data)
+                self._agents.read(key.data)
         while self._posted:
             self._posted.popleft()()
         self._attended = time.monotonic()
         if deaf > BEAT_S:
-            for link in self._links.values():
-                link.heard = max(link.heard, now)
+            self._agents.listened(now)
         if not self._closed:
-            self._see_time()
+            self._agents.see_time()
             self._advance()
-
-    def _see_time(self) -> None:
-        now = time.monotonic()
-        for link in list(self._links.values()):
-            if now >= link.heard + self._silence_s:
-                why = f"its agent has said nothing for {self._silence_s:.0f} s; it may be alive and cut off"
-                self._lose(link, why, "unreachable")
-        for node, (number, until) in list(self._starting.items()):
-            if now >= until:
-                self._failed(node, number, f"its agent did not connect within {_AGENT_S:.0f} s")
-
-    def _read(self, link: AgentLink) -> None:
-        messages = list(link.inbox.read())
-        if not link.inbox.ended:
-            link.heard = time.monotonic()  # a part of a large message is a sign of life too
-        for message in messages:
-            self._take(link, message)
-        if link.inbox.ended and self._links.get(link.node) is link:
-            why = "the connection to its agent ended: the node, or Ray's process of the agent there, is gone"
-            self._lose(link, why, "node")
 
     def _take(self, link: AgentLink, message: Message) -> None:
         header = message.header
         on, child = header["on"], self._children.get(header.get("child", 0))
-        if on == "here":
-            self._meet(link, header)
-        elif on == "probed":
-            self._probed(link, header["why"])
-        elif on == "listening":
+        if on == "listening":
             self._fork_all(header)
         elif on == "output":
             self._output(link, header["child"])[header["stream"]].feed(message.attachments[0])
         elif on == "closed":
             self._close_output(link, header["child"], header["stream"])
         elif child is None:
-            return  # a beat, or of a process that was given up
+            return  # of a process that was given up
         elif on == "started":
             if child.rank is not None:
                 self._ready.append(Started(rank=child.rank, pid=header["pid"]))
         elif on == "message":
             passed = Message(header=header["header"], attachments=message.attachments)
-            if child.rank is not None:
+            if child.rank is not None and self._is_unfit(child.node, passed.header):
+                self._agents.lacks(child.node, passed.header["module"])
+            elif child.rank is not None:
+                if passed.header.get("on") == "report":
+                    self._proven.add(child.node)
                 self._ready.append(Received(rank=child.rank, message=passed))
             else:
                 child.outcome = passed
@@ -375,6 +327,7 @@ class ClusterEngine:
         )
         if not group.ranks:
             self._group = None
+            self._agents.use(())
 
     def _end_task(self, child: _Child, how: str) -> None:
         self._tasks.pop(child.number, None)
@@ -392,227 +345,86 @@ class ClusterEngine:
 
     # ---- nodes and their agents
 
-    def _on_nodes(self, event: NodeEvent) -> None:
-        if self._closed:
-            return
-        if isinstance(event, Refused):
-            self._ready.append(Unable(error=event.error))
-        elif isinstance(event, PlacesChanged):
-            self._places, self._missing = tuple(event.places), event.missing
-            listed = {place.node for place in self._places}
-            self._suspects &= listed
-            self._barred &= listed
-            self._again = {node: due for node, due in self._again.items() if node in listed}
-            # One that is listed and not about to go any more stays after all; one that is gone was drained.
-            self._drained = (self._drained | event.draining.keys()) - (listed - event.draining.keys())
-            self._drain(event.draining)
+    def _on_agents(self, news: AgentNews) -> None:
+        if isinstance(news, Said):
+            self._take(news.link, news.message)
+        elif isinstance(news, Lost):
+            self._lose(news.node, news.why, news.reason)
+        elif isinstance(news, Leaving):
+            self._leave(news.nodes)
         else:
-            self._on_agent_failed(event)
+            self._ready.append(Unable(error=news.error))
 
-    def _drain(self, draining: Mapping[str, float]) -> None:
-        new = draining.keys() - self._draining
-        self._draining = set(draining)
+    def _leave(self, leaving: Mapping[str, float]) -> None:
+        """Nodes are about to go."""
         group = self._group
-        if group is None or not new:
-            return
-        ranks = tuple(rank for rank, child in group.ranks.items() if child.node in new)
+        ranks = () if group is None else tuple(rank for rank, child in group.ranks.items() if child.node in leaving)
         if ranks:
-            soon = ", ".join(f"{short(node)} goes in {draining[node]:.0f} s" for node in sorted(new))
+            soon = ", ".join(f"{node_name(node)} goes in {leaving[node]:.0f} s" for node in sorted(leaving))
             self._ready.append(Draining(ranks=ranks, detail=soon))
 
-    def _on_agent_failed(self, event: AgentFailed) -> None:
-        node = self._calls.pop(event.number, None)
-        link = self._links.get(node) if node is not None else None
-        if node is None:
-            return
-        if link is not None and link.number == event.number:
-            self._lose(link, event.why, "node")
-        elif self._starting.get(node, (0, 0.0))[0] == event.number:
-            self._failed(node, event.number, event.why)
-
-    def _failed(self, node: str, number: int, why: str) -> None:
-        """An agent came to nothing. Its node is tried again, and nothing is started there meanwhile."""
-        _LOG.warning("no workers can be started on %s: %s", short(node), why)
-        del self._starting[node]
-        self._nodes.end(number)
-        self._suspects.add(node)
-        self._again[node] = time.monotonic() + _AGAIN_S
-        self._give_up(node, f"workers cannot be started there: {why}", "node")
-
-    def _lose(self, link: AgentLink, why: str, reason: Reason) -> None:
-        """An agent is gone, and with it every process there, for all that we can know."""
-        del self._links[link.node]
-        self._selector.unregister(link)
-        link.close()
-        for key in [key for key in self._outputs if key[0] == link.node]:
+    def _lose(self, node: str, why: str, reason: Reason) -> None:
+        """Every process on a node is gone, for all that we can know."""
+        for key in [key for key in self._outputs if key[0] == node]:
             _end_output(self._outputs.pop(key))
-        self._silent = {one for one in self._silent if one[0] != link.node}
-        if not self._closed:
-            self._nodes.end(link.number)
-            self._nodes.doubt(link.node)
-            self._suspects.add(link.node)
-            self._give_up(link.node, why, reason)
-
-    def _give_up(self, node: str, why: str, reason: Reason) -> None:
-        group = self._group
-        if node in self._drained:
-            reason = "drained"
-        for child in list(group.ranks.values()) if group is not None else ():
+        self._silent = {one for one in self._silent if one[0] != node}
+        if self._closed:
+            return
+        self._proven.discard(node)
+        for child in list(self._group.ranks.values()) if self._group is not None else ():
             if child.node == node:
                 self._exit(child, why=why, reason=reason)
         for child, _, _ in list(self._tasks.values()):
             if child.node == node:
                 self._end_task(child, f"is lost: {why}")
 
-    def _launch(self, node: str) -> None:
-        number = self._number()
-        self._calls[number] = node
-        self._starting[node] = (number, time.monotonic() + _AGENT_S)
-        self._again.pop(node, None)
-        self._nodes.launch(
-            node, AgentCall(host=self._nodes.host, port=self._door.port, token=self._token, number=number)
-        )
+    def _is_unfit(self, node: str, said: Mapping[str, Any]) -> bool:
+        """Whether a worker failed for its node: a module is missing there that those who have trained can import."""
+        module = said.get("module")
+        if not module or not self._proven:
+            return False
+        if node in self._proven:
+            self._absent.add(module)
+        return module not in self._absent
 
-    def _join(self, number: int, sock: socket.socket) -> None:
-        node = self._calls.get(number)
-        if self._closed or node is None or self._starting.get(node, (0, 0.0))[0] != number:
-            sock.close()  # too late: another one was started in its place
-            return
-        del self._starting[node]
-        link = self._links[node] = AgentLink(node, number, sock)
-        self._selector.register(link, selectors.EVENT_READ, link)
-
-    def _meet(self, link: AgentLink, facts: dict[str, Any]) -> None:
-        """Check what runs on a node, then whether it sees the storage."""
-        link.facts = facts
-        where = f"{short(link.node)} ({facts['host']})"
-        ours = platform.python_version()
-        problem = None
-        if facts["holdfast"] != version():
-            problem = f"{where} has Holdfast {facts['holdfast']}, the driver {version()}: install one version"
-        elif facts["python"].rpartition(".")[0] != ours.rpartition(".")[0]:
-            problem = f"{where} has Python {facts['python']}, the driver {ours}: functions do not travel between them"
-        elif not facts["torch"]:
-            problem = f"{where} has no torch: install it there, or keep that node out with label_selector or resources"
-        if problem is not None:
-            self._refuse(link, ConfigError(problem))
-            return
-        link.tell({"do": "prepare", "num_workers": sum(1 for place in self._places if place.node == link.node) or 1})
-        if self._storage is None:
-            self._probed(link, "")
-        else:
-            threading.Thread(target=self._probe, args=(link, self._storage), name="holdfast-probe", daemon=True).start()
-
-    def _probe(self, link: AgentLink, storage: Storage) -> None:
-        """Leave something in the storage and have the node look for it; in a thread."""
-        marker = self._marker(link)
-        self._markers.add(marker)
-        try:
-            storage.put(marker, b"Written by the driver; nodes look whether they see it.\n")
-        except Exception as error:  # noqa: BLE001 - a thread edge; a storage that takes nothing fails by itself soon
-            _LOG.warning("the storage was not tried from %s: %s", short(link.node), error)
-            self._post(lambda: self._probed(link, ""))
-            return
-        told = {"storage": storage.describe(), "secrets": storage.secrets(), "marker": marker, "node": link.node}
-        link.tell({"do": "probe", **told})
-
-    def _probed(self, link: AgentLink, why: str) -> None:
-        if self._storage is not None:
-            self._remove(self._marker(link))
-        if self._links.get(link.node) is not link:
-            return  # it has been lost meanwhile
-        if why and self._storage is not None:
-            host = (link.facts or {}).get("host", "")
-            error = ConfigError(
-                f"storage_path: {self._storage.uri} is private to some machines: {short(link.node)} ({host}) does not "
-                f"share it with the driver: {why}. Give a directory on a file system that all nodes mount, or an "
-                "object store such as s3://bucket/path"
-            )
-            self._refuse(link, error)
-            return
-        link.ready = True
-        self._suspects.discard(link.node)
-
-    def _refuse(self, link: AgentLink, error: ConfigError) -> None:
-        """A node cannot run workers: nothing is started, or, while a group trains, nothing is started there."""
-        if self._group is None or not self._group.forked:
-            self._ready.append(Unable(error=error))
-            return
-        _LOG.warning("no workers are started on a node: %s", error)
-        self._barred.add(link.node)
-        self._lose(link, str(error), "node")
-
-    def _remove(self, marker: str) -> None:
-        """Remove what a node was to see; in a thread, it may be slow."""
-        if marker in self._markers and self._storage is not None:
-            self._markers.discard(marker)
-            thread = threading.Thread(target=_remove, args=(self._storage, marker), name="holdfast-probe", daemon=True)
-            thread.start()
-            self._cleaning.append(thread)
-
-    def _clean_up(self) -> None:
-        deadline = time.monotonic() + _CLOSE_S
-        for marker in list(self._markers):
-            self._remove(marker)
-        for thread in self._cleaning:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _marker(self, link: AgentLink) -> str:
-        return f"{PROBE}{self._token[:16]}/{link.number}"
-
-    def _beat(self) -> None:
-        while not self._stop.wait(BEAT_S):
-            for link in list(self._links.values()):
-                link.tell({"do": "beat"})
+    def _is_busy(self, node: str) -> bool:
+        """Whether a worker or a task is on a node, or is about to be."""
+        ranks = () if self._group is None else self._group.ranks.values()
+        return any(child.node == node for child in (*ranks, *(task[0] for task in self._tasks.values())))
 
     # ---- starting
 
     def _advance(self) -> None:
         """Go on with whatever waits for places, agents or answers."""
-        now = time.monotonic()
-        for node in sorted({place.node for place in self._places} - self._barred - self._draining):
-            if node not in self._links and node not in self._starting and now >= self._again.get(node, 0.0):
-                self._launch(node)
+        self._agents.advance(self._is_busy)
         self._tell_capacity()
         self._advance_tasks()
         group = self._group
         if group is None or group.forked:
             return
         if group.places is None:
-            group.places = arrange(self._usable(), group.spec.num_workers)
+            group.places = arrange(self._agents.usable(), group.spec.num_workers)
             if group.places is None:
-                if now >= group.until:
+                if time.monotonic() >= group.until:
                     for child in list(group.ranks.values()):
                         self._exit(child, why="the places for it went away before it was started", reason="unplaced")
                 return
+            self._agents.use([place for place, _ in group.places])
             for place, placed in group.places:
                 child = group.ranks[placed.rank]
-                child.node, child.where = place.node, short(place.node, place.address)
+                child.node, child.where = place.node, placed.where
                 for sink in child.sinks:
-                    sink.prefix = f"({child.name}, {short(place.node)}) "
+                    sink.prefix = f"({child.name}, {node_name(place.node)}) "
                 self._ready.append(placed)
         nodes = {place.node for place, _ in group.places}
         whole = len(group.ranks) == group.spec.num_workers
-        if whole and not group.asked_port and all(node in self._links and self._links[node].ready for node in nodes):
+        if whole and not group.asked_port and all(self._agents.ready(node) is not None for node in nodes):
             group.asked_port = True
-            self._links[group.ranks[0].node].tell({"do": "listen", "group": group.number})
-
-    def _usable(self) -> list[NodePlace]:
-        out = self._suspects | self._draining | self._barred
-        return [place for place in self._places if place.node not in out]
+            self._agents.tell_to(group.ranks[0].node, {"do": "listen", "group": group.number})
 
     def _tell_capacity(self) -> None:
-        if not self._places and not self._missing:
-            return  # nothing is known yet
-        found = self._usable()
-        detail = f"there is room for {len(found)}"
-        lost = sorted({short(p.node, p.address) for p in self._places if p.node in self._suspects})
-        detail += f"; {', '.join(lost)} is lost" if lost else ""
-        going = sorted({short(p.node, p.address) for p in self._places if p.node in self._draining})
-        detail += f"; {', '.join(going)} is about to go" if going else ""
-        detail += f"; {self._missing}" if self._missing else ""
-        told = Capacity(num_workers=len(found), detail=detail)
-        if told != self._told:
+        told = self._agents.capacity()
+        if told is not None and told != self._told:
             self._told = told
             self._ready.append(told)
 
@@ -622,7 +434,7 @@ class ClusterEngine:
             return
         if len(group.ranks) < group.spec.num_workers:
             return  # some are lost already: the controller kills the others
-        group.forked = True
+        group.forked = self._agents.trained = True
         travel = {name: value for name, value in os.environ.items() if name.startswith(_TRAVEL)}
         for place, placed in group.places:
             gpus = [gpu for other, _ in group.places if other.node == place.node for gpu in other.gpus]
@@ -639,9 +451,9 @@ class ClusterEngine:
 
     def _advance_tasks(self) -> None:
         waiting = [one for one in self._tasks.values() if not one[0].forked]
-        node = min((node for node, link in self._links.items() if link.ready), default=None)
-        for child, blob, environment in waiting if node is not None else ():
-            child.node = node or ""
+        link = self._agents.first_ready() if waiting else None
+        for child, blob, environment in waiting if link is not None else ():
+            child.node = link.node if link is not None else ""
             travel = {name: value for name, value in os.environ.items() if name.startswith(_TRAVEL)}
             self._fork(child, _TASK, {**travel, **environment}, listen=False, size=1, gpu=True)
             self._pass_on(child, {"do": "task"}, [blob])
@@ -654,17 +466,19 @@ class ClusterEngine:
         self._outputs[child.node, child.number] = child.sinks
         told = {"child": child.number, "name": child.name, "entry": entry, "environment": dict(environment)}
         told |= {"listen": listen, "local_size": size, "use_gpu": gpu, "arguments": list(sys.argv)}
-        self._links[child.node].tell({"do": "fork", **told})
+        self._agents.tell_to(child.node, {"do": "fork", **told})
         for header, attachments in self._waiting.pop(child.number, ()):
             self._pass_on(child, header, attachments)
 
     def _pass_on(self, child: _Child, header: dict[str, Any], attachments: Sequence[bytes]) -> None:
-        self._links[child.node].pass_on(child.number, header, attachments)
+        link = self._agents.ready(child.node)
+        if link is not None:
+            link.pass_on(child.number, header, attachments)
 
     def _output(self, link: AgentLink, number: int) -> tuple[LogText, LogText]:
         key = (link.node, number)
         if key not in self._outputs:  # of the agent's own zygote
-            self._outputs[key] = shown_and_kept(f"workers on {short(link.node)}", None)
+            self._outputs[key] = shown_and_kept(f"workers on {node_name(link.node)}", None)
         return self._outputs[key]
 
     def _close_output(self, link: AgentLink, number: int, stream: int) -> None:
@@ -687,11 +501,3 @@ def _end_output(sinks: tuple[LogText, LogText]) -> None:
     for sink in sinks:
         sink.flush()
         sink.end()
-
-
-def _remove(storage: Storage, marker: str) -> None:
-    try:
-        storage.delete(marker)
-        storage.tidy(marker.rpartition("/")[0])
-    except Exception as error:  # noqa: BLE001 - a thread edge: it is small, and the next start removes nothing of others
-        _LOG.debug("the marker of a probe is left: %s", error)

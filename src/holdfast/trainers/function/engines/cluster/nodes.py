@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from .places import NodePlace
 
-__all__ = ["AgentCall", "AgentFailed", "NodeEvent", "Nodes", "PlacesChanged", "Refused"]
+__all__ = ["AgentCall", "AgentFailed", "NodeEvent", "Nodes", "PlacesChanged", "Refused", "missing_module"]
+
+_MISSING = re.compile(r"No module named '([^']+)'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,19 +39,28 @@ class PlacesChanged:
         places: all of them.
         missing: why there are not more, for people.
         draining: nodes that are about to go: seconds until then, when that was seen. Nothing is started there any more.
+        spares: nodes without a place on which an agent may get ready for one that comes later.
     """
 
     places: Sequence[NodePlace]
     missing: str = ""
     draining: Mapping[str, float] = field(default_factory=dict)
+    spares: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentFailed:
-    """An agent could not be started, or has ended; its connection, if it had one, tells so too."""
+    """An agent could not be started, or has ended; its connection, if it had one, tells so too.
+
+    Attributes:
+        number: of the agent.
+        why: for people.
+        module: what could not be imported on its node; "" where that is not the cause.
+    """
 
     number: int
     why: str
+    module: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +89,20 @@ class Nodes(Protocol):
     def doubt(self, node: str) -> None:
         """Look whether a node is still there: the connection to its agent has ended."""
 
+    def refuse(self, node: str) -> None:
+        """Find places elsewhere for those on this node: no worker can run there."""
+
+    def use(self, numbers: frozenset[int]) -> None:
+        """Hear which places the group has that runs; others may be given back if they are too many."""
+
     def end(self, number: int) -> None:
         """End an agent, whatever it does. Idempotent."""
 
     def close(self) -> None:
         """End all agents and give all places back. Idempotent, bounded."""
+
+
+def missing_module(words: str) -> str:
+    """Name the module that could not be imported, out of what an interpreter said; "" if that was not it."""
+    found = _MISSING.findall(words)
+    return found[-1] if found else ""

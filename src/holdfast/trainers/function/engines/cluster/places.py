@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from holdfast.trainers.function.engine import GroupSpec, Placed
 
-__all__ = ["NodePlace", "arrange", "rank_environment", "short"]
+__all__ = ["NodePlace", "arrange", "rank_environment"]
 
 _LOOPBACK = ("127.", "::1", "localhost")
 
@@ -21,22 +21,27 @@ class NodePlace:
         address: of the node, for people.
         number: of the place among all; two places never share one.
         gpus: ids of its accelerators on that node.
+        extra: it is given back when nobody uses it, for there are enough others.
     """
 
     node: str
     address: str = ""
     number: int = 0
     gpus: tuple[str, ...] = ()
+    extra: bool = False
 
 
 def arrange(places: Iterable[NodePlace], num_workers: int) -> list[tuple[NodePlace, Placed]] | None:
     """Choose a place for each rank; None if there are too few.
 
     Ranks follow the ids of nodes and then the lowest accelerator, so that ranks of one node are neighbours and the same
-    places always get the same ranks. With places to spare, nodes that have more of them come first.
+    places always get the same ranks. With places to spare, those that are not extra come first, then nodes that have
+    more of them.
     """
+    given = list(places)
+    lasting = [place for place in given if not place.extra]
     by_node: dict[str, list[NodePlace]] = {}
-    for place in places:
+    for place in lasting if len(lasting) >= num_workers else given:
         by_node.setdefault(place.node, []).append(place)
     chosen: list[NodePlace] = []
     for _, members in sorted(by_node.items(), key=lambda item: (-len(item[1]), item[0])):
@@ -87,11 +92,6 @@ def rank_environment(
     # Between machines gloo finds the interface by itself; where all are one machine its name need not resolve.
     lo = {"GLOO_SOCKET_IFNAME": "lo"} if host.startswith(_LOOPBACK) else {}
     return {**lo, **environment, **spec.environment.get(placed.rank, {})}
-
-
-def short(node: str, address: str = "") -> str:
-    """Name a node for people."""
-    return f"node {node[:8]}" + (f" ({address})" if address else "")
 
 
 def _within(place: NodePlace) -> tuple[int, str, int]:

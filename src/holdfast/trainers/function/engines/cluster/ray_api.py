@@ -9,8 +9,8 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast._log import get_logger
@@ -21,6 +21,7 @@ from .nodes import AgentCall
 __all__ = ["NodeFacts", "RayApi", "connect", "is_missed", "is_wanted"]
 
 _LOG = get_logger("runtime")
+_NODE_LABEL = "ray.io/node-id"  # Ray gives it to every node
 _CLIENT = (
     "a driver over Ray Client (ray://) is not on the cluster: its nodes cannot connect to it. Submit the script as a "
     "job (ray job submit -- python train.py), or run it on a node of the cluster"
@@ -81,11 +82,13 @@ class NodeFacts:
         address: IP address.
         port: of Ray's process there.
         resources: amounts by name.
+        labels: by name; empty where this Ray knows none.
     """
 
     address: str
     port: int
     resources: Mapping[str, float]
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def answers(self, timeout_s: float = 1.0) -> bool:
         """Tell whether Ray's process on it takes connections; the cluster learns of a lost node only much later."""
@@ -118,7 +121,10 @@ class RayApi:
         """Return the nodes that the cluster holds alive, by id."""
         return {
             node["NodeID"]: NodeFacts(
-                address=node["NodeManagerAddress"], port=node["NodeManagerPort"], resources=node["Resources"]
+                address=node["NodeManagerAddress"],
+                port=node["NodeManagerPort"],
+                resources=node["Resources"],
+                labels=node.get("Labels") or {},
             )
             for node in self._ray.nodes()
             if node["Alive"]
@@ -136,26 +142,66 @@ class RayApi:
         now = time.time()
         return {node: max(0.0, deadline / 1000 - now) if deadline else 3600.0 for node, deadline in found.items()}
 
-    def reserve(self, bundles: Sequence[Mapping[str, float]], strategy: str, labels: Mapping[str, str] | None) -> Any:
+    def free(self) -> dict[str, Mapping[str, float]]:
+        """Return what nobody has reserved, by node; nothing where this Ray does not tell."""
+        try:
+            found: dict[str, Mapping[str, float]] = self._ray._private.state.available_resources_per_node()
+        except AttributeError as error:  # it is private to Ray
+            _LOG.debug("this Ray does not tell what is free on each node: %s", error)
+            return {}
+        return found
+
+    @property
+    def can_exclude(self) -> bool:
+        """Whether a placement group can keep off certain nodes."""
+        return "bundle_label_selector" in self._parameters
+
+    @property
+    def _parameters(self) -> Mapping[str, Any]:
+        from ray.util.placement_group import placement_group
+
+        return inspect.signature(placement_group).parameters
+
+    def reserve(
+        self,
+        bundles: Sequence[Mapping[str, float]],
+        strategy: str,
+        labels: Mapping[str, str] | None,
+        *,
+        avoid: Collection[str] = (),
+        near: str | None = None,
+    ) -> Any:
         """Ask for a placement group; it is made when there is room.
+
+        Args:
+            bundles: amounts of each place.
+            strategy: of Ray.
+            labels: of nodes that may be used; None: all.
+            avoid: nodes that may not, where this Ray can tell them apart.
+            near: a node that would be best for a group of one place.
 
         Raises:
             ConfigError: this Ray knows no labels.
         """
+        more: dict[str, Any] = {}
+        if labels and not self.can_exclude:
+            raise ConfigError(
+                f"ScalingConfig(label_selector=...): Ray {self._ray.__version__} knows no labels of nodes; it came "
+                "with 2.47: install a newer one, or use resources_per_worker with a custom resource"
+            )
+        if avoid and self.can_exclude:
+            labels = {_NODE_LABEL: f"!in({','.join(sorted(avoid))})", **(labels or {})}
+        if labels:
+            more["bundle_label_selector"] = [dict(labels)] * len(bundles)
+        if near is not None and len(bundles) == 1 and "_soft_target_node_id" in self._parameters:
+            strategy = "STRICT_PACK"  # the same for one place, and the only one with which Ray takes a hint
+            more["_soft_target_node_id"] = near
+        wanted = [dict(bundle) for bundle in bundles]
+        if self._keeper is not None:
+            return self._keeper.reserve(wanted, strategy, more)
         from ray.util.placement_group import placement_group
 
-        more: dict[str, Any] = {}
-        if labels:
-            if "bundle_label_selector" not in inspect.signature(placement_group).parameters:
-                raise ConfigError(
-                    f"ScalingConfig(label_selector=...): Ray {self._ray.__version__} knows no labels of nodes; it came "
-                    "with 2.47: install a newer one, or use resources_per_worker with a custom resource"
-                )
-            more["bundle_label_selector"] = [dict(labels)] * len(bundles)
-        wanted = [dict(bundle) for bundle in bundles]
-        if self._keeper is None:
-            return placement_group(wanted, strategy=strategy, **more)
-        return self._keeper.reserve(wanted, strategy, more)
+        return placement_group(wanted, strategy=strategy, **more)
 
     def bundles(self, groups: Sequence[Any]) -> list[dict[int, str]]:
         """Return, for each placement group, the node of each bundle that has one; it may be dead. One question."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError, HoldfastError
+from holdfast.trainers.function.engine import node_name
 
-from .nodes import AgentCall, AgentFailed, NodeEvent, PlacesChanged, Refused
-from .places import NodePlace, short
+from .nodes import AgentCall, AgentFailed, NodeEvent, PlacesChanged, Refused, missing_module
+from .places import NodePlace
 from .ray_api import NodeFacts, RayApi
+from .reservations import Changes, Reservation, choose_spares, matches, plan_changes
 
 __all__ = ["RayNodes", "Wanted"]
 
@@ -22,8 +24,10 @@ T = TypeVar("T")
 _LOOK_S = 0.25
 _IDLE_S = 1.0  # where all places are there already
 _CLOSE_S = 10.0
-_PATIENCE_S = 60.0
+_PATIENCE_S = 30.0
 _BACK_S = 0.2  # for a node that did not answer
+_BUSY_S = 60.0
+_APART = "STRICT_SPREAD"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,7 @@ class Wanted:
         resources: of each worker, amounts by name.
         strategy: of Ray's placement groups.
         labels: of nodes that may be used; None: all.
+        spares: nodes at most on which an agent gets ready for a place that is lost.
     """
 
     least: int
@@ -43,6 +48,7 @@ class Wanted:
     resources: Mapping[str, float]
     strategy: str = "PACK"
     labels: Mapping[str, str] | None = None
+    spares: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +80,9 @@ class RayNodes:
     """Implements `holdfast.trainers.function.engines.cluster.nodes.Nodes`.
 
     The fewest workers are one placement group: all of them or none. Each one more is a group of its own, which Ray
-    makes when there is room. A bundle whose node dies is placed again by Ray, once it has noticed the death, which
-    takes some 15 s. So for a node that has lost its agent and does not answer, as many places are asked for again at
-    once; what Ray places again later is spare, and given back with the rest.
+    makes when there is room. A place whose node dies is found again by Ray, once it has noticed the death, which takes
+    some 15 s. So for a node that does not answer, is about to go or cannot run workers, as many places are asked for
+    again at once, on others; what is too many then is given back when no group uses it (`plan_changes`).
 
     Args:
         api: of the cluster.
@@ -90,6 +96,11 @@ class RayNodes:
         self._groups: list[_Reserved] = []
         self._num_places = 0  # ever asked for
         self._doubted: list[str] = []
+        self._refused: set[str] = set()  # nodes that cannot run workers
+        self._used: frozenset[int] = frozenset()
+        self._leaving: set[int] = set()  # first numbers of groups that nobody is told of any more
+        self._spares: tuple[str, ...] = ()
+        self._busy_since: dict[str, float] = {}
         self._gone: set[str] = set()  # nodes that do not answer, while Ray holds them alive
         self._slots: dict[int, _Slot] = {}
         self._lock = threading.Lock()
@@ -97,6 +108,7 @@ class RayNodes:
         self._agents: dict[int, tuple[str, Any, Any]] = {}  # number -> node, actor, what its end will be
         self._ends: list[int] = []
         self._told: PlacesChanged | None = None
+        self._rounds, self._trouble = 0, ""
         self._stop, self._poke = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="holdfast-ray", daemon=True)
 
@@ -104,6 +116,7 @@ class RayNodes:
         """Begin to look for places."""
         self._post = post
         self._thread.start()
+        threading.Thread(target=self._watch, name="holdfast-ray-watch", daemon=True).start()
 
     def launch(self, node: str, call: AgentCall) -> None:
         """Start an agent on a node."""
@@ -115,6 +128,16 @@ class RayNodes:
         """Look whether a node is still there."""
         with self._lock:
             self._doubted.append(node)
+        self._poke.set()
+
+    def refuse(self, node: str) -> None:
+        """Find places elsewhere for those on this node."""
+        self._refused.add(node)
+        self._poke.set()
+
+    def use(self, numbers: frozenset[int]) -> None:
+        """Hear which places a group has."""
+        self._used = numbers
         self._poke.set()
 
     def end(self, number: int) -> None:
@@ -135,38 +158,55 @@ class RayNodes:
     def _work(self) -> None:
         try:
             self._reserve()
-            failing: float | None = None
             while not self._stop.is_set():
                 try:
                     self._round()
-                    failing = None
+                    self._rounds, self._trouble = self._rounds + 1, ""
                 except HoldfastError:
                     raise
-                except Exception as error:
-                    failing = failing or time.monotonic()
-                    if time.monotonic() - failing > _PATIENCE_S:
-                        raise
+                except Exception as error:  # noqa: BLE001 - Ray's own; `_watch` says when it has been too long
+                    self._trouble = f" ({type(error).__name__}: {_words(error)})"
                     _LOG.debug("the cluster did not answer: %s", error)
                 waits = self._told is None or self._told.missing
                 self._poke.wait(_LOOK_S if waits else _IDLE_S)
                 self._poke.clear()
         except HoldfastError as error:
             self._post(Refused(error=error))
-        except Exception as error:  # noqa: BLE001 - a thread edge: without the cluster the run cannot go on
-            if not self._stop.is_set():
-                _LOG.debug("the cluster failed", exc_info=error)
-                lost = HoldfastError(f"the Ray cluster does not answer any more: {type(error).__name__}: {error}")
-                self._post(Refused(error=lost))
+        except Exception as error:  # noqa: BLE001 - a thread edge: without the cluster the run cannot begin
+            self._trouble = f" ({type(error).__name__}: {_words(error)})"
+            self._post(Refused(error=self._silence("has refused to answer")))
         finally:
             self._give_back()
+
+    def _watch(self) -> None:
+        """Say when the cluster has not answered for too long. A call of Ray may wait much longer than that.
+
+        Time in which this process itself did not run (it was stopped, say) is nobody's silence: it counts as one look.
+        """
+        seen, silent_s = self._rounds, 0.0
+        while not self._stop.wait(_IDLE_S):
+            seen, silent_s = self._rounds, silent_s + _IDLE_S if seen == self._rounds else 0.0
+            if silent_s >= _PATIENCE_S:
+                self._post(Refused(error=self._silence(f"has not answered for {_PATIENCE_S:.0f} s")))
+                return
+
+    def _silence(self, what: str) -> HoldfastError:
+        return HoldfastError(
+            f"the Ray cluster {what}{self._trouble}: its head node is gone, or this machine is cut off from it. What "
+            "was saved is safe; start the cluster, then the same script again: it goes on from the newest checkpoint"
+        )
 
     def _reserve(self) -> None:
         for size in [self._wanted.least] + [1] * (self._wanted.most - self._wanted.least):
             self._reserve_group(size)
 
-    def _reserve_group(self, size: int) -> None:
+    def _reserve_group(self, size: int, *, avoid: Collection[str] = (), near: str | None = None) -> None:
         wanted = self._wanted
-        group = self._api.reserve([wanted.resources] * size, wanted.strategy, wanted.labels)
+        bundles = [wanted.resources] * size
+        try:
+            group = self._api.reserve(bundles, wanted.strategy, wanted.labels, avoid=avoid, near=near)
+        except ValueError as error:
+            raise ConfigError(f"ScalingConfig: Ray cannot reserve {bundles[0]} for each worker: {error}") from error
         self._groups.append(_Reserved(group, self._num_places, size))
         self._num_places += size
 
@@ -183,8 +223,13 @@ class RayNodes:
         for node in self._each(self._doubted):
             if node in nodes.keys() - self._gone and not nodes[node].answers():
                 self._gone.add(node)
-                self._replace_places_on(node)
-        self._tell_places({node: facts for node, facts in nodes.items() if node not in self._gone})
+        draining = {node: left for node, left in self._api.draining().items() if node in nodes}
+        held = [
+            Reservation(first=reserved.first, size=reserved.size, nodes=bundles)
+            for reserved, bundles in zip(self._groups, self._bundles(), strict=True)
+        ]
+        changes = self._balance(held, nodes, self._gone | self._refused | draining.keys())
+        self._tell_places(held, nodes, changes, draining)
 
     def _each(self, waiting: list[T]) -> Iterator[T]:
         """Give what waits, one after another; what the cluster has failed at stays for the next round."""
@@ -193,21 +238,49 @@ class RayNodes:
             with self._lock:
                 del waiting[0]
 
-    def _replace_places_on(self, node: str) -> None:
-        """Ask for as many places as a lost node had."""
-        if self._wanted.strategy.startswith("STRICT"):
-            return  # what is asked for alone would not keep to it
-        lost = [
-            reserved
-            for reserved, bundles in zip(self._groups, self._bundles(), strict=True)
-            for where in bundles.values()
-            if where == node
-        ]
-        for reserved in lost:
-            if reserved.size == 1:  # nothing else is in it: Ray need not place it again
-                self._groups.remove(reserved)
-                self._give_group_back(reserved)
-            self._reserve_group(1)
+    def _balance(self, held: Sequence[Reservation], nodes: Mapping[str, NodeFacts], out: Set[str]) -> Changes:
+        """Ask for places that are lacking, give back those that are too many; what was decided.
+
+        What is given back is not told of for a round before that: a group may be about to take it.
+        """
+        changes = plan_changes(
+            held,
+            most=self._wanted.most,
+            alive=nodes.keys(),
+            out=out,
+            used=self._used,
+            strategy=self._wanted.strategy,
+            keep=frozenset() if self._api.can_exclude else self._refused,
+            can_exclude=self._api.can_exclude,
+        )
+        mine = {node for one in held for node in one.nodes.values()}
+        self._choose_spares(nodes, nodes.keys() - out - mine)
+        leaving = {self._groups[index].first for index in changes.give_back}
+        for reserved in [one for one in self._groups if one.first in leaving & self._leaving]:
+            self._groups.remove(reserved)
+            self._give_group_back(reserved)
+        self._leaving = leaving
+        spread = mine if self._wanted.strategy == _APART else set()
+        ready = [node for node in self._spares if any(where == node for where, _, _ in self._agents.values())]
+        for size in changes.ask:
+            self._reserve_group(size, avoid=out | spread, near=ready.pop() if ready else None)
+        return changes
+
+    def _choose_spares(self, nodes: Mapping[str, NodeFacts], able: Set[str]) -> None:
+        """Choose spare nodes; one that somebody else fills for long is let go."""
+        if not self._wanted.spares:
+            return
+        wanted, now = self._wanted.resources, time.monotonic()
+        able = {
+            node
+            for node in able
+            if matches(self._wanted.labels, nodes[node].labels) and _fits(wanted, nodes[node].resources)
+        }
+        room = self._api.free()
+        free = {node for node in able if _fits(wanted, room.get(node, {}))}
+        self._busy_since = {node: self._busy_since.get(node, now) for node in able - free}
+        able -= {node for node, since in self._busy_since.items() if now > since + _BUSY_S}
+        self._spares = choose_spares(self._wanted.spares, known=self._spares, able=able, free=free)
 
     def _bundles(self) -> list[dict[int, str]]:
         return self._api.bundles([reserved.group for reserved in self._groups])
@@ -215,31 +288,38 @@ class RayNodes:
     def _see_ended(self) -> None:
         for ref in self._api.ended([ref for _, _, ref in self._agents.values()]):
             number = next(number for number, (_, _, one) in self._agents.items() if one == ref)
-            node, _, _ = self._agents.pop(number)
+            del self._agents[number]
             try:
                 why = f"its agent ended: {self._api.outcome(ref)}"
             except Exception as error:  # noqa: BLE001 - Ray's own, and whatever the agent raised
                 why = _words(error)
-                if "No module named" in why:
-                    text = f"{short(node)}: {why}; every node needs the packages of the driver"
-                    self._post(Refused(error=ConfigError(text)))
-            self._post(AgentFailed(number=number, why=why))
+            self._post(AgentFailed(number=number, why=why, module=missing_module(why)))
 
-    def _tell_places(self, alive: Mapping[str, NodeFacts]) -> None:
+    def _tell_places(
+        self,
+        held: Sequence[Reservation],
+        nodes: Mapping[str, NodeFacts],
+        changes: Changes,
+        draining: Mapping[str, float],
+    ) -> None:
         places = []
-        for reserved, bundles in zip(self._groups, self._bundles(), strict=True):
-            for bundle, node in bundles.items():
-                if node in alive:
-                    number = reserved.first + bundle
-                    gpus = self._gpus(number, reserved.group, bundle, node)
+        groups = {reserved.first: reserved.group for reserved in self._groups}
+        for one in held:
+            for bundle, node in one.nodes.items():
+                number = one.first + bundle
+                # A group may still run on a place that is about to go: its node is named with the seconds.
+                if number in changes.usable or (node in draining and node not in self._gone | self._refused):
+                    gpus = self._gpus(number, groups[one.first], bundle, node) if one.first in groups else None
                     if gpus is not None:
-                        places.append(NodePlace(node=node, address=alive[node].address, number=number, gpus=gpus))
-        missing = self._missing(alive) if len(places) < self._wanted.most else ""
-        draining = {node: left for node, left in self._api.draining().items() if node in alive}
-        told = PlacesChanged(places=tuple(places), missing=missing, draining=draining)
+                        where = {"node": node, "address": nodes[node].address}
+                        extra = number in changes.extra
+                        places.append(NodePlace(**where, number=number, gpus=gpus, extra=extra))
+        alive = {node: facts for node, facts in nodes.items() if node not in self._gone}
+        missing = self._missing(alive) if len(changes.usable) < self._wanted.most else ""
+        told = PlacesChanged(places=tuple(places), missing=missing, draining=draining, spares=self._spares)
         # Seconds that go by are no news.
         known = self._told
-        if known is None or (told.places, missing, set(draining)) != (known.places, known.missing, set(known.draining)):
+        if known is None or replace(told, draining=known.draining) != known or draining.keys() != known.draining.keys():
             self._told = told
             self._post(told)
 
@@ -255,7 +335,7 @@ class RayNodes:
             try:
                 slot.gpus = tuple(self._api.outcome(slot.ref))
             except Exception as error:  # noqa: BLE001 - Ray's own
-                _LOG.debug("the actor of place %d on %s failed: %s", number, short(node), _words(error))
+                _LOG.debug("the actor of place %d on %s failed: %s", number, node_name(node), _words(error))
                 del self._slots[number]
         return slot.gpus
 
@@ -263,7 +343,7 @@ class RayNodes:
         names = self._wanted.resources
         each = ", ".join(f"{name} {amount:g}" for name, amount in names.items())
         there = "; ".join(
-            f"{short(node, facts.address)}: {', '.join(f'{n} {facts.resources.get(n, 0):g}' for n in names)}"
+            f"{node_name(node, facts.address)}: {', '.join(f'{n} {facts.resources.get(n, 0):g}' for n in names)}"
             for node, facts in sorted(alive.items())
         )
         chosen = f", on nodes with the labels {dict(self._wanted.labels)}" if self._wanted.labels else ""
@@ -290,6 +370,10 @@ class RayNodes:
             self._api.kill(actor)
         except Exception as error:  # noqa: BLE001 - it may be dead
             _LOG.debug("an actor was not ended: %s", error)
+
+
+def _fits(wanted: Mapping[str, float], there: Mapping[str, float]) -> bool:
+    return all(there.get(name, 0.0) >= amount for name, amount in wanted.items())
 
 
 def _words(error: BaseException) -> str:

@@ -43,7 +43,7 @@ def import_paths() -> list[str]:
     """The driver's ``sys.path`` for another process: relative entries made absolute, "" (the current folder) kept."""
     paths = [os.path.abspath(entry) if entry else "" for entry in sys.path if isinstance(entry, str)]
     # Behind everything: a driver may find us by an import hook alone.
-    return list(dict.fromkeys([*paths, str(Path(__file__).resolve().parents[3])]))
+    return list(dict.fromkeys([*paths, str(Path(__file__).resolve().parents[5])]))
 
 
 def threads_for(num_workers: int) -> int:

@@ -1,0 +1,394 @@
+"""One agent on each node that is used, or may be soon: started, checked, watched, replaced. No groups, no workers."""
+
+from __future__ import annotations
+
+import platform
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from holdfast._log import get_logger
+from holdfast.errors import ConfigError
+from holdfast.storage.base import Storage
+from holdfast.trainers.function.engine import Capacity, Reason, node_name
+from holdfast.writer.frames import Message
+
+from .agent import BEAT_S, version
+from .links import AgentLink, Door
+from .nodes import AgentCall, AgentFailed, NodeEvent, Nodes, PlacesChanged, Refused
+from .places import NodePlace
+from .probe import StorageProbe
+
+__all__ = ["AgentNews", "Agents", "Leaving", "Lost", "Said", "Unfit"]
+
+_LOG = get_logger("runtime")
+_AGENT_S = 120.0  # to start an agent
+_AGAIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An agent said something of the processes on its node."""
+
+    link: AgentLink
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Nothing runs on a node any more, for all that can be known."""
+
+    node: str
+    why: str
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """Nodes have said that they go: seconds until then."""
+
+    nodes: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """The run cannot go on, or not begin."""
+
+    error: BaseException
+
+
+AgentNews: TypeAlias = Said | Lost | Leaving | Unfit
+
+
+class Agents:
+    """Keeps an agent on every node that has places, and on spare nodes once workers have run.
+
+    Every method belongs to the engine's thread. A node on which no worker can run (no torch, another version, a
+    package missing, a storage of its own) is an error as long as nothing has run; later it is left out.
+
+    Args:
+        nodes: what has them; closed by `close`.
+        storage: root of the run, which every node has to see; None: nobody looks.
+        selector: of the engine, which calls `read` with the link that is ready.
+        post: has something done by the engine's thread; callable from any.
+        tell: takes what happens.
+        silence_s: an agent that says nothing for so long is given up.
+
+    Attributes:
+        trained: workers have been started once.
+    """
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        storage: Storage | None,
+        *,
+        selector: selectors.BaseSelector,
+        post: Callable[[Callable[[], None]], None],
+        tell: Callable[[AgentNews], None],
+        silence_s: float,
+    ) -> None:
+        self._nodes, self._selector, self._post, self._tell = nodes, selector, post, tell
+        self._silence_s = silence_s
+        self.trained = False
+        self._closed = False
+        self._places: tuple[NodePlace, ...] = ()
+        self._spares: tuple[str, ...] = ()
+        self._missing = ""
+        self._draining: set[str] = set()
+        self._drained: set[str] = set()  # the same, until the node is known to stay or a new one has its places
+        self._barred: set[str] = set()  # nodes that cannot run workers, found out while a run went on
+        self._suspects: set[str] = set()  # nodes whose agent is gone, until another one is there
+        self._links: dict[str, AgentLink] = {}
+        self._calls: dict[int, str] = {}  # number of an agent that was started -> node
+        self._starting: dict[str, tuple[int, float]] = {}  # node -> agent that has not connected, and its limit
+        self._again: dict[str, float] = {}  # node -> when to start another agent
+        self._number = 0
+        self._token = secrets.token_hex(32)
+        self._probe = None if storage is None else StorageProbe(storage, self._token[:16])
+        self._door = Door(nodes.host, self._token, lambda number, sock: post(lambda: self._join(number, sock)))
+        self._stop = threading.Event()
+        threading.Thread(target=self._beat, name="holdfast-beat", daemon=True).start()
+        nodes.open(lambda event: post(lambda: self._on_nodes(event)))
+
+    # ---- what the engine asks
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no agent is connected."""
+        return not self._links
+
+    def usable(self) -> list[NodePlace]:
+        """Return the places that workers can be started on, now or when their node's agent is ready."""
+        out = self._suspects | self._draining | self._barred
+        return [place for place in self._places if place.node not in out]
+
+    def ready(self, node: str) -> AgentLink | None:
+        """Return the agent of a node if it can start workers."""
+        link = self._links.get(node)
+        return link if link is not None and link.ready else None
+
+    def first_ready(self) -> AgentLink | None:
+        """Return the first agent, by node, that can start something on a place of ours."""
+        found = (self.ready(node) for node in sorted({place.node for place in self._places}))
+        return next((link for link in found if link is not None), None)
+
+    def tell_to(self, node: str, header: dict[str, Any]) -> None:
+        """Say something to a node's agent; one that is gone hears nothing."""
+        if node in self._links:
+            self._links[node].tell(header)
+
+    def capacity(self) -> Capacity | None:
+        """Say how many workers there is room for; None: nothing is known yet."""
+        if not self._places and not self._missing:
+            return None
+        found = self.usable()
+        detail = f"there is room for {len(found)}"
+        lost = sorted({node_name(p.node, p.address) for p in self._places if p.node in self._suspects})
+        detail += f"; {', '.join(lost)} is lost" if lost else ""
+        going = sorted({node_name(p.node, p.address) for p in self._places if p.node in self._draining})
+        detail += f"; {', '.join(going)} is about to go" if going else ""
+        barred = sorted(node_name(node) for node in self._barred)
+        detail += f"; no workers can run on {', '.join(barred)}" if barred else ""
+        detail += f"; {self._missing}" if self._missing else ""
+        return Capacity(num_workers=len(found), detail=detail)
+
+    def use(self, places: Collection[NodePlace]) -> None:
+        """Note which places a group has; none: there is no group."""
+        self._nodes.use(frozenset(place.number for place in places))
+
+    def bar(self, node: str, error: ConfigError) -> None:
+        """Start no worker on a node: it cannot run them. An error of the run as long as none has run anywhere."""
+        if not self.trained:
+            self._tell(Unfit(error))
+            return
+        if node in self._barred:
+            return
+        _LOG.warning("no workers are started on a node: %s", error)
+        self._barred.add(node)
+        self._drop_agent(node)
+        self._nodes.refuse(node)
+        self._give_up(node, str(error), "unplaced")
+
+    def lacks(self, node: str, module: str) -> None:
+        """Start no worker on a node where this module cannot be imported; see `bar`."""
+        address = next((place.address for place in self._places if place.node == node), "")
+        where = node_name(node, address)
+        error = ConfigError(
+            f"{where} cannot run workers: No module named '{module}'; every node needs the packages of the driver"
+        )
+        self.bar(node, error)
+
+    def advance(self, is_busy: Callable[[str], bool]) -> None:
+        """Start agents where they are wanted; end those on nodes that are neither listed nor busy."""
+        if self._closed:
+            return
+        now = time.monotonic()
+        listed = {place.node for place in self._places} | set(self._spares if self.trained else ())
+        for node in sorted(listed - self._barred - self._draining):
+            if node not in self._links and node not in self._starting and now >= self._again.get(node, 0.0):
+                self._launch(node)
+        for node in [*self._links, *self._starting]:
+            if node not in listed and not is_busy(node):
+                self._drop_agent(node)
+                self._give_up(node, "its agent is not needed any more", "node")
+
+    # ---- time
+
+    def due(self) -> list[float]:
+        """When `see_time` or `advance` has something to do if nothing happens."""
+        due = [until for _, until in self._starting.values()]
+        due += [until for node, until in self._again.items() if node not in self._barred | self._draining]
+        return due + [link.heard + self._silence_s for link in self._links.values()]
+
+    def listened(self, now: float) -> None:
+        """Forgive silence: whoever was busy elsewhere has not listened."""
+        for link in self._links.values():
+            link.heard = max(link.heard, now)
+
+    def see_time(self) -> None:
+        """Give up agents that are silent, or have not come."""
+        now = time.monotonic()
+        for link in list(self._links.values()):
+            if now >= link.heard + self._silence_s:
+                why = f"its agent has said nothing for {self._silence_s:.0f} s; it may be alive and cut off"
+                self._lose(link, why, "unreachable")
+        for node, (number, until) in list(self._starting.items()):
+            if now >= until:
+                self._failed(node, number, f"its agent did not connect within {_AGENT_S:.0f} s")
+
+    def _beat(self) -> None:
+        while not self._stop.wait(BEAT_S):
+            for link in list(self._links.values()):
+                link.tell({"do": "beat"})
+
+    # ---- what agents say
+
+    def read(self, link: AgentLink) -> None:
+        """Take what an agent has sent, or its end."""
+        messages = list(link.inbox.read())
+        if not link.inbox.ended:
+            link.heard = time.monotonic()  # a part of a large message is a sign of life too
+        for message in messages:
+            if self._links.get(link.node) is link:  # not given up for what it said before
+                self._take(link, message)
+        if link.inbox.ended and self._links.get(link.node) is link:
+            why = "the connection to its agent ended: the node, or Ray's process of the agent there, is gone"
+            self._lose(link, why, "node")
+
+    def _take(self, link: AgentLink, message: Message) -> None:
+        on = message.header["on"]
+        if on == "here":
+            self._meet(link, message.header)
+        elif on == "probed":
+            self._probed(link, message.header["why"])
+        elif on != "beat":
+            self._tell(Said(link, message))
+
+    def _meet(self, link: AgentLink, facts: dict[str, Any]) -> None:
+        """Check what runs on a node, then whether it sees the storage."""
+        link.facts = facts
+        where = f"{node_name(link.node)} ({facts['host']})"
+        ours = platform.python_version()
+        problem = None
+        if facts["holdfast"] != version():
+            problem = f"{where} has Holdfast {facts['holdfast']}, the driver {version()}: install one version"
+        elif facts["python"].rpartition(".")[0] != ours.rpartition(".")[0]:
+            problem = f"{where} has Python {facts['python']}, the driver {ours}: functions do not travel between them"
+        elif not facts["torch"]:
+            problem = f"{where} has no torch: install it there, or keep that node out with label_selector or resources"
+        if problem is not None:
+            self.bar(link.node, ConfigError(problem))
+            return
+        link.tell({"do": "prepare", "num_workers": sum(1 for place in self._places if place.node == link.node) or 1})
+        if self._probe is None:
+            self._probed(link, "")
+        else:
+            self._probe.ask(link, lambda: self._post(lambda: self._probed(link, "")))
+
+    def _probed(self, link: AgentLink, why: str) -> None:
+        if self._probe is not None:
+            self._probe.answered(link)
+        if self._links.get(link.node) is not link:
+            return  # it has been lost meanwhile
+        if why and self._probe is not None:
+            where = f"{node_name(link.node)} ({(link.facts or {}).get('host', '')})"
+            error = ConfigError(
+                f"storage_path: {self._probe.uri} is private to some machines: {where} does not share it with the "
+                f"driver: {why}. Give a directory on a file system that all nodes mount, or an object store such as "
+                "s3://bucket/path"
+            )
+            self.bar(link.node, error)
+            return
+        link.ready = True
+        self._suspects.discard(link.node)
+
+    # ---- what nodes do
+
+    def _on_nodes(self, event: NodeEvent) -> None:
+        if self._closed:
+            return
+        if isinstance(event, Refused):
+            self._tell(Unfit(event.error))
+        elif isinstance(event, PlacesChanged):
+            self._places, self._missing, self._spares = tuple(event.places), event.missing, tuple(event.spares)
+            placed = {place.node for place in self._places}
+            listed = placed | set(self._spares)
+            self._suspects &= listed
+            self._again = {node: due for node, due in self._again.items() if node in listed}
+            # One that is listed and not about to go any more stays after all; one that is gone was drained.
+            self._drained = (self._drained | event.draining.keys()) - (placed - event.draining.keys())
+            new = event.draining.keys() - self._draining
+            self._draining = set(event.draining)
+            if new:
+                self._tell(Leaving({node: event.draining[node] for node in new}))
+        else:
+            self._on_agent_failed(event)
+
+    def _on_agent_failed(self, event: AgentFailed) -> None:
+        node = self._calls.pop(event.number, None)
+        if node is None:
+            return
+        link = self._links.get(node)
+        starts = self._starting.get(node, (0, 0.0))[0] == event.number
+        if event.module and (starts or (link is not None and link.number == event.number)):
+            self.lacks(node, event.module)
+        elif link is not None and link.number == event.number:
+            self._lose(link, event.why, "node")
+        elif starts:
+            self._failed(node, event.number, event.why)
+
+    # ---- one agent
+
+    def _launch(self, node: str) -> None:
+        self._number += 1
+        self._calls[self._number] = node
+        self._starting[node] = (self._number, time.monotonic() + _AGENT_S)
+        self._again.pop(node, None)
+        call = AgentCall(host=self._nodes.host, port=self._door.port, token=self._token, number=self._number)
+        self._nodes.launch(node, call)
+
+    def _join(self, number: int, sock: socket.socket) -> None:
+        node = self._calls.get(number)
+        if self._closed or node is None or self._starting.get(node, (0, 0.0))[0] != number:
+            sock.close()  # too late: another one was started in its place
+            return
+        del self._starting[node]
+        link = self._links[node] = AgentLink(node, number, sock)
+        self._selector.register(link, selectors.EVENT_READ, link)
+
+    def _failed(self, node: str, number: int, why: str) -> None:
+        """An agent came to nothing. Its node is tried again, and nothing is started there meanwhile."""
+        _LOG.warning("no workers can be started on %s: %s", node_name(node), why)
+        del self._starting[node]
+        self._nodes.end(number)
+        self._suspects.add(node)
+        self._again[node] = time.monotonic() + _AGAIN_S
+        self._give_up(node, f"workers cannot be started there: {why}", "node")
+
+    def _lose(self, link: AgentLink, why: str, reason: Reason) -> None:
+        """An agent is gone, and with it every process there, for all that we can know."""
+        self._drop_agent(link.node)
+        if not self._closed:
+            self._nodes.doubt(link.node)
+            self._suspects.add(link.node)
+            self._give_up(link.node, why, reason)
+
+    def _drop_agent(self, node: str) -> None:
+        """End the agent of a node, wherever it has come to."""
+        number, _ = self._starting.pop(node, (0, 0.0))
+        link = self._links.pop(node, None)
+        if link is not None:
+            number = link.number
+            self._selector.unregister(link)
+            link.close()
+        if number and not self._closed:
+            self._calls.pop(number, None)
+            self._nodes.end(number)
+
+    def _give_up(self, node: str, why: str, reason: Reason) -> None:
+        self._tell(Lost(node, why, "drained" if node in self._drained else reason))
+
+    # ---- the end
+
+    def hang_up(self) -> None:
+        """Have all agents end their processes, and let nobody in any more; `is_empty` when they have done it."""
+        self._closed = True
+        self._stop.set()
+        self._door.close()
+        for link in self._links.values():
+            link.tell({"do": "close"})
+
+    def close(self) -> None:
+        """Let go of all agents and nodes, whether they have ended or not. Bounded."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        self._nodes.close()
+        if self._probe is not None:
+            self._probe.close()

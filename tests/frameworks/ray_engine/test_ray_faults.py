@@ -1,0 +1,87 @@
+"""Faults of the cluster itself: a raylet that hangs, a cluster that goes away, places that are too many."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from cluster_functions import agreed, notes
+from cluster_kit import LIMIT_S, Nodes, trainer, wait_gone, wait_until
+from test_ray_engine import fitting, live_groups, steps, waiting
+
+pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
+SCRIPT = Path(__file__).resolve().parent / "gone_script.py"
+
+
+def test_a_raylet_that_hangs(nodes: Nodes, tmp_path: Path) -> None:
+    """Training goes on until the cluster declares its node dead; its ranks end then, and the run goes on elsewhere."""
+    nodes.add(1, 1, 1)
+
+    def steps_done() -> int:
+        path = tmp_path / "steps-1-0"
+        return int(path.read_text() or 0) if path.exists() else 0
+
+    with fitting(trainer(tmp_path, agreed, failures=1, config={"go_on": 2, "count": True})) as future:
+        first = waiting(tmp_path, 2, future, "begun")
+        node = nodes.of(first[0]["agent"])
+        raylet = node.all_processes["raylet"][0].process
+        raylet.send_signal(signal.SIGSTOP)
+        try:
+            before = steps_done()
+            wait_until(lambda: steps_done() > before + 20, "it trains on")
+            assert alive(node)
+            wait_until(lambda: not alive(node), "the node is declared dead")
+            wait_gone(first[0]["pid"])
+            result = future.result(LIMIT_S)
+        finally:
+            raylet.send_signal(signal.SIGCONT)
+    second = notes(tmp_path, 2)
+    assert first[0]["agent"] not in {one["agent"] for one in second}
+    assert first[1]["agent"] in {one["agent"] for one in second}
+    assert result.checkpoint is None or result.checkpoint.verify()
+
+
+def alive(node: Any) -> bool:
+    return any(one["Alive"] for one in ray.nodes() if one["NodeID"] == node.node_id)
+
+
+def test_the_cluster_goes_away(tmp_path: Path) -> None:
+    """`fit` ends by itself, and says what has gone."""
+    driver = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        env={**os.environ, "RAY_ADDRESS": ""},
+    )
+    assert "the Ray cluster has not answered for 8 s" in driver.stdout, driver.stderr
+    assert "seconds" in driver.stdout
+
+
+def test_what_ray_finds_again_is_given_back(nodes: Nodes, tmp_path: Path) -> None:
+    """A node dies and a spare takes its place at once; the place that Ray finds again later is not kept beside it."""
+    nodes.add(1, 1, 1, 1)
+    with fitting(trainer(tmp_path, steps, failures=2, config={"wait_at": 2, "again_at": 4})) as future:
+        first = waiting(tmp_path, 2, future)
+        nodes.kill(node := nodes.of(first[0]["agent"]))
+        wait_until(lambda: len(list(tmp_path.glob("again-*"))) == 2, "the workers wait again")
+        wait_until(lambda: not alive(node), "Ray has declared the node dead")
+        wait_until(lambda: reserved() == 3, "Ray has found the place again")
+        os.kill(notes(tmp_path, 2)[0]["pid"], signal.SIGKILL)
+        wait_until(lambda: len(notes(tmp_path, 3)) == 2, "the workers begin once more")
+        wait_until(lambda: reserved() == 2, "what is too many is given back")
+        (tmp_path / "go-on").touch()
+    assert future.result().metrics["total"] == 21
+
+
+def reserved() -> int:
+    """How many places are reserved on live nodes."""
+    known = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
+    return sum(node in known for one in live_groups() for node in one["bundles_to_node_id"].values())

@@ -1,0 +1,8 @@
+"""Tests of nodes share their kit with those of the engine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtime"))
