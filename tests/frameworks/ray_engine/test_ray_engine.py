@@ -140,22 +140,6 @@ def test_agent_killed(nodes: Nodes, tmp_path: Path) -> None:
     assert (result.metrics["step"], result.metrics["total"]) == (6, 21)
 
 
-def test_node_killed_with_a_spare(nodes: Nodes, tmp_path: Path) -> None:
-    """The run goes on, on the spare; the node that is left keeps its agent."""
-    nodes.add(1, 1, 1)
-    with fitting(trainer(tmp_path, steps, failures=1, config={"wait_at": 2})) as future:
-        first = waiting(tmp_path, 2, future)
-        begun = time.monotonic()
-        nodes.kill(nodes.of(first[0]["agent"]))
-        wait_gone(first[0]["pid"])
-        print(f"the ranks of the lost node ended after {time.monotonic() - begun:.1f} s")
-    result = future.result()
-    second = notes(tmp_path, 2)
-    assert {one["start"] for one in second} == {3}
-    assert first[1]["agent"] in {one["agent"] for one in second}
-    assert (result.metrics["step"], result.metrics["total"]) == (6, 21)
-
-
 def test_node_killed_without_a_spare(nodes: Nodes, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It says what it waits for, and goes on when a node is added."""
     nodes.add(1, 1)
