@@ -12,7 +12,6 @@ from typing import Any
 
 import ray
 from cluster_functions import parent
-from object_kit import free_port
 from ray.cluster_utils import Cluster
 
 import holdfast as hf
@@ -80,6 +79,8 @@ class Nodes:
 
 def start_head() -> Nodes:
     """Start a cluster, connect to it."""
+    from object_kit import free_port  # not above: tasks import this module, and nodes have no such one
+
     options = {"num_cpus": 0, "include_dashboard": True, "object_store_memory": _STORE, "_system_config": _HEALTH}
     cluster = Cluster(initialize_head=True, head_node_args={**options, "dashboard_port": free_port()})
     context = ray.init(address=cluster.address, log_to_driver=False)

@@ -285,7 +285,13 @@ def test_inside_a_task(nodes: Nodes, tmp_path: Path) -> None:
     """It works there, and if the task's process dies, nothing of it is left."""
     nodes.add(1, 1)
     future = fit_in_a_task.remote(tmp_path, {"wait_at": 2})
-    wait_until(lambda: len(list(tmp_path.glob("waiting-*"))) == 2, "the workers wait")
+
+    def waits() -> bool:
+        if ray.wait([future], timeout=0)[0]:
+            ray.get(future)  # says why
+        return len(list(tmp_path.glob("waiting-*"))) == 2
+
+    wait_until(waits, "the workers wait")
     kill(int((tmp_path / "task").read_text()))
     for one in notes(tmp_path, 1):
         wait_gone(one["pid"])
