@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -75,6 +77,13 @@ def fail(how: str, which: int) -> None:
         elif how == "segfault":
             ctypes.string_at(0)
         elif how == "hang":
+            time.sleep(600)
+        elif how == "garbage":
+            from holdfast.writer.frames import Channel
+
+            for one in [one for one in gc.get_objects() if isinstance(one, Channel)]:
+                with contextlib.suppress(OSError, ValueError):
+                    os.write(one.fileno(), b"\xff" * 64)
             time.sleep(600)
     meet()
 

@@ -85,6 +85,15 @@ def test_a_hang_is_a_failure(tmp_path: Path) -> None:
     assert "WorkerHangError" in (result.attempts[0].reason or "")
 
 
+def test_a_worker_that_writes_to_our_socket_is_a_failure(tmp_path: Path) -> None:
+    """What it sends cannot be understood: it is ended, named, and the run goes on like after any other failure."""
+    config = {"fail_epoch": 1, "fail_rank": 1, "how": "garbage"}
+    result = make(tmp_path, failures=1, train_loop_config=config).fit()
+    assert epochs(result) == [0, 1, 2, 3]
+    assert "rank 1" in (result.attempts[0].reason or "")
+    assert "a worker sent" in (result.attempts[0].reason or "")
+
+
 @pytest.mark.slow
 def test_states_are_shared_and_survive_a_kill(tmp_path: Path) -> None:
     """What was sealed when a worker was killed is committed by its writer; the end is that of a calm run."""

@@ -118,18 +118,29 @@ def test_memory_follows_what_has_arrived() -> None:
 
 
 def test_all_who_read_sockets_refuse_the_same() -> None:
-    """A channel, the driver's inbox and the control channel each end with an error of ours at a hostile frame."""
-    for read in (
-        lambda sock: Channel(sock).receive(),
-        lambda sock: Inbox(sock).read(),
-        lambda sock: Link(sock).receive(),
-    ):
+    """A channel and the control channel end with an error of ours at a hostile frame."""
+    for read in (lambda sock: Channel(sock).receive(), lambda sock: Link(sock).receive()):
         for data in (frame(b"nonsense"), b"\xff\xff\xff\xff"):
             ours, theirs = socket.socketpair()
             with ours, theirs:
                 theirs.sendall(data)
                 with pytest.raises(HoldfastError, match="sent"):
                     read(ours)
+
+
+def test_a_hostile_frame_ends_an_inbox_after_what_came_before_it() -> None:
+    """Who reads from many hears the good messages of each, and then that one cannot be understood."""
+    for data in (frame(b"nonsense"), b"\xff\xff\xff\xff"):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            inbox = Inbox(ours)
+            theirs.sendall(encode({"on": "good"}))
+            assert [one.header for one in inbox.read()] == [{"on": "good"}]
+            assert not inbox.ended
+            theirs.sendall(data)
+            assert not inbox.read()
+            assert inbox.ended
+            assert "a worker sent" in inbox.broken
 
 
 def test_the_control_channel_takes_no_attachments() -> None:

@@ -32,10 +32,10 @@ __all__ = [
     "node_name",
 ]
 
-Reason: TypeAlias = Literal["process", "node", "drained", "unreachable", "unplaced"]
-"""Why a worker has ended: its process did; its node did, or the agent there; so did a node
-that had said that it would; the node was given up though it may be
-alive; or there was no place to start it."""
+Reason: TypeAlias = Literal["process", "garbled", "node", "drained", "unreachable", "unplaced"]
+"""Why a worker has ended: its process did; it was ended for what it sent; its node did, or the agent
+there; so did a node that had said that it would; the node was given up though it may be alive; or
+there was no place to start it."""
 
 
 def node_name(node: str, address: str = "") -> str:

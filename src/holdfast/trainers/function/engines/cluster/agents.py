@@ -239,7 +239,7 @@ class Agents:
                 self._take(link, message)
         if link.inbox.ended and self._links.get(link.node) is link:
             why = "the connection to its agent ended: the node, or Ray's process of the agent there, is gone"
-            self._lose(link, why, "node")
+            self._lose(link, link.inbox.broken or why, "node")
 
     def _take(self, link: AgentLink, message: Message) -> None:
         on = message.header["on"]

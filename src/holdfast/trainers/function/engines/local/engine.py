@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import HoldfastError, TrainingError
-from holdfast.trainers.function.engine import Event, Exited, GroupSpec, Received, Started, TaskEnded, Woken
+from holdfast.trainers.function.engine import Event, Exited, GroupSpec, Reason, Received, Started, TaskEnded, Woken
 from holdfast.trainers.function.failure import error_from_wire
 from holdfast.writer.frames import Message
 
@@ -201,7 +201,8 @@ class LocalEngine:
         if rank is not None:
             del self._ranks[rank]
             detail = "\n".join(part for part in (why, child.last_words()) if part)
-            self._ready.append(Exited(rank=rank, exit_code=code, signal=number, detail=detail))
+            reason: Reason = "garbled" if child.inbox.broken else "process"
+            self._ready.append(Exited(rank=rank, exit_code=code, signal=number, detail=detail, reason=reason))
             return
         del self._tasks[child.number]
         outcome = self._outcomes.pop(child.number, None)

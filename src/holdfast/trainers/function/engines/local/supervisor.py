@@ -179,7 +179,7 @@ class Supervisor:
             self._end(child, f"its process could not be started: {message.header['error']}")
         else:
             child.status = message.header["status"]
-            self._end(child, "")
+            self._end(child, child.inbox.broken and f"{child.inbox.broken}; it was ended")
 
     def _lose(self, zygote: _Zygote) -> None:
         """The zygote died. Running children go on; only their exit status will not be known."""
@@ -198,6 +198,8 @@ class Supervisor:
             self._on_message(child, message)
         if child.inbox.ended:
             self._selector.unregister(child)
+            if child.inbox.broken:  # it may be well and train on, but is not heard any more
+                child.signal(signal.SIGKILL)
             if self._zygote is None and child.pidfd < 0:
                 self._end(child, "its exit status is not known")
 
