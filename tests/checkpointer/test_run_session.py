@@ -31,7 +31,7 @@ def add(session: RunSession, directory: Path, step: int, nbytes: int = 4) -> Run
     return session.save_directory(
         [IngestSource(rank=0, path=str(directory))], save_id=session.next_save_id(), step=step, epoch=None,
         metrics={"loss": 1.0 / step}, world_size=1, committed=lambda *_: None,
-        lost=lambda save, error: f"step {save.step} is lost ({error});",
+        lost=lambda save, error: f"step {save.step} is lost ({error}); training goes on",
     )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ class RunSave:
         begun: when the save began, by `time.perf_counter`.
         durable: when it had ended, well or not; 0.0 before. Set by another thread.
         committed: called, in `RunSession.settle`, with the outcome of a good end.
-        lost: called there with the error of a bad end; returns the beginning of what is logged, if training goes on.
+        lost: called there with the error of a bad end; returns what is logged, if training goes on.
     """
 
     name: str
@@ -492,7 +492,7 @@ class RunSession:
         if self._stuck:
             whose = "" if self.team is None else f"rank {self.team.rank}: "
             raise HoldfastError(
-                f"{whose}the save of step {save.step} is not durable after {limit_s:.0f} s{self._bound}: "
+                f"{whose}the save of step {save.step} is not durable after {limit_s:.0f} s (timeout_s): "
                 f"{self.storage.uri} is stuck or very slow; training cannot count on it"
             )
 
@@ -515,7 +515,7 @@ class RunSession:
         self.stats.skipped += 1
         # "wait" tries the same step again: its own time bounds that.
         self.lost.add(error, limit={"raise": 1, "wait": None}.get(self.on_full, MAX_LOST))
-        _LOG.warning("%s training goes on (save %d in a row)", told, self.lost.in_a_row)
+        _LOG.warning("%s (save %d in a row)", told, self.lost.in_a_row)
         self.wants_retry = self.on_full == "wait"
 
     def _free(self, name: str) -> None:
@@ -644,7 +644,8 @@ class RunSession:
 
 
 def _lost_state(save: RunSave, error: BaseException) -> str:
-    return f"step {save.step} was NOT saved, {state_of(error)} ({error}); older checkpoints are untouched,"
+    why = state_of(error)
+    return f"step {save.step} was NOT saved, {why} ({error}); older checkpoints are untouched, training goes on"
 
 
 def _taken(storage: Storage, opened: RunOpened) -> set[str]:

@@ -302,7 +302,7 @@ class DirectoryCheckpoints:
         self._drop_lost()
         self._lost = Lost.of(source, staged, name=save.name, step=save.step, error=error)
         self._of_step = {step: name for step, name in self._of_step.items() if name != save.name}
-        return f"{self._lost.what};"
+        return f"{self._lost.what}; training goes on"
 
     def _drop_lost(self) -> None:
         """Give up what is left of a lost one: a newer one has taken its place."""
