@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--folder", default="runs/tune")
     options = parser.parse_args()
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     scheduler = PopulationBasedTraining(
         time_attr="training_iteration",
         perturbation_interval=options.epochs // 2,

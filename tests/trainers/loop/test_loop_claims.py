@@ -320,3 +320,16 @@ def test_a_sleeper_deletes_no_directory(tmp_path: Path) -> None:
         folder.delete(one)
     assert saved.verify().ok
     folder.close("test")
+
+
+def test_a_closed_folder_deletes_nothing(tmp_path: Path) -> None:
+    """An upload may end after the training has: by then the folder may be another trainer's."""
+    folder = SaveFolder(str(tmp_path))
+    folder.open(claim=None)
+    saved = hf.save(tmp_path / "ep1", {"w": torch.ones(3)})
+    assert folder.is_held(None)
+    folder.close("test", patient=False)
+    assert not folder.is_held(None)
+    with pytest.raises(HoldfastError, match="was closed"):
+        folder.delete(FolderEntry(name="ep1", container="directory"))
+    assert saved.verify().ok

@@ -102,6 +102,10 @@ class FileLeases:
             raise HoldfastError(f"{self._storage.uri} was closed: nothing can be saved there any more")
         return client
 
+    def holds(self, shape: str) -> bool:
+        """Tell whether a name is held."""
+        return shape in self._held
+
     def release(self, *, patient: bool) -> None:
         """Let others have the names, after what is being written; idempotent. A lease that cannot go goes stale.
 

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from holdfast.checkpointer.rank_group import RankGroup
 from holdfast.checkpointer.run_session import RunSession
-from holdfast.errors import ConfigError, StorageError, StorageNotFoundError
+from holdfast.errors import ConfigError, HoldfastError, StorageError, StorageNotFoundError
 from holdfast.format.commit import remove
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.run.remains import PROBE, is_remains
@@ -158,20 +158,23 @@ class SaveFolder:
 
         Raises:
             RunBusyError: another process has taken the folder over: nothing is deleted.
+            HoldfastError: the folder was closed: others may have taken it since.
         """
         if one.container != "directory":
             if claim is not None:
                 self.claims.confirm(claim)
             self.storage.delete(one.name)
             return
-        gone: list[str] = []
-        if self._session is not None:
-            if "/" not in one.name:
-                gone = self._session.ask("discard", names=[one.name], why="not kept by its saver")
-            if not gone:  # not in the index of the run: said all the same before it goes
-                self.confirm(one.name)
-        if not gone:
-            remove(self.storage, one.name)
+        if self._session is None:
+            raise HoldfastError(f"{self.storage.uri} was closed: nothing can be deleted there any more")
+        if "/" not in one.name and self._session.ask("discard", names=[one.name], why="not kept by its saver"):
+            return
+        self.confirm(one.name)  # not in the index of the run: said all the same before it goes
+        remove(self.storage, one.name)
+
+    def is_held(self, claim: str | None) -> bool:
+        """Tell whether checkpoints here are ours to delete; not after `close`. For ``claim`` see `open`."""
+        return self._session is not None if claim is None else self.claims.holds(claim)
 
     def confirm(self, *doomed: str) -> None:
         """See that nobody has taken the run over up to now, and say what is about to be deleted beside its index.

@@ -187,6 +187,8 @@ class PostCommit:
     def _retain(self) -> None:
         """Delete what the rules do not keep, and nothing that is still being uploaded."""
         storage, keep, number = self._folder.storage, self._saver.keep, self._saver.num_to_keep
+        if not self._folder.is_held(self._saver.claim):  # an upload that outlived the training: the next life deletes
+            return
         if self._unlinked or (keep is None and (number < 0 or self._folder.is_remote)):
             return
         with self._lock:
