@@ -18,6 +18,7 @@ from holdfast.state.save import snapshot
 from holdfast.storage import MemoryStorage
 from holdfast.testing import FaultyStorage
 from holdfast.testing.state import assert_state_equal
+from holdfast.writer.arena import Arena
 
 
 class Gate(MemoryStorage):
@@ -397,6 +398,29 @@ def test_a_big_first_save_that_fails(tmp_path, aside):
     assert isinstance(handle.exception(), hf.StorageFullError)
     again = hf.save_async(tmp_path / "again", big_state(2.0))
     assert_state_equal(hf.load(again.result(60)), big_state(2.0))
+
+
+@pytest.mark.parametrize("what", ["memory", "thread"])
+def test_a_big_first_save_without_memory_or_thread(tmp_path, aside, monkeypatch, what):
+    """It raises, the writer does not wait for windows that never come, and the next save works."""
+
+    def refuse(*arguments, **options):
+        raise RuntimeError("can't start new thread") if what == "thread" else hf.HoldfastError("cannot get memory")
+
+    with monkeypatch.context() as patch:
+        if what == "thread":
+            original = threading.Thread.start
+            patch.setattr(
+                threading.Thread,
+                "start",
+                lambda one: refuse() if one.name == "holdfast-first-save" else original(one),
+            )
+        else:
+            patch.setattr(Arena, "private", refuse)
+        with pytest.raises((RuntimeError, hf.HoldfastError), match=r"cannot get memory|new thread"):
+            hf.save_async(tmp_path / "one", big_state(1.0))
+    assert_state_equal(hf.load(hf.save_async(tmp_path / "two", big_state(2.0)).result(60)), big_state(2.0))
+    assert not (tmp_path / "one" / "manifest.json").exists()
 
 
 def test_a_big_first_save_outlives_the_script(tmp_path):

@@ -139,3 +139,12 @@ def test_an_interrupted_copy_is_never_sent(monkeypatch):
         copy.copy()
     with pytest.raises(HoldfastError, match="given up"):
         send(copy, layout, (ctypes.c_char * layout.arena_bytes)())
+
+
+def test_nothing_is_sent_of_a_copy_that_was_given_up():
+    """Nobody has begun to copy, say for want of a thread: the live tensors are not read any more either."""
+    flat, layout, _ = made()
+    copy = AsideCopy(layout, flat.tensors, WINDOW)
+    copy.give_up()
+    with pytest.raises(HoldfastError, match="given up"):
+        send(copy, layout, (ctypes.c_char * layout.arena_bytes)())

@@ -40,7 +40,6 @@ class AsideCopy:
 
     def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor], window: int) -> None:
         self._layout, self._tensors = layout, tensors
-        self._memory = Arena.private(layout.arena_bytes)
         self._left = deque(
             (file, start, min(window, file.padded - start))
             for file in layout.files
@@ -49,26 +48,50 @@ class AsideCopy:
         self._changed = threading.Condition()
         self._filling = False  # the front reads live tensors
         self._done = self._broken = False
+        self._memory = Arena.private(layout.arena_bytes)
+        try:
+            self._helper = SerialExecutor("holdfast-first-copy")
+        except BaseException:
+            self._memory.close()
+            raise
 
     def copy(self) -> None:
-        """Copy windows from the back until the front is met. The tensors may change when this returns."""
-        helper = SerialExecutor("holdfast-first-copy")
+        """Copy windows from the back until the front is met. The tensors may change when this returns, or raises."""
         try:
-            other = helper.run(self._copy_from_back)
-            try:
-                self._copy_from_back()
-            finally:
-                self._left.clear()  # after a Ctrl-C, say: nothing may read the tensors once the caller has them back
-                other.result()
+            other = self._helper.run(self._copy_from_back)
+            self._copy_from_back()
+            other.result()
         except BaseException:
-            self._broken = True
+            self.give_up()
             raise
         finally:
-            helper.close()
-            with self._changed:
-                self._changed.wait_for(lambda: not self._filling)
-                self._done = True
-                self._changed.notify_all()
+            self._end()
+            self._let_go()
+
+    def give_up(self) -> None:
+        """Let nothing more be sent: not all of it was copied."""
+        self._broken = True
+        self._end()
+
+    def _end(self) -> None:
+        self._left.clear()
+        with self._changed:
+            self._done = True
+            self._changed.notify_all()
+
+    def _let_go(self) -> None:
+        """Wait until nobody reads the tensors: a piece each at most. A Ctrl-C has to wait for that as well."""
+        interrupted: BaseException | None = None
+        while True:
+            try:
+                self._helper.close()
+                with self._changed:
+                    self._changed.wait_for(lambda: not self._filling)
+                break
+            except KeyboardInterrupt as error:
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
 
     def _copy_from_back(self) -> None:
         while True:
@@ -108,4 +131,5 @@ class AsideCopy:
         """Give the memory back once nobody copies into it."""
         with self._changed:
             self._changed.wait_for(lambda: self._done)
+        self._helper.close()
         self._memory.close()

@@ -285,19 +285,30 @@ class Snapshotter:
         self, flat: Flat, layout: Layout, client: WriterClient, submit: Callable[[Arena], SaveFuture]
     ) -> SaveFuture:
         """Let a thread send the state through a small arena while what it has not reached is copied."""
-        window = Arena.create(_ASIDE)
+        copy = AsideCopy(layout, flat.tensors, _ASIDE // 2)  # first: a job that was submitted waits for its windows
+        window: Arena | None = None
+        thread: threading.Thread | None = None
         try:
+            window = Arena.create(_ASIDE)
             save = submit(window)
-            copy = AsideCopy(layout, flat.tensors, _ASIDE // 2)
+            # Not a daemon: the interpreter waits for it before it ends, and so does the save.
+            thread = threading.Thread(
+                target=self._send, args=(layout, client, save, copy, window), name="holdfast-first-save"
+            )
+            try:
+                thread.start()
+            except BaseException:
+                client.abandon(save.job_no)
+                raise
+            self._streaming = thread
+            copy.copy()
         except BaseException:
-            window.close()
+            copy.give_up()
+            if thread is None or thread.ident is None:  # else it is the thread that closes them
+                copy.close()
+                if window is not None:
+                    window.close()
             raise
-        # Not a daemon: the interpreter waits for it before it ends, and so does the save.
-        self._streaming = threading.Thread(
-            target=self._send, args=(layout, client, save, copy, window), name="holdfast-first-save"
-        )
-        self._streaming.start()
-        copy.copy()
         return save
 
     def _send(self, layout: Layout, client: WriterClient, save: SaveFuture, copy: AsideCopy, window: Arena) -> None:
