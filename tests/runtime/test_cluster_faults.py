@@ -156,8 +156,10 @@ def test_nodes_that_come_later_and_cannot_train_are_set_aside(caplog: pytest.Log
         driver.seen.clear()  # the ends of the first group
         driver.begin(2)
         lost = driver.next(Exited, 1)
-        assert (lost.reason, lost.node) == ("unplaced", "node c (127.0.0.1)")
-        assert "has Holdfast 0.0.1" in lost.detail
+        # Whether the group had begun to wait for that node when it was refused is a matter of time.
+        placed = ("node c (127.0.0.1)", "has Holdfast 0.0.1"), ("", "went away before")
+        assert lost.reason == "unplaced"
+        assert any(lost.node == where and words in lost.detail for where, words in placed), lost
         driver.clear()
         nodes.set(d=1, e=1, f=1)
         while len(nodes.refused) < len(UNFIT):

@@ -21,10 +21,12 @@ import holdfast as hf
 from holdfast.errors import CheckpointNotFoundError, StorageError
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
+from holdfast.testing.crash import wait_until
 from holdfast.torch import TorchTrainer
 from holdfast.trainers.function import trainer as trainer_module
 from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
 from holdfast.trainers.function.types import CheckpointUploadMode
+from holdfast.writer.ingest.incoming import put_incoming
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "storage"))
 from object_kit import moto_bucket
@@ -48,7 +50,7 @@ def root(bucket: str, request: pytest.FixtureRequest) -> Storage:
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNodes]:
     """Two nodes, which every trainer of the test runs on."""
     made = FakeNodes(a=1, b=1)
-    monkeypatch.setattr(trainer_module, "make_engine", lambda _, storage: ClusterEngine(made, storage=storage))
+    monkeypatch.setattr(trainer_module, "make_engine", lambda _, storage, **more: ClusterEngine(made, storage=storage))
     yield made
     made.close()
 
@@ -155,6 +157,90 @@ def test_a_commit_that_fails(root: Storage, tmp_path: Path) -> None:
         hf.report({}, make(tmp_path / "mine"), delete_local_checkpoint_after_upload=True)
     assert (tmp_path / "mine" / "model.pt").read_bytes() == b"weights"
     assert list(root.list()) == []
+
+
+def test_a_commit_that_fails_later(root: Storage, tmp_path: Path) -> None:
+    """ASYNC: until the commit nothing of the caller's is deleted, so he has it back, and hears of the failure once."""
+
+    def script(controller: Any, header: dict[str, Any]) -> None:
+        if header["on"] == "part":
+            controller.trouble(StorageError("another rank's disk is full"), index=header["index"])
+
+    with Pair(apart(root), script) as pair:
+        hf.report({}, make(tmp_path / "mine"), checkpoint_upload_mode=ASYNC)
+        with pytest.raises(StorageError, match="disk is full"):
+            pair.session.drain()
+        pair.session.drain()
+    assert (tmp_path / "mine" / "model.pt").read_bytes() == b"weights"
+
+
+def test_both_sides_fail_at_once(root: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller ends a report while this rank still brings it, and fails at that: raised once, put back once."""
+    begun, told = threading.Event(), threading.Event()
+
+    def refuse(*_: Any) -> None:
+        begun.set()
+        assert told.wait(30)
+        raise StorageError("our disk is on fire")
+
+    monkeypatch.setattr("holdfast.trainers.function.worker.delivery.put_incoming", refuse)
+    with Pair(apart(root), lambda *_: None) as pair:
+        hf.report({}, make(tmp_path / "mine"), checkpoint_upload_mode=ASYNC)
+        assert begun.wait(30)
+        pair.controller.trouble(StorageError("another rank's disk is full"), index=1)
+        with pytest.raises(StorageError, match="disk is full"):
+            pair.session.drain()
+        told.set()
+        pair.session.abandon()
+        pair.session.drain()
+        assert not [one for one in pair.controller.headers("part") if "error" in one]
+    assert (tmp_path / "mine" / "model.pt").read_bytes() == b"weights"
+
+
+def test_the_word_that_it_is_there_follows_its_report(root: Storage, tmp_path: Path) -> None:
+    """A report whose upload takes long holds what comes after it; the files of the next one may be there before."""
+    go_on, order = threading.Event(), []
+
+    def script(controller: Any, header: dict[str, Any]) -> None:
+        order.append((header["on"], header["index"]))
+        if header["on"] == "part" or header["index"] == 1:
+            controller.committed(header["index"])
+
+    def upload(checkpoint: hf.Checkpoint, name: str) -> hf.Checkpoint:
+        assert go_on.wait(30)
+        return hf.Checkpoint(f"{root.uri}/{name}")
+
+    with Pair(apart(root), script) as pair:
+        hf.report({}, make(tmp_path / "one"), checkpoint_upload_mode=ASYNC, checkpoint_upload_fn=upload)
+        hf.report({}, make(tmp_path / "two"), checkpoint_upload_mode=ASYNC)
+        while not root.exists(f"{HOME.rpartition('/')[0]}/2-0/listing.json"):
+            time.sleep(0.01)
+        time.sleep(0.2)  # the word about it has been said by now, if it does not wait
+        assert order == []
+        go_on.set()
+        pair.session.drain()
+    assert order == [("report", 1), ("report", 2), ("part", 2)]
+
+
+def test_a_failing_train_function_still_brings_what_it_reported(
+    root: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a shared disk, a report that was entered is finished, in bounds."""
+    original, slow = put_incoming, threading.Event()
+
+    def take_time(*arguments: Any) -> None:
+        slow.wait(1.0)
+        original(*arguments)
+
+    monkeypatch.setattr("holdfast.trainers.function.worker.delivery.put_incoming", take_time)
+    with Pair(apart(root), lambda *_: None) as pair:
+        hf.report({}, make(tmp_path / "mine"), checkpoint_upload_mode=ASYNC)
+        pair.session.abandon(30)
+        wait_until(lambda: pair.controller.headers("part") == [{"on": "part", "index": 1}])
+        monkeypatch.setattr("holdfast.trainers.function.worker.delivery.put_incoming", lambda *_: time.sleep(5))
+        hf.report({}, make(tmp_path / "late"), checkpoint_upload_mode=ASYNC)
+        pair.session.abandon(0.1)
+    assert (tmp_path / "late" / "model.pt").read_bytes() == b"weights"
 
 
 def test_a_directory_that_is_not_there(root: Storage, tmp_path: Path) -> None:

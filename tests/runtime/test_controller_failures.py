@@ -215,6 +215,23 @@ def test_what_storage_takes_is_no_hang() -> None:
     assert play.out == []
 
 
+@pytest.mark.parametrize("kind", ["directory", "state"])
+def test_what_a_worker_brings_is_no_hang(kind: str) -> None:
+    """Directories on their way to a store, and shares on their way from a disk of their node, wait for storage."""
+    play = Play(limits=WaitLimits(hang_s=30)).run()
+    for rank in range(2):
+        coming = {"path": f".incoming-1/1-{rank}", "owned": True, "coming": True}
+        play.report(rank, 1, kind, **({"source": coming} if kind == "directory" else {}))
+        if kind == "state":
+            play.part(rank, 1, on="staged")
+    play.part(0, 1)
+    play.out.clear()
+    play.tick(after=100)
+    assert play.out == []
+    play.part(1, 1)
+    assert play.only(Ingest if kind == "directory" else CommitParts)
+
+
 def test_silence_is_a_hang() -> None:
     """Every rank that has not finished is named, with its last report."""
     play = Play(limits=WaitLimits(hang_s=30)).run()

@@ -28,7 +28,7 @@ def left(folder: Path) -> list[Path]:
 
 
 def test_a_state_goes_over_the_disk(root: Path, tmp_path: Path) -> None:
-    """Each checkpoint holds its own moment and loads; nothing stays on the disk, and nobody is told 'sealed'."""
+    """Each checkpoint holds its own moment and loads; nothing stays on the disk, and nobody is told that it is safe before it is."""
     state, moments, disk = make_state(0), [], tmp_path / "disk"
     with Committer(root, 2) as script:
         pairs = [pair_of(root, script, rank, 2, local_dir=str(disk)) for rank in (0, 1)]
@@ -43,7 +43,7 @@ def test_a_state_goes_over_the_disk(root: Path, tmp_path: Path) -> None:
                         parameter.add_(1.0)
             for pair in pairs:
                 pair.session.drain()
-        assert {header["on"] for _, header in script.told} == {"report", "part"}
+            assert {header["on"] for _, header in script.told} == {"report", "staged", "part"}
     for number, weights in enumerate(moments):
         assert_loads(root / f"checkpoint_{number + 1:06d}", weights, number)
     assert left(disk) == []

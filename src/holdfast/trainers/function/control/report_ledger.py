@@ -60,6 +60,7 @@ class LedgerEntry:
         directory: the directory it is committed in, once that is settled.
         validation: False, True, or arguments of the validation.
         sealed: ranks whose writer has all of their part.
+        staged: ranks whose part goes by a disk of their node, which is lost with its worker.
         durable: ranks whose part is stored, or whose directory has come.
         agreed: it is the save that all ranks agreed on before they move.
     """
@@ -73,6 +74,7 @@ class LedgerEntry:
     directory: str | None = None
     validation: Any = False
     sealed: set[int] = field(default_factory=set)
+    staged: set[int] = field(default_factory=set)
     durable: set[int] = field(default_factory=set)
     stage: Stage = Stage.OPEN
     agreed: bool = False
@@ -101,6 +103,11 @@ class LedgerEntry:
     def is_sealed(self) -> bool:
         """Whether every part is stored or will be, even if its worker dies."""
         return self.sealed | self.durable >= self.entries.keys()
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether what is left of every part is the work of storages."""
+        return self.sealed | self.staged | self.durable >= self.entries.keys()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +161,10 @@ class ReportLedger:
 
     @property
     def is_storing(self) -> bool:
-        """Whether writers of the workers still store what is complete otherwise."""
+        """Whether workers, or their writers, still store or bring what is complete otherwise."""
         return any(
-            report.in_parts and report.is_sealed and not report.is_durable and not self.waits_for_ranks(report)
+            not self.waits_for_ranks(report)
+            and (report.coming or (report.in_parts and report.is_handed_over and not report.is_durable))
             for report in self.reports.values()
         )
 

@@ -56,7 +56,7 @@ class Reports:
             self.board.enter(rank, header["upto"])
         elif on == "report":
             self._report(rank, header, now)
-        elif on in ("part", "sealed"):
+        elif on in ("part", "sealed", "staged"):
             self._part(rank, header, attachments)
         elif on == "memory":
             self._memory(header["index"], attachments[0])
@@ -148,6 +148,8 @@ class Reports:
             return  # it has failed by what another rank said
         if header["on"] == "sealed":
             report.sealed.add(rank)
+        elif header["on"] == "staged":
+            report.staged.add(rank)
         elif "error" in header:
             error = error_from_wire(header["error"], attachments[0] if attachments else b"")
             self._commits.fail(report, error, ranks=report.entries.keys() - {rank})  # the rank itself knows

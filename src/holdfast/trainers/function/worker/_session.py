@@ -241,7 +241,9 @@ class Session:
 
     def abandon(self, timeout_s: float = 10.0) -> None:
         """Send what is ready, after train_func has raised; never raises, takes ``timeout_s`` at most."""
-        self._link.abandon(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        self._delivery.abandon(timeout_s)
+        self._link.abandon(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """End the threads and close the channel; idempotent. What was handed to writers is still committed."""

@@ -56,6 +56,8 @@ class ControllerAnswers:
         self._calls: dict[int, Future[Message]] = {}
         self._unsettled: set[int] = set()
         self._undo: dict[int, Callable[[], object]] = {}  # of reports in the background that have taken files away
+        self._done: dict[int, Callable[[], object]] = {}  # of those that leave something to do after the commit
+        self._failed_here: set[int] = set()  # whatever the controller says of them is no news
         self.troubles: deque[BaseException] = deque()
         self._closing = self._gone = False
         self._thread = threading.Thread(target=self._read, name="holdfast-session", daemon=True)
@@ -82,16 +84,29 @@ class ControllerAnswers:
             _LOG.warning("still waiting for %s, for %.0f s now", what, time.monotonic() - begun)
         return future.result()
 
-    def expect(self, index: int, undo: Callable[[], object] | None = None) -> None:
-        """Note a report that goes on in the background: `settled` waits for its end; ``undo`` is called if it fails."""
+    def expect(
+        self, index: int, undo: Callable[[], object] | None = None, done: Callable[[], object] | None = None
+    ) -> None:
+        """Note a report that goes on in the background: `settled` waits for its end.
+
+        Args:
+            index: of the report.
+            undo: called if it fails.
+            done: called when it is committed; returns at once.
+        """
         if undo is not None:
             self._undo[index] = undo
+        if done is not None:
+            self._done[index] = done
         with self._changed:
             self._unsettled.add(index)
 
     def trouble(self, index: int | None, error: BaseException) -> None:
         """Keep a failure of background work for the next call; ``index`` is the report it ends, None if unknown."""
-        undo = None if index is None else self._undo.pop(index, None)
+        undo = None
+        if index is not None:
+            undo = self._undo.pop(index, None)
+            self._done.pop(index, None)
         if undo is not None:  # first: whoever hears of the failure finds his files in their place
             undo()
         with self._changed:
@@ -100,9 +115,30 @@ class ControllerAnswers:
             self._unsettled -= set(self._unsettled) if index is None else {index}
             self._changed.notify_all()
 
+    def is_expected(self, index: int) -> bool:
+        """Whether a report that goes on in the background has not ended."""
+        with self._changed:
+            return index in self._unsettled
+
+    def fail_here(self, index: int, error: BaseException) -> bool:
+        """End a report for what failed in this process; False if the controller has ended it before."""
+        with self._changed:
+            if index not in self._unsettled:
+                return False
+            self._failed_here.add(index)
+        self.trouble(index, error)
+        return True
+
+    def undo_all(self) -> None:
+        """Put back what reports in the background have taken away and not brought."""
+        while self._undo:
+            _, undo = self._undo.popitem()
+            undo()
+
     def forget(self, index: int) -> None:
         """Stop waiting for a report: it is committed, or its caller knows that it never will be."""
         self._undo.pop(index, None)
+        self._done.pop(index, None)
         with self._changed:
             self._unsettled.discard(index)
             self._changed.notify_all()
@@ -166,9 +202,13 @@ class ControllerAnswers:
             else:
                 future.set_result(message)
         elif header["do"] == "committed":
+            done = self._done.pop(header["index"], None)
+            if done is not None:
+                done()
             self.forget(header["index"])
         elif header["do"] == "trouble":
-            self.trouble(header.get("index"), _error(message))
+            if header.get("index") not in self._failed_here:
+                self.trouble(header.get("index"), _error(message))
         elif not self._other(header):
             _LOG.debug("a message that this worker does not know: %s", header["do"])
 

@@ -89,6 +89,15 @@ class Delivery:
         self._submit("values", stripped, told["go"], index)
         return partial(self._link.committed, index)
 
+    def abandon(self, timeout_s: float) -> None:
+        """Bring what was entered in the background, as far as ``timeout_s`` allows; what is left is put back."""
+        deadline = time.monotonic() + timeout_s
+        wait(list(self._sending), timeout=timeout_s)
+        for shares in self._shares.values():
+            shares.wait_for_staged(max(0.0, deadline - time.monotonic()))
+        if not all(one.done() for one in self._sending):
+            self._link.undo_all()
+
     def close(self) -> None:
         """Leave the writers to finish what they have; idempotent."""
         for shares in self._shares.values():
@@ -133,8 +142,9 @@ class Delivery:
         source = {"path": home, "owned": True, "coming": True}
         header = self._header(request, index, "directory") | {"source": source}
         if later:
-            self._link.tell(header, undo=undo)
-            self._run_later(partial(self._bring_later, index, find, home, undo))
+            brought: list[Taken] = []
+            self._link.tell(header, undo=undo, done=partial(self._run_soon, partial(_remove_owned, brought)))
+            self._run_later(partial(self._bring_later, index, find, home, brought))
             return None
         return partial(self._bring_now, self._link.call(header), index, find, home, undo)
 
@@ -149,7 +159,7 @@ class Delivery:
             undo()
             self._link.part_failed(index, error)
             raise
-        self._link.part_ended(index, None)
+        self._link.brought(index)
         try:
             self._finish(future, index, taken)
         except SessionError:
@@ -160,17 +170,18 @@ class Delivery:
         if taken.owned:
             remove_local(taken.path)
 
-    def _bring_later(self, index: int, find: Callable[[], Taken], home: str, undo: Callable[[], object]) -> None:
+    def _bring_later(self, index: int, find: Callable[[], Taken], home: str, brought: list[Taken]) -> None:
+        """Bring files into the store. They stay here until the commit: until then there is no other copy that lasts."""
+        if not self._link.is_expected(index):
+            return  # it has failed meanwhile, and its files are back in their place
         try:
             taken = find()
             self._bring(taken, home)
         except BaseException as error:  # noqa: BLE001 - a thread edge: the next call raises it
-            undo()
-            self._link.part_ended(index, error)
+            self._link.bringing_failed(index, error)
         else:
-            if taken.owned:
-                remove_local(taken.path)
-            self._link.part_ended(index, None)
+            brought.append(taken)
+            self._link.brought(index)
 
     def _bring(self, taken: Taken, home: str) -> None:
         put_incoming(self._root(), home, IngestSource(rank=self._place.rank, path=taken.path))
@@ -182,6 +193,11 @@ class Delivery:
         while len(self._sending) >= _MAX_SENDING:
             wait([self._sending.popleft()])
         self._sending.append(self._sender.run(work))
+
+    def _run_soon(self, work: Callable[[], None]) -> None:
+        """Do something small on that thread; never waits."""
+        if self._sender is not None:
+            self._sender.run(work)
 
     def _finish(self, future: Future[Message], index: int, taken: Taken) -> None:
         try:
@@ -241,7 +257,11 @@ class Delivery:
         self._link.expect(index)
         try:
             self._get_shares(kind).submit(
-                state, go, sealed=partial(self._link.sealed, index), ended=partial(self._link.part_ended, index)
+                state,
+                go,
+                sealed=partial(self._link.sealed, index),
+                staged=partial(self._link.staged, index),
+                ended=partial(self._link.part_ended, index),
             )
         except BaseException as error:
             self._link.part_failed(index, error)
@@ -297,6 +317,12 @@ class Delivery:
             "validation": request.validation,
             **({"agreed": True} if self._link.agreement.reached else {}),
         }
+
+
+def _remove_owned(brought: list[Taken]) -> None:
+    for taken in brought:
+        if taken.owned:
+            remove_local(taken.path)
 
 
 def _download(checkpoint: Checkpoint) -> Taken:

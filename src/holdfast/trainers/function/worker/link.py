@@ -63,10 +63,12 @@ class ControllerLink:
         self._outbox.send(header)
         return future
 
-    def tell(self, header: dict[str, Any], *, undo: Callable[[], object]) -> None:
-        """Enter a report that is committed in the background; ``undo`` is called if that fails."""
+    def tell(
+        self, header: dict[str, Any], *, undo: Callable[[], object], done: Callable[[], object] | None = None
+    ) -> None:
+        """Enter a report that is committed in the background; ``undo`` is called if that fails, ``done`` if not."""
         self.count = header["index"]
-        self._answers.expect(self.count, undo)
+        self._answers.expect(self.count, undo, done)
         self._outbox.send(header)
 
     def tell_later(self, index: int, work: Callable[[], dict[str, Any]]) -> None:
@@ -91,6 +93,10 @@ class ControllerLink:
         """Tell that this rank's writer has its part and will finish it whatever happens here."""
         self._outbox.send_now({"on": "sealed", "index": index})
 
+    def staged(self, index: int) -> None:
+        """Tell that this rank's part is on its way, by a disk of this node."""
+        self._outbox.send_now({"on": "staged", "index": index})
+
     def part_ended(self, index: int, error: BaseException | None) -> None:
         """Tell that this rank's part is durable, or has failed: then the next call here raises it."""
         if error is None:
@@ -99,10 +105,28 @@ class ControllerLink:
             self.part_failed(index, error)
             self._answers.trouble(index, error)
 
+    def brought(self, index: int) -> None:
+        """Tell that the files of a report are in the store: after the report itself, which may wait for another."""
+        self._outbox.send({"on": "part", "index": index})
+
+    def is_expected(self, index: int) -> bool:
+        """Whether report ``index`` goes on in the background; not once it has failed."""
+        return self._answers.is_expected(index)
+
+    def bringing_failed(self, index: int, error: BaseException) -> None:
+        """Tell that files could not be brought, unless the report has ended already; the next call here raises it."""
+        if self._answers.fail_here(index, error):
+            told, blob = error_to_wire(error)
+            self._outbox.send({"on": "part", "index": index, "error": told}, (blob,))
+
+    def undo_all(self) -> None:
+        """Put back the files of every report in the background that has not ended."""
+        self._answers.undo_all()
+
     def part_failed(self, index: int, error: BaseException) -> None:
         """Tell that this rank's part has failed, which its caller knows already."""
         told, blob = error_to_wire(error)
-        self._outbox.send_now({"on": "part", "index": index, "error": told}, (blob,))
+        self._outbox.send({"on": "part", "index": index, "error": told}, (blob,))  # after the report itself
         self._answers.forget(index)
 
     # -- answers -------------------------------------------------------------------------------------------------

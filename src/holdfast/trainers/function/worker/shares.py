@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
@@ -42,6 +43,7 @@ class Shares:
         go: Mapping[str, Any],
         *,
         sealed: Callable[[], None],
+        staged: Callable[[], None],
         ended: Callable[[BaseException | None], None],
     ) -> None:
         """Copy this rank's share and hand it over; the caller may change the state when this returns.
@@ -51,6 +53,7 @@ class Shares:
             go: "directory", "save_id" and "manifest" of the checkpoint.
             sealed: called when the writer has everything and will finish even if this process dies; never, where the
                 share is stored on this node first.
+            staged: called instead of it there.
             ended: called, on another thread, with None when the share is durable, else with the error.
 
         Raises:
@@ -93,8 +96,17 @@ class Shares:
             sealed()
             submitted.future.add_done_callback(lambda done: ended(done.exception()))
         else:
+            staged()
             staging = self._staging
             submitted.future.add_done_callback(lambda done: _staged(staging, go, ended, done.exception()))
+
+    def wait_for_staged(self, timeout_s: float) -> None:
+        """Wait, so long at most, until what this node stores first has been brought."""
+        deadline = time.monotonic() + timeout_s
+        if self._staging is not None:
+            if self._pending is not None:
+                wait([self._pending], timeout=timeout_s)
+            self._staging.wait_until_idle(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """Leave the writer to finish what it has; idempotent."""

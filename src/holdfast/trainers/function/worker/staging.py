@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -67,6 +68,16 @@ class Staging:
     def bring(self, directory: str, save_id: str, ended: Ended) -> None:
         """Bring a share that is stored here; ``ended`` is called on another thread, with the error if there is one."""
         self._stored.put((directory, save_id, ended))
+
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """Wait until everything stored here has been brought; False if that takes longer."""
+        deadline = time.monotonic() + timeout_s
+        taken = 0
+        while taken < _MOST and self._room.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            taken += 1
+        for _ in range(taken):
+            self._room.release()
+        return taken == _MOST
 
     def close(self) -> None:
         """Bring what is stored, and end. Idempotent."""

@@ -266,7 +266,15 @@ class _Keeper:
         self._ray = ray
         self._listener = socket.create_server((host, 0))
         options = {"num_cpus": 0, "lifetime": "detached", "namespace": "holdfast", "name": f"keeper-{uuid.uuid4().hex}"}
-        self._actor = ray.remote(_KeeperActor).options(max_restarts=0, max_concurrency=2, **options).remote()
+        # Beside this process: another node that dies must not take what this one has asked for.
+        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )
+        self._actor = (
+            ray.remote(_KeeperActor)
+            .options(max_restarts=0, max_concurrency=2, scheduling_strategy=here, **options)
+            .remote()
+        )
         self._actor.watch.remote(host, self._listener.getsockname()[1])
 
     def reserve(self, bundles: list[dict[str, float]], strategy: str, more: dict[str, Any]) -> Any:
