@@ -28,7 +28,7 @@ def left(folder: Path) -> list[Path]:
 
 
 def test_a_state_goes_over_the_disk(root: Path, tmp_path: Path) -> None:
-    """Each checkpoint holds its own moment and loads; nothing stays on the disk, and nobody is told that it is safe before it is."""
+    """Each checkpoint holds its own moment and loads; nothing stays on the disk, and nobody is told 'sealed'."""
     state, moments, disk = make_state(0), [], tmp_path / "disk"
     with Committer(root, 2) as script:
         pairs = [pair_of(root, script, rank, 2, local_dir=str(disk)) for rank in (0, 1)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
 
 from holdfast._log import get_logger
+from holdfast.errors import HoldfastError
 from holdfast.run.remains import PROBE
 from holdfast.storage.base import Storage
 from holdfast.trainers.function.engine import node_name
@@ -16,7 +18,10 @@ from .links import AgentLink
 __all__ = ["StorageProbe"]
 
 _LOG = get_logger("runtime")
+_WORDS = b"Written by the driver; nodes look whether they see it.\n"
 _CLEAN_S = 5.0
+_AGAIN_S = 2.0
+_TRIALS = 4  # an agent looks for 10 s
 
 
 class StorageProbe:
@@ -46,13 +51,22 @@ class StorageProbe:
         marker = self._marker(link)
         self._markers.add(marker)
         try:
-            self._storage.put(marker, b"Written by the driver; nodes look whether they see it.\n")
+            self._storage.put(marker, _WORDS)
         except Exception as error:  # noqa: BLE001 - a thread edge; a storage that takes nothing fails by itself soon
             _LOG.warning("the storage was not tried from %s: %s", node_name(link.node), error)
             untried()
             return
         where = {"storage": self._storage.describe(), "secrets": self._storage.secrets()}
         link.tell({"do": "probe", **where, "marker": marker, "node": link.node})
+        for _ in range(_TRIALS):  # an attempt that begins now sweeps what earlier ones have left, and this with it
+            time.sleep(_AGAIN_S)
+            if marker not in self._markers:
+                return
+            with contextlib.suppress(HoldfastError):
+                self._storage.put(marker, _WORDS)
+            if marker not in self._markers:  # answered meanwhile
+                self._delete(marker)
+                return
 
     def answered(self, link: AgentLink) -> None:
         """Remove what an agent was to see."""
