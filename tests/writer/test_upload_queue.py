@@ -22,6 +22,7 @@ from holdfast.errors import (
 )
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
+from holdfast.testing.crash import wait_until
 from holdfast.writer.client import WriterClient
 from holdfast.writer.uploads import files as files_module
 from holdfast.writer.uploads import queue as queue_module
@@ -286,7 +287,25 @@ def test_copies_go_with_their_upload(tmp_path: Path) -> None:
     uploads.trainer_gone()
     uploads.add(source, UploadJob(path="there/two", name="two/file", kind="copy"), answers.of("two"))
     assert isinstance(answers.next()[1], StoragePermissionError)
-    assert list(tmp_path.iterdir()) == []
+    wait_until(lambda: list(tmp_path.iterdir()) == [])
+    uploads.close()
+
+
+def test_where_files_are_written_in_place_nothing_is_sent_for_a_dead_trainer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next trainer may be writing the same file there, and each would remove the other's. A copy has no other."""
+    source, target, answers = LocalStorage(tmp_path / "source"), LocalStorage(tmp_path / "target"), Answers()
+    uploads = FileUploads(target, num_workers=1)
+    for name in ("one", "two"):
+        source.put(f"{name}/file", b"x")
+    uploads.trainer_gone()
+    uploads.add(source, UploadJob(path="one", name="one/file"), answers.of("one"))
+    uploads.add(source, UploadJob(path="two", name="two/file", kind="copy"), answers.of("two"))
+    assert "written in place" in str(answers.next()[1])
+    assert answers.next() == ("two", None)
+    assert [info.path for info in target.list()] == ["two"]
+    assert "one is not uploaded" in caplog.text
     uploads.close()
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from holdfast._log import get_logger
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StorageError
 from holdfast.run.heartbeat import Heartbeat
 from holdfast.run.lease import Lease
 from holdfast.storage.base import Storage
@@ -27,7 +28,8 @@ class NameLeases:
 
     def __init__(self) -> None:
         self._held: dict[str, Heartbeat] = {}
-        self._lost: dict[str, HoldfastError] = {}  # could not be taken again after an earlier writer had died
+        # What could not be taken again after an earlier writer had died: why, and another trial.
+        self._lost: dict[str, tuple[HoldfastError, Callable[[], None]]] = {}
         self._is_trainer_gone = False
 
     def take(
@@ -56,7 +58,7 @@ class NameLeases:
         try:
             lease = Lease.acquire(storage, {**owner, "pid": os.getpid()}, wait_s=wait_s, sleep=pause, of=of)
         except HoldfastError as error:
-            self._lost[of] = error
+            self._lost[of] = error, partial(self.take, storage, of, owner, wait_s=wait_s, pause=pause)
             raise
         self._lost.pop(of, None)
         held = Heartbeat(lease)
@@ -73,7 +75,10 @@ class NameLeases:
         if of is None:
             return None
         if of in self._lost:
-            raise self._lost[of]
+            error, again = self._lost[of]
+            if not isinstance(error, StorageError):
+                raise error
+            again()  # the storage did not answer then
         if of not in self._held:
             raise HoldfastError(f"this writer does not hold the lease {of} of that file name: call take_name first")
         return self._held[of]

@@ -145,17 +145,19 @@ class FileUploads:
         asked = self._asked[key]
         problem: Exception | None = None
         try:
+            if self._alone and asked.job.kind != "copy" and self._target.num_parallel == 1:
+                raise HoldfastError("the trainer died, and files there are written in place: the next one sends it")
             self._try(asked, stop)
         except TransferStopped:
             raise
         except Exception as error:  # noqa: BLE001 - a thread edge: the trainer hears of it
             problem = error
-        if problem is None or self._alone:
-            self._clear(asked)
         if problem is not None and self._alone:
             _LOG.error("%s is not uploaded to %s: %s", asked.job.path, self.uri, problem)
         del self._asked[key]
-        asked.done(problem)
+        asked.done(problem)  # first: if this writer dies now, the next one is not asked for what is removed here
+        if problem is None or self._alone:
+            self._clear(asked)
 
     def _try(self, asked: _Asked, stop: Stop) -> None:
         job = asked.job

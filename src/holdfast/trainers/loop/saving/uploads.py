@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from holdfast._log import get_logger
@@ -95,6 +95,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         self._lock = threading.Lock()
         self._sent: list[_Upload] = []
         self._left: list[_Upload] = []  # to be tried again: the storage was full or did not answer
+        self._pointed: dict[str, tuple[int, int, str]] = {}  # what each pointer means that was sent
         self._run_name = ""
         self._abandoned = False
 
@@ -149,10 +150,14 @@ class RemoteUploaderDownloader(LoggerDestination):
                 "to replace it, or use another name"
             )
         folder = tempfile.mkdtemp(prefix="holdfast-")
-        shutil.copyfile(file_path, os.path.join(folder, "file"))
         above, name = os.path.split(folder)
-        job = UploadJob(path=remote, name=f"{name}/file", kind="copy", num_attempts=self.num_attempts)
-        self._submit(_Upload(source=LocalStorage(above), job=job, after=_nothing))
+        try:
+            shutil.copyfile(file_path, os.path.join(folder, "file"))
+            job = UploadJob(path=remote, name=f"{name}/file", kind="copy", num_attempts=self.num_attempts)
+            self._submit(_Upload(source=LocalStorage(above), job=job, after=_nothing))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def download_file(
         self, remote_file_name: str, destination: str | os.PathLike[str], *, overwrite: bool = False
@@ -181,6 +186,9 @@ class RemoteUploaderDownloader(LoggerDestination):
     def _ended(self, upload: _Upload, error: BaseException | None) -> None:
         """Take an answer, on the thread that hears the writer, where nobody may wait."""
         thread = self._thread
+        pointer = upload.job.pointer
+        if error is None and pointer is not None:
+            self._pointed[pointer.path] = max(pointer.order, self._pointed.get(pointer.path, pointer.order))
         if error is None and upload.after is not _nothing and thread is not None:
             try:
                 thread.submit(self._follow, upload)
@@ -201,9 +209,21 @@ class RemoteUploaderDownloader(LoggerDestination):
         """Submit what is left; False if nothing is."""
         with self._lock:
             left, self._left = self._left, []
-        for one in left:
-            self._submit(_Upload(source=one.source, job=one.job, after=one.after))
+        for number, one in enumerate(left):
+            try:
+                self._submit(_Upload(source=one.source, job=self._without_old_pointer(one.job), after=one.after))
+            except BaseException:
+                with self._lock:
+                    self._left = [*left[number:], *self._left]
+                raise
         return bool(left)
+
+    def _without_old_pointer(self, job: UploadJob) -> UploadJob:
+        """Leave the pointer out if it was set to something newer since."""
+        pointer = job.pointer
+        if pointer is None or job.name is None or pointer.order >= self._pointed.get(pointer.path, pointer.order):
+            return job
+        return replace(job, pointer=None)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Raise what failed meanwhile."""
