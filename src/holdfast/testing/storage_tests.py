@@ -198,6 +198,29 @@ class StorageTests(TreeTests):
             writer.close()
         assert not storage.exists("c/data")
 
+    def test_replace_in_one_step(self, storage: Storage, memory: mmap.mmap) -> None:
+        """Where `replace` has a writer, the older object is there until the new one is whole, and after a failure."""
+        storage.put("r/data", b"old")
+        writer = storage.replace("r/data", 2 * BLOCK)
+        if writer is None:  # `create` does that there
+            return
+        writer.write(memoryview(memory)[:BLOCK])
+        assert storage.read("r/data") == b"old"
+        writer.abort()
+        writer.abort()
+        assert (storage.read("r/data"), [info.path for info in storage.list("r")]) == (b"old", ["r/data"])
+        writer = storage.replace("r/data", BLOCK + 10)
+        assert writer is not None
+        writer.write(memoryview(memory)[: 2 * BLOCK])
+        with pytest.raises(StorageExistsError):
+            writer.publish(if_absent=True)
+        assert storage.read("r/data") == b"old"
+        writer.publish()
+        writer.publish()
+        writer.abort()
+        assert storage.read("r/data") == bytes(memory[: BLOCK + 10])
+        assert [info.path for info in storage.list("r")] == ["r/data"]
+
     def test_too_many_bytes(self, storage: Storage) -> None:
         """A view that reaches past the padded size is refused."""
         writer = storage.create("c/data", 10)

@@ -22,7 +22,7 @@ from typing import TypeVar
 from holdfast._log import get_logger
 from holdfast.errors import StorageConflictError, StorageError, StorageExistsError, StorageNotFoundError
 
-from ..base import TEMPORARY, FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix
+from ..base import TEMPORARY, FileReader, FileWriter, ObjectInfo, ReplacingWriter, Storage, check_path, check_prefix
 from .errors import client_errors
 
 __all__ = ["AdaptedStorage", "BytesReader", "FoundObject", "short_read", "temporary_beside"]
@@ -98,6 +98,15 @@ class AdaptedStorage(Storage):
         """Copy a file on the server; False if the client cannot."""
         return False
 
+    @property
+    def _is_tree(self) -> bool:
+        """Whether a file is written under its name, and shows there before it is whole; then it can be renamed."""
+        return False
+
+    def _rename(self, temporary: str, full: str) -> None:
+        """Let a file take the name of another one, which may be there."""
+        raise NotImplementedError
+
     # -- the contract -------------------------------------------------------------------------------------------
 
     def put(
@@ -109,6 +118,14 @@ class AdaptedStorage(Storage):
             with client_errors("write", where):
                 self._store(full, content)
             return _etag(content)
+        with self._on_condition(path, if_absent=if_absent, if_match=if_match), client_errors("write", where):
+            self._store(full, content)
+        return _etag(content)
+
+    @contextlib.contextmanager
+    def _on_condition(self, path: str, *, if_absent: bool, if_match: str | None) -> Iterator[None]:
+        """Do something if a condition of `put` holds, alone among the threads of this process."""
+        where = self._where(path)
         self._say_unconditional()
         with _LOCKS[hash(where) % len(_LOCKS)]:
             try:
@@ -125,9 +142,15 @@ class AdaptedStorage(Storage):
                     raise StorageConflictError(
                         f"cannot replace {where}: another writer changed it; read it again and decide anew"
                     )
-            with client_errors("write", where):
-                self._store(full, content)
-        return _etag(content)
+            yield
+
+    def replace(self, path: str, size: int) -> ReplacingWriter | None:
+        """Start a big object that takes the place of another; see `Storage.replace`."""
+        if not self._is_tree:
+            return super().replace(path, size)
+        temporary, where = temporary_beside(self._full(path)), self._where(path)
+        with client_errors("write", where):
+            return _Replacing(self, path, temporary, self._writer(temporary, size, where))
 
     @property
     def conditional(self) -> bool:
@@ -283,6 +306,40 @@ class AdaptedStorage(Storage):
                 "after it was written) tells them apart",
                 self._place,
             )
+
+
+class _Replacing(ReplacingWriter):
+    """A file of a tree, written beside the one whose name it takes."""
+
+    def __init__(self, storage: AdaptedStorage, path: str, temporary: str, writer: FileWriter) -> None:
+        self._storage, self._path, self._temporary, self._writer = storage, path, temporary, writer
+        self._ended = False
+
+    def write(self, view: memoryview) -> None:
+        self._writer.write(view)
+
+    def publish(self, *, if_absent: bool = False, if_match: str | None = None) -> None:
+        if self._ended:
+            return
+        self._writer.close()
+        if if_absent or if_match is not None:
+            with self._storage._on_condition(self._path, if_absent=if_absent, if_match=if_match):
+                self._rename()
+        else:
+            self._rename()
+
+    def _rename(self) -> None:
+        with client_errors("write", self._storage._where(self._path)):
+            self._storage._rename(self._temporary, self._storage._full(self._path))
+        self._ended = True
+
+    def abort(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._writer.abort()
+        with contextlib.suppress(Exception):  # it was whole, or is gone; nobody reads it
+            self._storage._remove(self._temporary)
 
 
 class BytesReader(FileReader):

@@ -124,6 +124,10 @@ class FsspecStorage(AdaptedStorage):
                     fs.rm_file(temporary)
                 raise
 
+    def _rename(self, temporary: str, full: str) -> None:
+        with _guarded(self.filesystem) as fs:
+            _replace(fs, temporary, full)
+
     def _writer(self, full: str, size: int, where: str) -> FileWriter:
         with _guarded(self.filesystem) as fs:
             if self._is_tree:

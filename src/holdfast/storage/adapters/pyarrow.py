@@ -110,6 +110,9 @@ class PyarrowStorage(AdaptedStorage):
         with self.filesystem.open_output_stream(full, compression=None, buffer_size=0) as stream:
             stream.write(data)
 
+    def _rename(self, temporary: str, full: str) -> None:
+        self.filesystem.move(temporary, full)
+
     def _writer(self, full: str, size: int, where: str) -> FileWriter:
         def start() -> Any:
             return self.filesystem.open_output_stream(full, compression=None, buffer_size=0)
