@@ -229,7 +229,7 @@ def test_a_failing_train_function_still_brings_what_it_reported(
     original, slow = put_incoming, threading.Event()
 
     def take_time(*arguments: Any) -> None:
-        slow.wait(1.0)
+        slow.wait(0.3)
         original(*arguments)
 
     monkeypatch.setattr("holdfast.trainers.function.worker.delivery.put_incoming", take_time)
@@ -237,7 +237,7 @@ def test_a_failing_train_function_still_brings_what_it_reported(
         hf.report({}, make(tmp_path / "mine"), checkpoint_upload_mode=ASYNC)
         pair.session.abandon(30)
         wait_until(lambda: pair.controller.headers("part") == [{"on": "part", "index": 1}])
-        monkeypatch.setattr("holdfast.trainers.function.worker.delivery.put_incoming", lambda *_: time.sleep(5))
+        monkeypatch.setattr("holdfast.trainers.function.worker.delivery.put_incoming", lambda *_: time.sleep(1.5))
         hf.report({}, make(tmp_path / "late"), checkpoint_upload_mode=ASYNC)
         pair.session.abandon(0.1)
     assert (tmp_path / "late" / "model.pt").read_bytes() == b"weights"

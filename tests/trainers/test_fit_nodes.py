@@ -168,6 +168,7 @@ def test_a_node_is_cut_off_and_comes_back(root: Path, nodes: FakeNodes, fit: Fit
     assert litter(root / "run") == []
 
 
+@pytest.mark.slow
 def test_a_replacement_without_a_package_is_set_aside(
     root: Path, nodes: FakeNodes, fit: Fit, tmp_path_factory: pytest.TempPathFactory, caplog: Any
 ) -> None:
@@ -197,6 +198,7 @@ def test_a_package_is_missing_at_the_first_start(root: Path, nodes: FakeNodes, f
         made.fit()
 
 
+@pytest.mark.slow
 def test_a_full_disk_on_one_node(root: Path, nodes: FakeNodes, fit: Fit) -> None:
     """The message names the node."""
     made = fit(node_functions.steps, how="full_disk", step=1, rank=0)
@@ -204,6 +206,7 @@ def test_a_full_disk_on_one_node(root: Path, nodes: FakeNodes, fit: Fit) -> None
         made.fit()
 
 
+@pytest.mark.slow
 def test_the_node_of_rank_0_is_drained(root: Path, nodes: FakeNodes, fit: Fit) -> None:
     """All ranks save at one step and go on elsewhere; that is no failure, and no step is lost."""
     made = fit(node_functions.moves)

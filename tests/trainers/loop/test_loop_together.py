@@ -165,6 +165,7 @@ def test_a_checkpoint_is_uploaded_before_it_is_deleted() -> None:
         storage=MemoryStorage("kept"),
         ranks=Ranks(),
         is_remote=False,
+        is_held=lambda claim: True,
         delete=lambda one, claim: events.append(f"deletes {one.name}"),
     )
     site: Any = SimpleNamespace(uploads_of=uploads_of, tell=lambda checkpoint: None, source=None, begun=False)
