@@ -12,6 +12,8 @@ from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
 
 @pytest.mark.slow  # the same behaviours as on one machine, which the local engine shows in the ordinary suite
 class TestClusterEngine(EngineTests):
+    prefix = r"\(rank 1, node [ab]\) "
+
     @classmethod
     def make_engine(cls) -> Engine:
         return ClusterEngine(FakeNodes(a=2, b=2), entry="engine_peer:serve")
