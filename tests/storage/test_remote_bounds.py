@@ -97,11 +97,10 @@ def test_a_save_to_a_slow_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         handle = hf.save_async("s3://bucket/x", state)
         (writer,) = {client.process_id for client in save_target._clients.values()} - {None}
-        bare = own_bytes(writer)
         memory.watch(writer)
         handle.result()
         assert server.was_full.is_set()
-    assert 100 * MIB < memory.end() - bare < BOUND
+    assert 100 * MIB < memory.end() < BOUND  # the writer itself included: it buffers before the call returns
 
 
 def train(remote: ObjectStorage, **options: object) -> float:
