@@ -5,15 +5,40 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
 from holdfast.trainers.function.engine import Engine, Event, Exited, GroupSpec, Received, Started
 
+if TYPE_CHECKING:
+    import holdfast as hf
+    from holdfast.torch import TorchTrainer
+
 LIMIT_S = 60.0
+
+
+@contextmanager
+def fitting(made: TorchTrainer, limit_s: float) -> Iterator[Future[hf.Result]]:
+    """Run fit() in a thread, as a test does something to its nodes meanwhile; it ends within ``limit_s`` after that."""
+    future: Future[hf.Result] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(made.fit())
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield future
+    thread.join(limit_s)
+    assert not thread.is_alive()
 
 
 def wait_gone(pid: int, timeout_s: float = 30.0) -> bool:

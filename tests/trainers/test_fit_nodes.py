@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import node_functions
 import pytest
+from engine_kit import fitting
 from nodes_kit import FakeNodes
 
 import clock_kit
@@ -69,24 +68,6 @@ def fit(root: Path, nodes: FakeNodes, monkeypatch: pytest.MonkeyPatch) -> Fit:
     return make
 
 
-@contextmanager
-def fitting(made: TorchTrainer) -> Iterator[Future[hf.Result]]:
-    """Run fit() in a thread, as a test does something to the nodes meanwhile."""
-    future: Future[hf.Result] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(made.fit())
-        except BaseException as error:
-            future.set_exception(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    yield future
-    thread.join(LIMIT_S)
-    assert not thread.is_alive()
-
-
 def wait_until(met: Callable[[], Any], future: Future[Any], what: str) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not met():
@@ -126,7 +107,7 @@ def test_a_node_dies_in_a_report(
 ) -> None:
     """Before its share is sealed, the previous checkpoint counts; after it is stored, the new one; nothing is left."""
     made = fit(node_functions.steps, failures=1, how=how, directories=directories)
-    with fitting(made) as future:
+    with fitting(made, LIMIT_S) as future:
         wait_for(root, "stopped", future)
         nodes.kill_node("b")
         nodes.set(b=0, c=1)
@@ -146,7 +127,7 @@ def rows(result: hf.Result) -> list[dict[str, Any]]:
 def test_a_node_is_cut_off_and_comes_back(root: Path, nodes: FakeNodes, fit: Fit) -> None:
     """It is given up; what its worker stores after the restart is part of no checkpoint; the next start sweeps it."""
     made = fit(node_functions.steps, failures=1, silence_s=5.0, how="cut_off", second_waits=True)
-    with fitting(made) as future:
+    with fitting(made, LIMIT_S) as future:
         wait_for(root, "stopped", future)
         pids = nodes.processes("b")
         (wire := nodes.wires["b"]).cut()
@@ -178,7 +159,7 @@ def test_a_replacement_without_a_package_is_set_aside(
     for node in "abd":
         nodes.environments[node] = {"PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(package)])}
     made = fit(node_functions.needs_a_package, failures=1, how="before_the_seal")
-    with fitting(made) as future:
+    with fitting(made, LIMIT_S) as future:
         wait_for(root, "stopped", future)
         nodes.kill_node("b")
         nodes.set(b=0, c=1)
@@ -210,7 +191,7 @@ def test_a_full_disk_on_one_node(root: Path, nodes: FakeNodes, fit: Fit) -> None
 def test_the_node_of_rank_0_is_drained(root: Path, nodes: FakeNodes, fit: Fit) -> None:
     """All ranks save at one step and go on elsewhere; that is no failure, and no step is lost."""
     made = fit(node_functions.moves)
-    with fitting(made) as future:
+    with fitting(made, LIMIT_S) as future:
         wait_for(root, "begun-1-0", future)
         wait_for(root, "begun-1-1", future)
         nodes.set(c=1)
@@ -227,7 +208,7 @@ def test_the_node_of_rank_0_is_drained(root: Path, nodes: FakeNodes, fit: Fit) -
 def test_two_drains_one_after_the_other(root: Path, nodes: FakeNodes, fit: Fit) -> None:
     """A second node that is drained before the workers have moved costs no second restart."""
     made = fit(node_functions.moves, max_preemptions=1, hold_at=5)
-    with fitting(made) as future:
+    with fitting(made, LIMIT_S) as future:
         wait_for(root, "held-0", future)
         nodes.drain("a")
         nodes.set(c=1, d=1)
@@ -244,7 +225,7 @@ def test_two_drains_one_after_the_other(root: Path, nodes: FakeNodes, fit: Fit) 
 def test_the_node_of_somebody_else_is_drained(root: Path, nodes: FakeNodes, fit: Fit) -> None:
     """Nothing happens."""
     made = fit(node_functions.moves, last=40)
-    with fitting(made) as future:
+    with fitting(made, LIMIT_S) as future:
         wait_for(root, "begun-1-0", future)
         nodes.drain("z")
     assert future.result().metrics["step"] == 40
@@ -259,7 +240,7 @@ def test_a_clock_that_is_an_hour_off(root: Path, nodes: FakeNodes, fit: Fit, hou
     """The clock of one node changes nothing: a node dies, and the run ends with what an undisturbed one has."""
     nodes.environments["b"] = clock_kit.environment(root, hours * 3600)
     made = fit(node_functions.clock, failures=1, how="before_the_seal")
-    with fitting(made) as future:
+    with fitting(made, LIMIT_S) as future:
         wait_for(root, "stopped", future)
         apart = float((root / "clock-1").read_text()) - float((root / "clock-0").read_text())
         assert abs(apart - hours * 3600) < 600

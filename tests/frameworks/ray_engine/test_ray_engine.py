@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -20,36 +19,17 @@ import pytest
 import ray
 from cluster_functions import agreed, digits, directories, many_reports, notes, steps
 from cluster_kit import LIMIT_S, Nodes, kill, trainer, wait_gone, wait_until
-from engine_kit import Driver
+from engine_kit import Driver, fitting
 from object_kit import BUCKET, KEY, SECRET, moto_bucket, s3_environment
 
 import holdfast as hf
 from holdfast.storage.object.object_storage import ObjectStorage
-from holdfast.torch import TorchTrainer
 from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
 from holdfast.trainers.function.engines.cluster.ray_api import connect
 from holdfast.trainers.function.engines.cluster.ray_nodes import RayNodes, Wanted
 
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 SCRIPT = Path(__file__).resolve().parents[2] / "trainers" / "fit_script.py"
-
-
-@contextmanager
-def fitting(made: TorchTrainer) -> Iterator[Future[hf.Result]]:
-    """Run fit() in a thread, as a test does something to the cluster meanwhile."""
-    future: Future[hf.Result] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(made.fit())
-        except BaseException as error:
-            future.set_exception(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    yield future
-    thread.join(LIMIT_S)
-    assert not thread.is_alive()
 
 
 def waiting(root: Path, workers: int, future: Future[Any], mark: str = "waiting") -> list[dict[str, Any]]:
@@ -127,7 +107,7 @@ def test_worker_killed(nodes: Nodes, tmp_path: Path) -> None:
 def test_agent_killed(nodes: Nodes, tmp_path: Path) -> None:
     """Its node's ranks end with it; another one is started in its place, the other agent stays: one failure."""
     nodes.add(1, 1)
-    with fitting(trainer(tmp_path, steps, failures=1, config={"wait_at": 2})) as future:
+    with fitting(trainer(tmp_path, steps, failures=1, config={"wait_at": 2}), LIMIT_S) as future:
         first = waiting(tmp_path, 2, future)
         kill(first[0]["agent"])
         for one in first:
@@ -149,7 +129,7 @@ def test_node_killed_without_a_spare(nodes: Nodes, tmp_path: Path, capfd: pytest
         shown.append(capfd.readouterr().err)
         return "waiting for room for 2 workers" in "".join(shown)
 
-    with fitting(trainer(tmp_path, steps, failures=1, config={"wait_at": 2})) as future:
+    with fitting(trainer(tmp_path, steps, failures=1, config={"wait_at": 2}), LIMIT_S) as future:
         first = waiting(tmp_path, 2, future)
         nodes.kill(nodes.of(first[0]["agent"]))
         wait_until(said, "it says what it waits for")
@@ -161,7 +141,7 @@ def test_node_killed_without_a_spare(nodes: Nodes, tmp_path: Path, capfd: pytest
 def test_node_killed_elastic(nodes: Nodes, tmp_path: Path) -> None:
     """A range goes on with the workers that are left."""
     nodes.add(1, 1)
-    with fitting(trainer(tmp_path, steps, workers=(1, 2), failures=1, config={"wait_at": 2})) as future:
+    with fitting(trainer(tmp_path, steps, workers=(1, 2), failures=1, config={"wait_at": 2}), LIMIT_S) as future:
         first = waiting(tmp_path, 2, future)
         nodes.kill(nodes.of(first[0]["agent"]))
     result = future.result()
@@ -238,7 +218,7 @@ def test_ray_client_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
 def test_node_drained(nodes: Nodes, tmp_path: Path) -> None:
     """All ranks save at one step before rank 0's node goes; that is a preemption, no failure, and loses no step."""
     nodes.add(1, 1, 1)
-    with fitting(trainer(tmp_path, agreed, config={"go_on": 2})) as future:
+    with fitting(trainer(tmp_path, agreed, config={"go_on": 2}), LIMIT_S) as future:
         first = waiting(tmp_path, 2, future, "begun")
         leaving = nodes.of(first[0]["agent"])
         nodes.drain(leaving, 15)
@@ -256,7 +236,7 @@ def test_grows_when_a_node_is_added(nodes: Nodes, tmp_path: Path, monkeypatch: p
     """A range saves at one step and goes on with more workers; no step is lost or done twice."""
     monkeypatch.setenv("HOLDFAST_GROW_AFTER_S", "1")
     nodes.add(1)
-    with fitting(trainer(tmp_path, agreed, workers=(1, 2), config={"go_on": 2})) as future:
+    with fitting(trainer(tmp_path, agreed, workers=(1, 2), config={"go_on": 2}), LIMIT_S) as future:
         first = waiting(tmp_path, 1, future, "begun")
         nodes.add(1)
     result = future.result()

@@ -13,7 +13,8 @@ import pytest
 import ray
 from cluster_functions import agreed, notes
 from cluster_kit import LIMIT_S, Nodes, trainer, wait_gone, wait_until
-from test_ray_engine import fitting, live_groups, steps, waiting
+from engine_kit import fitting
+from test_ray_engine import live_groups, steps, waiting
 
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 SCRIPT = Path(__file__).resolve().parent / "gone_script.py"
@@ -27,7 +28,7 @@ def test_a_raylet_that_hangs(nodes: Nodes, tmp_path: Path) -> None:
         path = tmp_path / "steps-1-0"
         return int(path.read_text() or 0) if path.exists() else 0
 
-    with fitting(trainer(tmp_path, agreed, failures=1, config={"go_on": 2, "count": True})) as future:
+    with fitting(trainer(tmp_path, agreed, failures=1, config={"go_on": 2, "count": True}), LIMIT_S) as future:
         first = waiting(tmp_path, 2, future, "begun")
         node = nodes.of(first[0]["agent"])
         raylet = node.all_processes["raylet"][0].process
@@ -68,7 +69,7 @@ def test_the_cluster_goes_away(tmp_path: Path) -> None:
 def test_node_killed_with_a_spare(nodes: Nodes, tmp_path: Path) -> None:
     """The run goes on, on the spare; the node that is left keeps its agent; what Ray finds again later goes back."""
     nodes.add(1, 1, 1, 1)
-    with fitting(trainer(tmp_path, steps, failures=2, config={"wait_at": 2, "again_at": 4})) as future:
+    with fitting(trainer(tmp_path, steps, failures=2, config={"wait_at": 2, "again_at": 4}), LIMIT_S) as future:
         first = waiting(tmp_path, 2, future)
         nodes.kill(node := nodes.of(first[0]["agent"]))
         wait_gone(first[0]["pid"])

@@ -6,7 +6,6 @@ import errno
 import io
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from typing import Any
 import file_crashes as kit
 import pytest
 import torch
+from engine_kit import wait_gone
 
 from holdfast.errors import CorruptCheckpointError, RunBusyError, StorageError
 from holdfast.state.save.torch_file import TorchFileWriter
@@ -47,18 +47,6 @@ saver.save_now()
 os.write(1, f"{writer} {saver.claim}\\n".encode())
 os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-def ended(pid: int, timeout_s: float = 60.0) -> bool:
-    """Wait for the end of a process that is not our child."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([fd], [], [], timeout_s)[0])
-    finally:
-        os.close(fd)
 
 
 def weight_of(path: Path) -> torch.Tensor:
@@ -92,7 +80,7 @@ def test_a_trainer_killed_right_after_the_seal(tmp_path: Path, suffix: str) -> N
     waiting.join(60)
     assert (weight_of(path) == 7.0).all()
     assert read_note(LocalStorage(tmp_path), path.name, verify=True) is not None
-    assert ended(int(writer)), "it ends by itself"
+    assert wait_gone(int(writer), 60.0), "it ends by itself"
     next_start.release(patient=True)
     assert {one.name for one in tmp_path.iterdir()} == {path.name, "latest-rank0"}
 

@@ -62,7 +62,7 @@ class AsideCopy:
             self._copy_from_back()
             other.result()
         except BaseException:
-            self.give_up()
+            self._broken = True
             raise
         finally:
             self._end()

@@ -116,8 +116,7 @@ class ControllerLink:
     def bringing_failed(self, index: int, error: BaseException) -> None:
         """Tell that files could not be brought, unless the report has ended already; the next call here raises it."""
         if self._answers.fail_here(index, error):
-            told, blob = error_to_wire(error)
-            self._outbox.send({"on": "part", "index": index, "error": told}, (blob,))
+            self._tell_failure(index, error)
 
     def undo_all(self) -> None:
         """Put back the files of every report in the background that has not ended."""
@@ -125,9 +124,12 @@ class ControllerLink:
 
     def part_failed(self, index: int, error: BaseException) -> None:
         """Tell that this rank's part has failed, which its caller knows already."""
+        self._tell_failure(index, error)
+        self._answers.forget(index)
+
+    def _tell_failure(self, index: int, error: BaseException) -> None:
         told, blob = error_to_wire(error)
         self._outbox.send({"on": "part", "index": index, "error": told}, (blob,))  # after the report itself
-        self._answers.forget(index)
 
     # -- answers -------------------------------------------------------------------------------------------------
 
