@@ -9,8 +9,7 @@ import threading
 import time
 from typing import Any
 
-from holdfast.writer.ranks.hello import CHALLENGE_BYTES, PROOF_BYTES, make_answer, make_proof
-from holdfast.writer.ranks.link import Link
+from holdfast.writer.ranks.link import CHALLENGE_BYTES, PROOF_BYTES, Link, make_answer, make_proof
 from holdfast.writer.ranks.server import ControlServer
 
 from .bench import Context, Goal, Outcome

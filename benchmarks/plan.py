@@ -24,8 +24,7 @@ from holdfast.format.parts import put_part
 from holdfast.format.strict_json import paused_gc
 from holdfast.state.load.stored import Stored, unite
 from holdfast.state.load.targets import Targets, box_of
-from holdfast.state.save.plan import Layout, plan
-from holdfast.state.save.signature import Signature
+from holdfast.state.save.plan import Layout, Signature, plan
 from holdfast.state.tree.cuts import Cuts
 from holdfast.state.tree.sharded import Placement, Region
 from holdfast.storage.memory import MemoryStorage

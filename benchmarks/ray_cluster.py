@@ -73,9 +73,9 @@ def report_directories(api: Any, checkpoint_class: Any, place: Path, rank: int) 
             note(place / f"stored-{number}-{rank}", seconds=time.monotonic() - begun)
 
 
-def note(path: Path, **told: float) -> None:
+def note(path: Path, **options: float) -> None:
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({"at": time.time(), **told}))
+    part.write_text(json.dumps({"at": time.time(), **options}))
     part.rename(path)
 
 
@@ -169,10 +169,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tools", default="holdfast,ray")
     parser.add_argument("--cases", default="start,worker,node,rate,directory")
-    told = parser.parse_args()
+    options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for case in told.cases.split(","):
-        for tool in told.tools.split(","):
+    for case in options.cases.split(","):
+        for tool in options.tools.split(","):
             reports = 0 if case != "rate" else 20_000 if tool == "holdfast" else 10
             print(json.dumps({"case": case, "tool": tool, **measure(tool, case, reports)}), flush=True)
 

@@ -17,6 +17,11 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Two processes of tests share two cores with the writers that they start. The tensors are small, and threads of OpenMP
+# that wait for one another there burn the cores: a training of the loop trainer's tests took ten times as long. Set
+# before torch is loaded; processes of tests get it too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # How long an example takes says nothing where other processes have the cores. Environments of frameworks have no such
 # package.
 with contextlib.suppress(ImportError):

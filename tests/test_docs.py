@@ -5,14 +5,37 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from docs_kit import PAGES, ROOT, blocks, groups_of, page_test
+import pytest
+from docs_kit import PAGES, ROOT, blocks, groups_of, pages_of, run_forked, run_page
+
 from holdfast.cli.main import cli
+from holdfast.testing.crash import ForkServer
 
 _SLOW = {"function-trainer.md", "migrate-from-ray-train.md", "migrate-from-composer.md", "interop.md"}
 
-test_python_blocks_run = page_test(None, slow=_SLOW)
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer(preload=("torch", "numpy", "holdfast.checkpointer"), path=[ROOT / "tests" / "kits"]) as one:
+        yield one
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in pages_of(None) if page.name not in _SLOW], ids=lambda page: page.name
+)
+def test_python_blocks_run(server: ForkServer, page: Path, tmp_path: Path) -> None:
+    """All Python blocks of a page, one after the other, in a clean folder and a process of their own."""
+    run_forked(server, page, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in pages_of(None) if page.name in _SLOW], ids=lambda page: page.name)
+def test_python_blocks_run_in_an_interpreter_of_their_own(page: Path, tmp_path: Path) -> None:
+    """The pages whose scripts start interpreters themselves, or take long."""
+    run_page(page, tmp_path, timeout_s=120)
 
 
 def test_pages_of_frameworks_are_run() -> None:

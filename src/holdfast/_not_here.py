@@ -1,12 +1,19 @@
-"""Names that scripts for Ray Train know and Holdfast does not have: what to do instead of each, by module."""
+"""Names and arguments that scripts for other trainers know and Holdfast does not have: what to do instead of each."""
 
 from __future__ import annotations
 
+import functools
 import opcode
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
-__all__ = ["NOT_HERE", "missing"]
+from .errors import ConfigError
+
+__all__ = ["NOT_HERE", "answering", "missing", "removed"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T")
 
 _DATA = "Ray Data is not used: give each worker its part with holdfast.torch.prepare_data_loader"
 _GROUP = "the process group is gloo on CPUs and nccl on GPUs; start another one in the train function"
@@ -83,3 +90,39 @@ def _is_import() -> bool:
     if frame.f_code.co_name == "_handle_fromlist":  # of importlib: it asks packages first
         return True
     return frame.f_code.co_code[frame.f_lasti] == opcode.opmap["IMPORT_FROM"]
+
+
+def answering(name: str, advice: Mapping[str, str]) -> Callable[[_F], _F]:
+    """Answer arguments of a function with what to do instead of them.
+
+    Args:
+        name: what messages call the function.
+        advice: what to do, by argument.
+    """
+
+    def decorate(function: _F) -> _F:
+        @functools.wraps(function)
+        def checked(*args: Any, **given: Any) -> Any:
+            wrong = sorted(given.keys() & advice.keys())
+            if wrong:
+                lines = "; ".join(f"{argument}: {advice[argument]}" for argument in wrong)
+                raise ConfigError(f"{name} has no argument {' and '.join(wrong)}: {lines}")
+            return function(*args, **given)
+
+        return cast("_F", checked)
+
+    return decorate
+
+
+def removed(**advice: str) -> Callable[[type[_T]], type[_T]]:
+    """Answer arguments of a class that others know (or knew) and we do not with what to do instead of them.
+
+    Args:
+        **advice: what to do, by argument.
+    """
+
+    def decorate(cls: type[_T]) -> type[_T]:
+        cls.__init__ = answering(cls.__name__, advice)(cls.__init__)  # type: ignore[method-assign]
+        return cls
+
+    return decorate

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from ._fork import after_fork_in_child
 
 __all__ = ["paused_gc"]
 
@@ -44,7 +45,7 @@ class _Pauses:
 
 
 _PAUSES = _Pauses()
-os.register_at_fork(after_in_child=_PAUSES.forget)
+after_fork_in_child(_PAUSES.forget)
 
 
 @contextmanager

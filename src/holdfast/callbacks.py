@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .trainers.loop.callbacks import Callback, EarlyStopper, EarlyStopping, LoadCheckpoint, ThresholdStopper
+from .trainers.loop.callbacks import Callback, EarlyStopper, EarlyStopping, ThresholdStopper
+from .trainers.loop.saving.functions import LoadCheckpoint
 from .trainers.loop.saving.saver import CheckpointSaver
 
 __all__ = ["Callback", "CheckpointSaver", "EarlyStopper", "EarlyStopping", "LoadCheckpoint", "ThresholdStopper"]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
-from ._advice import answering
+from ._not_here import removed
 from ._units import Interval, IntervalLike, parse_interval
 from .errors import ConfigError
 
@@ -32,16 +32,6 @@ VERIFY_VARIABLE = "HOLDFAST_VERIFY"
 """Set in the processes of a script whose resume is being verified; see `holdfast.checkpointer.verification`."""
 
 _T = TypeVar("_T")
-
-
-def _removed(**advice: str) -> Callable[[type[_T]], type[_T]]:
-    """Answer arguments that Ray Train knows (or knew) and we do not with what to do instead of them."""
-
-    def decorate(cls: type[_T]) -> type[_T]:
-        cls.__init__ = answering(cls.__name__, advice)(cls.__init__)  # type: ignore[method-assign]
-        return cls
-
-    return decorate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +143,7 @@ class Mirror:
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
-@_removed(
+@removed(
     trainer_resources="the controller runs in your own process and needs none, leave it out",
     bundle_label_selector="it is called label_selector",
     accelerator_type="ask for it in resources_per_worker, as in {'accelerator_type:A100': 0.001}",
@@ -246,7 +236,7 @@ class ScalingConfig:
             raise ConfigError(f"{shown}: GPUs are asked for with use_gpu=True, set it or drop 'GPU'")
 
 
-@_removed(
+@removed(
     checkpoint_frequency="call report(metrics, checkpoint=...) as often as you want checkpoints",
     checkpoint_at_end="report a last checkpoint at the end of train_func",
 )
@@ -331,7 +321,7 @@ class CheckpointStrategy:
         )
 
 
-@_removed(
+@removed(
     fail_fast="max_failures=0 (the default) gives up at the first failure",
     controller_failure_limit="the controller is your own process: start the script again and it resumes",
     max_preemption_failures="it is called max_preemptions here",
@@ -361,7 +351,7 @@ class FailureConfig:
             raise ConfigError(f"FailureConfig(hang_timeout_s={limit!r}): give a positive number of seconds, or None")
 
 
-@_removed(
+@removed(
     sync_config="checkpoints go straight to storage_path, nothing is synced: leave it out",
     verbose="use the logger 'holdfast' (logging.getLogger('holdfast').setLevel(...))",
     stop="return from train_func when training is to end",
@@ -468,7 +458,7 @@ class ValidationTaskConfig:
         return cls(**given)
 
 
-@_removed(ray_remote_kwargs="validations run in a process of this machine: leave it out")
+@removed(ray_remote_kwargs="validations run in a process of this machine: leave it out")
 @dataclass(frozen=True, slots=True)
 class ValidationConfig:
     """The function that validates reported checkpoints, and how it is called.

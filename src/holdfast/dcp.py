@@ -11,8 +11,7 @@ import os
 from collections.abc import Iterable
 
 from .checkpoint.handle import Checkpoint
-from .interop.dcp_reader import HoldfastReader
-from .interop.dcp_writer import HoldfastWriter
+from .interop.dcp_storage import HoldfastReader, HoldfastWriter
 from .interop.export import Exported
 from .interop.export import export as _export
 from .interop.import_ import Imported, import_checkpoint

@@ -18,7 +18,7 @@ from .config import Keep
 from .frameworks import reporting, scalars
 from .frameworks.keras_fit import FitRun
 from .frameworks.keras_state import Counters, Variables, other_optimizers
-from .frameworks.rhythm import epochs_between
+from .frameworks.reporting import epochs_between
 from .frameworks.verified import verified_directory
 from .trainers.function.worker.session import get_context, report
 

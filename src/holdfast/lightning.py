@@ -20,7 +20,7 @@ from .frameworks.lightning_ranks import (
     RayLightningEnvironment,
     prepare_trainer,
 )
-from .frameworks.rhythm import epochs_between
+from .frameworks.reporting import epochs_between
 from .trainers.function.types import CheckpointUploadMode
 from .trainers.function.worker.session import report
 

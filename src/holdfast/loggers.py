@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .trainers.loop.loggers import ConsoleLogger, JSONLLogger, Logger, LoggerDestination, TensorBoardLogger
+from .trainers.loop.callbacks import Logger, LoggerDestination
+from .trainers.loop.loggers import ConsoleLogger, JSONLLogger, TensorBoardLogger
 from .trainers.loop.saving.uploads import RemoteUploaderDownloader
 from .trainers.loop.training.progress import ProgressBar
 

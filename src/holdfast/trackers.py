@@ -16,8 +16,8 @@ from typing import Any
 
 from ._optional import require
 from .checkpoint.handle import Checkpoint
-from .frameworks.artifacts import WandbArtifacts
-from .frameworks.tracking import Tracker, finite, numbers
+from .frameworks.metrics import finite, numbers
+from .frameworks.tracking import Tracker, WandbArtifacts
 from .storage.base import Storage
 
 __all__ = ["MLflowTracker", "TensorBoardTracker", "Tracker", "WandbArtifacts", "WandbTracker"]

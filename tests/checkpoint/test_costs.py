@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.run.costs import attempt_rows, deletions, saves, stats, summary
 from holdfast.run.journal import JournalEvent
 from holdfast.run.record import Record
-from holdfast.run.reports import Attempt, Told
+from holdfast.run.reports import Attempt, RunHistory
 
 
 def attempt(number, started, ended=None, *, source=None, reason=None, **details):
@@ -22,7 +22,7 @@ BEGIN = 1767225600.0  # 2026-01-01
 
 
 def told(*, events=(), attempts=(), rows=()):
-    return Told(
+    return RunHistory(
         rows=list(rows), attempts={one.attempt: one for one in attempts}, run_id="r", notes={}, events=list(events)
     )
 

@@ -10,7 +10,7 @@ from holdfast.config import Keep
 from holdfast.errors import StorageError
 from holdfast.format.commit import read_manifest
 from holdfast.run.catalog import Catalog
-from holdfast.run.sidecar import read_sidecar, write_sidecar
+from holdfast.run.record import read_sidecar, write_sidecar
 from holdfast.storage.memory import MemoryStorage
 
 NUM = 300

@@ -15,7 +15,7 @@ from holdfast.run.catalog import Catalog
 from holdfast.run.external import External, holders
 from holdfast.run.fence import _digest
 from holdfast.run.lease import Lease, make_owner
-from holdfast.run.sidecar import read_sidecar
+from holdfast.run.record import read_sidecar
 from holdfast.storage import LocalStorage
 
 HERE = lease_module.machine()

@@ -20,11 +20,11 @@ import holdfast as hf
 from holdfast.config import Keep
 from holdfast.errors import StorageError
 from holdfast.run.catalog import Catalog
+from holdfast.run.heartbeat import upkeep
 from holdfast.run.index import RUN_FILE, RunIndex
 from holdfast.run.journal import Journal, JournalEvent, events_from
-from holdfast.run.reports import SEGMENT_BYTES, read_told
+from holdfast.run.reports import SEGMENT_BYTES, read_history
 from holdfast.run.status import run_state
-from holdfast.run.upkeep import upkeep
 from holdfast.storage import LocalStorage, resolve
 from holdfast.testing import FaultyOps, FaultyStorage
 
@@ -43,7 +43,7 @@ def train(root, steps, *, keep=None, **more):
 
 
 def told(root):
-    return Catalog(resolve(root)).index.told()
+    return Catalog(resolve(root)).index.read_history()
 
 
 def of(events, what):
@@ -58,13 +58,13 @@ def test_it_costs_no_request():
     index.journal.add("saved", name="step_1", step=1, bytes=10)
     index.save()
     assert storage.log == ["put run.json"]
-    assert [one.name for one in RunIndex.load(storage).told().events] == ["step_1"]
+    assert [one.name for one in RunIndex.load(storage).read_history().events] == ["step_1"]
     storage.log.clear()
     index.report([{"step": 1, "metrics": {"loss": 1.0}}])
     assert [one.split("/")[0] for one in storage.log] == ["put reports"]
     index.save()
     assert "events" not in storage.read(RUN_FILE).decode(), "it is in a segment for good"
-    assert [one.name for one in RunIndex.load(storage).told().events] == ["step_1"], "and counts once"
+    assert [one.name for one in RunIndex.load(storage).read_history().events] == ["step_1"], "and counts once"
 
 
 def test_saves_put_as_often_as_before(tmp_path, monkeypatch):
@@ -87,7 +87,7 @@ def test_saves_put_as_often_as_before(tmp_path, monkeypatch):
         catalog.prune(Keep(last=2))
     assert sum(path == RUN_FILE for path in puts) == 12
     assert not any(path.startswith("reports") for path in puts)
-    events = Catalog(storage).index.told().events
+    events = Catalog(storage).index.read_history().events
     assert len(of(events, "saved")) == 12
     assert [one.step for one in of(events, "deleted")] == list(range(1, 10)), "the last one waits for the next save"
 
@@ -108,7 +108,7 @@ def test_nothing_is_forgotten_before_it_is_written(tmp_path, monkeypatch):
             index.flush_journal()
     index.flush_journal()
     index.flush_journal()
-    assert [one.name for one in read_told(storage).events] == ["step_1"]
+    assert [one.name for one in read_history(storage).events] == ["step_1"]
 
 
 def test_it_is_bounded():
@@ -140,7 +140,7 @@ def test_many_saves_without_a_report_fill_segments(tmp_path):
             flushed += 1
         assert len(json.dumps(index.journal.waiting())) < 20_000
     assert 5 < flushed < 30
-    events = index.told().events
+    events = index.read_history().events
     assert [one.step for one in events] == list(range(1000))
     assert all(path.stat().st_size < 2 * SEGMENT_BYTES for path in (tmp_path / "reports").iterdir())
 
@@ -175,7 +175,7 @@ def test_a_run_does_not_need_it(tmp_path, caplog):
         file.writelines(f'{{"notes": {{}}, "events": {events}}}\n' for events in strange)
     with caplog.at_level(logging.WARNING):
         catalog = Catalog(storage)
-        events = catalog.index.told().events
+        events = catalog.index.read_history().events
     assert [record.name for record in catalog.records()] == before
     assert len(of(events, "saved")) == 3
     assert "damaged" not in caplog.text
@@ -229,7 +229,7 @@ with hf.Checkpointer({str(tmp_path / "run")!r}, {{"w": torch.zeros(8)}}, every="
     until = time.monotonic() + 60
     while run_state(catalog := Catalog(resolve(tmp_path / "run"))).is_live and time.monotonic() < until:
         time.sleep(0.05)
-    events = catalog.index.told().events
+    events = catalog.index.read_history().events
     assert [one.step for one in of(events, "saved")] == [1, 2, 3]
     assert [one.step for one in of(events, "deleted")] == [1, 2]
 

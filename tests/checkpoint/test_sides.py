@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.run.mirror_view import MirrorView
+from holdfast.run.candidates import MirrorView
 from holdfast.run.record import Record
 
 

@@ -10,12 +10,10 @@ from catalog_kit import begin, names, save
 
 from holdfast.config import Keep
 from holdfast.run import catalog as catalog_module
-from holdfast.run import standing as standing_module
+from holdfast.run import retention as retention_module
 from holdfast.run.catalog import Catalog
-from holdfast.run.record import Record
-from holdfast.run.retention import decide
-from holdfast.run.sidecar import Sidecar, write_sidecar
-from holdfast.run.standing import RetentionIndex
+from holdfast.run.record import Record, Sidecar, write_sidecar
+from holdfast.run.retention import RetentionIndex, decide
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 
@@ -88,7 +86,7 @@ def test_the_same_goes(keep: Keep) -> None:
 
 def test_a_save_among_many_looks_at_few(monkeypatch) -> None:
     """With a hundred times as many checkpoints, a save ranks and reads as many records as before."""
-    looks, real = [], standing_module.rank_key
+    looks, real = [], retention_module.rank_key
 
     def count(record: Record, metric: str, mode: str):
         looks.append(record.name)
@@ -102,7 +100,7 @@ def test_a_save_among_many_looks_at_few(monkeypatch) -> None:
         ]
         standing = RetentionIndex(keep, records)
         assert standing.doomed() == []
-        monkeypatch.setattr(standing_module, "rank_key", count)
+        monkeypatch.setattr(retention_module, "rank_key", count)
         looks.clear()
         standing.put(Record(name="new", attempt=1, step=size, metrics={"m": -1.0}))
         # The oldest is among the best still, and the worst among the last.

@@ -21,7 +21,7 @@ from holdfast.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
-from holdfast.run.sidecar import Sidecar, read_sidecar, write_sidecar
+from holdfast.run.record import Sidecar, read_sidecar, write_sidecar
 from holdfast.storage.base import FileReader
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage

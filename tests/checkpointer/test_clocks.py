@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
+import clock_kit
 import pytest
 
-import clock_kit
 import holdfast as hf
 
 pytestmark = [

@@ -1,19 +1,25 @@
 """`save`, `save_async` and `load` as a user meets them."""
 
+from __future__ import annotations
+
 import json
 import logging
 import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import holdfast as hf
-from holdfast.checkpointer import functions
+from holdfast.checkpointer import functions, save_target
+from holdfast.checkpointer.save_target import SaveTarget
 from holdfast.state.save import snapshot
 from holdfast.storage import MemoryStorage
 from holdfast.testing import FaultyStorage
@@ -221,6 +227,31 @@ def test_one_writer_and_one_arena_serve_many_saves(tmp_path, monkeypatch):
     for number in range(4):
         hf.save_async(tmp_path / f"a{number}", {"w": torch.full((4,), float(number))}).result(60)
     assert (started, arenas) == ([], [])
+
+
+def test_saves_of_one_structure_share_their_windows(tmp_path, monkeypatch, caplog):
+    """The memory of a `save` serves the next one, unless that one failed; what is left out is said each time."""
+    from holdfast.state.save import snapshot
+
+    monkeypatch.setattr(functions, "_SYNC_STAGING", 2 << 20)
+    functions._idle.clear()
+    arenas, create = [], snapshot.Arena.create
+    monkeypatch.setattr(snapshot.Arena, "create", lambda size: arenas.append(size) or create(size))
+    for number in range(3):
+        value = torch.full((5 << 20,), number, dtype=torch.uint8)
+        hf.save(tmp_path / str(number), {"w": value, "bad": object()}, unsupported="drop")
+    assert arenas == [2 << 20]
+    assert caplog.text.count("state['bad']") == 3
+    for number in range(3):
+        assert hf.load(tmp_path / str(number))["w"].unique().tolist() == [number]
+    with pytest.raises(hf.CheckpointExistsError):
+        hf.save(tmp_path / "2", {"w": torch.zeros(5 << 20, dtype=torch.uint8)})
+    assert not functions._idle, "what an error has interrupted may still be read"
+    hf.save(tmp_path / "3", {"w": torch.ones(5 << 20, dtype=torch.uint8)})
+    assert arenas == [2 << 20] * 2
+    for one in functions._idle.values():  # of two windows of 1 MiB: not for other tests
+        one.close()
+    functions._idle.clear()
 
 
 def test_saves_from_many_threads(tmp_path):
@@ -433,3 +464,16 @@ def test_a_big_first_save_outlives_the_script(tmp_path):
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "one")], check=True, timeout=60)
     assert hf.load(tmp_path / "one")["w"].sum().item() == 1 << 22
+
+
+def test_the_arena_of_a_save_that_is_stuck_is_not_waited_for_without_end(tmp_path, monkeypatch) -> None:
+    """One of several ranks whose writer stands still raises; the others hear of it, as of any error of a save."""
+    monkeypatch.setattr(save_target, "ANSWER_MARGIN_S", 0.01)
+    team: Any = SimpleNamespace(rank=1, timeout_s=0.02)
+    client: Any = None
+    stuck: Any = SimpleNamespace(future=Future())
+    one = SaveTarget(target=hf.Checkpoint(tmp_path / "a"), client=client, save_id="s-1", team=team)
+    with pytest.raises(hf.HoldfastError, match="rank 1: the save before this one, whose memory is needed, is not dura"):
+        one.wait_for_arena(stuck)
+    stuck.future.set_exception(OSError("its own handle tells of it"))
+    one.wait_for_arena(stuck)

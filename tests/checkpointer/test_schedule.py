@@ -14,7 +14,7 @@ import torch
 import holdfast as hf
 from holdfast._units import parse_intervals
 from holdfast.checkpointer import boundaries, checkpointer, save_policy
-from holdfast.checkpointer.schedule import Schedule
+from holdfast.checkpointer.save_policy import Schedule
 
 
 def simulate(every: Any, max_steps: int, *, samples: int = 1, seconds: float = 1.0) -> list[int]:

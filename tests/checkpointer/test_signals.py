@@ -16,7 +16,7 @@ import run_kit as kit
 import torch
 
 import holdfast as hf
-from holdfast.checkpointer.schedule import Deadline
+from holdfast.checkpointer.save_policy import Deadline
 from holdfast.checkpointer.signals import StopSignals
 from holdfast.errors import ConfigError
 

@@ -1,6 +1,6 @@
-"""The builder of checkpoints is that of tests/checkpoint, the servers are those of tests/storage."""
+"""The builder of checkpoints is that of tests/checkpoint."""
 
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("checkpoint", "storage")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))

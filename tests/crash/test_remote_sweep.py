@@ -5,21 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 import remote_scenarios as scenarios
+from object_kit import BUCKET, client, moto
 
 from holdfast.run.fence import is_fence
 from holdfast.testing import Fault, FaultProxy
 from holdfast.testing.crash import ForkServer
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "storage"))
-from object_kit import BUCKET, client, moto  # noqa: E402 - another folder of tests
-
 FILE = str(HERE / "remote_scenarios.py")
 CASES = list(scenarios.CASES)
 

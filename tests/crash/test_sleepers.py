@@ -6,19 +6,16 @@ import contextlib
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
+from object_kit import BUCKET, client, moto
+from test_crash_sweep import copy_tree
 
 from holdfast.testing import Fault, FaultProxy
 from holdfast.testing.crash import ForkServer
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "storage"))
-from object_kit import BUCKET, client, moto  # noqa: E402 - another folder of tests
-from test_crash_sweep import copy_tree  # noqa: E402 - of this folder
-
 FILE = str(HERE / "sleeper_scenarios.py")
 BASES = str(HERE / "crash_scenarios.py")
 

@@ -90,7 +90,7 @@ def test_the_index_of_a_run_is_as_shown(example):
     segment.parent.mkdir()
     segment.write_text(BLOCKS["reports"])
     assert [row["step"] for row in index.history()] == [5]
-    assert [one.what for one in index.told().events] == ["saved", "deleted"]
+    assert [one.what for one in index.read_history().events] == ["saved", "deleted"]
     index.rebuild_attempts()
     assert [(one.attempt, one.details) for one in index.attempts] == [(1, {"rank": 1}), (2, None)]
     assert (index.run_id, index.notes) == ("162ee96923cfeae2", {"trainer": {"workers": 2}})

@@ -10,8 +10,8 @@ import pytest
 from holdfast.format.commit import PartSummary, commit
 from holdfast.format.digest import CHUNK, bytes_digest, chunk_digests, file_digest
 from holdfast.format.index import Index, Piece, TensorEntry
-from holdfast.format.layout import header_bytes
 from holdfast.format.manifest import FileEntry
+from holdfast.format.tensor_file import lay_out
 from holdfast.format.verify import verify_files
 from holdfast.storage.local.local_storage import LocalStorage
 
@@ -29,7 +29,7 @@ def saved(tmp_path):
     """A checkpoint of three tensors of 100 kB."""
     storage = LocalStorage(tmp_path)
     names, size = ("a", "b", "c"), 100_000
-    header = header_bytes([(name, "uint8", (size,), size) for name in names])
+    header = lay_out([(name, "uint8", (size,), size) for name in names]).header
     data = header + random.Random(1).randbytes(3 * size)
     template = "model-00000-{save_id}.safetensors"
     tensors = {

@@ -15,9 +15,8 @@ from holdfast.errors import CorruptCheckpointError
 from holdfast.format.boxes import Box
 from holdfast.format.codec import dumps
 from holdfast.format.commit import PartSummary, commit
-from holdfast.interop import boxes
-from holdfast.interop.blobs import Blob
-from holdfast.interop.boxes import BoxReader, assemble
+from holdfast.interop import blobs
+from holdfast.interop.blobs import Blob, BoxReader, assemble
 from holdfast.interop.part import DirectPartWriter, Row
 from holdfast.interop.source import OpenedCheckpoint
 from holdfast.storage.local.local_storage import LocalStorage
@@ -52,7 +51,7 @@ def test_any_boxes_in_any_windows_make_the_tensor(shape, data, window) -> None:
     array = np.arange(int(np.prod(shape)), dtype=np.int16).reshape(shape)
     parts = [BoxReader(box, partial(read_from, part_of(array, box))) for box in cuts(tuple(shape), data)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(boxes, "WINDOW", window)
+        patch.setattr(blobs, "WINDOW", window)
         views = [bytes(view) for view in assemble("t", tuple(shape), 2, parts)]
     assert b"".join(views) == array.tobytes()
     assert all(len(view) <= max(2, window) for view in views)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from interop_kit import Odd, adamw, full_state, plain_state, trained
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import holdfast as hf
@@ -78,6 +78,36 @@ def test_dcp_load_reads_what_holdfast_saved(state, tmp_path) -> None:
     wanted = {key: plain_state()[key] for key in ("turned", "pair", "queue", "loose")}
     assert_state_equal({key: target[key] for key in wanted}, wanted)
     assert target["own"] == 3
+
+
+@pytest.mark.parametrize("saved_by", ["dcp", "holdfast"])
+def test_a_part_is_loaded_into_a_part(state, tmp_path, saved_by) -> None:
+    """Less than is stored, and with allow_partial_load more: what both have is read, the rest stays as it was."""
+    weights, moments = get_state_dict(state["model"], state["optimizer"])
+    if saved_by == "dcp":
+        dcp.save({"model": weights, "optimizer": moments}, storage_writer=HoldfastWriter(tmp_path / "ck"))
+    else:
+        hf.save(tmp_path / "ck", state)
+    name, other, *_ = weights
+    few = {"model": {name: torch.zeros_like(weights[name])}}
+    dcp.load(few, storage_reader=HoldfastReader(tmp_path / "ck"))
+    assert_state_equal(few, {"model": {name: weights[name]}})
+    kept = {"weight": torch.full((3,), 7.0), "step": 9}
+    more = {"model": {name: torch.zeros_like(weights[name])}, "another": dict(kept)}
+    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: another"):
+        dcp.load(more, storage_reader=HoldfastReader(tmp_path / "ck"))
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(more, storage_reader=HoldfastReader(tmp_path / "ck"), planner=planner)
+    assert_state_equal(more, {"model": {name: weights[name]}, "another": kept})
+    model, _ = trained(2, kind=Odd)
+    half = torch.optim.AdamW(list(model.parameters())[:2])  # without state, and with fewer parameters
+    hf.load(tmp_path / "ck", {"model": model, "optimizer": half}, strict=False)
+    assert_state_equal(model, state["model"])
+    for one, stored in list(zip(model.parameters(), state["model"].parameters(), strict=True))[:2]:
+        assert torch.equal(half.state[one]["exp_avg"], state["optimizer"].state[stored]["exp_avg"])
+    rest = {"model": {other: torch.zeros_like(weights[other])}}
+    hf.load(tmp_path / "ck", rest, strict=False)
+    assert_state_equal(rest, {"model": {other: weights[other]}})
 
 
 def test_reading_checks_digests(tmp_path) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import holdfast as hf
 from holdfast.errors import StorageError
 from holdfast.interop.sink import ExportFolder
-from holdfast.state.save.torch_plain import from_plain
+from holdfast.state.save.torch_file import from_plain
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing import assert_state_equal

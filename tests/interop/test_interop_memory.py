@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint
 import holdfast as hf
 from memory_kit import peak_bytes
-from holdfast.interop import dcp_reader
+from holdfast.interop import dcp_storage
 
 warnings.simplefilter("ignore")
 folder, total = sys.argv[1], int(sys.argv[2])

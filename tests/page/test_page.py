@@ -14,8 +14,7 @@ from page_kit import HOSTILE, killed, train
 import holdfast as hf
 from holdfast.cli.main import cli
 from holdfast.page.document import render
-from holdfast.page.facts import collect, run_facts
-from holdfast.page.thinning import thin
+from holdfast.page.facts import collect, run_facts, thin
 from holdfast.run.index import Attempt
 from holdfast.run.reports import ReportLog
 from holdfast.storage import resolve

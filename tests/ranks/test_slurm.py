@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from docs_kit import ROOT, blocks
 from slurm_kit import Cluster, wait_until, why_not
 
 import holdfast as hf
-from docs_kit import ROOT, blocks
 
 _reason = why_not()
 pytestmark = pytest.mark.skipif(_reason is not None, reason=str(_reason))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import select
 import signal
 import threading
 import time
@@ -39,18 +37,6 @@ def fitting(made: TorchTrainer, limit_s: float) -> Iterator[Future[hf.Result]]:
     yield future
     thread.join(limit_s)
     assert not thread.is_alive()
-
-
-def wait_gone(pid: int, timeout_s: float = 30.0) -> bool:
-    """Wait for the end of any process."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([fd], [], [], timeout_s)[0])
-    finally:
-        os.close(fd)
 
 
 class Driver:

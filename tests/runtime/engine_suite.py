@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_kit import Driver, start_stubborn_children, wait_gone
+from engine_kit import Driver, start_stubborn_children
+from process_kit import wait_gone
 
 from holdfast.errors import HoldfastError
 from holdfast.trainers.function.engine import Engine, Exited, GroupSpec, Received, Started, Woken

@@ -13,14 +13,14 @@ from holdfast.trainers.function.control.actions import (
     FindStart,
     NextAttempt,
     OpenRun,
+    RunState,
     StopRequested,
     Tick,
 )
 from holdfast.trainers.function.control.controller import Controller
 from holdfast.trainers.function.control.finder import RunContents
 from holdfast.trainers.function.control.plan import RunSpec
-from holdfast.trainers.function.control.states import RunState
-from holdfast.trainers.function.engine import Exited, Received, Started
+from holdfast.trainers.function.engine import Exited, Reason, Received, Started
 from holdfast.trainers.function.failure import error_to_wire
 from holdfast.writer.frames import Message
 from holdfast.writer.messages import RunOpened, SaveResult
@@ -132,8 +132,11 @@ class Play:
         told, data = error_to_wire(error)
         return self.say(rank, data, on="failed", error=told)
 
-    def exit(self, rank: int, code: int | None = 1, signal: int | None = None) -> list[Action]:
-        return self.feed(Exited(rank=rank, exit_code=None if signal is not None else code, signal=signal))
+    def exit(
+        self, rank: int, code: int | None = 1, signal: int | None = None, reason: Reason = "process"
+    ) -> list[Action]:
+        code = None if signal is not None else code
+        return self.feed(Exited(rank=rank, exit_code=code, signal=signal, reason=reason))
 
     def exit_all(self, signal: int | None = 9) -> list[Action]:
         """All that are left exit; what comes out of it is in ``out``, together."""

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_kit import Driver, wait_gone
+from engine_kit import Driver
 from nodes_kit import FakeNodes
+from process_kit import wait_gone
 
 from holdfast.errors import ConfigError
 from holdfast.storage.local.local_storage import LocalStorage

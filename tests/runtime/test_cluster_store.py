@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from holdfast.torch import TorchTrainer
 from holdfast.trainers.function import trainer as trainer_module
 from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
 from holdfast.trainers.function.types import CheckpointUploadMode
+from holdfast.trainers.function.unfinished import Unfinished
 from holdfast.writer.ingest.incoming import put_incoming
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "storage"))
@@ -193,8 +194,47 @@ def test_both_sides_fail_at_once(root: Storage, tmp_path: Path, monkeypatch: pyt
         told.set()
         pair.session.abandon()
         pair.session.drain()
-        assert not [one for one in pair.controller.headers("part") if "error" in one]
+        pair.controller.wait(lambda _: pair.controller.headers("part"))
+        assert ["error" in one for one in pair.controller.headers("part")] == [True]  # for the node, which goes on else
     assert (tmp_path / "mine" / "model.pt").read_bytes() == b"weights"
+
+
+def test_a_report_that_fails_before_it_is_brought(
+    root: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node, which reads along, hears that nothing comes of it: a worker that ends well has left it nothing."""
+    original, begun, go_on = put_incoming, threading.Event(), threading.Event()
+
+    def wait(*arguments: Any) -> None:
+        begun.set()
+        assert go_on.wait(30)
+        original(*arguments)
+
+    told: list[Any] = []
+    node = Unfinished(lambda *message: told.append(message), told.append, storage=root)
+
+    def script(controller: Any, header: dict[str, Any]) -> None:
+        node.note(0, header)
+        if header["on"] == "report" and header["index"] == 2:
+            controller.trouble(StorageError("another rank's disk is full"), index=2)
+        elif header["on"] == "part" and header["index"] == 1:
+            controller.committed(1)
+
+    monkeypatch.setattr("holdfast.trainers.function.worker.delivery.put_incoming", wait)
+    with Pair(apart(root), script) as pair:
+        for name in ("one", "two"):
+            hf.report({}, make(tmp_path / name), checkpoint_upload_mode=ASYNC)
+        assert begun.wait(30)
+        assert wait_until((tmp_path / "two").exists)  # put back
+        go_on.set()
+        pair.controller.wait(lambda _: len(pair.controller.headers("part")) == 2)
+        with pytest.raises(StorageError, match="disk is full"):
+            pair.session.drain()
+        pair.session.drain()
+    node.end(0, finish=True)
+    assert not [one for one in threading.enumerate() if one.name == "holdfast-unfinished"]
+    assert told == []
+    assert (tmp_path / "two" / "model.pt").read_bytes() == b"weights"
 
 
 def test_the_word_that_it_is_there_follows_its_report(root: Storage, tmp_path: Path) -> None:
@@ -324,6 +364,134 @@ def test_a_node_is_killed_while_it_brings_one(root: Storage, nodes: FakeNodes, t
     for checkpoint, _ in result.best_checkpoints:
         assert checkpoint.verify().ok
         assert {"rank-0.bin", "rank-1.bin", "step.json"} <= {one.path for one in checkpoint.manifest.files}  # type: ignore[union-attr]
+
+
+def kill_when(mark: Path, kill: Callable[[int], object]) -> threading.Thread:
+    """Call ``kill`` with the pid that a worker writes into a file."""
+
+    def work() -> None:
+        while not mark.exists():
+            time.sleep(0.02)
+        kill(int(mark.read_text()))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("how", "starts"), [("worker", [0, 0, 2]), pytest.param("agent", [0, 1, 1], marks=pytest.mark.slow)]
+)
+def test_a_worker_is_killed_while_it_brings_one_in_the_background(
+    root: Storage, nodes: FakeNodes, tmp_path: Path, how: str, starts: list[int]
+) -> None:
+    """Its node finishes that, and the run goes on from it; if the agent there is dead too, the next worker sweeps it.
+
+    Nothing stays on the disk or in the store either way.
+    """
+    mark, folder_of = str(tmp_path / "half"), str(tmp_path / "scratch")
+    Path(folder_of).mkdir()
+
+    def train() -> None:
+        from holdfast.trainers.function.worker import delivery
+
+        context = hf.get_context()
+        rank, first = context.get_world_rank(), int(context.get_trial_id().rsplit("-", 1)[1]) == 1
+        start = 0
+        if (checkpoint := hf.get_checkpoint()) is not None:
+            with checkpoint.as_directory() as folder:
+                start = json.loads(Path(folder, "step.json").read_text()) + 1
+
+        def half(storage: Any, home: str, source: Any) -> None:
+            storage.put(f"{home}/000000", b"half of it")
+            Path(f"{mark}-part").write_text(str(os.getpid()))
+            os.rename(f"{mark}-part", mark)
+            time.sleep(600)
+
+        for step in range(start, 3):
+            if first and step == 1 and rank == 1:
+                delivery.put_incoming = half
+            folder = tempfile.mkdtemp(dir=folder_of)
+            Path(folder, "step.json").write_text(str(step))
+            Path(folder, f"rank-{rank}.bin").write_bytes(b"x" * 10_000)
+            mode = CheckpointUploadMode.ASYNC if step == 1 else CheckpointUploadMode.SYNC
+            wanted = {"checkpoint_upload_mode": mode, "delete_local_checkpoint_after_upload": True}
+            hf.report({"step": step, "start": start}, hf.Checkpoint.from_directory(folder), **wanted)
+            if first and step == 1:
+                time.sleep(600)
+
+    def kill(pid: int) -> None:
+        os.kill(pid if how == "worker" else nodes.agents["b"].pid, signal.SIGKILL)
+
+    killer = kill_when(Path(mark), kill)
+    result = fit(root, train, max_failures=1)
+    killer.join(10)
+    assert list(result.metrics_dataframe["step"]) == [0, 1, 2]
+    assert list(result.metrics_dataframe["start"]) == starts
+    assert len(result.attempts) == 2
+    assert os.listdir(folder_of) == []
+    assert not [name for name in names(root) if name.startswith(".incoming")]
+    assert len(result.best_checkpoints) == 3
+    for checkpoint, row in result.best_checkpoints:
+        assert checkpoint.verify().ok
+        with checkpoint.as_directory() as folder:
+            assert json.loads(Path(folder, "step.json").read_text()) == row["step"]
+    if how == "agent":
+        logs = b"".join(root.read(f"logs/attempt-00002/rank-{rank}.log") for rank in range(2))
+        assert b"rank 1 of an earlier start has reported it (report 2), and died before" in logs
+
+
+@pytest.mark.parametrize("engine", [pytest.param("ray", marks=pytest.mark.slow), "local"])
+def test_a_worker_is_killed_with_a_share_on_the_disk(
+    root: Storage, tmp_path: Path, request: pytest.FixtureRequest, engine: str
+) -> None:
+    """``RunConfig(local_dir=...)``: its node brings the share, and the run goes on from that save; no disk has any."""
+    mark = str(tmp_path / "staged")
+    if engine == "ray":
+        request.getfixturevalue("nodes")
+
+    def train() -> None:
+        from holdfast.trainers.function.worker import staging
+
+        context = hf.get_context()
+        rank, first = context.get_world_rank(), int(context.get_trial_id().rsplit("-", 1)[1]) == 1
+        start = 0
+        if (checkpoint := hf.get_checkpoint()) is not None:
+            start = hf.load(checkpoint)["step"] + 1
+
+        def hang(*_: Any, **__: Any) -> None:
+            Path(f"{mark}-part").write_text(str(os.getpid()))
+            os.rename(f"{mark}-part", mark)
+            time.sleep(600)
+
+        for step in range(start, 3):
+            hf.get_all_reported_checkpoints("committed")  # all of the step before is brought
+            if first and step == 1 and rank == 1:
+                staging.bring_share = hang
+            hf.report({"step": step, "start": start}, state={"weights": [float(step)] * 100, "step": step})
+            if first and step == 1:
+                time.sleep(600)
+
+    killer = kill_when(Path(mark), lambda pid: os.kill(pid, signal.SIGKILL))
+    place, _, name = root.uri.rpartition("/")
+    result = TorchTrainer(
+        train,
+        scaling_config=hf.ScalingConfig(num_workers=2, engine=engine),  # type: ignore[arg-type]
+        run_config=hf.RunConfig(
+            name=name,
+            storage_path=place,
+            local_dir=tmp_path / "disk",
+            failure_config=hf.FailureConfig(max_failures=1),
+        ),
+    ).fit()
+    killer.join(10)
+    assert list(result.metrics_dataframe["step"]) == [0, 1, 2]
+    assert list(result.metrics_dataframe["start"]) == [0, 0, 2]
+    assert len(result.attempts) == 2
+    for step, (checkpoint, _) in enumerate(result.best_checkpoints):
+        assert checkpoint.verify().ok
+        assert hf.load(checkpoint)["step"] == step
+    assert not [path for path in (tmp_path / "disk").rglob("*") if path.is_file()]
 
 
 @pytest.mark.slow

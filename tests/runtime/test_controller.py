@@ -16,13 +16,14 @@ from holdfast.trainers.function.control.actions import (
     Note,
     OpenRun,
     Resumed,
+    RunState,
     Say,
     Send,
     StartGroup,
     StoreRows,
+    check_transition,
 )
 from holdfast.trainers.function.control.plan import WaitLimits
-from holdfast.trainers.function.control.states import RunState, check_transition
 from holdfast.trainers.function.engine import Started
 
 

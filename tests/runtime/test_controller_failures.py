@@ -27,14 +27,15 @@ from holdfast.trainers.function.control.actions import (
     KillGroup,
     NextAttempt,
     Resumed,
+    RunState,
     Say,
     StartGroup,
     StoreRows,
 )
 from holdfast.trainers.function.control.plan import WaitLimits
 from holdfast.trainers.function.control.policy import FailurePolicy
-from holdfast.trainers.function.control.states import RunState
 from holdfast.trainers.function.engine import Started
+from holdfast.trainers.function.failure import error_to_wire
 
 ONCE = FailurePolicy(max_failures=1)
 
@@ -230,6 +231,56 @@ def test_what_a_worker_brings_is_no_hang(kind: str) -> None:
     assert play.out == []
     play.part(1, 1)
     assert play.only(Ingest if kind == "directory" else CommitParts)
+
+
+LEFT = {"kind": "directory", "home": ".incoming-1/1-1", "path": "/scratch/x", "rank": 1, "owned": True}
+
+
+def play_left(kind: str) -> Play:
+    """Rank 0 has brought its part of report 1; that of rank 1, which is on a disk of its node, is on its way."""
+    play = Play(policy=ONCE, limits=WaitLimits(drain_s=10)).run()
+    for rank in range(2):
+        coming = {"path": f".incoming-1/1-{rank}", "owned": True, "coming": True}
+        if kind == "directory":
+            play.report(rank, 1, kind, call=None, source=coming, unfinished=LEFT)
+        else:
+            play.report(rank, 1, kind)
+            play.say(rank, on="staged", index=1, unfinished=LEFT)
+    play.part(0, 1)
+    return play
+
+
+@pytest.mark.parametrize("kind", ["directory", "state"])
+def test_a_node_finishes_what_its_dead_worker_has_left(kind: str) -> None:
+    """It is waited for, and committed; the group starts again from it."""
+    play = play_left(kind)
+    play.exit(1, signal=signal.SIGKILL)
+    assert play.out == []
+    play.part(1, 1)
+    assert play.only(Ingest if kind == "directory" else CommitParts)
+    play.committed()
+    assert play.only(KillGroup)
+    assert play.controller.commits.shelf.newest() is not None
+
+
+@pytest.mark.parametrize("kind", ["directory", "state"])
+def test_a_node_that_cannot_finish_it(kind: str) -> None:
+    """A node that is lost too, one that says so, and one that is too slow: the report is not committed."""
+    play = play_left(kind)
+    play.exit(1, signal=signal.SIGKILL, reason="node")
+    assert play.kinds() == ["KillGroup"]
+    play = play_left(kind)
+    play.exit(1, signal=signal.SIGKILL)
+    error, data = error_to_wire(HoldfastError("the disk is gone"))
+    play.say(1, data, on="part", index=1, error=error)
+    assert play.only(KillGroup)
+    play = play_left(kind)
+    play.exit(1, signal=signal.SIGKILL)
+    play.tick(after=10)
+    assert play.only(KillGroup)
+    for commit in (Ingest, CommitParts):
+        assert play.all(commit) == []
+    assert play.controller.commits.shelf.newest() is None
 
 
 def test_silence_is_a_hang() -> None:

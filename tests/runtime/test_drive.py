@@ -15,12 +15,11 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, ValidationConfig
 from holdfast.errors import RunBusyError, StorageError, TrainingFailedError
 from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.trainers.function.control.drive import Driver, ExecutorOptions
+from holdfast.trainers.function.control.actions import RunState
+from holdfast.trainers.function.control.drive import Driver, ExecutorOptions, Stops
 from holdfast.trainers.function.control.plan import RunSpec, WaitLimits
 from holdfast.trainers.function.control.policy import FailurePolicy
 from holdfast.trainers.function.control.result import Result
-from holdfast.trainers.function.control.states import RunState
-from holdfast.trainers.function.control.stops import Stops
 from holdfast.trainers.function.failure import error_to_wire
 
 

@@ -14,11 +14,11 @@ from holdfast.config import Keep
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.testing.faults import FaultyStorage
+from holdfast.trainers.function.control.actions import RunState
 from holdfast.trainers.function.control.drive import Driver, ExecutorOptions
 from holdfast.trainers.function.control.plan import RunSpec
 from holdfast.trainers.function.control.policy import FailurePolicy
 from holdfast.trainers.function.control.result import Result
-from holdfast.trainers.function.control.states import RunState
 from holdfast.trainers.function.failure import error_to_wire
 
 NUM_REPORTS = 4

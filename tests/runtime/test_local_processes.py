@@ -15,7 +15,8 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from engine_kit import LIMIT_S, Driver, start_stubborn_children, wait_gone
+from engine_kit import LIMIT_S, Driver, start_stubborn_children
+from process_kit import wait_gone
 
 from holdfast.trainers.function.engine import Exited, Started, TaskEnded
 from holdfast.trainers.function.engines.local.engine import LocalEngine

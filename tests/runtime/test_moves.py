@@ -13,7 +13,7 @@ from holdfast.trainers.function.control.actions import Commit, End, KillGroup, N
 from holdfast.trainers.function.control.plan import WaitLimits
 from holdfast.trainers.function.control.policy import FailurePolicy
 from holdfast.trainers.function.engine import Capacity, Draining, Exited
-from holdfast.trainers.function.worker.agreement import Agreement
+from holdfast.trainers.function.worker.link import Agreement
 
 LIMITS = WaitLimits(settle_capacity_s=3, grow_after_s=60)
 
@@ -61,6 +61,24 @@ def test_a_rank_is_held_after_the_save_and_not_for_ever() -> None:
     held.end()
     thread.join(30)
     assert not thread.is_alive()
+
+
+def test_a_verdict_that_does_not_come_costs_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls after it go on at once, and heed the verdict if it comes after all."""
+    rank = Agreement(lambda _: None, hold_s=0.05)
+    rank.take({"do": "save_soon"})
+    waits: list[float] = []
+    wait_for = rank._changed.wait_for
+
+    def count(*args: Any) -> bool:
+        waits.append(args[1])
+        return wait_for(*args)
+
+    monkeypatch.setattr(rank._changed, "wait_for", count)
+    assert [rank.ask() for _ in range(3)] == [False] * 3
+    assert waits == [0.05]
+    rank.take({"do": "save_at", "call": 5})
+    assert [rank.ask(), rank.ask()] == [False, True]
 
 
 def draining(**fields: Any) -> Play:
@@ -129,6 +147,65 @@ def test_drained_without_should_save() -> None:
     assert play.all(Commit)
     play.committed()
     assert play.only(KillGroup)
+
+
+def saved(play: Play, index: int, *, seconds: float, asks: bool = True) -> None:
+    """All ranks report a checkpoint, whose commit takes so long."""
+    more = {"asks": True} if asks else {}
+    for rank in (0, 1):
+        play.report(rank, index, **more)
+    commit = play.only(Commit)
+    play.now += seconds
+    play.out = [commit]
+    play.committed()
+
+
+@pytest.mark.parametrize(
+    ("left_s", "seconds", "asks", "wait_s"),
+    [(15, 0.25, True, 6.0), (10, 0.5, True, 3.0), (15, 2.0, True, 0.0), (15, 0.1, False, 0.0), (3600, 5.0, True, 6.0)],
+)
+def test_fast_saves_wait_for_other_notices(left_s: float, seconds: float, asks: bool, wait_s: float) -> None:
+    """Workers whose saves are known to be fast train on for a while: what else is drained then is the same move."""
+    play = Play(finds_places=True, limits=LIMITS).open().found()
+    play.feed(Capacity(num_workers=2))
+    play.go()
+    saved(play, 1, seconds=seconds, asks=asks)
+    play.feed(Draining(ranks=(1,), detail="node b goes", left_s=left_s))
+    assert len(sent(play, "save_soon")) == (0 if wait_s else 2)
+    if not wait_s:
+        return
+    assert play.controller.deadline() == play.now + wait_s
+    play.feed(Draining(ranks=(0,), detail="node a goes", left_s=left_s), after=wait_s - 1)
+    assert play.out == []
+    play.tick(after=1)
+    assert len(sent(play, "save_soon")) == 2
+    play.tick(after=1)
+    assert sent(play, "save_soon") == []
+
+
+def test_a_rank_that_finishes_before_the_ranks_are_asked() -> None:
+    """It would never answer: nobody is asked to wait for it, and the others go on."""
+    play = Play(finds_places=True, limits=LIMITS).open().found()
+    play.feed(Capacity(num_workers=2))
+    play.go()
+    saved(play, 1, seconds=0.25)
+    play.feed(Draining(ranks=(1,), detail="node b goes", left_s=15))
+    play.say(0, on="finished")
+    assert play.only(Say).line == "node b goes: rank 0 finished meanwhile, the others go on"
+    play.tick(after=7)
+    assert sent(play, "save_soon") == []
+
+
+def test_a_second_notice_may_hurry_the_first() -> None:
+    """The save comes in time for the node that goes first."""
+    play = Play(finds_places=True, limits=LIMITS).open().found()
+    play.feed(Capacity(num_workers=2))
+    play.go()
+    saved(play, 1, seconds=1.0)
+    play.feed(Draining(ranks=(1,), detail="node b goes", left_s=60))
+    assert sent(play, "save_soon") == []
+    play.feed(Draining(ranks=(0,), detail="node a goes", left_s=5), after=1)
+    assert len(sent(play, "save_soon")) == 2
 
 
 def test_drained_before_it_could_save() -> None:

@@ -8,11 +8,9 @@ import pytest
 from scripted import Play, kept
 
 from holdfast.errors import ConfigError, TrainingError
-from holdfast.trainers.function.control.actions import Begin, End, NextAttempt, Say, StartGroup
+from holdfast.trainers.function.control.actions import Begin, End, NextAttempt, RunState, Say, StartGroup
 from holdfast.trainers.function.control.plan import WaitLimits
-from holdfast.trainers.function.control.policy import FailurePolicy
-from holdfast.trainers.function.control.scaling import ScalingPolicy
-from holdfast.trainers.function.control.states import RunState
+from holdfast.trainers.function.control.policy import FailurePolicy, ScalingPolicy
 from holdfast.trainers.function.engine import Capacity, Exited, GroupSpec, Placed, Started, Unable
 from holdfast.trainers.function.engines.cluster.places import NodePlace, arrange, rank_environment
 

@@ -6,13 +6,14 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from holdfast.trainers.function.engines.cluster import ray_nodes
 from holdfast.trainers.function.engines.cluster.nodes import AgentCall, NodeEvent, PlacesChanged, Refused
-from holdfast.trainers.function.engines.cluster.ray_api import NodeFacts
+from holdfast.trainers.function.engines.cluster.ray_api import NodeFacts, RayApi
 from holdfast.trainers.function.engines.cluster.ray_nodes import RayNodes, Wanted
 
 LIMIT_S = 30.0
@@ -44,6 +45,7 @@ class Table:
         self.going: dict[str, float] = {}
         self.groups: list[Group] = []
         self.given_back: list[Group] = []
+        self.autoscales = False
         self.hangs = threading.Event()
         self.goes_on = threading.Event()
 
@@ -54,6 +56,9 @@ class Table:
 
     def draining(self) -> dict[str, float]:
         return dict(self.going)
+
+    def shrinks(self) -> bool:
+        return self.autoscales
 
     def free(self) -> dict[str, Mapping[str, float]]:
         taken = {node for group in self.groups for node in group.nodes.values()}
@@ -105,8 +110,9 @@ class Table:
 class Seen:
     """What a `RayNodes` has said."""
 
-    def __init__(self, table: Table, **wanted: Any) -> None:
+    def __init__(self, table: Table, *, autoscales: bool = False, **wanted: Any) -> None:
         self.table = table
+        table.autoscales = autoscales
         told = {"least": 2, "most": 2, "resources": {"CPU": 1.0}, "spares": 1, **wanted}
         self.nodes = RayNodes(table, Wanted(**told))  # type: ignore[arg-type]
         self._events: queue.Queue[NodeEvent] = queue.Queue()
@@ -173,6 +179,36 @@ def test_a_node_that_does_not_answer(begin: Callable[..., Seen]) -> None:
     while not seen.table.given_back:
         threading.Event().wait(0.01)
     assert [group.size for group in seen.table.given_back] == [1]
+
+
+def test_a_cluster_that_autoscales(begin: Callable[..., Seen]) -> None:
+    """No agent gets ready on a node that is not used: the autoscaler removes that node."""
+    seen = begin("a", "b", "c", autoscales=True)
+    first = seen.places("a", "b")
+    assert first.spares == ()
+    seen.use(first)
+    seen.table.alive.append("d")
+    seen.table.going["b"] = 30.0
+    assert seen.until(lambda event: getattr(event, "draining", None)).spares == ()
+
+
+@pytest.mark.parametrize("config", [RuntimeError("the cluster is busy"), SimpleNamespace(node_group_configs=[None])])
+def test_a_cluster_that_does_not_tell_whether_it_autoscales(config: Any) -> None:
+    """The run does not need to know: whatever goes wrong with the question, it goes on without an answer."""
+
+    def get_cluster_config() -> Any:
+        if isinstance(config, Exception):
+            raise config
+        return config
+
+    state = SimpleNamespace(state=SimpleNamespace(get_cluster_config=get_cluster_config))
+    ray = SimpleNamespace(
+        _private=SimpleNamespace(state=state),
+        remote=lambda **_: lambda actor: actor,
+        get_runtime_context=lambda: None,
+        WORKER_MODE=1,
+    )
+    assert not RayApi(ray).shrinks()
 
 
 def test_a_node_that_is_drained(begin: Callable[..., Seen]) -> None:

@@ -13,7 +13,7 @@ from test_session_state import Committer, assert_loads, copy_of, make_state, pai
 import holdfast as hf
 from holdfast.errors import ConfigError, StorageError
 from holdfast.torch import TorchTrainer
-from holdfast.trainers.function.worker import staging
+from holdfast.trainers.function import unfinished
 
 
 @pytest.fixture
@@ -51,13 +51,13 @@ def test_a_state_goes_over_the_disk(root: Path, tmp_path: Path) -> None:
 
 def test_a_slow_store_holds_the_third(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two shares wait on the disk while the store stands still; the next one waits for room, and then goes on."""
-    open_, brought = threading.Event(), staging.send_entries
+    open_, brought = threading.Event(), unfinished.send_entries
 
     def slow(*args: Any) -> Any:
         assert open_.wait(20)
         return brought(*args)
 
-    monkeypatch.setattr(staging, "send_entries", slow)
+    monkeypatch.setattr(unfinished, "send_entries", slow)
     state = make_state(1)
     with Committer(root) as script, pair_of(root, script, local_dir=str(tmp_path / "disk")) as pair:
         for number in range(2):
@@ -75,7 +75,7 @@ def test_a_slow_store_holds_the_third(root: Path, tmp_path: Path, monkeypatch: p
 
 def test_a_store_that_fails_costs_that_save(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next call says so, once; the saves after it are brought, and the disk is empty again."""
-    brought, calls = staging.send_entries, []
+    brought, calls = unfinished.send_entries, []
 
     def fails_once(*args: Any) -> Any:
         calls.append(args)
@@ -83,7 +83,7 @@ def test_a_store_that_fails_costs_that_save(root: Path, tmp_path: Path, monkeypa
             raise StorageError("the store is on fire")
         return brought(*args)
 
-    monkeypatch.setattr(staging, "send_entries", fails_once)
+    monkeypatch.setattr(unfinished, "send_entries", fails_once)
     state, disk = make_state(2), tmp_path / "disk"
     with Committer(root) as script, pair_of(root, script, local_dir=str(disk)) as pair:
         pair.session.report({"n": 0}, state=state)
@@ -97,8 +97,8 @@ def test_a_store_that_fails_costs_that_save(root: Path, tmp_path: Path, monkeypa
     assert left(disk) == []
 
 
-def test_what_a_dead_start_has_left_is_swept(root: Path, tmp_path: Path) -> None:
-    """Only what is this run's, and only what carries the id of a start; the folder may have other things in it."""
+def test_what_a_dead_start_has_left_is_swept(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Only what is this run's, and only what carries the id of a start, which is said; other things stay."""
     disk = tmp_path / "disk"
     with Committer(root) as script, pair_of(root, script, local_dir=str(disk)) as pair:
         pair.session.report({}, state=make_state())
@@ -110,6 +110,7 @@ def test_what_a_dead_start_has_left_is_swept(root: Path, tmp_path: Path) -> None
     with Committer(root) as script, pair_of(root, script, local_dir=str(disk), first_index=7) as pair:
         pair.session.report({}, state=make_state())
         pair.session.drain()
+    assert "shares of checkpoint_000001 were stored by an earlier start and never brought" in caplog.text
     assert sorted(path.relative_to(disk) for path in left(disk)) == sorted(
         [Path(home.name, "mine", "file"), Path("other", "0123456789abcdef", "file")]
     )

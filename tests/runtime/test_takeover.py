@@ -13,10 +13,14 @@ import pytest
 from session_kit import START_ID
 
 import holdfast as hf
-from holdfast.errors import CheckpointNotFoundError, ConfigError
+from holdfast.copying import local
+from holdfast.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
-from holdfast.trainers.function.worker import handoff, reflink
+from holdfast.trainers.function.control import execute
+from holdfast.trainers.function.control.actions import ReportedDirectory
+from holdfast.trainers.function.control.execute import bring_beside
+from holdfast.trainers.function.worker import handoff
 from holdfast.trainers.function.worker.handoff import HandoffArea, name_in_run, take
 
 
@@ -64,7 +68,7 @@ def cloning(monkeypatch):
         assert os.path.isfile(source), found
         shutil.copyfile(source, target)
 
-    monkeypatch.setattr(reflink, "clone_file", clone)
+    monkeypatch.setattr(local, "clone_file", clone)
 
 
 def tree(path):
@@ -133,6 +137,69 @@ def test_another_file_system_renames_beside(other_disk, place):
     assert not source.exists()
 
 
+def test_what_an_earlier_attempt_took_over_is_swept(other_disk, root, caplog):
+    """Of attempts of this run that have ended, once for each folder, and said; nothing of anybody else."""
+    ended, living = "0123456789abcdef", "fedcba9876543210"
+    for name in (f".holdfast-{ended}-1f-1", f".holdfast-{living}-1-0", ".holdfast-mine", f"{ended}-1-1"):
+        (other_disk / name).mkdir()
+        (other_disk / name / "model.pt").write_bytes(b"x")
+    place = HandoffArea(root=LocalStorage(root), uri=str(root), start_id=START_ID, rank=1, past=frozenset({ended}))
+    for index in (1, 2):
+        source = other_disk / "mine"
+        source.mkdir()
+        take(of(source), place, index, delete=True, asynchronous=True)
+        assert caplog.text.count("rank 1 of an earlier start has reported it (report 31)") == 1
+    assert sorted(path.name for path in other_disk.iterdir()) == sorted(
+        [f".holdfast-{living}-1-0", ".holdfast-mine", f"{ended}-1-1", *(f".holdfast-{START_ID}-{n}-1" for n in (1, 2))]
+    )
+
+
+def test_what_is_swept_is_never_seen_in_part(other_disk, root, monkeypatch):
+    """The driver may still copy what it was told of: it finds all of it or nothing, and commits no part of it."""
+    ended = "0123456789abcdef"
+    old = other_disk / f".holdfast-{ended}-1f-1"
+    report = ReportedDirectory(rank=1, path=str(old), owned=True)
+    storage = LocalStorage(root)
+    place = HandoffArea(root=storage, uri=str(root), start_id=START_ID, rank=1, past=frozenset({ended}))
+    (old / "sub").mkdir(parents=True)
+    for name in ("a.bin", "sub/b.bin"):
+        (old / name).write_bytes(b"x")
+    removed, walk = [], os.walk
+
+    def remove(path):
+        removed.append(path)
+        os.unlink(os.path.join(path, "a.bin"))
+        assert not old.exists()
+        with pytest.raises(CheckpointError, match="rank 1 reported"):
+            bring_beside(storage, "checkpoint_000001", [report])
+
+    monkeypatch.setattr(handoff, "remove_local", remove)
+    place.sweep_siblings(str(other_disk / "mine"))
+    assert removed == [f"{old}.doomed"]
+    monkeypatch.undo()
+    place.swept.clear()  # as another start, for the sweep was cut short
+    place.sweep_siblings(str(other_disk / "mine"))
+    assert list(other_disk.iterdir()) == []
+
+    old.mkdir()
+    (old / "sub").mkdir()
+    for name in ("a.bin", "sub/b.bin"):
+        (old / name).write_bytes(b"x")
+
+    def listed(path, **how):
+        """The sweep comes between two folders."""
+        for number, found in enumerate(walk(path, **how)):
+            yield found
+            if not number:
+                place.swept.clear()
+                place.sweep_siblings(str(other_disk / "mine"))
+
+    monkeypatch.setattr(execute.os, "walk", listed)
+    with pytest.raises(CheckpointError, match="could not be listed"):
+        bring_beside(storage, "checkpoint_000001", [report])
+    assert list(storage.list("")) == []
+
+
 def test_a_run_without_a_directory_renames_beside(source):
     """The storage may be anything: what the writer reads is local."""
     place = HandoffArea(root=None, uri="memory://x/run", start_id=START_ID, rank=0)
@@ -177,7 +244,7 @@ def test_async_without_deletion_waits_where_nothing_can_be_cloned(source, place,
             raise OSError(errno.EOPNOTSUPP, "no reflinks here")
         shutil.copyfile(old, new)
 
-    monkeypatch.setattr(reflink, "clone_file", second_fails)
+    monkeypatch.setattr(local, "clone_file", second_fails)
     before = stamps(source)
     taken = take(of(source), place, 2, delete=False, asynchronous=True)
     assert len(calls) == 2
@@ -206,9 +273,9 @@ def test_linked_files_are_cloned_and_linked_directories_are_left_to_the_writer(s
 def test_a_real_clone_or_a_clear_no(source, tmp_path):
     """On this very file system: either the kernel clones, or nothing is left behind."""
     os.mkfifo(tmp_path / "pipe")
-    assert not reflink.clone_tree(str(tmp_path / "pipe"), str(tmp_path / "never"))
+    assert not local.clone_tree(str(tmp_path / "pipe"), str(tmp_path / "never"))
     target = tmp_path / "clone"
-    if reflink.clone_tree(str(source), str(target)):
+    if local.clone_tree(str(source), str(target)):
         assert tree(target) == CONTENT
     else:
         assert not target.exists()

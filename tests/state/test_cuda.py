@@ -9,8 +9,7 @@ import torch
 from state_kit import net, train
 
 from holdfast.state.save import cuda
-from holdfast.state.save.plan import plan
-from holdfast.state.save.signature import signature
+from holdfast.state.save.plan import plan, signature
 from holdfast.state.tree.flatten import flatten
 from holdfast.writer.arena import Arena
 

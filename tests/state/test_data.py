@@ -287,7 +287,7 @@ def test_a_loader_subclass_with_its_own_iterator_is_not_taken_apart():
 
 def test_workers_end_with_their_loader():
     """The clone that keeps persistent workers is dropped with the loader it belongs to."""
-    from holdfast.state.data.clone import _clones
+    from holdfast.state.data.loaders import _clones
 
     loader = DataLoader(Ids(), batch_size=4, num_workers=1, persistent_workers=True)
     run(loader)

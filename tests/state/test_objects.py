@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 import holdfast as hf
-from holdfast.state.tree.metrics import restore_metric
+from holdfast.state.tree.objects import restore_metric
 
 SCHEDULERS = {
     "cosine": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 10),
@@ -318,3 +318,25 @@ def test_a_metric_takes_no_state_that_it_does_not_have():
     problems = restore_metric(metric, hostile)
     assert [line.partition("state ")[2] for line in problems] == ["'compute' now", "'__class__' now", "'_computed' now"]
     assert (type(metric), callable(metric.compute), metric._update_count) == (torchmetrics.MeanMetric, True, 3)
+
+
+def scripted_net() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, torch.randn(2, 4))])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_scripted_module_comes_back_also_into_a_plain_one(make, tmp_path) -> None:
+    """Weights and optimizer state of a scripted or traced module; names are those of the module it was made of."""
+    model = make(scripted_net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    hf.save(tmp_path / "one", {"model": model, "optimizer": optimizer})
+    for other in (make(scripted_net()), scripted_net()):
+        into = torch.optim.AdamW(other.parameters())
+        hf.load(tmp_path / "one", {"model": other, "optimizer": into})
+        for name, value in model.state_dict().items():
+            assert torch.equal(other.state_dict()[name], value)
+        first, second = (next(iter(one.state.values()))["exp_avg"] for one in (optimizer, into))
+        assert torch.equal(first, second)

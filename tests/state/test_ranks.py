@@ -21,8 +21,7 @@ import holdfast as hf
 from holdfast.format.commit import read_manifest
 from holdfast.format.index import Index
 from holdfast.state.load.stored import Stored, unite
-from holdfast.state.save.plan import plan
-from holdfast.state.save.signature import signature
+from holdfast.state.save.plan import plan, signature
 from holdfast.state.save.snapshot import SaveRequest, Snapshotter
 from holdfast.state.tree.flatten import flatten
 from holdfast.storage import LocalStorage

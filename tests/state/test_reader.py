@@ -1,19 +1,23 @@
 """Reading finds every damaged byte and says where it is."""
 
+from __future__ import annotations
+
 import itertools
 import shutil
 import threading
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from state_kit import assert_same, net
 
 import holdfast as hf
 from holdfast.checkpoint.handle import Checkpoint
-from holdfast.state.load.picks import can_pick
-from holdfast.state.load.read_request import ReadRequest
-from holdfast.state.load.reader import is_direct, read_tensors
+from holdfast.state.load.read_request import Pick, ReadRequest, can_pick, extent
+from holdfast.state.load.reader import BLOCK, BlockFeed, is_direct, read_tensors, split
 from holdfast.state.load.stored import open_stored
+from holdfast.storage.base import FileReader
 from holdfast.storage.memory import MemoryStorage
 
 _numbers = itertools.count()
@@ -247,3 +251,110 @@ def test_an_interrupt_waits_for_the_other_thread():
     before = target.clone()
     assert not [one for one in set(threading.enumerate()) - others if one.name == "holdfast-read"]
     assert torch.equal(target, before)
+
+
+MIB = 1 << 20
+
+
+class Reader(FileReader):
+    """Writes down the hints."""
+
+    ahead_bytes = 64 * MIB
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.hints: list[tuple[int, int]] = []
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        raise AssertionError("nothing is read here")
+
+    def will_read(self, offset: int, size: int) -> None:
+        self.hints.append((offset, size))
+
+    def close(self) -> None:
+        pass
+
+
+def test_hints_cover_every_block_once_in_ranges_of_one_request() -> None:
+    """No hint is larger than the 8 MiB that a storage asks for at once, else each would cost a second, small one."""
+    blocks: list[tuple[int, int, int]] = []
+    place = 0
+    for owner, nbytes in enumerate([3 * MIB + 512, 40 * MIB + 4096, 100, BLOCK, 7 * MIB]):
+        split(place, place + nbytes, owner, blocks)
+        place += nbytes
+    reader = Reader()
+    feed = BlockFeed(blocks, reader)
+    taken = []
+    while (block := feed.take()) is not None:
+        taken.append(block)
+        assert sum(size for _, size in reader.hints) >= min(place, block[0] + reader.ahead_bytes)
+    assert taken == blocks
+    assert max(size for _, size in reader.hints) <= 8 * MIB
+    ends = [0, *(offset + size for offset, size in reader.hints)]
+    assert [offset for offset, _ in reader.hints] == ends[:-1]
+    assert ends[-1] == place
+
+
+def test_hints_leave_gaps_out() -> None:
+    """What nobody wants is not announced."""
+    blocks: list[tuple[int, int, int]] = []
+    split(0, MIB, 0, blocks)
+    split(10 * MIB, 11 * MIB, 1, blocks)
+    reader = Reader()
+    BlockFeed(blocks, reader).take()
+    assert reader.hints == [(0, MIB), (10 * MIB, MIB)]
+
+
+DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.complex64)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_a_part_is_picked_from_pieces_in_any_order(data):
+    """Whatever the box, the dtype, the gaps of the target and the pieces: the part is there, and nothing else is."""
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    starts = [data.draw(st.integers(0, size - 1)) for size in shape]
+    wanted = tuple(
+        slice(start, data.draw(st.integers(start + 1, size))) for start, size in zip(starts, shape, strict=True)
+    )
+    dtype = data.draw(st.sampled_from(DTYPES))
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    stored = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
+    gaps = data.draw(st.lists(st.integers(0, 2), min_size=len(shape), max_size=len(shape)))
+    around = torch.zeros([one.stop - one.start + gap for one, gap in zip(wanted, gaps, strict=True)], dtype=dtype)
+    inside = tuple(slice(0, one.stop - one.start) for one in wanted)
+    assert can_pick(around[inside], dtype)
+    pick = Pick(around[inside], tuple(shape), wanted)
+    edges = sorted({0, nbytes, *data.draw(st.lists(st.integers(0, nbytes), max_size=6))})
+    pieces = data.draw(st.permutations(list(itertools.pairwise(edges))))
+    for low, high in pieces:
+        pick.take(low, stored.data_ptr() + low, high - low)
+    expected = torch.zeros_like(around)
+    expected[inside] = stored.view(dtype).view(shape)[wanted]
+    assert torch.equal(around.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        torch.zeros(4, 1).expand(4, 3),
+        torch.zeros(3, 4).T,
+        torch.zeros(8)[::2],
+        torch.zeros(12).as_strided((3, 4), (2, 1)),
+        torch.zeros((4, 3), dtype=torch.float64),
+        torch.zeros((4, 3), device="meta"),
+        torch.zeros(()),
+        torch.zeros(4, 3).to_sparse(),  # has no address, and raises if it is asked for it
+    ],
+    ids=["expanded", "transposed", "strided", "overlapping", "dtype", "device", "scalar", "sparse"],
+)
+def test_targets_that_bytes_cannot_be_copied_into(target):
+    """Where rows share memory, have holes or another order, where a cast is needed or no row is, torch has to do it."""
+    assert not can_pick(target, torch.float32)
+
+
+def test_where_the_memory_of_a_tensor_ends():
+    """The extent goes to the end of the last element, gaps included."""
+    assert extent(torch.zeros(4, 6)[:, :2]) == (3 * 6 + 2) * 4
+    assert extent(torch.zeros(0, 6)) == 0
+    assert extent(torch.zeros(())) == 4

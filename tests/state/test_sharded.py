@@ -12,13 +12,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from holdfast.format.boxes import Box, flaw
 from holdfast.format.index import Piece
-from holdfast.state.load import spans as spans_module
+from holdfast.state.load import targets as targets_module
 from holdfast.state.load.reader import read_tensors
 from holdfast.state.load.restore import load_state
-from holdfast.state.load.spans import spans
+from holdfast.state.load.targets import spans
 from holdfast.state.tree import cuts
-from holdfast.state.tree.boxes import Cut, held
-from holdfast.state.tree.sharded import local_parts, local_tensor
+from holdfast.state.tree.sharded import Cut, held, local_parts, local_tensor
 from holdfast.storage.memory import MemoryStorage
 
 _numbers = itertools.count()
@@ -135,7 +134,7 @@ def test_small_reads_make_up_any_box(data):
     sizes = {"_GAP": data.draw(st.sampled_from([1, 8, 40, 1 << 20])), "BATCH": data.draw(st.sampled_from([4, 16, 64]))}
     with pytest.MonkeyPatch.context() as patch:
         for name, size in sizes.items():
-            patch.setattr(spans_module, name, size)
+            patch.setattr(targets_module, name, size)
         requests = list(spans("w", piece, box, wanted, place, torch.int16))
     read_tensors(storage, requests, None)
     assert torch.equal(place, values[tuple(slice(low, high + 1) for low, high in spot)])

@@ -15,8 +15,7 @@ from holdfast.format.commit import read_manifest
 from holdfast.format.index import Index
 from holdfast.state.load.restore import load_state
 from holdfast.state.load.stored import open_stored
-from holdfast.state.save.plan import plan
-from holdfast.state.save.signature import signature
+from holdfast.state.save.plan import plan, signature
 from holdfast.state.tree.flatten import flatten
 from holdfast.state.tree.sharded import local_tensor
 from holdfast.storage.memory import MemoryStorage

@@ -1,17 +1,25 @@
 """Ranks of one machine that load together read each byte once, and never depend on each other."""
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import holdfast as hf
-from holdfast.state.load import shared_blocks, shared_reads
+from holdfast.format.manifest import FileEntry
+from holdfast.state.load import shared_reads
 from holdfast.state.load.restore import load_state
-from holdfast.state.load.shared_read_buffer import PeerReadBuffer
-from holdfast.state.load.shared_reads import SharedReads
+from holdfast.state.load.shared_read_buffer import PeerReadBuffer, SharedReadBuffer
+from holdfast.state.load.shared_reads import ChunkNumbers, SharedReads
 from holdfast.storage.memory import MemoryStorage
 
 _numbers = itertools.count()
@@ -21,7 +29,7 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Let little savings be worth it, and nobody wait long."""
-    monkeypatch.setattr(shared_blocks, "_WORTH", 1)
+    monkeypatch.setattr(shared_reads, "_WORTH", 1)
     monkeypatch.setattr(shared_reads, "_PATIENCE_S", 2.0)
 
 
@@ -94,8 +102,8 @@ def test_columns_are_read_once_for_all_ranks():
         live = torch.zeros(2048, 520)[:, 130 * rank : 130 * rank + 130]
         from holdfast.format.boxes import Box
         from holdfast.state.load.reader import read_tensors
-        from holdfast.state.load.spans import spans
         from holdfast.state.load.stored import open_stored
+        from holdfast.state.load.targets import spans
 
         stored = open_stored(storage)
         entry = stored.entry("w")
@@ -284,12 +292,12 @@ def test_a_rank_that_cannot_take_part_says_so_at_once(monkeypatch):
         waits.append(wait(ready, sign))
         return waits[-1]
 
-    def peer_desk(told):
+    def peer_buffer(described):
         if getattr(refused, "here", False):
             raise PermissionError("a sandbox")
-        return PeerReadBuffer(told)
+        return PeerReadBuffer(described)
 
-    monkeypatch.setattr(shared_reads, "PeerReadBuffer", peer_desk)
+    monkeypatch.setattr(shared_reads, "PeerReadBuffer", peer_buffer)
     monkeypatch.setattr(
         shared_reads, "_wait", lambda *args, **named: (waits.append(wait(*args, **named)), waits[-1])[1]
     )
@@ -336,3 +344,79 @@ def test_a_checkpoint_without_tensors_is_loaded_together():
         return load_state(storage, {"n": 0, "text": ""}, swap=swap).state["text"]
 
     assert Ranks(3).run(load) == ["abc"] * 3
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_the_division_is_even_and_complete(data):
+    """Every block that several ranks want has one owner among them, all agree, and the work is even."""
+    sizes = {"a": data.draw(st.integers(1, 40 * MIB)), "b": data.draw(st.integers(1, 9 * MIB))}
+    numbers = ChunkNumbers(
+        [FileEntry(path=path, size=size, digest="xxh3:0", role="tensors") for path, size in sizes.items()]
+    )
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    world = data.draw(st.integers(2, 5))
+    share = data.draw(st.floats(0.0, 1.0))
+    wants = [(torch.rand(numbers.total, generator=generator) < share).to(torch.uint8) for _ in range(world)]
+    blocks = numbers.divide(wants)
+    assert [block.number for block in blocks] == list(range(len(blocks)))
+    turns = [[block.turn for block in blocks if block.owner == rank] for rank in range(world)]
+    assert all(row == list(range(len(row))) for row in turns)
+    for block in blocks:
+        first = numbers.first[block.file] + block.offset // 65536
+        rows = [one[first : first + 32] for one in wants]
+        assert block.takers == tuple(rank for rank in range(world) if rows[rank].any())
+        assert block.owner in block.takers
+        assert len(block.takers) > 1
+        assert block.chunks == tuple(torch.stack(rows).any(0).nonzero().flatten().tolist())
+
+
+def test_a_rank_that_dies_is_noticed(tmp_path):
+    """The buffer of a process that was killed says so, and what it has published stays readable."""
+    script = (
+        "import sys, time; from holdfast.state.load.shared_read_buffer import SharedReadBuffer as Buffer; import json;"
+        "buffer = Buffer(memoryview(bytearray(b'\\1' * 8)), 1 << 16); buffer.slots[:3] = b'abc'; buffer.publish(1);"
+        "print(json.dumps(buffer.describe()), flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env={**os.environ})
+    try:
+        peer = PeerReadBuffer(json.loads(child.stdout.readline()))
+        assert (bytes(peer.wanted), peer.published, peer.gone, peer.has_opened) == (b"\1" * 8, 1, False, False)
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    assert peer.gone
+    assert bytes(peer.slots[:3]) == b"abc"
+    with pytest.raises(TypeError):
+        peer.slots[0] = 1  # for reading only
+    peer.close()
+
+
+def test_two_threads_ask_for_the_same_rank():
+    """A rank reads with two threads, and both look whether a neighbour still lives."""
+    buffer = SharedReadBuffer(memoryview(bytearray(8)), 4096)
+    peer = PeerReadBuffer(buffer.describe())
+    begin = threading.Barrier(4)
+
+    def ask() -> bool:
+        begin.wait(60)
+        return any(peer.gone for _ in range(20_000))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert not any(one.result(60) for one in [threads.submit(ask) for _ in range(4)])
+    peer.close()
+    assert peer.gone
+    buffer.close()
+
+
+def test_another_process_in_the_place_of_a_rank_is_refused():
+    """A descriptor that is another one by now is not taken for the buffer of a rank."""
+    one, other = (SharedReadBuffer(memoryview(bytearray(8)), 4096) for _ in range(2))
+    with pytest.raises(ValueError, match="not the buffer"):
+        PeerReadBuffer({**one.describe(), "fd": other.describe()["fd"]})
+    described = other.describe()
+    other.close()
+    with pytest.raises((OSError, ValueError)):
+        PeerReadBuffer(described)
+    one.close()

@@ -14,8 +14,7 @@ from torch import nn
 import holdfast as hf
 from holdfast.checkpointer.identity import manifest_fields
 from holdfast.state.save import snapshot, staging
-from holdfast.state.save.plan import plan
-from holdfast.state.save.signature import signature
+from holdfast.state.save.plan import plan, signature
 from holdfast.state.save.snapshot import SaveRequest, Snapshotter
 from holdfast.state.tree.flatten import flatten
 from holdfast.storage import LocalStorage
@@ -117,7 +116,7 @@ def test_an_interrupted_copy_leaves_nobody_copying(monkeypatch):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    for name, value in (("move", slow), ("_SHARE", 0), ("_TELL", 0), ("_CHUNK", 1 << 16)):
+    for name, value in (("move", slow), ("_SHARE", 0), ("_NOTIFY", 0), ("_CHUNK", 1 << 16)):
         monkeypatch.setattr(staging, name, value)
     with Arena.create(layout.arena_bytes) as arena:
         with pytest.raises(KeyboardInterrupt):

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Samp
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.errors import ConfigError
-from holdfast.state.data import position as positions
+from holdfast.state.data import batches as data_batches
 from holdfast.state.data.batches import ResumableBatches
 from holdfast.state.data.split import DealtSampler, Split, split_of
 
@@ -257,7 +257,7 @@ def test_batches_of_somebody_else_are_not_split_in_the_dark() -> None:
 
 @pytest.fixture
 def said(caplog):
-    positions.said.clear()
+    data_batches.said.clear()
     caplog.set_level(logging.WARNING, "holdfast.data")
     return caplog
 

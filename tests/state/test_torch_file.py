@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from holdfast.errors import CorruptCheckpointError, UnsupportedStateError
-from holdfast.format.layout import DTYPES
+from holdfast.format.tensor_file import DTYPES
 from holdfast.state.save import torch_file
-from holdfast.state.save.torch_file import TorchFileWriter, tensor_bytes
-from holdfast.state.save.torch_plain import MARK, from_plain, to_plain
+from holdfast.state.save.torch_file import MARK, TorchFileWriter, from_plain, tensor_bytes, to_plain
 from holdfast.testing import assert_state_equal
 
 Point = namedtuple("Point", "x y")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 
@@ -10,6 +11,7 @@ import pytest
 
 from holdfast.errors import StorageConflictError, StorageError, StorageExistsError
 from holdfast.storage import LocalStorage, MemoryStorage
+from holdfast.storage.local import local_tree
 from holdfast.testing import FaultyOps, FaultyStorage, power_cut_states, snapshot
 
 SIZE = 9000
@@ -123,3 +125,25 @@ def test_stores_do_it_by_themselves(tmp_path):
     with LocalStorage(tmp_path).child("x").replace("a", SIZE) as writer:
         writer.write(VIEW)
     assert (tmp_path / "x/a").read_bytes() == NEW
+
+
+@pytest.mark.parametrize("is_slow", [False, True], ids=["removed before the lock", "locked before the lock"])
+def test_a_sweep_that_sees_the_new_file_before_its_lock_takes_no_bytes(tmp_path, monkeypatch, is_slow):
+    """Another trainer that starts in the same folder at that moment costs another temporary name, not the file."""
+    storage, lock_new, swept = LocalStorage(tmp_path), local_tree.lock_new, []
+
+    def late(folder, name, fd):
+        if not swept:
+            swept.append(name)
+            sweeper = os.open(folder.path + "/" + name, os.O_RDONLY)
+            fcntl.flock(sweeper, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not is_slow:
+                os.unlink(folder.path + "/" + name)
+                os.close(sweeper)
+        lock_new(folder, name, fd)
+
+    monkeypatch.setattr(local_tree, "lock_new", late)
+    started(storage).publish()
+    assert len(swept) == 1
+    assert storage.read("d/a") == NEW
+    assert below(tmp_path) == [str(tmp_path / "d/a")]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import select
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +37,3 @@ def read(checkpoint: hf.Checkpoint | None) -> str:
     assert checkpoint is not None
     with checkpoint.as_directory() as directory:
         return Path(directory, "epoch.txt").read_text()
-
-
-def wait_gone(pid: int) -> None:
-    """Wait for the end of a process that is not our child."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        assert select.select([fd], [], [], LIMIT_S)[0], f"{pid} still runs"
-    finally:
-        os.close(fd)

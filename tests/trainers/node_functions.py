@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -157,6 +158,8 @@ def moves(config: dict[str, Any]) -> None:
         if hf.should_save():
             hf.report({"step": step}, state={"step": step})
             mark(config, f"saved-{attempt()}-{rank}", str(step))
+        elif attempt() == 1 and step % config.get("save_every", step + 1) == 0:
+            hf.report({"step": step}, state={"step": step})
         else:
             hf.report({"step": step})
         if config.get("last") == step:
@@ -169,6 +172,19 @@ def needs_a_package(config: dict[str, Any]) -> None:
 
     del only_on_some_nodes
     steps(config)
+
+
+def validated(config: dict[str, Any]) -> None:
+    """Report two states that are to be validated."""
+    for step in (1, 2):
+        hf.report({"step": step}, state={"step": step}, validation=True)
+
+
+def validate(checkpoint: hf.Checkpoint) -> dict[str, Any]:
+    """Say what is in a checkpoint, and where it was looked at."""
+    step = hf.load(checkpoint)["step"]
+    print(f"validates step {step}")
+    return {"seen": 10 * step, "node": os.environ.get("NODE_OF_THE_TEST", "none")}
 
 
 def clock(config: dict[str, Any]) -> None:

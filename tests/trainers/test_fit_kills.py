@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from fit_functions import learn
-from fit_kit import LIMIT_S, make, wait_gone
+from fit_kit import LIMIT_S, make
+from process_kit import wait_gone
 from test_fit_runs import start_script
 
 import holdfast as hf
@@ -59,7 +60,7 @@ def kill_until_done(root: Path, seed: int, monkeypatch: pytest.MonkeyPatch, *, b
         if driver.returncode == 0:
             break
     for pid in processes(ident):  # writers of killed drivers end by themselves
-        wait_gone(pid)
+        assert wait_gone(pid)
     return kills
 
 

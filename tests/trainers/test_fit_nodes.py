@@ -9,12 +9,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import clock_kit
 import node_functions
 import pytest
 from engine_kit import fitting
 from nodes_kit import FakeNodes
 
-import clock_kit
 import holdfast as hf
 from holdfast.format.commit import read_manifest
 from holdfast.storage.local.local_storage import LocalStorage
@@ -54,8 +54,10 @@ def fit(root: Path, nodes: FakeNodes, monkeypatch: pytest.MonkeyPatch) -> Fit:
         for module in (trainer, engine_choice):
             monkeypatch.setattr(module, "runs_on_ray", lambda _: True)
         preemptions = {"max_preemptions": config.pop("max_preemptions")} if "max_preemptions" in config else {}
+        validation = config.pop("validation", None)
         return TorchTrainer(
             function,
+            validation=validation,
             train_loop_config={"folder": str(root), "steps": 5, "step": 3, **config},
             scaling_config=hf.ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
             run_config=hf.RunConfig(
@@ -180,6 +182,17 @@ def test_a_package_is_missing_at_the_first_start(root: Path, nodes: FakeNodes, f
 
 
 @pytest.mark.slow
+def test_checkpoints_are_validated_on_a_node(root: Path, nodes: FakeNodes, fit: Fit) -> None:
+    """The function runs in a process of a node, beside the workers; what it returns belongs to the checkpoint."""
+    nodes.environments = {node: {"NODE_OF_THE_TEST": node} for node in "ab"}
+    result = fit(node_functions.validated, validation=node_functions.validate).fit()
+    assert [(row["step"], row["seen"]) for _, row in result.best_checkpoints] == [(1, 10), (2, 20)]
+    assert {row["node"] for _, row in result.best_checkpoints} <= {"a", "b"}
+    log = root / "run" / "logs" / "validation-checkpoint_000000.log"
+    assert "validates step 1" in log.read_text()
+
+
+@pytest.mark.slow
 def test_a_full_disk_on_one_node(root: Path, nodes: FakeNodes, fit: Fit) -> None:
     """The message names the node."""
     made = fit(node_functions.steps, how="full_disk", step=1, rank=0)
@@ -219,6 +232,23 @@ def test_two_drains_one_after_the_other(root: Path, nodes: FakeNodes, fit: Fit) 
     done = [one["step"] for one in rows(result)]
     assert done == list(range(1, len(done) + 1))
     assert sorted(nodes.launched) == ["a", "b", "c", "d"]
+
+
+@pytest.mark.slow
+def test_two_drains_seconds_apart_with_fast_saves(root: Path, nodes: FakeNodes, fit: Fit) -> None:
+    """The first one waits a little for others, because the saves so far took no time: one restart for both."""
+    made = fit(node_functions.moves, max_preemptions=1, save_every=5)
+    with fitting(made, LIMIT_S) as future:
+        wait_until((root / "run" / "checkpoint_000002" / "manifest.json").exists, future, "saves were made")
+        nodes.set(c=1, d=1)
+        nodes.drain("a", 60.0)
+        time.sleep(2.0)
+        assert not (root / "begun-2-0").exists()
+        nodes.drain("b", 60.0)
+    result = future.result()
+    assert [(root / f"begun-{number}-0").exists() for number in (1, 2, 3)] == [True, True, False]
+    done = [row["step"] for row in rows(result)]
+    assert done == list(range(1, len(done) + 1))
 
 
 @pytest.mark.slow

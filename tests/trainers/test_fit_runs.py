@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from fit_functions import meet, rank, save_directory
-from fit_kit import LIMIT_S, epochs, make, read, wait_gone
+from fit_kit import LIMIT_S, epochs, make, read
+from process_kit import wait_gone
 
 import holdfast as hf
 
@@ -132,7 +133,7 @@ def test_a_killed_driver(tmp_path: Path) -> None:
         first.kill()
         first.wait(LIMIT_S)
     for pid in workers:
-        wait_gone(pid)
+        assert wait_gone(pid)
     result = make(tmp_path, train_loop_config={"epochs": 6}).fit()
     assert epochs(result) == [0, 1, 2, 3, 4, 5]
     assert result.attempts[0].reason == "the trainer died"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import writer_kit as kit
+from process_kit import wait_gone
 
 from holdfast.config import Keep
 from holdfast.errors import StorageError
@@ -43,7 +44,7 @@ def kill_writer(client: WriterClient) -> None:
     pid = client.process_id
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    assert kit.wait_ended(pid)
+    assert wait_gone(pid)
 
 
 def test_an_attempt_follows_under_the_same_lease(tmp_path: Path, client: WriterClient) -> None:

@@ -18,16 +18,16 @@ import pytest
 from holdfast.errors import HoldfastError
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
-from holdfast.writer.ranks import words
-from holdfast.writer.ranks.hello import (
+from holdfast.writer.ranks import link
+from holdfast.writer.ranks.link import (
     ANSWER_BYTES,
     CHALLENGE_BYTES,
     PROOF_BYTES,
+    Link,
     make_answer,
     make_challenge,
     make_proof,
 )
-from holdfast.writer.ranks.link import Link
 from holdfast.writer.ranks.member import ControlMember
 from holdfast.writer.ranks.server import ControlServer
 from holdfast.writer.ranks.step_mailbox import BOARD_BYTES, StepMailbox
@@ -517,7 +517,7 @@ def test_all_ranks_join_where_the_soft_limit_is_smaller_than_their_number(small_
 def test_every_word_that_the_server_understands_is_let_in() -> None:
     """The table of words and the handlers of the server name the same messages."""
     handlers = {name.removeprefix("_on_") for name in dir(ControlServer) if name.startswith("_on_")}
-    assert handlers | {"hello"} == set(words._WORDS)
+    assert handlers | {"hello"} == set(link._WORDS)
 
 
 def test_a_server_that_ends_every_connection_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,12 +160,36 @@ def test_a_stop_overtakes_a_save_that_is_not_agreed_yet_and_follows_one_that_is(
     assert steps.joined(0, RankStanding(done=0)) == [(None, {"do": "propose", "step": 2, "kind": "save"})]
     assert steps.want("stop") == [(None, {"do": "propose", "step": 3, "kind": "stop"})]
     steps.acknowledged(0, 3)
-    assert steps.want("save") == []
+    assert steps.want("save", 0) == []
     assert steps.acted(0, 3) == [], "a stop saves already"
     steps.want("save")
     steps.acknowledged(0, 5)
     assert steps.want("stop") == []
     assert steps.acted(0, 5) == [(None, {"do": "propose", "step": 7, "kind": "stop"})]
+
+
+def test_a_rank_that_has_acted_wants_the_next_step() -> None:
+    """Its word that it has acted overtakes that of a slower rank: the wish must not count as the one being done.
+
+    Lost, it is never said again: training by the clock then neither saves nor ends.
+    """
+    steps = StepAgreement(2)
+    for rank in range(2):
+        steps.joined(rank, RankStanding(done=0))
+    steps.want("settle", 0)
+    for rank in range(2):
+        steps.acknowledged(rank, 2)
+    assert steps.acted(0, 2) == []
+    assert steps.want("settle", 1) == [], "rank 1 comes to it still"
+    assert steps._next is None
+    assert steps.want("settle", 0) == []
+    assert steps.acted(1, 2) == [(None, {"do": "propose", "step": 4, "kind": "settle"})]
+    assert steps.want("settle") == [], "not armed: it is news for nobody"
+    for rank in range(2):
+        steps.acknowledged(rank, 4)
+    steps.want("settle")
+    steps.acted(0, 4)
+    assert steps.acted(1, 4) == [(None, {"do": "propose", "step": 6, "kind": "settle"})]
 
 
 def test_a_new_server_arms_what_the_old_one_had_armed() -> None:

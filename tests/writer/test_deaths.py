@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import writer_kit as kit
+from process_kit import wait_gone
 
 from holdfast.errors import HoldfastError, SessionError
 from holdfast.format.commit import read_manifest
@@ -43,7 +44,7 @@ def test_trainer_killed_after_submit_is_committed(tmp_path: Path, trainers: list
     directory = kit.wait_line(trainer, "submitted")
     os.killpg(trainer.pid, signal.SIGKILL)
     trainer.wait(60)
-    assert kit.wait_ended(writer), "the writer outlives its trainer"
+    assert wait_gone(writer), "the writer outlives its trainer"
     storage = LocalStorage(tmp_path)
     manifest = read_manifest(storage, directory)
     data = {entry.size: storage.read(f"{directory}/{entry.path}") for entry in manifest.files}
@@ -62,7 +63,7 @@ def test_trainer_killed_before_seal_leaves_nothing(tmp_path: Path, trainers: lis
     assert list((tmp_path / directory).iterdir())
     trainer.kill()
     trainer.wait(60)
-    assert kit.wait_ended(writer)
+    assert wait_gone(writer)
     assert not (tmp_path / directory).exists()
 
 
@@ -76,7 +77,7 @@ def test_trainer_killed_while_it_fills_the_arena_leaves_nothing(
     directory = kit.wait_line(trainer, "submitted")
     trainer.kill()
     trainer.wait(60)
-    assert kit.wait_ended(writer)
+    assert wait_gone(writer)
     assert not (tmp_path / directory).exists()
 
 
@@ -90,7 +91,7 @@ def test_leftovers_are_swept_at_the_next_start(tmp_path: Path, trainers: list[su
     os.kill(writer, signal.SIGKILL)
     trainer.kill()
     trainer.wait(60)
-    assert kit.wait_ended(writer)
+    assert wait_gone(writer)
     assert list((tmp_path / directory).iterdir())
     storage = LocalStorage(tmp_path)
     with WriterClient.start(storage) as client:
@@ -110,7 +111,7 @@ def test_a_forked_child_holds_nothing(tmp_path: Path, trainers: list[subprocess.
     try:
         assert held == []
         os.kill(trainer.pid, signal.SIGKILL)
-        assert kit.wait_ended(writer)
+        assert wait_gone(writer)
     finally:
         os.kill(int(child), signal.SIGKILL)
 
@@ -155,7 +156,7 @@ def test_a_save_that_follows_the_copying_survives_the_death_of_its_writer(tmp_pa
         future = client.submit(storage, job, [b"{}"], arena, filled=0)
         client.fill(future.job_no, 64 * kit.MIB)
         os.kill(first, signal.SIGKILL)
-        assert kit.wait_ended(first)
+        assert wait_gone(first)
         client.fill(future.job_no, arena.size)
         future.result(60)
         assert client.process_id != first
@@ -250,7 +251,7 @@ def test_close_with_a_limit_leaves_the_sealed_save_to_the_writer(tmp_path: Path)
                 future.result(0)
         finally:
             os.kill(pid, signal.SIGCONT)
-        assert kit.wait_ended(pid)
+        assert wait_gone(pid)
         assert read_manifest(storage, job.directory)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import writer_kit as kit
+from process_kit import wait_gone
 
 from holdfast import _paused_gc
 from holdfast.errors import SessionError
@@ -49,7 +49,7 @@ def fork_while_held(lock: Any, act: Callable[[], object]) -> int:
 
 
 def _ends(child: int, timeout_s: float) -> bool:
-    return kit.wait_ended(child, timeout_s)
+    return wait_gone(child, timeout_s)
 
 
 def test_a_child_is_refused_and_ends_although_a_call_was_under_way() -> None:

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import HoldfastError
-from holdfast.trainers.function.engines.local.inbox import Inbox
-from holdfast.writer.frame_codec import FrameDecoder, Message, encode
-from holdfast.writer.frames import Channel
+from holdfast.trainers.function.engines.local.child import Inbox
+from holdfast.writer.frames import Channel, FrameDecoder, Message, encode
 from holdfast.writer.ranks.link import MAX_MESSAGE, Link
 
 HEADERS = st.dictionaries(st.text(max_size=5).filter(lambda key: key != "$"), st.integers() | st.text(max_size=9))

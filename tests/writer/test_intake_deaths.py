@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import trainer_script
 import writer_kit as kit
+from process_kit import wait_gone
 
 from holdfast.checkpoint.verify import verify
 from holdfast.errors import CheckpointError
@@ -51,7 +52,7 @@ def commit_of(save_id: str, wait_s: float) -> PartsJob:
 def test_a_driver_killed_after_ingest_is_committed(tmp_path: Path, trainers: list[subprocess.Popen[str]]) -> None:
     """SIGKILL of the driver's process group right after ingest: committed, recorded, nothing handed over is left."""
     directory, writer = killed("intake", tmp_path, trainers)
-    assert kit.wait_ended(writer)
+    assert wait_gone(writer)
     storage = LocalStorage(tmp_path)
     assert verify(storage, directory, deep=True).ok
     stored = kit.stored(storage, directory)
@@ -70,7 +71,7 @@ def test_a_worker_killed_after_its_part_was_sealed(tmp_path: Path, trainers: lis
         save_id, writer = killed("part", tmp_path, trainers)
         job = commit_of(save_id, wait_s=20)
         driver.commit_parts(storage, job).result(30)
-        assert kit.wait_ended(writer)
+        assert wait_gone(writer)
     assert verify(storage, "step_00000001", deep=True).ok
     assert trainer_script.CONTENTS[0] in kit.stored(storage, "step_00000001").values()
 
@@ -86,7 +87,7 @@ def test_a_part_whose_writer_died_too_is_swept(tmp_path: Path, trainers: list[su
     os.kill(writer, signal.SIGKILL)
     trainer.kill()
     trainer.wait(60)
-    assert kit.wait_ended(writer)
+    assert wait_gone(writer)
     job = commit_of(save_id, wait_s=0.2)
     with WriterClient.start(storage) as driver:
         error = driver.commit_parts(storage, job).exception(30)

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from holdfast.config import Mirror
 from holdfast.run.record import Record
-from holdfast.writer.uploads.plan import MirrorLimits, await_upload, done_with, given_up, limits_of, pause_s
+from holdfast.writer.messages import MirrorLimits, limits_of
+from holdfast.writer.uploads.mirror import await_upload, done_with
+from holdfast.writer.uploads.queue import given_up, pause_s
 
 
 def _record(step: int, attempt: int = 1) -> Record:

@@ -21,8 +21,8 @@ from holdfast.run.index import RunIndex
 from holdfast.run.lease import make_owner
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.writer.client import WriterClient
+from holdfast.writer.messages import MirrorLimits
 from holdfast.writer.uploads.mirror import Mirroring
-from holdfast.writer.uploads.plan import MirrorLimits
 from holdfast.writer.uploads.remote import RemoteRun
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from holdfast.errors import HoldfastError
-from holdfast.writer.reports import ReportBuffer
+from holdfast.run.reports import ReportBuffer
 
 
 @pytest.fixture

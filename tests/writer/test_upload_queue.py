@@ -20,14 +20,17 @@ from holdfast.errors import (
     StoragePermissionError,
     StorageUnavailableError,
 )
+from holdfast.format.commit import PartSummary, commit
+from holdfast.format.names import MANIFEST_NAME
+from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing.crash import wait_until
 from holdfast.writer.client import WriterClient
+from holdfast.writer.messages import MirrorLimits
 from holdfast.writer.uploads import files as files_module
 from holdfast.writer.uploads import queue as queue_module
 from holdfast.writer.uploads.files import FileUploads, UploadJob, UploadPointer
-from holdfast.writer.uploads.plan import MirrorLimits
 from holdfast.writer.uploads.queue import UploadQueue
 
 WAIT = MirrorLimits(when_behind="wait")
@@ -268,6 +271,128 @@ def test_a_pointer_of_another_trainer_is_left_alone(source: LocalStorage, is_tak
     going.set()
     assert answers.next() == ("a", None)
     assert target.read("latest") == (b"there/newer" if is_taken else b"there/a")
+    uploads.close()
+
+
+class Store(Refusing):
+    """A target that many clients write to at once."""
+
+    num_parallel = 4
+
+
+def manifest(number: int) -> bytes:
+    """The manifest of a checkpoint that has no files."""
+    storage = MemoryStorage(f"manifest-{number}")
+    fields = {"run_id": "run", "checkpoint_id": f"id-{number}", "attempt": 1, "step": number}
+    commit(storage, "made", fields, [PartSummary(writer=0, files=())])
+    return storage.read(f"made/{MANIFEST_NAME}")
+
+
+def held_back(source: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Reading of a source waits: set once something is read, to be set for it to go on."""
+    begun, going = threading.Event(), threading.Event()
+    read = source.open
+
+    def slow(path: str) -> Any:
+        begun.set()
+        assert going.wait(60)
+        return read(path)
+
+    monkeypatch.setattr(source, "open", slow)
+    return begun, going
+
+
+@pytest.mark.parametrize("kind", ["file", "checkpoint"])
+def test_a_newer_upload_of_another_trainer_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once our trainer is dead another one may upload under a fixed name: what comes there meanwhile is newer.
+
+    It stays, whether ours was under way or waited; what nobody has replaced is sent, one after another.
+    """
+    source, target, answers = LocalStorage(tmp_path), Store(f"newer-{kind}"), Answers()
+    of = "{}" if kind == "file" else "{}/" + MANIFEST_NAME
+
+    def put(storage: Storage, name: str, number: int) -> bytes:
+        data = str(number).encode() if kind == "file" else manifest(number)
+        storage.put(of.format(name), data)
+        return data
+
+    ours = {name: put(source, name, number) for number, name in enumerate("abcde")}
+    begun, going = held_back(source, monkeypatch)
+    uploads = FileUploads(target, num_workers=1)
+    put(target, "first", 90)
+    put(target, "second", 91)
+    for name, path in (("a", "first"), ("b", "second"), ("c", "third"), ("d", "fourth"), ("e", "fourth")):
+        uploads.add(source, UploadJob(path=path, name=name, kind=kind), answers.of(name))
+    assert begun.wait(60)
+    uploads.trainer_gone()
+    newer = {path: put(target, path, number) for number, path in enumerate(("first", "second", "third"), 100)}
+    going.set()
+    told = dict(answers.next() for _ in ours)
+    assert {name for name, error in told.items() if error is not None} == {"a", "b", "c"}
+    assert all("another trainer" in str(told[name]) or "meanwhile" in str(told[name]) for name in "abc")
+    for path, data in newer.items():
+        assert target.read(of.format(path)) == data
+    assert target.read(of.format("fourth")) == ours["e"]
+    assert "second is not uploaded" in caplog.text
+    uploads.close()
+
+
+def test_a_target_that_does_not_answer_is_looked_at_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came there since the trainer died counts as another trainer's then; what is older is replaced."""
+    monkeypatch.setattr(files_module, "_CLOCKS_S", 0.0)
+    source, target, answers = LocalStorage(tmp_path), Store("silent"), Answers()
+    for name in ("a", "b", "c"):
+        source.put(name, name.encode())
+    begun, going = held_back(source, monkeypatch)
+    uploads = FileUploads(target, num_workers=1)
+    for name in ("a", "b", "c"):
+        target.put(f"there/{name}", b"old")
+        uploads.add(source, job(name), answers.of(name))
+    assert begun.wait(60)
+
+    def no_answer(path: str) -> Any:
+        raise StorageUnavailableError("no answer")
+
+    with monkeypatch.context() as silent:
+        silent.setattr(target, "stat", no_answer)
+        uploads.trainer_gone()
+    target.delete("there/b")
+    target.put("there/c", b"newer")
+    going.set()
+    told = dict(answers.next() for _ in "abc")
+    assert (told["a"], told["b"]) == (None, None)
+    assert "another trainer" in str(told["c"])
+    assert [target.read(f"there/{name}") for name in "abc"] == [b"a", b"b", b"newer"]
+    uploads.close()
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_uploads_of_one_path_do_not_take_each_other_for_foreign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_silent: bool
+) -> None:
+    """With several workers the second one waits for the first, also where the target does not say what it got."""
+    source, target, answers = LocalStorage(tmp_path), Store(f"one-path-{is_silent}"), Answers()
+    for name in ("a", "b"):
+        source.put(name, name.encode())
+    begun, going = held_back(source, monkeypatch)
+    uploads = FileUploads(target, num_workers=2)
+    for name in ("a", "b"):
+        uploads.add(source, UploadJob(path="there", name=name), answers.of(name))
+    assert begun.wait(60)
+    uploads.trainer_gone()
+    stat, counts = target.stat, iter(range(1, 100))
+
+    def answer(path: str) -> Any:
+        if is_silent and next(counts) == 2:  # the look after the first file
+            raise StorageUnavailableError("no answer")
+        return stat(path)
+
+    monkeypatch.setattr(target, "stat", answer)
+    going.set()
+    assert dict(answers.next() for _ in "ab") == {"a": None, "b": None}
+    assert target.read("there") == b"b"
     uploads.close()
 
 

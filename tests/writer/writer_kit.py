@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import select
 import subprocess
 import sys
 from pathlib import Path
@@ -64,18 +63,6 @@ def stored(storage: Any, directory: str) -> dict[str, bytes]:
     """Every file that the manifest of a checkpoint lists."""
     manifest = read_manifest(storage, directory)
     return {entry.path: storage.read(f"{directory}/{entry.path}") for entry in manifest.files}
-
-
-def wait_ended(pid: int, timeout_s: float = 60.0) -> bool:
-    """Wait for the end of any process, ours or not."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([fd], [], [], timeout_s)[0])
-    finally:
-        os.close(fd)
 
 
 def start_trainer(mode: str, root: Path) -> subprocess.Popen[str]:

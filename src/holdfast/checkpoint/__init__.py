@@ -1,6 +1,6 @@
-"""`Checkpoint`: a finished checkpoint as a value, and what one asks of it.
+"""`Checkpoint`: a finished checkpoint as a value, with the questions about it.
 
-`handle` is the public class, `follow` yields the checkpoints of a run as they are committed, `newest` finds the one
-that the path of a run means, `summary` and `verify` look inside. Imports run, copying, format and storage, never torch.
+`handle` is the public class, `follow` yields the checkpoints of a run as they are committed, `summary` and `verify`
+look inside. Imports run, copying, format and storage, never torch.
 The one door upwards is `Checkpoint.load` (and the dict forms), which imports `holdfast.checkpointer` when it is called.
 """

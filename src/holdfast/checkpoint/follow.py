@@ -21,9 +21,9 @@ from holdfast.errors import (
     StoragePermissionError,
 )
 from holdfast.run.catalog import Catalog
+from holdfast.run.heartbeat import upkeep
 from holdfast.run.index import CHANGES_FILE, RUN_FILE
 from holdfast.run.record import Record
-from holdfast.run.upkeep import upkeep
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 

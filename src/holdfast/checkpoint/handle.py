@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from holdfast._log import get_logger
 from holdfast.copying.downloads import own_download, shared_download, take_turns
 from holdfast.copying.transfer import copy_checkpoint, copy_file
 from holdfast.errors import (
@@ -21,17 +22,18 @@ from holdfast.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
+    HoldfastError,
     IncompleteCheckpointError,
     NotLocalError,
     StorageNotFoundError,
 )
 from holdfast.format.commit import make_folders, read_manifest, read_manifest_bytes, remove
 from holdfast.format.manifest import Manifest, body_digest
-from holdfast.run.catalog import is_remains
+from holdfast.run.catalog import Catalog, is_remains
 from holdfast.run.external import change, held
+from holdfast.run.index import RUN_FILE
 from holdfast.run.lease import files_of
-from holdfast.run.record import plain_metrics, timestamp
-from holdfast.run.sidecar import Sidecar, change_sidecar, read_sidecar
+from holdfast.run.record import Sidecar, change_sidecar, plain_metrics, read_sidecar, timestamp
 from holdfast.storage.base import Storage, check_path
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.resolve import from_description, resolve, split_uri
@@ -41,9 +43,10 @@ from ._location import DictStore, file_system, locate
 from .summary import state_tree, top_names
 from .verify import Verification, verify
 
-__all__ = ["Checkpoint", "Verification", "without_prefix"]
+__all__ = ["Checkpoint", "Verification", "newest_of_run", "without_prefix"]
 
 METADATA_FILE = ".metadata.json"
+_LOG = get_logger("checkpoint")
 
 
 class Checkpoint:
@@ -452,3 +455,28 @@ def without_prefix(value: Any) -> Any:
     if uniform and any(hasattr(inner, "dtype") and hasattr(inner, "shape") for _, inner in items):
         items = [(key.removeprefix("module."), inner) for key, inner in items]
     return type(value)(items)
+
+
+def newest_of_run(given: Checkpoint) -> Checkpoint:
+    """Return the newest committed checkpoint of the run at ``given``; ``given`` itself if it is no run.
+
+    Which one was taken is logged as a warning, for whoever meant another one.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    try:
+        if given.manifest is not None:
+            return given
+    except (CheckpointNotFoundError, IncompleteCheckpointError):
+        pass  # no checkpoint there: perhaps a run
+    except HoldfastError:
+        return given  # whoever reads it says what is wrong
+    root = given.storage.child(given.directory)
+    if not root.exists(RUN_FILE):
+        return given
+    record = Catalog(root).latest()
+    if record is None:
+        return given
+    _LOG.warning("%s is a run: its newest checkpoint, %s, is taken", root.uri, record.name)
+    return Checkpoint.at(root, record.name)

@@ -15,8 +15,7 @@ from holdfast.errors import (
 from holdfast.format.commit import read_manifest
 from holdfast.format.verify import verify_files
 from holdfast.run.catalog import is_remains
-from holdfast.storage.base import FileReader, Storage
-from holdfast.storage.prefix import PrefixStorage
+from holdfast.storage.base import FileReader, PrefixStorage, Storage
 
 __all__ = ["Verification", "verify"]
 

@@ -1,4 +1,4 @@
-"""Telling others of committed checkpoints, without holding or failing a training."""
+"""Listeners of committed checkpoints: called without holding or failing a training."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ def listeners(given: Listener | Sequence[Listener] | None) -> tuple[Listener, ..
         ConfigError: something cannot be called.
     """
     found = () if given is None else (given,) if callable(given) else tuple(given)
-    for one in found:
-        if not callable(one):
-            raise ConfigError(f"on_commit={one!r}: give a function of one argument, the committed checkpoint")
+    for listener in found:
+        if not callable(listener):
+            raise ConfigError(f"on_commit={listener!r}: give a function of one argument, the committed checkpoint")
     return found
 
 
 class Announcer:
-    """Calls listeners, one after the other, on a thread of its own; what they raise is logged.
+    """Calls listeners in turn on a thread of its own; what they raise is logged.
 
     Args:
-        told: are called with each committed checkpoint.
+        listeners: called with each committed checkpoint.
     """
 
-    def __init__(self, told: Sequence[Listener]) -> None:
-        self._told = tuple(told)
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self._listeners = tuple(listeners)
         self._thread: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
 
     def tell(self, checkpoint: Checkpoint) -> None:
-        """Tell of a checkpoint; returns at once."""
-        if not self._told:
+        """Queue the calls for a checkpoint; returns at once."""
+        if not self._listeners:
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-announce")
-        self._pending = [one for one in self._pending if not one.done()]
+        self._pending = [call for call in self._pending if not call.done()]
         self._pending.append(self._thread.submit(self._call, checkpoint))
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until everybody has heard; says so in the log if it takes longer."""
+        """Wait until all calls have ended; logs a warning if that takes longer."""
         if wait(self._pending, timeout=timeout_s).not_done:
-            _LOG.warning("%s did not take note of all checkpoints within %.0f s", self._told, timeout_s)
+            _LOG.warning("%s did not take note of all checkpoints within %.0f s", self._listeners, timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Wait like `wait`, and end the thread; idempotent."""
@@ -63,10 +63,10 @@ class Announcer:
             self._thread = None
 
     def _call(self, checkpoint: Checkpoint) -> None:
-        for one in self._told:
+        for listener in self._listeners:
             try:
-                one(checkpoint)
+                listener(checkpoint)
             except CheckpointNotFoundError:
-                _LOG.info("%s was removed before %r took note of it", checkpoint.uri, one)
+                _LOG.info("%s was removed before %r took note of it", checkpoint.uri, listener)
             except Exception:  # noqa: BLE001 - the user's code must not end a training
-                _LOG.exception("%r did not take note of %s; training goes on", one, checkpoint.uri)
+                _LOG.exception("%r did not take note of %s; training goes on", listener, checkpoint.uri)

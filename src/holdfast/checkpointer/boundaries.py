@@ -26,7 +26,7 @@ __all__ = ["StepBoundary"]
 
 _LOG = get_logger("checkpointer")
 _FULL_RETRY_S = 5.0
-_SLOW_DISK = 200e6  # bytes/s, for the time of a save before the first one was measured
+_SLOW_DISK = 200e6  # bytes/s, for the time of a save before the first measured save
 _MAX_OPEN = 256  # steps in one body before each further one is a boundary: the loop may ask for no more batches
 
 
@@ -46,7 +46,7 @@ class StepBoundary:
         held_s: time saves have held the loop since this was set to 0.
         pace: decides.
         log: metrics of the run.
-        watcher: is told of every boundary while a resume is verified.
+        watcher: called at every boundary while a resume is verified.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StepBoundary:
         self._per_body = 1  # steps in the last body that had any
         self._step_s = 0.0
         self._wanted = False  # a save was asked for; it is made at the boundary
-        self._early = False  # it was asked for in a body whose step is still to come: that step is the one to save
+        self._early = False  # it was asked for in a body whose step is still to come: that step is saved
         self.watcher: Watcher | None = None
 
     # -- boundaries
@@ -123,12 +123,12 @@ class StepBoundary:
             self.watch()
 
     def watch(self) -> None:
-        """Tell the watcher, if there is one, that a step is over."""
+        """Call the watcher, if there is one, at the end of a step."""
         if self.watcher is not None:
             self.watcher.boundary(self._progress.step, self._state, lambda: self.save(force=True))
 
     def _want_save(self, metrics: Mapping[str, Any]) -> None:
-        """Save the current step: now, or at its boundary if there is still one to come."""
+        """Save the current step: now, or at its boundary if that is still to come."""
         if self._open or self._progress.after_pass:
             self._wanted = True
         elif not metrics and self._before_step:
@@ -170,7 +170,7 @@ class StepBoundary:
 
     @property
     def save_s(self) -> float:
-        """Seconds the last save took until it was durable, at the remote too; a careful guess before the first one."""
+        """Seconds the last save took until it was durable, at the remote too; a careful guess before the first save."""
         session = self._session
         if session.stats.seconds_to_durable:
             upload_s = 0.0 if session.remote_watch is None else session.remote_watch.upload_s
@@ -179,22 +179,22 @@ class StepBoundary:
         return 0.0 if layout is None else layout.tensor_bytes / _SLOW_DISK
 
     def save(self, *, force: bool = False) -> None:
-        """Save the current step, unless it is.
+        """Save the current step, unless it is saved already.
 
         Args:
-            force: wait for a busy writer whatever ``when_busy`` says.
+            force: wait for a busy writer, also with ``when_busy="skip"``.
         """
         begun = time.perf_counter()
         step = self._progress.step
         is_saved = self._session.last_step == step or self._start_save(force=force)
-        # One that is left out because the writer is busy is over as well: the next multiple is the next chance.
+        # A save that is skipped because the writer is busy counts too: the next multiple is the next chance.
         self.pace.saved()
         if is_saved:
-            self.log.flush(step)  # nothing, unless the step was saved before
+            self.log.flush(step)  # has rows only if the step was saved before
         self.held_s += time.perf_counter() - begun  # the time a save holds is not the time of a step
 
     def _start_save(self, *, force: bool) -> bool:
-        """Hand the current step over; False where it is left out because the writer is busy."""
+        """Hand the current step over; False if it is skipped because the writer is busy."""
         session, progress = self._session, self._progress
         step, team = progress.step, session.team
         may_skip = self._options.when_busy == "skip" and not force
@@ -236,9 +236,9 @@ class StepBoundary:
     def wait(self, *, remote: bool = False) -> None:
         """Wait until everything so far is durable; with ``remote`` also at the remote of a mirrored run.
 
-        A save that is due is made first: whoever waits for it wants it now, and not at the end of the body. Unless
-        more steps are to come in this body, as in the one before: only whole batches are saved, and of several ranks
-        one may wait alone, where a save must be of the same step on all.
+        A save that is due is made first: the caller wants it now, not at the end of the body. The exception is a body
+        in which more steps are to come, as in the body before: only whole batches are saved, and a rank may wait alone,
+        while a save must be of the same step on all ranks.
         """
         self._early = False
         is_over = not self._progress.in_body or self._num_open >= self._per_body
@@ -314,7 +314,7 @@ class StepBoundary:
         session.end("stopped" if finished is None else "finished", details=self._last_details(), finished=finished)
 
     def end_after(self, reason: str) -> None:
-        """Leave the body after an error (or a stop): what is under way finishes; the body's error is the one to see."""
+        """Leave the body after an error (or a stop): what is under way finishes; the error of the body is raised."""
         session = self._session
 
         def flush() -> None:
@@ -334,7 +334,7 @@ class StepBoundary:
         return {"last_step": self._progress.step, **self.pace.stop_details()}
 
     def _say_lost(self) -> None:
-        """Log what a storage that was full or did not answer cost."""
+        """Log how many saves were lost because the storage was full or did not answer."""
         if lost := self._session.lost.total:
             _LOG.warning(
                 "%d save(s) of this run were lost, the storage was full or did not answer; %s", lost,

@@ -15,26 +15,26 @@ from holdfast._units import IntervalLike
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, Mirror
 from holdfast.errors import ConfigError, SessionError
-from holdfast.state.data.worker_seeds import PersistentWorkerSeeds
+from holdfast.run import retention
+from holdfast.run.candidates import MirrorView
+from holdfast.run.catalog import Catalog
+from holdfast.state.data.loaders import PersistentWorkerSeeds
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree import rng
 from holdfast.state.tree.groups import Alike, ranks_alike
 from holdfast.state.tree.rng import RNG
+from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
 from .announce import Listener
-from .batches import Batches, NumberedBatches
-from .block import show_stop
 from .boundaries import StepBoundary
-from .distributed_policy import DistributedSavePolicy, NoLog
-from .listing import RunListing
-from .metrics import MetricLog
-from .options import RESERVED, CheckpointerOptions, check_root, check_state, sides
-from .progress import Progress
+from .console import show_stop
+from .metrics import MetricLog, NoLog
+from .options import CheckpointerOptions, check_root, check_state, sides
+from .progress import RESERVED, Batches, NumberedBatches, Progress
 from .rendezvous import meet
 from .run_session import RunSession
-from .save_policy import SavePolicy
-from .schedule import Schedule
+from .save_policy import DistributedSavePolicy, SavePolicy, Schedule
 from .signals import StopSignals
 from .start import StartedRun, start_run
 from .stats import Stats
@@ -43,7 +43,7 @@ from .verification import watcher
 __all__ = ["Checkpointer"]
 
 
-class Checkpointer(RunListing):
+class Checkpointer:
     """Saves a run, keeps what matters of it, and goes on from where it was.
 
     Use it as a context manager around the training loop. Entering takes the run's lease, resumes, tries one small
@@ -133,8 +133,10 @@ class Checkpointer(RunListing):
             alike=alike,
         )  # fmt: skip
         self.state = check_state(state)
+        # Root of the run, which is the local side of a mirrored run; and its remote side.
         self.storage, self.remote = sides(resolve(path), self.options.mirror)
         self.resumed_from: Checkpoint | None = None
+        self.attempt = 0  # while this object holds the run: the number of its attempt
         self._progress = Progress(seed_samples=seed_samples)
         self._signals = StopSignals()
         self._worker_seeds = PersistentWorkerSeeds()
@@ -223,7 +225,7 @@ class Checkpointer(RunListing):
         finally:
             self._signals.remove()
             course.close()
-            # What is sealed is committed in any case; somebody who pressed Ctrl-C twice does not wait for it.
+            # What is sealed is committed in any case; after a second Ctrl-C the process does not wait for it.
             limit_s = 0.0 if self._signals.impatient else self.options.timeout_s
             why = "it has left the run" + (f" ({kind.__name__}: {error})" if kind else "")
             session.close(why, timeout_s=limit_s)
@@ -376,7 +378,59 @@ class Checkpointer(RunListing):
             session.remote_watch.fill(session.stats)
         return session.stats
 
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return the committed checkpoints of the run, newest first; needs no lease, so it works at any time."""
+        if self.remote is None:
+            return [Checkpoint.at(self.storage, name) for name in Catalog(self.storage).names()]
+        sides = MirrorView.join(Catalog(self.storage).records(), Catalog(self.remote).records())
+        far = {name for name, place in sides.places.items() if place == "remote"}
+        return [
+            Checkpoint.at(self.remote if record.name in far else self.storage, record.name) for record in sides.records
+        ]
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest committed checkpoint, None if there is none yet."""
+        found = []
+        for side in self._sides:
+            record = Catalog(side).latest()
+            if record is not None:
+                found.append((side, record))
+                if record.attempt == self.attempt:
+                    break  # only this life saves: its disk has the newest, whether the remote answers or not
+        if not found:
+            return None
+        side, record = max(found, key=lambda one: one[1].order)  # of two equals the local side
+        return Checkpoint.at(side, record.name)
+
+    def best(self, metric: str | None = None, *, mode: str | None = None) -> Checkpoint | None:
+        """Return the best checkpoint by ``metric`` (default: the one ``keep`` ranks by), None if none has a value.
+
+        Args:
+            metric: name of a metric.
+            mode: "min" or "max"; default: that of ``keep``.
+
+        Raises:
+            ConfigError: neither ``metric`` nor ``keep`` names one.
+        """
+        keep = self.options.keep
+        name = metric or (keep.metric if keep is not None else None)
+        if name is None:
+            raise ConfigError("ck.best() needs the name of a metric, or keep=Keep(best=..., metric=...)")
+        order = mode or (keep.mode if keep is not None else "min")
+        if order not in ("min", "max"):
+            raise ConfigError(f"mode={order!r}: use 'min' (smaller is better) or 'max'")
+        found = [(side, record) for side in self._sides if (record := Catalog(side).best(name, order)) is not None]
+        if not found:
+            return None
+        first = retention.rank([record for _, record in found], name, order)[0].name
+        side = next(side for side, record in found if record.name == first)  # of two equals the local side
+        return Checkpoint.at(side, first)
+
     # -- inside
+
+    @property
+    def _sides(self) -> list[Storage]:
+        return [self.storage] if self.remote is None else [self.storage, self.remote]
 
     def _ask(self) -> None:
         """Do what is due where the loop asks for its next batch."""

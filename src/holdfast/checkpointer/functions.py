@@ -7,10 +7,10 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
 from holdfast._ranks import RankInfo, current_ranks
-from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpoint.newest import newest_of_run
+from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.errors import CheckpointNotFoundError, ConfigError, IncompleteCheckpointError, SessionError
 from holdfast.state.load.restore import Loaded, load_state
 from holdfast.state.save.snapshot import Snapshotter, Submitted
@@ -31,6 +31,7 @@ _SYNC_STAGING = 64 << 20  # `save` streams through two windows of half this size
 # May be asked for again by a signal handler of the user in the middle of what it guards.
 _lock = threading.RLock()  # one `save_async` at a time: they share an arena
 _async: dict[str, Snapshotter] = {}
+_idle: dict[str, Snapshotter] = {}  # of `save`, between two calls: its windows are warm, its layout is known
 _pending: dict[str, Submitted] = {}
 _copying = False  # `save_async` is between its first and its last use of the arena
 
@@ -78,7 +79,9 @@ def save(
     unsupported: str = "raise",
     alike: Alike = None,
 ) -> Checkpoint:
-    """Save ``state`` as one checkpoint; durable when this returns. Needs about 64 MiB of memory beside the state.
+    """Save ``state`` as one checkpoint; durable when this returns.
+
+    Needs up to 64 MiB of memory beside the state, and keeps it for the next call.
 
     Args:
         path: where the checkpoint goes: a path, a URI or a `Checkpoint`.
@@ -106,15 +109,25 @@ def save(
         ['weights']
     """
     place = open_place(path, ranks=ranks, unsupported=unsupported)
-    with place.told():
+    with place.broadcast_errors():
         group = place.group(alike)
-    snapshotter = place.snapshotter(max_staging_bytes=_SYNC_STAGING, alike=group)
+    snapshotter: Snapshotter | None = None
     try:
-        with place.told():
+        # Taken out while in use: another thread, or a signal handler, that saves meanwhile makes its own snapshotter.
+        snapshotter = _idle.pop(place.layout, None) or place.snapshotter(max_staging_bytes=_SYNC_STAGING)
+        snapshotter.alike = group
+        with place.broadcast_errors():
             submitted = place.submit(snapshotter, state, step, metrics, overwrite=overwrite, unsupported=unsupported)
         place.wait(submitted)
-    finally:
-        snapshotter.close()
+        snapshotter.rest()
+        if _idle.setdefault(place.layout, snapshotter) is not snapshotter:
+            snapshotter.close()
+    except BaseException:
+        if snapshotter is not None:
+            if _idle.get(place.layout) is snapshotter:
+                del _idle[place.layout]
+            snapshotter.close()  # the job may still read its memory
+        raise
     return place.target
 
 
@@ -140,7 +153,7 @@ def save_async(
     """
     global _copying
     place = open_place(path, ranks=ranks, unsupported=unsupported)
-    with _lock, place.told():
+    with _lock, place.broadcast_errors():
         if _copying:
             raise SessionError(
                 "save_async was interrupted by a signal handler that calls it again: let the handler set a flag that "
@@ -226,7 +239,7 @@ def load(
         groups.append(_group(alike, into, info))
         return groups[0] is not None
 
-    # By itself: one rank whose source cannot even be named must not leave the others waiting for what it reads.
+    # Agreed on separately: a rank whose source is not even valid must not leave the others waiting for its reads.
     is_apart = meeting.agree("source", begin, any)
     (checkpoint,), (group,) = found, groups
     apart = (group or tuple(range(info.world_size))) if is_apart else None
@@ -269,7 +282,7 @@ def load(
 
 
 def _source(path: str | os.PathLike[str] | Checkpoint, *, together: bool) -> Checkpoint:
-    """Return what is to be loaded; ranks that load together decide beforehand whether it is the newest of a run."""
+    """Return the checkpoint to load; ranks that load together decide first whether it is the newest of a run."""
     return newest_of_run(_checkpoint(path)) if together else _checkpoint(path)
 
 
@@ -285,13 +298,12 @@ def _checkpoint(path: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
     return path if isinstance(path, Checkpoint) else Checkpoint(path)
 
 
+@after_fork_in_child
 def _after_fork_in_child() -> None:
     """Forget the parent's arenas."""
     global _copying, _lock
     _lock = threading.RLock()  # another thread may have held it
     _copying = False
     _async.clear()
+    _idle.clear()
     _pending.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

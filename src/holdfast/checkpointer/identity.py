@@ -23,7 +23,7 @@ def new_start_id() -> str:
 
 
 def free_name(step: int, *, attempt: int, taken: Collection[str]) -> str:
-    """Return a directory name for a step; one that is taken (a branch, a quarantined one) gets the attempt added."""
+    """Return a directory name for a step; if it is taken (by a branch, or a quarantined checkpoint) add the attempt."""
     name = f"step_{step:08d}"
     if name in taken:
         name = f"{name}-a{attempt}"
@@ -83,7 +83,7 @@ def take_metrics(metrics: Mapping[str, Any], *, step: int) -> dict[str, Any]:
 
 def _take(value: Any, name: str) -> Any:
     if isinstance(value, torch.Tensor) and not value.is_complex():
-        # The caller may go on adding to it in place, and a CUDA graph writes to the same one each step.
+        # The caller may go on adding to it in place, and a CUDA graph writes to the same tensor each step.
         return value.detach().clone()
     if isinstance(value, Mapping):
         return {str(key): _take(item, f"{name}.{key}") for key, item in value.items()}

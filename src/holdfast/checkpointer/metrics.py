@@ -12,7 +12,7 @@ from holdfast.errors import ConfigError
 from .identity import plain_metrics, take_metrics
 from .run_session import RunSession
 
-__all__ = ["MetricLog"]
+__all__ = ["MetricLog", "NoLog"]
 
 _LOG = get_logger("checkpointer")
 _MAX_ROWS = 1000
@@ -22,9 +22,9 @@ _EMPTY: dict[str, Any] = {}
 class MetricLog:
     """Rows of metrics on their way to the run's history.
 
-    Tensors are copied on their own device and kept, not read: reading one waits for its device. `flush` reads them,
-    when a save or a report happens or 1 000 rows have gathered; rows of a life that dies before are void anyway, for
-    the next one goes on from a checkpoint before them.
+    Tensors are copied on their own device and kept, not read: reading a tensor waits for its device. `flush` reads
+    them when a save or a report happens or 1 000 rows have gathered. Rows of a life that dies before that are void
+    anyway, because the next life goes on from a checkpoint before them.
 
     Args:
         session: the run; failures surface in its `settle`.
@@ -39,7 +39,7 @@ class MetricLog:
         """Keep the metrics of a step.
 
         Raises:
-            ConfigError: one of them is no metric.
+            ConfigError: a value is no metric.
         """
         metrics = take_metrics(metrics, step=step)
         rows = self._rows
@@ -65,7 +65,7 @@ class MetricLog:
         """Read and send all rows.
 
         Args:
-            step: the current one.
+            step: the current step.
             name: of the checkpoint that is being made of this step.
         """
         if name is None and self._session.last_step == step:
@@ -73,7 +73,7 @@ class MetricLog:
         self._send(name, step)
 
     def complain(self, error: Exception) -> None:
-        """Log an error that may not replace the one already on its way."""
+        """Log an error that must not replace the error already being raised."""
         _LOG.error("while the run was ending with an error, a save failed too: %s", error)
 
     def _send(self, checkpoint: str | None, step: int = -1) -> None:
@@ -94,8 +94,28 @@ class MetricLog:
         self._session.note("report", about=checkpoint, rows=found)
 
 
+class NoLog(MetricLog):
+    """The metrics of a rank other than 0: not recorded, and costing nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def add(self, *_: Any) -> None:
+        """Forget them."""
+
+    def of_step(self, step: int) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def bind(self, *_: Any) -> None:
+        """Bind nothing."""
+
+    def flush(self, *_: Any, **__: Any) -> None:
+        """Send nothing."""
+
+
 def _readable(metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Read metrics; one that turns out to be none is left out and named: it must not cost the others, nor a save."""
+    """Read metrics; a value that is no metric is left out and logged: it must not cost the others, nor a save."""
     try:
         return plain_metrics(metrics)
     except ConfigError:

@@ -19,7 +19,7 @@ from .run_session import RunSession
 
 __all__ = ["share_a_disk", "take_up"]
 
-_VISIBLE_S = 0.3  # one that shows a file later than this is as good as not shared
+_VISIBLE_S = 0.3  # a disk that shows a file later than this counts as not shared
 
 
 def share_a_disk(session: RunSession) -> bool:
@@ -51,9 +51,9 @@ def share_a_disk(session: RunSession) -> bool:
 def take_up(session: RunSession) -> None:
     """Bring the newest save that the disks hold completely to the remote, if that has none as new; sweep the rest.
 
-    A staged save counts if each of as many ranks has its part still; what one machine alone holds of others' never
-    does. A whole checkpoint on rank 0's disk (of a life on one machine) counts, too. `RunSession.opened` says what the
-    run has then.
+    A staged save counts if as many ranks start again as saved it, and each still has its own part; parts of other
+    ranks never count. A whole checkpoint on rank 0's disk (of a life on one machine) counts, too. Afterwards
+    `RunSession.opened` lists what the run has.
     """
     meeting, local, opened = session.meeting, session.storage, session.opened
     found = meeting.agree("staged", lambda: _left(local, opened) if session.leads else [])
@@ -77,7 +77,7 @@ def take_up(session: RunSession) -> None:
         records = meeting.agree("brought", bring, work_s=2 * session.timeout_s)
         session.opened = replace(opened, records=tuple(records))
         session.names.update(row[0] for row in records)
-    # The lease is ours, so nobody works for a dead life any more, on any of the disks.
+    # The lease is ours, so no writer of a dead life works on any of the disks any more.
     for info in local.list("", recursive=False):
         name = info.path.rstrip("/")
         if name.startswith("step_"):

@@ -1,4 +1,4 @@
-"""What a `Checkpointer` was told, checked before anything happens."""
+"""The arguments of a `Checkpointer`, checked before anything happens."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from holdfast._ranks import current_ranks
-from holdfast._slurm import job_end
+from holdfast._ranks import current_ranks, job_end
 from holdfast._units import Interval, IntervalLike, parse_intervals
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep, Mirror
@@ -22,11 +21,11 @@ from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
 
 from .announce import Listener, listeners
-from .schedule import Deadline, Schedule
+from .progress import RESERVED
+from .save_policy import Deadline, Schedule
 
-__all__ = ["RESERVED", "CheckpointerOptions", "Fit", "check_root", "check_state", "sides"]
+__all__ = ["CheckpointerOptions", "Fit", "check_root", "check_state", "sides"]
 
-RESERVED = "holdfast"  # top-level key of the run's own entries
 _CHOICES = {"when_busy": ("wait", "skip"), "on_full": ("skip", "wait", "raise"), "unsupported": ("raise", "drop")}
 
 
@@ -65,7 +64,7 @@ class CheckpointerOptions:
         timeout_s: bound of every wait.
         seed_samples: whether ``__getitem__`` gets seeds.
         mirror: the local side of a mirrored run.
-        on_commit: told of each committed checkpoint.
+        on_commit: called with each committed checkpoint.
         fit: how a checkpoint has to fit the state.
         unsupported: what becomes of values that cannot be saved: "raise" or "drop".
         alike: the ranks that hold the same as this one, as the user named them.
@@ -113,7 +112,7 @@ class CheckpointerOptions:
         """Check every argument.
 
         Raises:
-            ConfigError: one is wrong.
+            ConfigError: an argument is wrong.
         """
         for name, value in (("when_busy", when_busy), ("on_full", on_full), ("unsupported", unsupported)):
             if value not in _CHOICES[name]:
@@ -170,7 +169,7 @@ def _fit(
 
 
 def check_state(state: Any) -> Mapping[str, Any]:
-    """Refuse a state that cannot be one; None is an empty one.
+    """Refuse what cannot be a state; None is an empty state.
 
     Raises:
         ConfigError: it is no mapping, or uses the run's own key.
@@ -188,7 +187,7 @@ def sides(root: Storage, mirror: Mirror | None) -> tuple[Storage, Storage | None
     """Return where saves go first, and the remote of a mirrored run.
 
     Raises:
-        ConfigError: the two sides are one, or one lies in the other.
+        ConfigError: the two sides are the same directory, or one lies inside the other.
     """
     if mirror is None:
         return root, None
@@ -201,7 +200,7 @@ def sides(root: Storage, mirror: Mirror | None) -> tuple[Storage, Storage | None
 
 
 def _end_of_job() -> datetime | None:
-    """Return when SLURM ends our job; rank 0 asks, whose deadline counts."""
+    """Return when SLURM ends our job; only rank 0 asks, because only its deadline counts."""
     end = job_end() if current_ranks().rank == 0 else None
     return None if end is None else datetime.fromtimestamp(end, timezone.utc)
 

@@ -1,4 +1,8 @@
-"""Step, epoch and data position: always part of a run's state."""
+"""Step, epoch and data position: always part of a run's state; and the iterators that move them.
+
+`Batches` is what `Checkpointer.batches` returns: where a loop asks for its next batch. That moment is the boundary of
+the step before: whatever the body did after ``ck.step()`` is done by then, and nothing of the next batch has begun.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,12 @@ import torch
 
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError
-from holdfast.state.data.batches import ResumableBatches
-from holdfast.state.data.position import elsewhere, of_this_rank, said, with_ranks_apart
+from holdfast.state.data.batches import ResumableBatches, elsewhere, of_this_rank, said, with_ranks_apart
 
-from .options import RESERVED
+__all__ = ["RESERVED", "Batches", "NumberedBatches", "Progress"]
 
-__all__ = ["Progress"]
+RESERVED = "holdfast"
+"""Top-level key of the run's own entries in a state."""
 
 _LOG = get_logger("checkpointer")
 _NOBODY = 0  # no thread has this identity
@@ -37,10 +41,10 @@ class Progress:
         num_steps: steps made in this life.
         num_passes: passes over loaders begun in this life.
         epoch_steps: steps of this life in the current epoch.
-        added: tells the names that came into the run's state since it was entered.
+        added: returns the names that came into the run's state since it was entered.
         counted_by_user: the script has asked for the step or the epoch, so its own loops can begin where the run is.
-        first_seed: what decides the order of the data in a run that begins; all ranks need the same. None: one process
-            follows `torch.manual_seed`, several ranks (which may well be seeded differently) take 0.
+        first_seed: seed of the order of the data in a new run; all ranks need the same. None: a single process follows
+            `torch.manual_seed`, several ranks (which may be seeded differently) take 0.
     """
 
     def __init__(self, *, seed_samples: bool, rank: int = 0, world_size: int = 1) -> None:
@@ -53,7 +57,7 @@ class Progress:
         self._positions: dict[str, Mapping[str, Any]] = {}  # where earlier lives stopped, by loader name
         self._live: dict[str, ResumableBatches] = {}
         self._drawn: dict[str, int] = {}  # batches each live loader has yielded
-        self._marks: dict[str, deque[tuple[int, int]]] = {}  # its last positions: one, and one for each drawn ahead
+        self._marks: dict[str, deque[tuple[int, int]]] = {}  # its last positions: 1 + the number of batches drawn ahead
         self._trained: dict[str, tuple[int, int]] = {}  # its samples and batches at the last step
         self._by_epochs = self.used_epochs = False
         self._body, self._body_thread = "", _NOBODY
@@ -159,7 +163,7 @@ class Progress:
             self._next_epoch()
 
     def epochs(self, count: int, *, at_end: Callable[[int], None]) -> Iterator[int]:
-        """Yield the numbers of the epochs still to do; ``at_end`` hears how many are done after each."""
+        """Yield the numbers of the epochs still to do; ``at_end`` is called after each with the number done."""
         if self._by_epochs:
             raise ConfigError("ck.epochs() is iterated already: use one loop over epochs at a time")
         self._by_epochs = self.used_epochs = True
@@ -268,14 +272,14 @@ class Progress:
 
     @property
     def batch(self) -> int:
-        """Index, in the epoch, of the batch drawn last; before the first one, of that which comes first."""
+        """Index, in the epoch, of the batch drawn last; before the first batch, the index of the first."""
         return self._index
 
     def length(self, loader: Any, *, split: bool | tuple[int, int]) -> int:
         """Return how many batches this rank gets in a whole epoch.
 
         Raises:
-            TypeError: the loader does not tell.
+            TypeError: the loader has no length.
         """
         return len(
             ResumableBatches(
@@ -320,7 +324,7 @@ class Progress:
             )
 
     def remind_of_order(self) -> None:
-        """Say that a step is saved while the body of the next one is under way."""
+        """Log that a step is saved while the body of the next step is under way."""
         self._remind(
             "ck.report() or ck.save() with metrics before ck.step(): the step before is saved in the middle of this "
             "body, so a resume from there runs the first part of the body twice (random numbers that it drew, weights "
@@ -370,3 +374,87 @@ class Progress:
         self._forget_passes()
         self.epoch += 1
         self.epoch_steps = self._index = 0
+
+
+class Batches:
+    """The batches of the current epoch of one loader, from the position of the last trained step on.
+
+    ``len()`` is the number of batches of the whole epoch, also after a resume in the middle of it. One object may be
+    iterated in every epoch: ``iter()`` goes on with a pass that was left, and begins a new one after its end.
+
+    Args:
+        progress: knows the position.
+        loader: what is iterated.
+        name: of the loader within the run.
+        split: how samples are dealt out to ranks; see `Checkpointer.batches`.
+        ahead: batches that the loop draws before it trains them.
+        ask: called before each batch is drawn.
+        epoch_done: called with the number of finished epochs where beginning a pass ends the epoch before.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        loader: Any,
+        name: str,
+        *,
+        split: bool | tuple[int, int],
+        ahead: int,
+        ask: Callable[[], None],
+        epoch_done: Callable[[int], None],
+    ) -> None:
+        self._progress, self._loader, self._name = progress, loader, name
+        self._split, self._ahead = split, ahead
+        self._ask, self._epoch_done = ask, epoch_done
+        self._drawn: Iterator[Any] | None = None
+        self._ended = False
+
+    def __len__(self) -> int:
+        return self._progress.length(self._loader, split=self._split)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._ended:
+            self._drawn, self._ended = None, False
+        return self
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        progress, name = self._progress, self._name
+        if self._drawn is None:
+            progress.turn_over(name, at_end=self._epoch_done)
+        self._ask()
+        if self._drawn is None:
+            self._drawn = iter(progress.open(self._loader, name, split=self._split, ahead=self._ahead))
+        try:
+            batch = next(self._drawn)
+        except StopIteration:
+            self._ended = True
+            progress.exhausted(name)
+            raise
+        progress.drew(name)
+        return batch
+
+    def __del__(self) -> None:
+        # A loop that was left by `break` has no body any more: steps after it are boundaries of their own.
+        if self._drawn is not None and not self._ended:
+            self._progress.left_body(self._name)
+
+
+class NumberedBatches:
+    """Pairs of (index in the epoch, batch); the index is right after a resume in the middle of an epoch too.
+
+    Args:
+        batches: what `Checkpointer.batches` gave.
+        index: returns the index of the batch drawn last.
+    """
+
+    def __init__(self, batches: Any, index: Callable[[], int]) -> None:
+        self._batches, self._index = batches, index
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        for batch in self._batches:
+            yield self._index(), batch

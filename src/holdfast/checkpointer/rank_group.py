@@ -1,4 +1,4 @@
-"""The ranks that save together, seen from one of them."""
+"""The ranks that save together, seen from this rank."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import contextlib
 import os
 import secrets
 import socket
-import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from typing import Any
 
+from holdfast._fork import after_fork_in_child
 from holdfast._ranks import current_ranks
 from holdfast._version import __version__
 from holdfast.errors import HoldfastError
@@ -18,7 +18,7 @@ from holdfast.run.process import network_name
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import error_from_json, error_to_ranks
-from holdfast.writer.open_files import check_connections
+from holdfast.writer.ranks.link import check_connections
 from holdfast.writer.ranks.step_mailbox import BOARD_BYTES, WHO_LEFT, StepMailbox
 
 from .rendezvous import Meeting, same_for_all
@@ -26,10 +26,9 @@ from .rendezvous import Meeting, same_for_all
 __all__ = ["ANSWER_MARGIN_S", "RankGroup"]
 
 ANSWER_MARGIN_S = 15.0
-"""What a rank waits longer than rank 0's writer does, so that it hears the reason instead of giving up first."""
+"""Seconds that a rank waits longer than rank 0's writer, so that it receives the reason instead of giving up first."""
 BEAT_S, STALE_S = 5.0, 30.0
 _UNREACHABLE = ("127.", "::1", "0.")  # from other machines
-_LISTENING: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 class RankGroup:
@@ -55,14 +54,14 @@ class RankGroup:
         self.board = StepMailbox(arena.view)
         self.board.clear(step=0)
         try:
-            told = meeting.agree("address", _facts, self._open)
-            self.start_id: str = told["start_id"]
+            agreed = meeting.agree("address", _facts, self._open)
+            self.start_id: str = agreed["start_id"]
             client.join(
                 arena,
                 rank=self.rank,
                 world_size=self.world_size,
-                addresses=[(host, port) for host, port in told["addresses"]],
-                token=told["token"],
+                addresses=[(host, port) for host, port in agreed["addresses"]],
+                token=agreed["token"],
                 timeout_s=timeout_s,
                 listener=None if self._listener is None else self._listener.fileno(),
                 beat_s=BEAT_S,
@@ -73,15 +72,15 @@ class RankGroup:
             raise
 
     @contextlib.contextmanager
-    def told(self, save: str) -> Iterator[None]:
-        """Let the other ranks, which wait for our part of a save, hear of an error; all raise the same one."""
+    def broadcast_errors(self, save: str) -> Iterator[None]:
+        """Send an error to the other ranks, which wait for our part of a save; all ranks raise the same error."""
         try:
             yield
         except Exception as error:
-            told = error_to_ranks(error)
+            sent = error_to_ranks(error)
             with contextlib.suppress(HoldfastError):
-                self.client.tell_ranks("part_failed", save=save, error=told)
-            raise error_from_json({**told, "message": f"rank {self.rank}: {told['message']}"}) from error
+                self.client.tell_ranks("part_failed", save=save, error=sent)
+            raise error_from_json({**sent, "message": f"rank {self.rank}: {sent['message']}"}) from error
 
     def may_save(self, step: int) -> bool:
         """Ask whether ``step`` is saved while the save before may still be under way; the same on all ranks."""
@@ -92,7 +91,7 @@ class RankGroup:
         return not self._ask(f"stop {step} {tries}", f"whether to stop at step {step}")
 
     def trouble(self) -> HoldfastError | None:
-        """Return which rank is gone, and why; None while all are there, which costs nothing to ask."""
+        """Return the error of a rank that is gone, which names it; None while all are there, which costs nothing."""
         if not self.board.broken:
             return None
         asked = self.client.ask_ranks(WHO_LEFT)
@@ -104,11 +103,11 @@ class RankGroup:
         asked = self.client.ask_ranks(about)
         wait([asked], timeout=self.timeout_s)
         if not asked.done():
-            raise HoldfastError(f"no word from rank 0's writer within {self.timeout_s:g} s on {what}")
+            raise HoldfastError(f"no answer from rank 0's writer within {self.timeout_s:g} s on {what}")
         return asked.result()
 
     def close(self) -> None:
-        """Let go of what the writer no longer needs: call it after the writer was closed. Idempotent."""
+        """Close the listening socket and the shared memory. Call it after the writer was closed; idempotent."""
         if self._listener is not None:
             self._listener.close()
         self.board.close()
@@ -122,7 +121,8 @@ class RankGroup:
         alone = all(one["machine"] == facts[0]["machine"] for one in facts)
         elsewhere = [one["master"] for one in facts if one["machine"] != facts[0]["machine"]]
         self._listener, addresses = _listen(elsewhere, alone=alone, backlog=self.world_size)
-        _LISTENING.add(self._listener)
+        # As long as a loader worker's copy is open, a dead rank 0 seems to be there.
+        after_fork_in_child(self._listener.close)
         return {"start_id": secrets.token_hex(4), "token": secrets.token_hex(16), "addresses": addresses}
 
 
@@ -145,7 +145,7 @@ def _listen(
     """Open a listening socket where the ranks can reach us, and nowhere else if that is known.
 
     On loopback if all ranks are on this machine. Else on the address by which the ranks of other machines know the
-    process group's master, if that is one of ours: they have just reached it. Else on all interfaces.
+    process group's master, if that is an address of this machine: they have just reached it. Else on all interfaces.
     """
     if alone:
         sock = socket.create_server(("127.0.0.1", 0), backlog=backlog)
@@ -175,12 +175,3 @@ def _own_addresses() -> list[str]:
     with contextlib.suppress(OSError):
         found += [str(row[4][0]) for row in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
     return [one for one in dict.fromkeys(found) if not one.startswith(_UNREACHABLE)] or found
-
-
-def _after_fork_in_child() -> None:
-    """Close a loader worker's copies: as long as one is open, a dead rank 0 seems to be there."""
-    for listener in list(_LISTENING):
-        listener.close()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

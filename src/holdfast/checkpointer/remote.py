@@ -27,8 +27,8 @@ class RemoteWatch:
         client: the writer, with the mirrored run opened.
         mirror: its rules.
         uri: where the remote side is.
-        staged: what has not arrived there is no checkpoint anywhere; see `node_local`.
-        arrived: called once with the name of each checkpoint that arrives there; short, it may be on any thread.
+        staged: a save counts as a checkpoint only once it has arrived there; see `node_local`.
+        arrived: called once with the name of each checkpoint that arrives there, on any thread: it must be short.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class RemoteWatch:
         self.staged, self._arrived = staged, arrived
         self._announced: set[str] = set()
         self._client, self._mirror, self.uri = client, mirror, uri
-        self._told = threading.Condition()
+        self._changed = threading.Condition()
         self._state: dict[str, Any] = {"version": 0, "waiting": [], "last_step": -1, "created": None}
         self._ended = False
         self._follow()
 
     def fill(self, stats: Stats) -> None:
         """Put what is known into the totals."""
-        with self._told:
+        with self._changed:
             state = self._state
         stats.last_remote_step = state["last_step"]
         stats.remote_behind = len(state["waiting"])
@@ -119,8 +119,8 @@ class RemoteWatch:
         return f"on the local disk {self._mirror.path} only: {', '.join(self._waiting) or 'nothing'}{why}"
 
     def _wait_until(self, is_fine: Callable[[], bool], timeout_s: float) -> bool:
-        with self._told:
-            self._told.wait_for(lambda: is_fine() or self._ended or self._state.get("lost"), timeout_s)
+        with self._changed:
+            self._changed.wait_for(lambda: is_fine() or self._ended or self._state.get("lost"), timeout_s)
             if self._state.get("lost"):
                 raise RunBusyError(self._state["lost"])
             return is_fine()
@@ -143,25 +143,25 @@ class RemoteWatch:
         try:
             state = future.result()
             self._take(state)
-            # Not compared with what is known by now: `_ask` may have been told the same a moment before.
+            # Not compared with the present state: `_ask` may have received the same answer a moment before.
             if state["version"] != since:
                 self._follow()
                 return
         except HoldfastError as error:  # the run is closed, or the writer gone
             _LOG.debug("the mirror is not followed any more: %s", error)
-        with self._told:
+        with self._changed:
             self._ended = True
-            self._told.notify_all()
+            self._changed.notify_all()
 
     def _take(self, state: dict[str, Any] | None) -> None:
         if state is None:
             raise HoldfastError(f"the writer could not begin to bring checkpoints to {self.uri}; its log says why")
-        with self._told:
-            # Two threads take answers: one that was given earlier may come later, and nothing would come after it.
+        with self._changed:
+            # Two threads take answers, so an older answer may be taken last, and nothing would correct it.
             if state["version"] > self._state["version"]:
                 self._state = state
             for name in state.get("arrived", ()):
                 if name not in self._announced:
                     self._announced.add(name)
                     self._arrived(name)
-            self._told.notify_all()
+            self._changed.notify_all()

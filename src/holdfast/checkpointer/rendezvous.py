@@ -1,4 +1,11 @@
-"""Where ranks meet at the start: the store of the process group. Nothing here is used once a run has begun."""
+"""Where ranks meet at the start: the store of the process group. Nothing here is used once a run has begun.
+
+That store may outlive the ranks: torchrun keeps it over all its restarts, and nothing it gives the ranks identifies
+their life, since each agent counts restarts for itself and a replaced node starts at 0. `StoreLife` finds a part of the
+store that no other life uses: every rank publishes a random number of its own, and rank 0 publishes its own number
+beside those it has seen. A rank believes rank 0 when it finds its own number there. Rank 0 looks again while it waits
+for a rank, because what it saw first may come from an earlier life.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +19,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from holdfast._fork import after_fork_in_child
 from holdfast._ranks import RankInfo, rank_list
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.writer.messages import error_from_json, error_to_ranks
 
-from .lives import StoreLife
-
-__all__ = ["Alone", "Meeting", "Rendezvous", "meet", "same_for_all", "store_of_this_life"]
+__all__ = ["Alone", "Meeting", "Rendezvous", "StoreLife", "meet", "same_for_all", "store_of_this_life"]
 
 _PAUSE_S = (0.002, 0.2)
-_ANSWER_S = 5.0  # that rank 0 says who has not come
+_ANSWER_S = 5.0  # for rank 0 to report who has not come
 _CONNECT = timedelta(seconds=60)
 _met: dict[str, int] = {}  # meetings of each name in this process: all ranks count alike
 
@@ -90,7 +96,7 @@ class Rendezvous:
         Args:
             topic: used once in a meeting; the same text on all ranks.
             give: makes this rank's value, plain data; what it raises ends the meeting on all ranks.
-            decide: on rank 0, makes one value of those of all ranks, in order; default: rank 0's own.
+            decide: on rank 0, makes one value from the values of all ranks, in rank order; default: rank 0's own.
             work_s: how long rank 0 may be at it (``give`` and ``decide``) beyond the bound of a wait.
 
         Raises:
@@ -101,10 +107,10 @@ class Rendezvous:
             self._set(f"{topic}/come", True)
         try:
             given = {"value": give()}
-        except Exception as error:  # noqa: BLE001 - all ranks hear of it, this one raises it below
+        except Exception as error:  # noqa: BLE001 - all ranks receive it, this rank raises it below
             cause, given = error, {"error": error_to_ranks(error)}
         except BaseException as error:
-            # Nobody reads what rank 0 gives: its own end is everybody's decision.
+            # No rank reads what rank 0 gives: if rank 0 ends, that is the decision for all.
             self._set(f"{topic}/{self.rank or 'all'}", {"error": error_to_ranks(error)})
             raise
         if self.rank == 0:
@@ -161,7 +167,7 @@ class Rendezvous:
             if failed:
                 return {"error": _joined(failed, self.world_size)}
             return {"value": decide([one["value"] for one in given])}
-        except Exception as error:  # noqa: BLE001 - all ranks hear of it
+        except Exception as error:  # noqa: BLE001 - all ranks receive it
             return {"error": error_to_ranks(error)}
 
     def _wait(self, keys: dict[int, str], topic: str, timeout_s: float) -> None:
@@ -239,7 +245,7 @@ def _meet_in(store: Any, info: RankInfo, *, name: str, timeout_s: float) -> Rend
 
 
 def _joined(failed: dict[int, dict[str, Any]], world_size: int) -> dict[str, Any]:
-    """Make one error of those of some ranks: the first, with who else has met it."""
+    """Join the errors of some ranks: the first error, with the ranks that have the same."""
     first = failed[min(failed)]
     same = [rank for rank, one in failed.items() if one["message"] == first["message"]]
     if len(same) == world_size:
@@ -272,3 +278,81 @@ def same_for_all(values: Sequence[Any], what: str) -> Any:
             f"{values[differing[0]]!r}"
         )
     return values[0]
+
+
+_numbers: dict[tuple[int, int], str] = {}  # of this process, by (rank, world size)
+
+
+class StoreLife:
+    """Finds a part of a store that no other life of the ranks uses.
+
+    Args:
+        store: shared by all ranks.
+        info: who we are.
+    """
+
+    def __init__(self, store: Any, info: RankInfo) -> None:
+        self._plain, self._info = store, info
+        self._outlives = "TORCHELASTIC_RUN_ID" in os.environ
+        self._own = _numbers.setdefault((info.rank, info.world_size), secrets.token_hex(8))
+        self._seen: dict[str, str] = {}
+
+    def join(self, timeout_s: float) -> Any:
+        """Return the part of the store; rank 0 does not wait, the others wait for rank 0.
+
+        Raises:
+            HoldfastError: rank 0 did not come.
+        """
+        if not self._outlives:
+            return _part(self._plain, "0")
+        if self._info.rank == 0:
+            self._show()
+            return _part(self._plain, self._own)
+        self._plain.set(f"holdfast/hello/{self._info.rank}", self._own)
+        return _part(self._plain, self._find(timeout_s))
+
+    def look(self, ranks: Iterable[int]) -> None:
+        """Show ranks that have said hello that this is rank 0 of their life; for rank 0, while it waits for them."""
+        if not self._outlives or self._info.rank:
+            return
+        before = dict(self._seen)
+        for rank in ranks:
+            key = f"holdfast/hello/{rank}"
+            if self._plain.check([key]):
+                self._seen[str(rank)] = self._plain.get(key).decode()
+        if self._seen != before:
+            self._show()
+
+    def _show(self) -> None:
+        self._plain.set("holdfast/life", json.dumps([self._own, self._seen]))
+
+    def _find(self, timeout_s: float) -> str:
+        deadline = time.monotonic() + timeout_s
+        pause_s = _PAUSE_S[0]
+        while True:
+            try:
+                if self._plain.check(["holdfast/life"]):
+                    life, seen = json.loads(self._plain.get("holdfast/life"))
+                    if seen.get(str(self._info.rank)) == self._own:
+                        return str(life)
+            except RuntimeError as error:
+                raise HoldfastError(
+                    "the ranks cannot meet: the store of the process group is gone, and with it the process that held "
+                    f"it, usually rank 0: {error}"
+                ) from error
+            if time.monotonic() > deadline:
+                raise HoldfastError(
+                    f"rank 0 did not come within {timeout_s:g} s: all ranks have to make the same calls in the same "
+                    "order; what only some of them do (`if rank == 0:`) has to be holdfast.save(..., ranks='this')"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_S[1])
+
+
+def _part(store: Any, life: str) -> Any:
+    return dist.PrefixStore(f"holdfast/life_{life}", store)  # type: ignore[attr-defined]
+
+
+@after_fork_in_child
+def _after_fork_in_child() -> None:
+    _numbers.clear()  # another process is another life, whoever its parent was

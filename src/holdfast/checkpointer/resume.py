@@ -8,17 +8,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpoint.newest import newest_of_run
+from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
-from holdfast.run.newest_good import newest_good
+from holdfast.run.candidates import newest_good
 from holdfast.state.load.put_back import PutBack
 from holdfast.state.load.restore import Loaded, load_state
 from holdfast.storage.base import Storage
 
-from .load_bar import load_bar
-from .options import RESERVED, Fit
-from .progress import Progress
+from .console import load_bar
+from .options import Fit
+from .progress import RESERVED, Progress
 from .rendezvous import Alone, Meeting
 
 __all__ = ["Fit", "ResumeResult", "first_good", "resume_run"]
@@ -33,7 +32,7 @@ class ResumeResult:
     Attributes:
         checkpoint: what was loaded, None for a fresh start.
         loaded: what it brought back.
-        skipped: (name, reason) of newer ones that were set aside now.
+        skipped: (name, reason) of newer checkpoints that were set aside now.
         lacks_progress: the checkpoint was not saved by a run: it holds no step, epoch and data position.
         put_back: what became of its plain values.
     """
@@ -66,7 +65,7 @@ def resume_run(
         candidates: names of committed checkpoints, newest first.
         quarantined: names set aside by earlier starts, with reasons.
         quarantine: records a bad checkpoint.
-        meeting: of the ranks, which all load the same; a candidate that is bad for one is bad for all.
+        meeting: of the ranks, which all load the same; a candidate that is bad for one rank is bad for all.
         sides: the storages in which a candidate is complete, in the order to try them; default: ``storage`` alone.
         fit: how the checkpoint has to fit the state.
 
@@ -125,7 +124,7 @@ def first_good(
         quarantined: names set aside by earlier starts, with reasons.
         quarantine: records a bad checkpoint.
         meeting: of the ranks.
-        attempt: tries one on this rank; gives the reason if it is bad.
+        attempt: tries a candidate on this rank; returns the reason if it is bad, else None.
         what_else: the user may do if none is good, for the error.
         sides: as in `resume_run`.
         skipped: gets (name, reason) of those that were set aside now.
@@ -136,7 +135,7 @@ def first_good(
     """
 
     def copies() -> Iterator[tuple[str, tuple[int, Checkpoint]]]:
-        """Give every copy of every candidate: one side of a mirrored run may be damaged and the other one good."""
+        """Yield every copy of every candidate: of a mirrored run one side may be damaged and the other good."""
         for name in candidates:
             if name not in quarantined:
                 for number, side in enumerate([storage] if sides is None else sides(name), 1):
@@ -170,7 +169,7 @@ def _try(home: Storage, state: Mapping[Any, Any], meeting: Meeting, outcome: Res
 
 
 def _judge(set_aside: Quarantine, reasons: list[str | None]) -> str | None:
-    """On rank 0, whose own failure to set a bad candidate aside all ranks hear of: give the reason for all."""
+    """Return the reason for all ranks, after setting a bad candidate aside. On rank 0: all ranks receive its errors."""
     reason = first_bad(reasons)
     if reason is not None:
         set_aside(reason=reason)
@@ -211,7 +210,7 @@ def _explicit(
     root = checkpoint.storage.local_root
     if root is not None and (root / checkpoint.directory).is_file():
         raise ConfigError(f"resume={checkpoint.uri!r} is a file; give the directory of a checkpoint")
-    # One made by `holdfast.save` has none of the run's own entries: it is a start, and what it lacks is said.
+    # A checkpoint of `holdfast.save` has none of the run's own entries: the run starts, and the block lists them.
     own = (RESERVED, f"{RESERVED}/*")
     home = checkpoint.storage.child(checkpoint.directory)
     outcome = ResumeResult(checkpoint)

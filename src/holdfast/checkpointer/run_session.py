@@ -1,7 +1,7 @@
 """`RunSession`: one process's hold on a run, from its lease to its end, and the saves that go into it.
 
-Every front door makes one. It decides when to save and what to say; how a save is named and numbered, what its parent
-is, how it is followed, and what a lost one costs, is decided here.
+Every front door makes a `RunSession`. The front door decides when to save and what to print. The session decides how a
+save is named and numbered, what its parent is, how it is followed, and what a lost save costs.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from .remote import RemoteWatch
 from .rendezvous import Alone, Meeting
 from .stats import Stats, StepClock
 from .transient import MAX_LOST, TRANSIENT_ERRORS, LostSaves, state_of
-from .waiting import answer
 
-__all__ = ["RunSave", "RunSession"]
+__all__ = ["RunSave", "RunSession", "answer"]
 
 _LOG = get_logger("checkpointer")
 _LEASE_S = 60.0  # that the writer of a dead trainer may still take to finish
@@ -83,7 +82,7 @@ class _Note:
 
 
 class RunSession:
-    """Holds a run: starts its writer, takes its lease, follows saves, gives the run back. Of one thread.
+    """Holds a run: starts its writer, takes its lease, follows saves, gives the run back. Used by a single thread.
 
     Saves are taken in, in their order, by `settle`. One that the storage did not take costs itself, the tenth in a row
     raises; any other failure raises.
@@ -95,7 +94,7 @@ class RunSession:
         on_full: when the storage is full or does not answer: "skip" a save, "wait" (the owner tries again, see
             `wants_retry`) or "raise".
         timeout_s: bound of every wait.
-        timeout_name: what the user knows that bound by; "" if it is none of theirs.
+        timeout_name: the user's argument that sets this bound, for messages; "" if no argument does.
 
     Attributes:
         root: of the run.
@@ -107,13 +106,13 @@ class RunSession:
         opened: what opening the run has found.
         quarantined: reasons of the checkpoints that were set aside, by name.
         names: names that are taken under the run.
-        parent: id of the newest durable checkpoint, or of the one that training goes on from.
+        parent: id of the newest durable checkpoint, or of the checkpoint that training goes on from.
         lost: counts the saves that the storage did not take.
         wants_retry: ``on_full="wait"``, and the last save found no space, or no answer.
         stats: what saving has cost.
-        clock: tells slow steps; fed by the owner.
+        clock: measures steps; fed by the owner.
         remote_watch: follows the uploads of a mirrored run.
-        announcer: tells listeners of what is committed.
+        announcer: calls listeners with what is committed.
     """
 
     def __init__(
@@ -166,11 +165,11 @@ class RunSession:
     # -- the run
 
     def open(self, *, keep: Keep | None, root: Storage | None = None, mirror: Mirror | None = None) -> RunOpened:
-        """Take the lease of the run on rank 0, and see that all ranks have its storage before their eyes.
+        """Take the lease of the run on rank 0, and check that all ranks see its storage.
 
         Args:
             keep: rules of retention; None keeps everything.
-            root: the run, if it is elsewhere than where saves go.
+            root: root of the run, if saves go elsewhere first.
             mirror: rules of a mirrored run, whose other side is ``remote``.
 
         Raises:
@@ -240,15 +239,15 @@ class RunSession:
         return [self.root] if self.remote is None or self.staged else [self.root, self.remote]
 
     def answer(self, future: Future[Any], storage: Storage | None = None, timeout_s: float | None = None) -> Any:
-        """Wait for the writer, but not for ever.
+        """Wait for an answer of the writer, for a bounded time.
 
         Args:
-            future: what the writer is to say.
-            storage: named if it says nothing; default: that of the run.
+            future: the answer.
+            storage: named in the error if there is no answer; default: that of the run.
             timeout_s: how long to wait; default: that of the session.
 
         Raises:
-            HoldfastError: what the writer says, or that it says nothing.
+            HoldfastError: the error that the writer answers, or no answer in time.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         return answer(future, storage or self.root, limit_s, bound=self._bound)
@@ -271,21 +270,21 @@ class RunSession:
             self.quarantined[name] = reason
 
     def resume_at(self, step: int, *, name: str | None, checkpoint_id: str | None) -> None:
-        """Begin with a step that is safe already.
+        """Begin at a step whose checkpoint is durable already.
 
         Args:
             step: of the training.
-            name: of its checkpoint, which is one of this run.
-            checkpoint_id: parent of the next one.
+            name: of its checkpoint, which belongs to this run.
+            checkpoint_id: parent of the next checkpoint.
         """
         self.parent, self._newest = checkpoint_id, (step, name)
         self.stats.last_durable_step = step
 
     def announce(self, listeners: Sequence[Listener], *, mirror: Mirror | None = None) -> None:
-        """Tell listeners of checkpoints as they are committed; of a mirrored run, follow the uploads.
+        """Call listeners with each checkpoint when it is committed; of a mirrored run, follow the uploads too.
 
         Args:
-            listeners: are called with each; where the ranks share no disk, once it is at the remote.
+            listeners: called with each checkpoint; where the ranks share no disk, once it is at the remote.
             mirror: rules of a mirrored run.
         """
         announcer = self.announcer = Announcer(listeners)
@@ -316,16 +315,16 @@ class RunSession:
             step: steps done.
             epoch: current epoch.
             metrics: of this step.
-            announce: told the name of the checkpoint before the save is handed over.
+            announce: called with the name of the checkpoint before the save is handed over.
 
         Raises:
-            HoldfastError: a save before this one failed, or this one cannot begin.
+            HoldfastError: an earlier save failed, or this save cannot begin.
         """
         self.settle()
         begun = time.perf_counter()
         name, save_id = free_name(step, attempt=self.opened.attempt, taken=self.names), self.next_save_id()
         checkpoint_id, joint = uuid.uuid4().hex, self.team is not None
-        with contextlib.nullcontext() if self.team is None else self.team.told(save_id):
+        with contextlib.nullcontext() if self.team is None else self.team.broadcast_errors(save_id):
             if self.remote_watch is not None:
                 self.remote_watch.make_room(self.timeout_s)
             # Metrics first: a trainer killed right after the hand-over has its save committed all the same.
@@ -340,7 +339,7 @@ class RunSession:
         def committed(save: RunSave, result: SaveResult) -> None:
             self._note_cost(save)
             snapshotter.observe(result.unchanged)
-            if self.leads and not self.staged:  # of a staged one is told when it has arrived at the remote
+            if self.leads and not self.staged:  # a staged save is announced when it has arrived at the remote
                 self.announcer.tell(Checkpoint.at(self.storage, result.directory))
 
         self._begin(
@@ -363,7 +362,7 @@ class RunSession:
         committed: Callable[[RunSave, SaveResult], object],
         lost: Callable[[RunSave, BaseException], str],
     ) -> RunSave:
-        """Let the writer make a checkpoint of directories; it does so even if this process dies.
+        """Let the writer make a checkpoint of directories, even if this process dies meanwhile.
 
         Args:
             sources: what to take.
@@ -439,14 +438,14 @@ class RunSession:
 
     @property
     def unsettled(self) -> bool:
-        """True when something has ended and `settle` has to take it in; costs next to nothing."""
+        """True when a save or a note has ended and `settle` has work to do; costs next to nothing."""
         return self._ended.is_set()
 
     def glance(self) -> None:
-        """Take in, between saves, what has ended.
+        """Process, between saves, what has ended.
 
         Of saves of many ranks only good ends: a failure changes what is done next, so all ranks take it in at the same
-        step, which is the next save or one they agree on.
+        step: the next save, or a step they agree on.
         """
         if self.team is None:
             self.settle(leave=len(self._pending))
@@ -456,13 +455,13 @@ class RunSession:
             self._settle_saves(leave=len(self._pending) - 1)
 
     def settle(self, *, leave: int = 0) -> None:
-        """Take in what has ended; wait until no more than ``leave`` saves are on their way.
+        """Process what has ended; wait until at most ``leave`` saves are on their way.
 
         Raises:
             HoldfastError: a save, or something noted on the side, failed.
         """
         self._ended.clear()
-        # Looked at before the saves: whatever failed for want of its checkpoint comes after the news of that failure.
+        # Collected before the saves: a note that failed because its checkpoint is missing is processed after that save.
         done = [note for note in self._notes if note.future.done()]
         self._settle_saves(leave=leave)
         self._settle_notes(done)
@@ -506,22 +505,22 @@ class RunSession:
             self._count(save, result)
             save.committed(save, result)
             return
-        # Its step is not saved: neither the final save takes it for done, nor the next one for its parent.
+        # Its step is not saved: the final save must not count it as done, nor the next save take it as its parent.
         self._gone.add(save.name)
         self._free(save.name)
-        told = save.lost(save, error)
+        message = save.lost(save, error)
         if not isinstance(error, TRANSIENT_ERRORS):
             raise error
         self.stats.skipped += 1
-        # "wait" tries the same step again: its own time bounds that.
+        # "wait" tries the same step again; its own timeout bounds that.
         self.lost.add(error, limit={"raise": 1, "wait": None}.get(self.on_full, MAX_LOST))
-        _LOG.warning("%s (save %d in a row)", told, self.lost.in_a_row)
+        _LOG.warning("%s (save %d in a row)", message, self.lost.in_a_row)
         self.wants_retry = self.on_full == "wait"
 
     def _free(self, name: str) -> None:
         """Let the next try use the name of a save that failed, unless it committed after all."""
         if self.team is not None:
-            # Not looked at: all ranks have to choose the same name next, and may see different things.
+            # No look at the storage: all ranks have to choose the same name next, and they may see different things.
             self.names.discard(name)
             return
         with contextlib.suppress(StorageError):
@@ -554,22 +553,22 @@ class RunSession:
         self._counted = (held, lost)
 
     def journal(self, what: str, **about: Any) -> None:
-        """Tell the run's journal what only the trainer knows; nobody waits for it, nothing fails for it."""
+        """Record in the run's journal what only the trainer knows. Nobody waits for it, and it cannot fail a save."""
         if self.leads:
             event = {"what": what, "time": time.time(), "attempt": self.opened.attempt, **about}
             with contextlib.suppress(HoldfastError):
                 self.client.run_op("journal", events=[event])
 
-    # -- notes: what is small, and not waited for
+    # -- notes: small records that nobody waits for
 
     def note(self, op: str, *, about: str | None = None, what: str = "metrics were not recorded", **args: Any) -> None:
-        """Tell the run something, see `WriterClient.run_op`; what becomes of it surfaces in `settle`.
+        """Send the writer a small record of the run, see `WriterClient.run_op`; its failure surfaces in `settle`.
 
         Args:
-            op: what kind of thing.
-            about: name of the checkpoint that it belongs to; if the save of that one is lost, so is this.
+            op: kind of record.
+            about: name of the checkpoint that it belongs to; if that save is lost, so is this record.
             what: the beginning of what is logged if the storage did not take it.
-            **args: the thing.
+            **args: the record.
         """
         future = self.client.run_op(op, **args)
         self._notes.append(_Note(future=future, about=about, what=what))
@@ -606,12 +605,12 @@ class RunSession:
     def end(
         self, reason: str, *, details: Mapping[str, Any] | None = None, finished: Mapping[str, Any] | None = None
     ) -> None:
-        """Give the lease back once the writer has done what it was given, with a word on how the run ended.
+        """Give the lease back once the writer has finished its work, and record how the run ended.
 
         Args:
             reason: "finished", "stopped", or what ended it.
             details: small JSON about the end.
-            finished: what a later start has to know of a training that is over; None for one that is not.
+            finished: what a later start has to know of a finished training; None if it is not finished.
 
         Raises:
             HoldfastError: that, or another note, failed.
@@ -624,16 +623,16 @@ class RunSession:
         self.wait_for_notes()
 
     def abandon(self, why: str) -> None:
-        """Give up a run that did not come to its first step; nothing raises."""
+        """Give up a run that failed before its first step; never raises."""
         with contextlib.suppress(HoldfastError):
             self.client.run_op("close_run", reason=why)
         self.close(why)
 
     def close(self, why: str, *, timeout_s: float | None = None) -> None:
-        """End the writer, which commits what it was given before it goes; idempotent.
+        """End the writer, which first commits the saves it has; idempotent.
 
         Args:
-            why: what other ranks hear if they still expect a save of this one.
+            why: the reason that other ranks receive if they still expect a save of this rank.
             timeout_s: how long to wait for that; default: that of the session.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
@@ -641,6 +640,24 @@ class RunSession:
         if self.team is not None:
             self.team.close()
         self.announcer.close(limit_s)
+
+
+def answer(future: Future[Any], storage: Storage, timeout_s: float, *, bound: str = " (timeout_s)") -> Any:
+    """Wait for an answer of the writer, for a bounded time.
+
+    Args:
+        future: the answer.
+        storage: named in the error if there is no answer.
+        timeout_s: how long to wait.
+        bound: names the argument that ``timeout_s`` is, for the message.
+
+    Raises:
+        HoldfastError: the error that the writer answers, or no answer in time.
+    """
+    wait([future], timeout=timeout_s)
+    if not future.done():
+        raise HoldfastError(f"no answer after {timeout_s:.0f} s{bound}: {storage.uri} is stuck or very slow")
+    return future.result()
 
 
 def _lost_state(save: RunSave, error: BaseException) -> str:
@@ -651,7 +668,7 @@ def _lost_state(save: RunSave, error: BaseException) -> str:
 def _taken(storage: Storage, opened: RunOpened) -> set[str]:
     """Return the names a save must not use: of checkpoints, good or bad, and of anything else that lies there."""
     there: set[str] = set()
-    if storage.local_root is not None:  # of others the writer has told all that it found
+    if storage.local_root is not None:  # at an object store `opened.taken` has all names
         there = {info.path.rstrip("/") for info in storage.list("", recursive=False)}
     return {*(row[0] for row in opened.records), *opened.quarantined, *opened.taken, *there}
 

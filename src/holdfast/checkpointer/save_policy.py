@@ -1,17 +1,110 @@
-"""What a step calls for where one process decides alone: nothing, a save, or the end of the run."""
+"""When a run saves and when it stops.
+
+`Schedule` and `Deadline` decide from counters and a clock. `SavePolicy` adds signals, for one process that decides
+alone; in `DistributedSavePolicy` what depends on time or signals happens at a step that all ranks agree on.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import Literal
+from collections.abc import Sequence
+from datetime import datetime, timedelta, timezone
+from typing import Any, Literal
+
+from holdfast._units import Interval, IntervalLike, parse_interval
+from holdfast.errors import ConfigError, HoldfastError
 
 from .progress import Progress
-from .schedule import Deadline, Schedule
+from .rank_group import RankGroup
 from .signals import StopSignals
 
-__all__ = ["Call", "SavePolicy"]
+__all__ = ["Call", "Deadline", "DistributedSavePolicy", "SavePolicy", "Schedule", "agreed"]
 
 Call = Literal["save", "stop", "settle"] | None
+_LOOK_S = 0.0005
+
+
+class Schedule:
+    """Decides whether a multiple of any interval has been crossed.
+
+    Args:
+        intervals: what ``every=`` gave.
+        now: monotonic seconds at the start.
+    """
+
+    def __init__(self, intervals: Sequence[Interval], *, now: float) -> None:
+        for interval in intervals:
+            if interval.unit == "tok":
+                raise ConfigError(f"every={str(interval)!r}: a Checkpointer does not count tokens; use steps or time")
+        self._steps = [int(one.value) for one in intervals if one.unit == "ba"]
+        self._samples = [int(one.value) for one in intervals if one.unit == "sp"]
+        self._epochs = [int(one.value) for one in intervals if one.unit == "ep"]
+        self._seconds = min((one.value for one in intervals if one.unit == "sec"), default=None)
+        self.next_time = float("inf") if self._seconds is None else now + self._seconds
+        self.next_step: float = float("inf")
+        self.next_sample: float = float("inf")
+
+    @property
+    def counts_samples(self) -> bool:
+        """True when an interval is given in samples."""
+        return bool(self._samples)
+
+    def start(self, *, step: int, samples: int) -> None:
+        """Set the next multiples after a resume (or at 0)."""
+        self.next_step = min((_after(step, every) for every in self._steps), default=float("inf"))
+        self.next_sample = min((_after(samples, every) for every in self._samples), default=float("inf"))
+
+    def due(self, *, step: int, samples: int, now: float) -> bool:
+        """Tell whether a save is due after ``step``; `saved` moves the marks on."""
+        return step >= self.next_step or now >= self.next_time or samples >= self.next_sample
+
+    def epoch_due(self, epochs_done: int) -> bool:
+        """Tell whether the end of an epoch is a multiple of an epoch interval."""
+        return any(epochs_done % every == 0 for every in self._epochs)
+
+    def saved(self, *, step: int, samples: int, now: float) -> None:
+        """Move the marks on after a save was started (or left out by policy)."""
+        self.start(step=step, samples=samples)
+        if self._seconds is not None:
+            self.next_time = now + self._seconds
+
+
+def _after(count: int, every: int) -> int:
+    return (count // every + 1) * every
+
+
+class Deadline:
+    """The moment at which the process will be ended, and the time that a last save needs before it.
+
+    Args:
+        spec: seconds from now, an interval string ("3h50m"), a timedelta, or an aware datetime.
+        now: monotonic seconds.
+    """
+
+    def __init__(self, spec: float | IntervalLike | datetime | None, *, now: float) -> None:
+        self.at = float("inf")
+        if spec is None:
+            return
+        if isinstance(spec, datetime):
+            if spec.tzinfo is None:
+                raise ConfigError(f"deadline={spec!r} has no time zone: use an aware datetime or a duration ('3h50m')")
+            seconds = (spec - datetime.now(timezone.utc)).total_seconds()
+        elif isinstance(spec, (int, float)) and not isinstance(spec, bool):
+            seconds = float(spec)
+        elif isinstance(spec, timedelta):
+            seconds = spec.total_seconds()
+        else:
+            interval = parse_interval(spec)
+            if interval.unit != "sec":
+                raise ConfigError(f"deadline={spec!r}: give a time, as in '3h50m', not {interval.unit}")
+            seconds = interval.value
+        if not seconds > 0:
+            raise ConfigError(f"deadline={spec!r} has passed already ({seconds:.0f} s)")
+        self.at = now + seconds
+
+    def near(self, *, now: float, step_s: float, save_s: float) -> bool:
+        """Tell whether this is the last step boundary with time for a save: twice the last one, and a margin."""
+        return now + 2 * step_s + 2 * save_s + 5.0 >= self.at
 
 
 class SavePolicy:
@@ -20,7 +113,7 @@ class SavePolicy:
     Args:
         schedule: when saves are due.
         signals: those that ask the run to stop.
-        deadline: when this process will be taken away.
+        deadline: when this process will be ended.
         progress: the counters.
 
     Attributes:
@@ -44,23 +137,23 @@ class SavePolicy:
         return {"stop": "deadline"} if self.stopping else {}
 
     def stepped(self, now: float, *, step_s: float, save_s: float) -> bool:
-        """Tell, as cheaply as can be, whether the step just done may call for anything."""
+        """Return, as cheaply as possible, whether the step just done may call for anything."""
         return self.call(now, step_s=step_s, save_s=save_s) is not None
 
     def call(self, now: float, *, step_s: float, save_s: float) -> Call:
-        """Tell what the step just done calls for."""
+        """Return what the step just done calls for."""
         if self._signals.received is not None or self._deadline.near(now=now, step_s=step_s, save_s=save_s):
             return "stop"
         return "save" if self._due(now) else None
 
     def poll(self, *, step_s: float, save_s: float) -> bool:
-        """Tell, between steps, whether the run is to stop."""
+        """Return, between steps, whether the run is to stop."""
         if not self.stopping:
             self.stopping = self._deadline.near(now=time.monotonic(), step_s=step_s, save_s=save_s)
         return self.stop_asked
 
     def must_end(self, tries: int) -> bool:
-        """Tell, while the step is held, whether to stop; asked for the ``tries``-th time in a row."""
+        """Return, while the step is held, whether to stop; called for the ``tries``-th time in a row."""
         return self.stop_asked
 
     def epoch_due(self, epochs_done: int) -> bool:
@@ -76,3 +169,118 @@ class SavePolicy:
         schedule = self._schedule
         samples = self._progress.samples if schedule.counts_samples else 0
         return schedule.due(step=self._progress.step, samples=samples, now=now)
+
+
+class DistributedSavePolicy(SavePolicy):
+    """Decides as `SavePolicy` does from steps and epochs, alike on all ranks, and asks the others for the rest.
+
+    Rank 0 decides by intervals of time or samples (batches need not be equally long) and by the deadline; any rank may
+    receive a signal.
+
+    Args:
+        schedule: when saves are due.
+        signals: those that ask the run to stop.
+        deadline: when the processes will be ended.
+        progress: the counters.
+        team: the ranks.
+    """
+
+    def __init__(
+        self, schedule: Schedule, signals: StopSignals, deadline: Deadline, progress: Progress, team: RankGroup
+    ) -> None:
+        super().__init__(schedule, signals, deadline, progress)
+        self._team = team
+        self._wants_save = self._wants_stop = False  # the others know, and it is not done yet
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether all ranks stop: a signal to a single rank does not count before they have agreed."""
+        return self.stopping
+
+    def stepped(self, now: float, *, step_s: float, save_s: float) -> bool:
+        """Publish the step; return whether it may call for anything."""
+        team = self._team
+        called = team.board.calls(self._progress.step)
+        if self._must_stop(now, step_s, save_s):
+            self._want_stop()
+        elif team.rank == 0 and not self._wants_save and self._wished(now):
+            self._wants_save = True
+            team.client.tell_ranks("want", kind="save")
+        return called or self._due(float("-inf")) or team.board.broken
+
+    def call(self, now: float, *, step_s: float, save_s: float) -> Call:
+        """Return what the step calls for, the same on all ranks; waits while they are about to agree on it."""
+        agreed = self._agreed()
+        if agreed is not None and agreed != "settle":
+            return agreed
+        if self._team.board.broken:
+            return "stop"  # a rank is gone, and no save can succeed any more: the last one raises which rank, and why
+        return "save" if self._due(float("-inf")) else agreed
+
+    def poll(self, *, step_s: float, save_s: float) -> bool:
+        """Tell whether the run is to stop: never between steps, where ranks would leave at different places."""
+        return self.stopping
+
+    def must_end(self, tries: int) -> bool:
+        """Tell whether to stop where all ranks are held at the same step; the same on all of them."""
+        if self._must_stop(time.monotonic(), 0.0, 0.0):
+            self._want_stop()
+        return not self._team.may_go_on(self._progress.step, tries)
+
+    def saved(self) -> None:
+        """Count a save."""
+        super().saved()
+        self._wants_save = False
+
+    def _want_stop(self) -> None:
+        if not self._wants_stop:
+            self._wants_stop = True
+            self._team.client.tell_ranks("want", kind="stop")
+
+    def _wished(self, now: float) -> bool:
+        """Tell whether rank 0 wants a save for what the others count differently."""
+        schedule = self._schedule
+        return now >= schedule.next_time or (schedule.counts_samples and self._progress.samples >= schedule.next_sample)
+
+    def _due(self, now: float) -> bool:
+        return self._schedule.due(step=self._progress.step, samples=0, now=now)
+
+    def _must_stop(self, now: float, step_s: float, save_s: float) -> bool:
+        if self._signals.received is not None:
+            return True
+        # Ranks stop two or three steps after a rank asks.
+        return self._team.rank == 0 and self._deadline.near(now=now, step_s=3 * step_s, save_s=save_s)
+
+    def _agreed(self) -> Call:
+        """Return what all ranks do at this step, if they agreed on it."""
+        kind = agreed(self._team, self._progress.step)
+        if kind is not None:
+            # A wish that this step does not fulfil is sent again: rank 0's writer counts repeated wishes once.
+            self._wants_save = self._wants_stop = False
+        return kind
+
+
+def agreed(team: RankGroup, step: int) -> Call:
+    """Return what all ranks do at ``step``, if they agreed on it; waits while they are about to agree.
+
+    Raises:
+        HoldfastError: rank 0's writer does not answer in time.
+    """
+    board, timeout_s = team.board, team.timeout_s
+    until = time.monotonic() + timeout_s
+    while board.calls(step):
+        target = board.target
+        if board.armed and board.target == target:
+            kind: Any = board.kind
+            board.act(target)
+            team.client.tell_ranks("acted", step=target)
+            return kind  # type: ignore[no-any-return]
+        if board.broken:
+            return None
+        if time.monotonic() > until:
+            raise HoldfastError(
+                f"rank {team.rank} waits at step {step} for the word of rank 0's writer, which has not come within "
+                f"{timeout_s:g} s (timeout_s)"
+            )
+        time.sleep(_LOOK_S)
+    return None

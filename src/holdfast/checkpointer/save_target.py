@@ -12,6 +12,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast._fork import after_fork_in_child
 from holdfast._ranks import RankInfo, current_ranks
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import CheckpointExistsError, ConfigError, HoldfastError
@@ -39,7 +40,7 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTarget:
-    """One save to be.
+    """Destination and writer of one save that belongs to no run.
 
     Attributes:
         target: the checkpoint.
@@ -55,12 +56,12 @@ class SaveTarget:
 
     @property
     def layout(self) -> str:
-        """Tell places apart whose arenas differ."""
+        """Key of targets that can use the same arena."""
         ranks = "" if self.team is None else f" {self.team.rank} of {self.team.world_size}"
         return f"{_kind(self.target.storage)} {self.target.storage.max_file_bytes}{ranks}"
 
     def group(self, alike: Alike) -> tuple[int, ...] | None:
-        """Return the ranks that ``alike`` names; None for one that saves alone.
+        """Return the ranks that ``alike`` names; None for a process that saves alone.
 
         Raises:
             ConfigError: it names no ranks, or not this one.
@@ -70,7 +71,7 @@ class SaveTarget:
         return ranks_alike(alike, rank=self.team.rank, world_size=self.team.world_size)
 
     def snapshotter(self, *, max_staging_bytes: int | None = None, alike: tuple[int, ...] | None = None) -> Snapshotter:
-        """Make one that lays files out as this place needs."""
+        """Make a snapshotter that lays files out as this target needs."""
         rank, world_size = (0, 1) if self.team is None else (self.team.rank, self.team.world_size)
         return Snapshotter(
             rank=rank,
@@ -80,9 +81,9 @@ class SaveTarget:
             alike=alike,
         )
 
-    def told(self) -> contextlib.AbstractContextManager[None]:
-        """Let the other ranks, which wait for our part, hear of an error."""
-        return contextlib.nullcontext() if self.team is None else self.team.told(self.save_id)
+    def broadcast_errors(self) -> contextlib.AbstractContextManager[None]:
+        """Send an error to the other ranks, which wait for our part of this save."""
+        return contextlib.nullcontext() if self.team is None else self.team.broadcast_errors(self.save_id)
 
     def submit(
         self,
@@ -95,7 +96,7 @@ class SaveTarget:
         unsupported: str,
         aside: bool = False,
     ) -> Submitted:
-        """Copy the state and hand it to the writer; within `told`. ``aside`` is that of `Snapshotter.submit`.
+        """Copy the state and hand it to the writer; inside `broadcast_errors`. For ``aside`` see `Snapshotter.submit`.
 
         Raises:
             CheckpointExistsError: there is a committed checkpoint and ``overwrite`` is False.
@@ -167,13 +168,13 @@ def open_place(path: str | os.PathLike[str] | Checkpoint, *, ranks: str, unsuppo
     kind = _PROCESS if isinstance(found, HoldfastError) else _kind(found.storage)
     with _lock:
         team, numbers = _team(info, kind)
-        # Counted whatever happens: the n-th saves of all ranks belong together, also after one that failed here alone.
+        # Counted in any case: the n-th saves of all ranks belong together, also after a failure on this rank alone.
         save_id = f"{team.start_id}-{next(numbers):x}"
     if isinstance(found, HoldfastError):
-        with team.told(save_id):
+        with team.broadcast_errors(save_id):
             raise found
     if team.client.closed:
-        # Not met again: nobody knows whether the others come, too.
+        # No second meeting: this rank cannot know whether the others come too.
         raise HoldfastError(
             f"rank {team.rank}: the writer process of this rank has ended, and with it the saves of all ranks: start "
             "the ranks again, or save on one of them with ranks='this'"
@@ -182,7 +183,7 @@ def open_place(path: str | os.PathLike[str] | Checkpoint, *, ranks: str, unsuppo
 
 
 def _try_path(path: str | os.PathLike[str] | Checkpoint) -> Checkpoint | HoldfastError:
-    """Find out where a path is; what is wrong with it the other ranks have to hear of, which may see it otherwise."""
+    """Resolve a path; return the error instead of raising it, because the other ranks have to receive it too."""
     try:
         return path if isinstance(path, Checkpoint) else Checkpoint(path)
     except HoldfastError as error:
@@ -227,6 +228,7 @@ def _next_save_id() -> str:
         return f"{_start_id}-{next(_numbers):x}"
 
 
+@after_fork_in_child
 def _after_fork_in_child() -> None:
     """Forget everything that belongs to the parent: its writers, its save ids."""
     global _start_id, _lock
@@ -234,6 +236,3 @@ def _after_fork_in_child() -> None:
     _clients.clear()
     _teams.clear()
     _start_id = ""
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

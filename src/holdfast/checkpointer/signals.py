@@ -17,27 +17,28 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
 
 __all__ = ["StopSignals"]
 
 _LOG = get_logger("signals")
 _SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
-# Of torchrun's agent; ignored wherever nobody listens to it, unlike those above.
+# Sent at the death of torchrun's agent; a process without a handler ignores it, unlike those above.
 _AGENT_DIED = getattr(signal, "SIGURG", None)
 _SET_PDEATHSIG, _GET_PDEATHSIG = 1, 2  # of prctl(2)
-_HOLD_S = 20.0  # that a loader worker waits for its trainer to hear of a SIGTERM too
-_TRAINS, _STOPS, _IS_OVER = 0, 1, 2  # what a trainer tells its loader workers
+_HOLD_S = 20.0  # for which a loader worker waits until its trainer has received a SIGTERM too
+_TRAINS, _STOPS, _IS_OVER = 0, 1, 2  # state of a trainer, for its loader workers
 _INSTALLED: weakref.WeakSet[StopSignals] = weakref.WeakSet()
 
 
 class StopSignals:
     """Catches SIGTERM, SIGUSR1 and SIGINT between `install` and `remove`; earlier handlers are called too.
 
-    A rank of torchrun also hears of the death of its agent (Linux), which is a request to stop like a signal: else it
-    would train on for ever, and nobody would know of it.
+    A rank of torchrun also gets a signal when its agent dies (Linux), which is a request to stop like any other:
+    without it the rank would train on for ever, unnoticed.
 
-    Only the main thread may set handlers; anywhere else this does nothing and says so.
+    Only the main thread may set handlers; anywhere else this does nothing and logs it.
 
     Attributes:
         received: name of the first signal, or None.
@@ -81,7 +82,7 @@ class StopSignals:
             self._agent = None
             _tell_of_parent(0)
         for number, handler in self._before.items():
-            # A handler that somebody set after us stays: it may call us, and we then pass the signal on.
+            # A handler that was set after ours stays: it may call ours, which then passes the signal on.
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, _settable(_below(handler, number)))
 
@@ -106,7 +107,7 @@ class StopSignals:
             self.received = name
             self._tell(_STOPS)
             again = "; once more to stop at once" if number == signal.SIGINT else ""
-            # The same signal may have ended whoever reads our standard error (`| tee log`): no reason not to save.
+            # The same signal may have ended the reader of our standard error (`| tee log`): no reason not to save.
             with contextlib.suppress(OSError):
                 os.write(2, f"holdfast: {name}: saving at the next step, then stopping{again}\n".encode())
         if callable(before) and before is not signal.default_int_handler:
@@ -138,7 +139,7 @@ class StopSignals:
 
 
 class _FirstInTrainer:
-    """SIGINT in a forked child: the first is the trainer's affair, the second goes to the handler before."""
+    """SIGINT in a forked child: the trainer handles the first, the second goes to the handler before."""
 
     def __init__(self, before: Any) -> None:
         self._before, self._trainer, self._pid = before, os.getppid(), os.getpid()
@@ -152,11 +153,11 @@ class _FirstInTrainer:
 class _HeldByWorker:
     """SIGTERM in a forked worker of a `DataLoader`: the first is held while the trainer trains.
 
-    The worker then ends when its trainer asks for no more batches. If the trainer has heard of no such signal by and
-    by, it was meant for the worker alone, which obeys.
+    The worker then ends when its trainer asks for no more batches. If the trainer has received no such signal
+    after a while, the signal was meant for the worker alone, which obeys.
 
     Args:
-        word: what the trainer tells.
+        word: state of the trainer, in shared memory.
         set_handlers: sets the handlers of torch for a worker, one for SIGTERM among them.
     """
 
@@ -169,7 +170,7 @@ class _HeldByWorker:
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._set_handlers()  # the second one is obeyed
+        self._set_handlers()  # the second signal is obeyed
         if os.getppid() != self._trainer or self._word[0] == _IS_OVER:
             os.kill(os.getpid(), number)
         elif self._word[0] == _TRAINS:
@@ -228,9 +229,7 @@ def _before_exit() -> None:
         one._tell(_IS_OVER)
 
 
+@after_fork_in_child
 def _after_fork_in_child() -> None:
     for one in list(_INSTALLED):
         one._forget_in_child()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,33 +1,43 @@
-"""The start of a run: lease, resume, preflight, and the block that says what happened."""
+"""The start of a run: lease, resume, checks that saving can work, and the block that says what happened."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from holdfast._units import format_bytes
 from holdfast.checkpoint.handle import Checkpoint
+from holdfast.config import Keep
+from holdfast.errors import StorageFullError
+from holdfast.run.catalog import Catalog
 from holdfast.run.process import memory_name
 from holdfast.state.load.put_back import put_back
 from holdfast.state.load.selection import Selection
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.state.tree.groups import group_of, ranks_alike
 from holdfast.storage.base import Storage
+from holdfast.writer.messages import RunOpened
 
-from .block import start_block
+from .console import ResumeBlock, listed
 from .node_local import share_a_disk, take_up
-from .options import RESERVED, CheckpointerOptions
-from .progress import Progress
+from .options import CheckpointerOptions
+from .progress import RESERVED, Progress
 from .rendezvous import Meeting, same_for_all
 from .resume import Fit, ResumeResult, is_within, resume_run
-from .room import check_room
 from .run_session import RunSession
 
-__all__ = ["StartedRun", "start_run"]
+__all__ = ["StartedRun", "check_room", "start_run"]
 
 _CALLS = 3  # of the writer, that rank 0 makes one after the other
 _ALIKE = ("intervals", "keep", "when_busy", "on_full", "timeout_s", "exit_code", "resume")  # the same on all ranks
+_MARGIN = 16 << 20
+# State tensors of parameter size that an optimizer creates with its first step; others count as one tensor.
+_SLOTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "SparseAdam": 2, "Adadelta": 2, "SGD": 1}
 
 
 @dataclass(slots=True)
@@ -96,13 +106,13 @@ def start_run(
     if mine and before and before.get("step") == progress.step:
         finished = int(before.get("epoch", 0))
     if session.leads:
-        start_block(session, outcome, progress, finished=finished, room=ready["room"], options=options).show()
+        _start_block(session, outcome, progress, finished=finished, room=ready["room"], options=options).show()
     has_generators = outcome.loaded is not None and f"{RESERVED}/rng" in outcome.loaded.restored
     return StartedRun(outcome.checkpoint, has_generators, finished)
 
 
 def _open(session: RunSession, options: CheckpointerOptions) -> None:
-    """Find out whether the ranks share a disk, and open the run where all of them reach it."""
+    """Find out whether the ranks share a disk, and open the run at a storage that all of them reach."""
     mirror, remote, meeting = options.mirror, session.remote, session.meeting
     session.staged = meeting.world_size > 1 and remote is not None and not share_a_disk(session)
     if not session.staged or remote is None or mirror is None:
@@ -119,7 +129,7 @@ def _open(session: RunSession, options: CheckpointerOptions) -> None:
 
 
 def _begin_probes(session: RunSession) -> dict[Storage, Future[Any]]:
-    """Begin to probe far stores: that takes as long as a load from there, so the two go on side by side."""
+    """Begin to probe far stores: that takes as long as a load from there, so both run at the same time."""
     stores = {one for one in (*session.sides, session.storage) if one.num_parallel > 1}
     return {one: _probe(session, one) for one in stores}
 
@@ -151,7 +161,7 @@ def _resume(
 
 
 def _take_progress(outcome: ResumeResult, progress: Progress) -> str | None:
-    """Return the id of the resumed checkpoint; one without a run's own entries tells its step in the manifest."""
+    """Return the id of the resumed checkpoint; without a run's own entries the step comes from its manifest."""
     if outcome.checkpoint is None:
         return None
     manifest = outcome.checkpoint.manifest if outcome.loaded is None else outcome.loaded.manifest
@@ -169,7 +179,7 @@ def _check_storages(
     options: CheckpointerOptions,
     probes: Mapping[Storage, Future[Any]],
 ) -> str:
-    """See that every storage takes a small save; return a line about room on the local disk."""
+    """Check that every storage takes a small save; return a line about room on the local disk."""
     near = session.storage
     found = session.answer(probes.get(near) or _probe(session, near), near)
     num_there = 0 if session.staged else len(session.opened.records)
@@ -182,29 +192,29 @@ def _check_storages(
 def _agree_on_options(
     options: CheckpointerOptions, home: Mapping[str, Any], meeting: Meeting
 ) -> tuple[int, ...] | None:
-    """See that all ranks were told the same; return who holds the same as this one if some hold something else."""
+    """Check that all ranks have the same arguments; return the ranks alike to this one, None if all ranks are alike."""
     if meeting.world_size == 1:
         return None
     rank, world_size = meeting.rank, meeting.world_size
-    told = {name: _told(getattr(options, name)) for name in _ALIKE}
-    told["local_dir"] = "given" if options.mirror is not None else "None"
-    told["alike"] = "given" if options.alike is not None else "None"
+    given = {name: _spelled(getattr(options, name)) for name in _ALIKE}
+    given["local_dir"] = "given" if options.mirror is not None else "None"
+    given["alike"] = "given" if options.alike is not None else "None"
     groups: list[tuple[int, ...] | None] = []
 
     def give() -> list[Any]:
         found = ranks_alike(options.alike, rank=rank, world_size=world_size)
         groups.append(found or group_of(home, rank=rank, world_size=world_size))
-        return [told, groups[0] is not None]
+        return [given, groups[0] is not None]
 
-    def decide(given: list[Any]) -> bool:
-        same_for_all([one for one, _ in given], "the arguments of Checkpointer")
-        return any(is_apart for _, is_apart in given)
+    def decide(all_given: list[Any]) -> bool:
+        same_for_all([arguments for arguments, _ in all_given], "the arguments of Checkpointer")
+        return any(is_apart for _, is_apart in all_given)
 
     is_apart = meeting.agree("options", give, decide)
     return (groups[0] or tuple(range(world_size))) if is_apart else None
 
 
-def _told(option: Any) -> str:
+def _spelled(option: Any) -> str:
     """Spell an argument out, alike on machines that have mounted the same storage at different places."""
     return f"Checkpoint {option.name}" if isinstance(option, Checkpoint) else repr(option)
 
@@ -216,3 +226,165 @@ def _sides(name: str, session: RunSession) -> list[Storage]:
         return session.sides
     near, far = session.sides
     return {"local": [near], "remote": [far]}.get(mirrored["places"][name], [near, far])
+
+
+def check_room(
+    storage: Storage,
+    free_bytes: int | None,
+    needs: Sequence[list[Any]],
+    state: Mapping[Any, Any],
+    *,
+    keep: Keep | None = None,
+    num_there: int = 0,
+) -> str:
+    """Compare free space with the size of a checkpoint.
+
+    Args:
+        storage: where saves go, of rank 0.
+        free_bytes: what a probe (`WriterClient.probe`) has found free there, in bytes; None if unknown.
+        needs: for each rank the machine, the bytes of its part, and the free bytes there. Where all ranks save to the
+            same place, machine and free bytes are left out; else each machine has to hold the parts of its own ranks.
+        state: of rank 0.
+        keep: rules of retention.
+        num_there: checkpoints that the run has already.
+
+    Returns:
+        A line about size and space.
+    """
+    future = _future_optimizer_bytes(state.values())
+    least = free_bytes
+    for machine in dict.fromkeys(name for name, _, _ in needs):
+        first, parts = [one[0] for one in needs].index(machine), [one[1:] for one in needs if one[0] == machine]
+        expected = sum(own for own, _ in parts) + future * len(parts) // len(needs)
+        frees = [its for _, its in parts if its is not None]
+        free = min(frees, default=free_bytes if first == 0 else None)
+        if free is not None and free < expected + _MARGIN:
+            whose = f" on the machine of rank {first}" if machine else ""
+            what = f"the parts of {len(parts)} of {len(needs)} ranks take" if whose else "one checkpoint takes"
+            raise StorageFullError(
+                f"{storage.uri}{whose} has {format_bytes(free)} free and {what} about {format_bytes(expected)} (and "
+                f"{format_bytes(_MARGIN)} to spare): free some space or choose another place; nothing was trained"
+            )
+        least = free if least is None or free is None else min(least, free)
+    size = sum(own for _, own, _ in needs) + future
+    line = f"one checkpoint takes about {format_bytes(size)}"
+    if least is None:
+        return line
+    line += f"; {format_bytes(least)} are free"
+    at_most = _most_kept(keep)
+    # A new checkpoint is whole before an old one is deleted: for a moment there is one more than retention keeps.
+    missing = 0 if at_most is None else max(0, at_most + 1 - num_there) * size - least
+    if missing > 0:
+        line += (
+            f"\n  NOT enough for keep={keep!r}: {at_most} are kept and one more is written before the oldest goes, "
+            f"which takes {format_bytes(missing)} more; a save that finds no space is lost, older ones are safe"
+        )
+    return line
+
+
+def _most_kept(keep: Keep | None) -> int | None:
+    """Return how many checkpoints retention keeps at most; None without a bound."""
+    if keep is None or keep.every is not None or (keep.last is None and keep.best is None):
+        return None
+    return (keep.last or 0) + (keep.best or 0)
+
+
+def _future_optimizer_bytes(values: Any) -> int:
+    """Estimate the optimizer state that does not exist before the first step."""
+    total = 0
+    for value in values:
+        if isinstance(value, torch.optim.Optimizer):
+            slots = _SLOTS.get(type(value).__name__, 1)
+            if type(value).__name__ == "SGD" and not any(group.get("momentum") for group in value.param_groups):
+                slots = 0
+            total += slots * sum(
+                param.numel() * param.element_size()
+                for group in value.param_groups
+                for param in group["params"]
+                if param.requires_grad and param not in value.state
+            )
+        elif isinstance(value, Mapping):
+            total += _future_optimizer_bytes(value.values())
+        elif isinstance(value, (list, tuple)):
+            total += _future_optimizer_bytes(value)
+    return total
+
+
+def _start_block(
+    session: RunSession,
+    outcome: ResumeResult,
+    progress: Progress,
+    *,
+    finished: int | None,
+    room: str,
+    options: CheckpointerOptions,
+) -> ResumeBlock:
+    """Say what a start found and did."""
+    storage, opened = session.root, session.opened
+    remote = None if session.staged else session.remote
+    block = ResumeBlock()
+    notes = block.notes
+    if outcome.checkpoint is None:
+        block.headline = _fresh(storage, opened, notes, options)
+        if remote is not None:
+            block.headline += f" and {remote.uri}"
+    else:
+        assert outcome.loaded is not None
+        block.headline = (
+            f"resumed from {outcome.checkpoint.uri} at step {progress.step}, epoch {progress.epoch} "
+            f"(attempt {opened.attempt})"
+        )
+        block.restored = outcome.loaded.restored
+        block.put_back = outcome.put_back.restored
+        block.not_restored = [*outcome.loaded.not_restored, *outcome.put_back.lost]
+        notes.extend((*outcome.loaded.notes, *progress.notes()))
+        if progress.batch:
+            notes.append(
+                f"epoch {progress.epoch} goes on with batch {progress.batch}: ck.batch and ck.enumerate(loader) count "
+                "from there, enumerate() counts from 0"
+            )
+    skipped = {**opened.quarantined, **dict(outcome.skipped)} if isinstance(options.resume, str) else {}
+    for name, reason in skipped.items():
+        notes.append(f"set aside {name}, its files are left alone: {reason.splitlines()[0]}")
+    if opened.swept:
+        gone = sorted({path.split("/")[0] for path in opened.swept})
+        notes.append(f"removed what unfinished saves left: {listed(gone)}")
+    if opened.waited_s > 1:
+        notes.append(f"waited {opened.waited_s:.1f} s for the writer of the life before to finish")
+    if finished is not None:
+        notes.append(
+            f"this run had finished ({f'{finished} epochs, ' if finished else ''}step {progress.step}): nothing to do "
+            "unless more is asked for"
+        )
+    if threading.current_thread() is not threading.main_thread():
+        notes.append("not in the main thread: signals are left alone, only deadline= and ck.save() save early")
+    if remote is not None and opened.remote is not None:
+        waiting = opened.remote["waiting"]
+        behind = f"; still to be uploaded: {listed(waiting)}" if waiting else ""
+        notes.append(f"saves go to {storage.uri} first and are uploaded to {remote.uri}{behind}")
+    if session.staged:
+        notes.append(
+            f"the ranks do not share {session.storage.uri}: each stages its part of a save there, on its own machine, "
+            f"and brings it to {storage.uri}"
+        )
+    notes.append(room)
+    return block
+
+
+def _fresh(storage: Storage, opened: RunOpened, notes: list[str], options: CheckpointerOptions) -> str:
+    if opened.records:
+        notes.append(f"the newest one not used is {opened.records[0][0]}")
+        keep = options.keep
+        if keep is not None and (keep.last, keep.best, keep.every) != (None, None, None):
+            notes.append(
+                "they count as older ones of this run: keep= REMOVES them as new ones are saved. "
+                "Pin them, or use another directory, to keep them"
+            )
+        return f"fresh start (resume='never'): {len(opened.records)} checkpoint(s) under {storage.uri} are not used"
+    # Whoever expected a resume has to see why there is none.
+    found = Catalog(storage)
+    if found.incomplete:
+        notes.append(f"never committed, so not usable: {listed(found.incomplete)}")
+    if found.others:
+        notes.append(f"not of this run, so not picked (name one with resume=): {listed(found.others)}")
+    return f"fresh start: no checkpoint under {storage.uri}"

@@ -46,7 +46,7 @@ class Stats:
 
 
 class StepClock:
-    """Tells quiet steps from steps that ran while a save was being written.
+    """Separates quiet steps from steps that ran while a save was being written.
 
     The lost time of a drain is the sum over its steps of what each took longer than the median quiet step.
     """

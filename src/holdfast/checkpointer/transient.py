@@ -21,8 +21,8 @@ class LostSaves:
 
     Attributes:
         total: saves lost so far.
-        in_a_row: of these, since the last one that became durable.
-        error: why the newest save was lost; None once a later one is durable.
+        in_a_row: of these, since the last save that became durable.
+        error: why the newest save was lost; None once a later save is durable.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class LostSaves:
 
 
 def state_of(error: BaseException | None) -> str:
-    """Say in words why a save was lost."""
+    """Return in words why a save was lost."""
     return "the storage does not answer" if isinstance(error, StorageUnavailableError) else "the storage is full"
 
 

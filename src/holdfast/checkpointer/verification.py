@@ -2,7 +2,7 @@
 
 In an ordinary life the variable is not set and `watcher` returns None: that is all it costs. Where it is set, it is the
 path of a plan (`holdfast.testing`), and the watcher redirects the run, records its state at each boundary of a step,
-and asks for saves at chosen ones. Watchers live in a layer above, so they are imported by name.
+and asks for saves at chosen boundaries. Watchers live in a layer above, so they are imported by name.
 """
 
 from __future__ import annotations

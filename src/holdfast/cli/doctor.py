@@ -58,8 +58,8 @@ def doctor(path: str, max_bytes: str, seconds: float, as_json: bool) -> None:
                 rows += [(part, finding) for finding in findings]
     counts = {level: sum(one.level == level for _, one in rows) for level in _LEVELS}
     if out is None:
-        told = [{"part": part, **one.to_json()} for part, one in rows]
-        print_json({"path": uri, "ok": not counts["bad"], "findings": told})
+        listed = [{"part": part, **one.to_json()} for part, one in rows]
+        print_json({"path": uri, "ok": not counts["bad"], "findings": listed})
     else:
         _print(uri, rows)
         summary = f"{counts['ok']} fine, {counts['warn']} to know, {counts['bad']} to mend"

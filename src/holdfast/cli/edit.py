@@ -14,9 +14,9 @@ from holdfast.config import Keep
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.run.catalog import Catalog
 from holdfast.run.external import holders
+from holdfast.run.heartbeat import upkeep
 from holdfast.run.record import Record
 from holdfast.run.retention import decide
-from holdfast.run.upkeep import upkeep
 from holdfast.storage.resolve import resolve
 
 from .targets import Choice, choose, find, pick_options, reach, run_at
@@ -168,10 +168,10 @@ def prune(run: str, rules: str | None, yes: bool, as_json: bool) -> None:
 def _prune(run: str, keep: Keep) -> set[str]:
     gone: set[str] = set()
     with upkeep(resolve(run)) as catalog:
-        told = catalog.index.keep
+        kept_rules = catalog.index.keep
         while fresh := {one.name for one in catalog.prune(keep)}:
             gone |= fresh
-        catalog.index.keep = told  # it shows what the run itself goes by
+        catalog.index.keep = kept_rules  # it shows what the run itself goes by
         catalog.index.save()
     return gone
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast._units import format_bytes, format_duration
+from holdfast.copying.local import clone_file
 from holdfast.errors import HoldfastError, StorageConflictError, StorageExistsError
 from holdfast.storage.base import TEMPORARY, Storage
 from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.trainers.function.worker.reflink import clone_file
 
 from .finding import Finding, ProbeDeadline, bad, good, warn
 

@@ -13,8 +13,7 @@ from holdfast.errors import CheckpointError, CheckpointNotFoundError
 from holdfast.format.manifest import Manifest
 from holdfast.run.index import RunIndex
 from holdfast.run.lease import files_of
-from holdfast.run.record import timestamp, unpack
-from holdfast.run.sidecar import read_sidecar
+from holdfast.run.record import read_sidecar, timestamp, unpack
 
 from .targets import Choice, choose, pick_options
 from .terminal import age, console, number, print_json, printable, table

@@ -91,43 +91,44 @@ def _describe(catalog: Catalog, name: str | None) -> dict[str, Any]:
         "newest_time": None if newest is None or not newest.created else newest.created,
         "size_bytes": sum(record.size - record.reused for record in records),
         "free_bytes": storage.free_bytes(),
-        **sum_up(catalog.index.told(), records, is_remote=storage.local_root is None),
+        **sum_up(catalog.index.read_history(), records, is_remote=storage.local_root is None),
     }
 
 
-def _show(told: Mapping[str, Any]) -> None:
+def _show(summary: Mapping[str, Any]) -> None:
     from rich.text import Text
 
     out = console()
-    out.print(Text(told["path"], style="bold") + Text(f"  {told['state']}", style="dim"))
-    failed = f", {told['lost_saves']} lost" if told["lost_saves"] else ""
-    left_out = f", {told['skipped_saves']} skipped while the one before was written" if told["skipped_saves"] else ""
-    out.print(f"{told['saves']} saves{failed}{left_out}; {told['checkpoints']} checkpoints are there")
-    written, reused = format_bytes(told["bytes_written"]), format_bytes(told["bytes_reused"])
+    out.print(Text(summary["path"], style="bold") + Text(f"  {summary['state']}", style="dim"))
+    failed = f", {summary['lost_saves']} lost" if summary["lost_saves"] else ""
+    skipped = summary["skipped_saves"]
+    left_out = f", {skipped} skipped while the one before was written" if skipped else ""
+    out.print(f"{summary['saves']} saves{failed}{left_out}; {summary['checkpoints']} checkpoints are there")
+    written, reused = format_bytes(summary["bytes_written"]), format_bytes(summary["bytes_reused"])
     out.print(f"{written} written, {reused} shared with the checkpoint before instead")
     out.print()
     made = table([("seconds", "left"), *((one, "right") for one in ("saves", "in all", "mean", "p50", "p95", "max"))])
     for name, title in _TIMES:
-        one = told[name]
+        one = summary[name]
         if one["count"]:
             figures = [f"{one[key]:.3g}" for key in ("mean", "p50", "p95", "max")]
             made.add_row(title, str(one["count"]), f"{one['sum']:.4g}", *figures)
     if made.row_count:
         out.print(made)
         out.print()
-    for why, times in list(told["lost_why"].items())[:_WORST]:
+    for why, times in list(summary["lost_why"].items())[:_WORST]:
         out.print(Text(f"lost {times} x: {why}", style="red"))
-    for why, times in told["deleted_by"].items():
+    for why, times in summary["deleted_by"].items():
         out.print(f"{times} deleted: {why}")
-    out.print(_failures(told))
+    out.print(_failures(summary))
 
 
-def _failures(told: Mapping[str, Any]) -> str:
-    said = f"{len(told['attempts'])} starts, {told['failures']} ended in a failure"
-    if told["lost_steps"]:
-        said += f": {told['lost_steps']:g} steps ({format_duration(told['failure_s'])}) had to be done again"
-    if told["down_s"]:
-        said += f", {format_duration(told['down_s'])} between the end of one and the next"
+def _failures(summary: Mapping[str, Any]) -> str:
+    said = f"{len(summary['attempts'])} starts, {summary['failures']} ended in a failure"
+    if summary["lost_steps"]:
+        said += f": {summary['lost_steps']:g} steps ({format_duration(summary['failure_s'])}) had to be done again"
+    if summary["down_s"]:
+        said += f", {format_duration(summary['down_s'])} between the end of one and the next"
     return said
 
 
@@ -139,20 +140,20 @@ def _show_folder(uri: str, found: list[dict[str, Any]]) -> None:
     out.print()
     titles = ("saves", "lost", "held s", "lost s", "durable p50 s", "written", "deleted", "failures", "steps again")
     made = table([("run", "left"), ("state", "left"), *((title, "right") for title in titles)])
-    for told in found:
-        p50 = told["durable_s"]["p50"]
-        figures = [f"{told[name]['sum']:.3g}" if told[name]["count"] else "-" for name in ("held_s", "lost_s")]
+    for summary in found:
+        p50 = summary["durable_s"]["p50"]
+        figures = [f"{summary[name]['sum']:.3g}" if summary[name]["count"] else "-" for name in ("held_s", "lost_s")]
         made.add_row(
-            told["name"],
-            told["state"],
-            str(told["saves"]),
-            str(told["lost_saves"]),
+            summary["name"],
+            summary["state"],
+            str(summary["saves"]),
+            str(summary["lost_saves"]),
             *figures,
             "-" if p50 is None else f"{p50:.3g}",
-            format_bytes(told["bytes_written"]),
-            str(told["deleted"]),
-            str(told["failures"]),
-            f"{told['lost_steps']:g}",
+            format_bytes(summary["bytes_written"]),
+            str(summary["deleted"]),
+            str(summary["failures"]),
+            f"{summary['lost_steps']:g}",
         )
     out.print(made)
 
@@ -172,31 +173,31 @@ def _export(storage: Storage, path: str, target: str, every: float | None) -> No
         time.sleep(every or 0)
 
 
-def _labels(told: Mapping[str, Any]) -> dict[str, str]:
-    name = told["name"] or told["path"].rstrip("/").rpartition("/")[2] or told["path"]
-    return {"run": name, "run_id": told["run_id"]}
+def _labels(summary: Mapping[str, Any]) -> dict[str, str]:
+    name = summary["name"] or summary["path"].rstrip("/").rpartition("/")[2] or summary["path"]
+    return {"run": name, "run_id": summary["run_id"]}
 
 
-def _figures(told: Mapping[str, Any]) -> dict[str, Any]:
+def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "step": told["newest_step"],
-        "last_durable_timestamp_seconds": told["newest_time"],
-        "training": int(told["state"] == "training"),
-        "checkpoints": told["checkpoints"],
-        "size_bytes": told["size_bytes"],
-        "free_bytes": told["free_bytes"],
-        "durable_seconds": told["durable_s"],
-        "saves": told["saves"],
-        "lost_saves": told["lost_saves"],
-        "skipped_saves": told["skipped_saves"],
-        "deleted_checkpoints": told["deleted"],
-        "held_seconds": told["held_s"]["sum"],
-        "lost_seconds": told["lost_s"]["sum"],
-        "written_bytes": told["bytes_written"],
-        "reused_bytes": told["bytes_reused"],
-        "attempts": len(told["attempts"]),
-        "failures": told["failures"],
-        "lost_steps": told["lost_steps"],
+        "step": summary["newest_step"],
+        "last_durable_timestamp_seconds": summary["newest_time"],
+        "training": int(summary["state"] == "training"),
+        "checkpoints": summary["checkpoints"],
+        "size_bytes": summary["size_bytes"],
+        "free_bytes": summary["free_bytes"],
+        "durable_seconds": summary["durable_s"],
+        "saves": summary["saves"],
+        "lost_saves": summary["lost_saves"],
+        "skipped_saves": summary["skipped_saves"],
+        "deleted_checkpoints": summary["deleted"],
+        "held_seconds": summary["held_s"]["sum"],
+        "lost_seconds": summary["lost_s"]["sum"],
+        "written_bytes": summary["bytes_written"],
+        "reused_bytes": summary["bytes_reused"],
+        "attempts": len(summary["attempts"]),
+        "failures": summary["failures"],
+        "lost_steps": summary["lost_steps"],
     }
 
 

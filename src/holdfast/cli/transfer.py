@@ -89,7 +89,7 @@ class _Job:
         source: uri of what is copied.
         target: storage at the destination; names of checkpoints are relative to it.
         plan: what there is to copy.
-        steps: copies one after the other, given a function that is told of bytes.
+        steps: copies one after the other, each given a function that takes the bytes just done.
         is_run: a whole run, not one checkpoint.
         done: outcomes so far.
         ended: why it ended early.

@@ -1,5 +1,6 @@
-"""Files from one storage to another.
+"""Files from one place to another.
 
-One checkpoint (`transfer`), a whole run (`run_transfer`), and downloads that the processes of a machine share
-(`downloads`). Imports run, format and storage, never torch.
+From storage to storage: one checkpoint (`transfer`), a whole run (`run_transfer`). Downloads that the processes of a
+machine share (`downloads`). From directory to directory of this machine, without a copy (`local`). Imports run, format
+and storage, never torch.
 """

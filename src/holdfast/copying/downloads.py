@@ -33,7 +33,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.local.ops import POSIX
 
-from .private_directory import private_directory
+from .local import private_directory
 from .transfer import copy_checkpoint
 
 __all__ = ["own_download", "shared_download", "take_turns"]

@@ -1,7 +1,7 @@
-"""Files from one storage to another: several at once, each through its own few windows of memory.
+"""Files from one storage to another: several at once, each through a few windows of memory.
 
-While a window is written, the next ones are read; the digest is made of what was read, in passing. All files share the
-windows: together they are `num_windows` * `WINDOW` bytes, however many files there are and however large they be.
+While a window is written, the next windows are read; the digest is computed on the way. All files share the windows:
+together they take `num_windows` * `WINDOW` bytes, for any number of files of any size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Stop = Callable[[], bool]
 
 
 class TransferStopped(Exception):  # noqa: N818 - nothing went wrong
-    """Somebody asked for the end of a copy; what is complete at the target stays for the next one."""
+    """The copy was asked to end; what is complete at the target stays for the next copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class File:
         source: path in the source.
         target: path at the target.
         size: bytes.
-        digest: what its bytes must have; None where nobody knows.
+        digest: that its bytes must have; None if it is not known.
         shared: another checkpoint at the source has the same bytes.
     """
 
@@ -79,6 +79,7 @@ class Sender:
         num_threads: files under way at once, as many as there are windows at most.
         progress: called with the bytes just written, by one thread at a time.
         stop: asked between windows; true ends everything with `TransferStopped`.
+        last: called by `send` when all bytes of a file are written, before it is complete at the target.
     """
 
     def __init__(
@@ -89,9 +90,10 @@ class Sender:
         num_threads: int = 4,
         progress: Progress | None = None,
         stop: Stop | None = None,
+        last: Callable[[], object] | None = None,
     ) -> None:
         self._source, self._target = source, target
-        self._progress, self._stop = progress, stop
+        self._progress, self._stop, self._last = progress, stop, last
         self._lock = threading.Lock()
         self._halt = threading.Event()
         self._num_windows = num_windows(source, target)
@@ -107,7 +109,7 @@ class Sender:
         if not files:
             return
         num_threads = min(self._num_threads, len(files))
-        # The big ones first: a big one that starts last would be waited for alone.
+        # Big files first: at the end the others would wait for a big file that starts last.
         left = deque(sorted(files, key=lambda file: -file.size))
         with (
             ThreadPoolExecutor(self._num_windows, "holdfast-read") as readers,
@@ -164,6 +166,8 @@ class Sender:
                         self.settled(nbytes)
                 if file.digest is not None and file_digest(hasher.table) != file.digest:
                     raise _damaged(self._source, file, "does not hold the bytes that were written (digest differs)")
+                if self._last is not None:
+                    self._last()
 
     def send_small(self, file: File, batch: FileBatch, buffer: memoryview) -> None:
         """Copy one file that ``buffer`` can hold into a batch, as `send` does; durable when the batch is closed.
@@ -187,14 +191,14 @@ class Sender:
         return contextlib.nullcontext() if self._uploads is None or file.size <= _BIG else self._uploads
 
     def is_at_target(self, file: File, windows: Windows) -> bool:
-        """Read the file at the target, and tell whether its bytes have the digest; if so it is durable on return."""
+        """Read the file at the target; return whether its bytes have the digest. If so it is durable on return."""
         try:
             found = _digest_of(self._target, file.target, windows, self.check)
         except StorageNotFoundError:
             return False
         if found != file.digest:
             return False
-        self._target.sync(file.target)  # whoever wrote it may have died before it was
+        self._target.sync(file.target)  # its writer may have died before it was durable
         return True
 
 
@@ -236,7 +240,7 @@ class Windows:
             self._count(-1)
 
     def _take(self, held: int) -> mmap.mmap | None:
-        """Give a file another window, None if it has its share; one that has none waits for one."""
+        """Return another window for a file, None if the file has its share; a file without windows waits for one."""
         with self._changed:
             while True:
                 may_have = held < max(1, self._number // self._num_files)
@@ -247,7 +251,7 @@ class Windows:
                     return mmap.mmap(-1, WINDOW)
                 if held:
                     return None
-                self._changed.wait()  # those who have more than their share give one back with each view
+                self._changed.wait()  # files with more than their share give a window back with each view
 
     def _give(self, buffer: mmap.mmap) -> None:
         with self._changed:
@@ -271,7 +275,7 @@ def _digest_of(storage: Storage, path: str, windows: Windows, check: Callable[[]
 
 def _raise_first(working: Sequence[Future[None]]) -> None:
     errors = [error for future in working if (error := future.exception()) is not None]
-    # What made the others stop says more than that they did.
+    # The error that stopped the others says more than `TransferStopped`.
     errors.sort(key=lambda error: isinstance(error, TransferStopped))
     if errors:
         raise errors[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,8 +24,8 @@ from holdfast.format.commit import make_folders, read_manifest, read_manifest_by
 from holdfast.format.manifest import MANIFEST_NAME, FileEntry, Manifest
 from holdfast.format.names import REMOVING_NAME, SIDECARS, UNLISTED, check_links, join, start_id_of
 from holdfast.run.lease import files_of
+from holdfast.run.record import METRICS_FILE, read_sidecar, write_sidecar
 from holdfast.run.remains import is_remains
-from holdfast.run.sidecar import METRICS_FILE, read_sidecar, write_sidecar
 from holdfast.storage.base import Storage
 
 from .sending import WINDOW, Brought, File, Progress, Sender, Stop, TransferStopped, Windows
@@ -79,6 +79,7 @@ def copy_checkpoint(
     overwrite: bool = False,
     progress: Progress | None = None,
     stop: Stop | None = None,
+    last: Callable[[], object] | None = None,
     num_threads: int = 4,
 ) -> Copied:
     """Copy the checkpoint ``name`` to ``directory`` of ``target``; committed and durable on return.
@@ -99,6 +100,7 @@ def copy_checkpoint(
         overwrite: replace another checkpoint that is there.
         progress: called with bytes that are at the target now; all calls together add up to the whole.
         stop: asked between windows of 8 MiB.
+        last: called before sidecars and before the manifest are written; what it raises keeps those that are there.
         num_threads: files sent at once. Buffers take 256 MiB at most, those of the client of the target included.
 
     Raises:
@@ -110,7 +112,7 @@ def copy_checkpoint(
         TransferStopped: ``stop()`` returned true.
     """
     sender = Sender(source, target, num_threads=num_threads, progress=progress, stop=stop)
-    copy = _Copy(source, name, target, directory, sender)
+    copy = _Copy(source, name, target, directory, sender, last)
     raw, files = copy.look()
     etag = _etag_at(target, directory)  # first: what was changed since it was read must not be replaced
     before = _manifest_at(target, directory)
@@ -122,12 +124,14 @@ def copy_checkpoint(
         )
     stale = _listed(before) if before is not None and is_new else {}
     if before is not None and is_new and (raw is None or stale is None or _in_the_way(stale, files)):
-        target.delete(join(directory, MANIFEST_NAME))  # its files are about to change under their names
+        target.delete(join(directory, MANIFEST_NAME))  # the files that it lists are about to be replaced
         before = None
     copy.look_at_target()
     copy.bring(files, trusted=not is_new, twins=_twins(target, previous))
+    if last is not None:
+        last()  # before sidecars, which lie under the same names beside every checkpoint
     if raw is not None and before is not None and is_new:
-        # What was said about one of the two must never be found beside the other, not even after a kill.
+        # The sidecars of the checkpoint that is replaced must never be found beside the new one, not even after a kill.
         copy.drop_sidecars()
         copy.commit(raw, in_place_of=etag)
     copy.bring_sidecars(is_new=is_new)
@@ -137,7 +141,7 @@ def copy_checkpoint(
         make_folders(target, directory, Manifest.from_bytes(raw))
     left = (stale or {}).keys() - {file.path for file in files}
     if left and raw is not None and _manifest_at(target, directory) != raw:
-        return copy.copied  # somebody replaced ours, and cleans up
+        return copy.copied  # another process has replaced ours, and removes its files
     target.delete_many([join(directory, path) for path in left])
     return copy.copied
 
@@ -150,14 +154,25 @@ def copy_file(
     *,
     progress: Progress | None = None,
     stop: Stop | None = None,
+    last: Callable[[], object] | None = None,
 ) -> None:
     """Copy one file in windows of bounded memory; durable on return.
+
+    Args:
+        source: holds it.
+        path: its path there.
+        target: where it goes.
+        new_path: its path at the target; what is there is replaced.
+        progress: called with the bytes just written.
+        stop: asked between windows of 8 MiB.
+        last: called when all bytes are sent, before the copy takes its name at a store; what it raises keeps what is
+            there.
 
     Raises:
         StorageNotFoundError: there is no such file.
         TransferStopped: ``stop()`` returned true.
     """
-    sender = Sender(source, target, progress=progress, stop=stop)
+    sender = Sender(source, target, progress=progress, stop=stop, last=last)
     sender.each([File(path=new_path, source=path, target=new_path, size=source.stat(path).size)], sender.send)
 
 
@@ -187,7 +202,7 @@ def send_entries(
     brought = Brought(set(), set())
 
     def bring(file: File, windows: Windows) -> None:
-        # The name carries the save's id. On a disk a file that looks whole may be one whose writer died.
+        # The name has the save's id in it. On a disk a file of the right size may be one whose writer died.
         if there.get(file.target) == file.size and (not is_local or sender.is_at_target(file, windows)):
             return
         twin = (twins or {}).get((file.digest or "", file.size))
@@ -198,7 +213,9 @@ def send_entries(
         brought.sent.add(file.path)
 
     paths = [(entry, join(directory, entry.path)) for entry in entries]
-    files = [File(path=one.path, source=path, target=path, size=one.size, digest=one.digest) for one, path in paths]
+    files = [
+        File(path=entry.path, source=path, target=path, size=entry.size, digest=entry.digest) for entry, path in paths
+    ]
     sender.each(files, bring)
     return brought
 
@@ -208,25 +225,33 @@ def compare_files(source: Storage, path: str, target: Storage, new_path: str) ->
 
     "unfinished" is the beginning of the same bytes: what a copy that was killed leaves, with nothing to lose in it.
     """
-    with source.open(path) as one, target.open(new_path) as other:
-        if other.size > one.size:
+    with source.open(path) as original, target.open(new_path) as other:
+        if other.size > original.size:
             return "other"
         ours, theirs = (bytearray(min(WINDOW, other.size)) for _ in range(2))
         for start in range(0, other.size, WINDOW):
             nbytes = min(WINDOW, other.size - start)
-            one.read_into(start, memoryview(ours)[:nbytes])
+            original.read_into(start, memoryview(ours)[:nbytes])
             other.read_into(start, memoryview(theirs)[:nbytes])
             if ours[:nbytes] != theirs[:nbytes]:
                 return "other"
-        return "same" if other.size == one.size else "unfinished"
+        return "same" if other.size == original.size else "unfinished"
 
 
 class _Copy:
-    """One copy of one checkpoint: what is where, and how many bytes have gone which way."""
+    """A copy of a checkpoint: what is at source and target, and how many bytes went which way."""
 
-    def __init__(self, source: Storage, name: str, target: Storage, directory: str, sender: Sender) -> None:
+    def __init__(
+        self,
+        source: Storage,
+        name: str,
+        target: Storage,
+        directory: str,
+        sender: Sender,
+        last: Callable[[], object] | None,
+    ) -> None:
         self._source, self._name, self._target, self._directory = source, name, target, directory
-        self._sender = sender
+        self._sender, self._last = sender, last
         self._inside: dict[str, int] = {}
         self._there: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -249,7 +274,7 @@ class _Copy:
             files.append(self._file(entry.path, entry.size, entry.digest, shared=entry.reused_from is not None))
         listed = {entry.path for entry in entries}
         for path, size in self._inside.items():
-            # What somebody put there by hand comes along; remains of other saves do not.
+            # Files that were put there by hand are copied too; remains of other saves are not.
             if path not in listed and path not in UNLISTED and (raw is None or start_id_of(path) is None):
                 files.append(self._file(path, size, None))
         check_links(self._source, self._name, (*self._inside, *(file.path for file in files)))
@@ -269,7 +294,7 @@ class _Copy:
 
         Args:
             files: what there is.
-            trusted: the target has committed these very files before, so their sizes tell enough.
+            trusted: the target has committed these very files before, so comparing sizes suffices.
             twins: files at the target by digest and size, to be repeated there.
         """
         is_local = self._target.local_root is not None
@@ -294,41 +319,41 @@ class _Copy:
             self._count(None, bytes_sent=file.size)
 
         both_local = is_local and self._source.local_root is not None
-        small = [one for one in files if both_local and one.size < REPEATED_FROM and one.path not in self._there]
+        small = [file for file in files if both_local and file.size < REPEATED_FROM and file.path not in self._there]
         if len(small) >= _BATCH_FROM:
             self._bring_small(small)
-            files = [one for one in files if one.size >= REPEATED_FROM or one.path in self._there]
+            files = [file for file in files if file.size >= REPEATED_FROM or file.path in self._there]
         self._sender.each(files, bring)
 
     def _bring_small(self, files: Sequence[File]) -> None:
         """Bring many small files from disk to disk, one after another, and wait for the disk once."""
         buffer = memoryview(bytearray(REPEATED_FROM))
         with self._target.batch(len(files)) as batch:
-            for file in sorted(files, key=lambda one: one.target):  # directory by directory
+            for file in sorted(files, key=lambda file: file.target):  # directory by directory
                 self._sender.check()
                 try:
                     self._sender.send_small(file, batch, buffer)
                 except StorageNotFoundError as error:
                     raise self._gone(file, error) from error.__cause__
-        total = sum(one.size for one in files)
+        total = sum(file.size for file in files)
         self._count(None, bytes_sent=total)
 
     def drop_sidecars(self) -> None:
-        """Forget what was said about the checkpoint that is replaced."""
+        """Remove the sidecars of the checkpoint that is replaced."""
         self._sender.check()
         for name in SIDECARS:
             if self._there.pop(name, None) is not None:
                 self._target.delete(join(self._directory, name))
 
     def bring_sidecars(self, *, is_new: bool) -> None:
-        """Bring what was said about the checkpoint after its commit."""
+        """Copy the sidecars: what was added to the checkpoint after its commit."""
         for name in SIDECARS:
             path, new_path = join(self._name, name), join(self._directory, name)
             found = _read(self._source, path) if name in self._inside else None
             there = _read(self._target, new_path) if name in self._there else None
             if found is None:
                 if is_new and there is not None:
-                    self._target.delete(new_path)  # it was said about another checkpoint
+                    self._target.delete(new_path)  # it belongs to another checkpoint
             elif there is None or is_new or name != METRICS_FILE:
                 if found != there:
                     self._target.put(new_path, found)
@@ -346,6 +371,8 @@ class _Copy:
             in_place_of: etag of the manifest it replaces; "" for none, None if the storage has no etags.
         """
         self._sender.check()
+        if self._last is not None:
+            self._last()
         path = join(self._directory, MANIFEST_NAME)
         try:
             if in_place_of == "":
@@ -353,7 +380,7 @@ class _Copy:
             else:
                 self._target.put(path, raw, if_match=in_place_of)
         except (StorageExistsError, StorageConflictError) as error:
-            if _manifest_at(self._target, self._directory) != raw:  # else another copy of the same was faster
+            if _manifest_at(self._target, self._directory) != raw:  # else another copy of it was faster
                 raise CheckpointExistsError(
                     f"{join(self._target.uri, self._directory)}: another checkpoint was committed there meanwhile"
                 ) from error
@@ -377,7 +404,7 @@ class _Copy:
 
 
 def _repeat(target: Storage, twin: str, path: str, *, replace: bool) -> bool:
-    """Copy a file of an earlier checkpoint at the target; False if that one is gone or the store cannot."""
+    """Have the target copy a file of an earlier checkpoint; False if that file is gone or the store cannot copy."""
     if not target.copies_itself:
         return False
     try:
@@ -386,7 +413,7 @@ def _repeat(target: Storage, twin: str, path: str, *, replace: bool) -> bool:
         target.copy(twin, path)
     except StorageFullError:
         raise
-    except StorageError:  # it only would have saved time; one that does not answer says so to the sending too
+    except StorageError:  # it would only have saved time; if the store does not answer, the sending fails too
         return False
     return True
 

@@ -79,21 +79,21 @@ class PartSummary:
 
     def to_json(self) -> dict[str, Any]:
         """Describe this part for another process."""
-        told: dict[str, Any] = {"writer": self.writer, "files": [entry.to_json() for entry in self.files]}
+        row: dict[str, Any] = {"writer": self.writer, "files": [entry.to_json() for entry in self.files]}
         if self.division is not None:
-            told["division"] = self.division.to_json()
+            row["division"] = self.division.to_json()
         if self.base is not None:
-            told["base"] = self.base
-        return told
+            row["base"] = self.base
+        return row
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> PartSummary:
         """Rebuild what `to_json` described."""
-        told = data.get("division")
+        stated = data.get("division")
         return cls(
             writer=data["writer"],
             files=tuple(FileEntry.from_json(row) for row in data["files"]),
-            division=None if told is None else Division.from_json(told),
+            division=None if stated is None else Division.from_json(stated),
             base=data.get("base"),
         )
 

@@ -1,6 +1,6 @@
 """How several ranks divided one state among them, so that no checkpoint of half a state commits or loads.
 
-Every rank derives from the structure alone what it writes (`holdfast.state.save.assignment`); none asks the others.
+Every rank derives from the structure alone what it writes (`holdfast.state.save.plan`); none asks the others.
 What each of them derived travels with its part, and all parts of a checkpoint must say the same.
 """
 
@@ -50,16 +50,16 @@ class Division:
 
     def to_json(self) -> dict[str, Any]:
         """Describe this division; what is empty is left out."""
-        told: dict[str, Any] = {"num_ranks": self.num_ranks, "structure": self.structure}
+        row: dict[str, Any] = {"num_ranks": self.num_ranks, "structure": self.structure}
         if self.alike is not None:
-            told["alike"] = self.alike
+            row["alike"] = self.alike
         if self.samples:
-            told["samples"] = dict(self.samples)
+            row["samples"] = dict(self.samples)
         if self.names:
-            told["names"] = self.names
+            row["names"] = self.names
         if self.loose:
-            told["loose"] = [self.num_loose, *self.loose]
-        return told
+            row["loose"] = [self.num_loose, *self.loose]
+        return row
 
     @classmethod
     def from_json(cls, data: Any) -> Division:

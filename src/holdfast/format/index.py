@@ -16,9 +16,9 @@ from holdfast._paused_gc import paused_gc
 from holdfast.errors import CorruptCheckpointError, FormatVersionError
 
 from .division import Division
-from .layout import item_size
 from .names import check_path
 from .strict_json import dumps, loads
+from .tensor_file import item_size
 
 __all__ = ["SAVE_ID", "Index", "Piece", "TensorEntry"]
 
@@ -146,8 +146,8 @@ class Index:
             tensors = rows.read(body["tensors"])
             rows.check_ranges(sizes)
             aliases = _aliases(body.get("aliases", {}), tensors)
-            told = body.get("division")
-            division = None if told is None else Division.from_json(told)
+            stated = body.get("division")
+            division = None if stated is None else Division.from_json(stated)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise _corrupt(where, f"malformed ({type(error).__name__}: {error})") from error
         free = body.get("per_rank")

@@ -21,9 +21,9 @@ import numpy as np
 from holdfast.errors import CorruptCheckpointError, FormatVersionError
 
 from .index import Index, TensorEntry
-from .layout import item_size
 from .pieces import FileNumbers
 from .strict_json import dumps, loads
+from .tensor_file import item_size
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -230,7 +230,7 @@ class _Shape:
         size: bytes of the text that are no digits.
         fixed: positions of the runs of digits that are no numbers of pieces, which have to be the same.
         moving: positions of those that are, in the order of the text.
-        told: the runs of the first index.
+        model_runs: the runs of the first index.
         first: numbers of its pieces. What follows are positions among these.
         piece_files: numbers of files.
         offsets: first bytes.
@@ -247,7 +247,7 @@ class _Shape:
     size: int
     fixed: NDArray[np.int64]
     moving: NDArray[np.int64]
-    told: _Runs
+    model_runs: _Runs
     first: NDArray[np.int64]
     piece_files: NDArray[np.int64]
     offsets: NDArray[np.int64]
@@ -263,9 +263,9 @@ class _Shape:
     def runs(self, texts: Sequence[bytes]) -> _Runs | None:
         """Find the runs of digits in texts of this kind, a row for each; None if one has more or fewer of them."""
         found = _find_runs(b"".join([*texts, b" "]))
-        if len(found.lengths) != len(texts) * len(self.told.lengths):
+        if len(found.lengths) != len(texts) * len(self.model_runs.lengths):
             return None
-        size = len(texts), len(self.told.lengths)
+        size = len(texts), len(self.model_runs.lengths)
         before = found.before.reshape(size) - self.size * np.arange(len(texts))[:, None]
         return _Runs(found.values.reshape(size), found.lengths.reshape(size), before, found.zeros.reshape(size))
 
@@ -284,10 +284,10 @@ class _Shape:
             table: what the numbers of its files become.
             limits: bytes of the files, by these numbers; None: not known.
         """
-        fixed, moving, told = self.fixed, self.moving, self.told
-        good: NDArray[np.bool_] = (runs.before == told.before).all(1)
-        good &= (runs.lengths[:, fixed] == told.lengths[fixed]).all(1)
-        good &= (runs.values[:, fixed] == told.values[fixed]).all(1)
+        fixed, moving, model_runs = self.fixed, self.moving, self.model_runs
+        good: NDArray[np.bool_] = (runs.before == model_runs.before).all(1)
+        good &= (runs.lengths[:, fixed] == model_runs.lengths[fixed]).all(1)
+        good &= (runs.values[:, fixed] == model_runs.values[fixed]).all(1)
         lengths = runs.lengths[:, moving]
         good &= ((lengths <= _MAX_DIGITS) & ((lengths == 1) | ~runs.zeros[:, moving])).all(1)
         numbers = runs.values[:, moving]
@@ -349,15 +349,15 @@ def _shape_of(index: Index, text: bytes, size: int) -> _Shape | None:
             moving += range(run, run + 3 + 2 * dims)
             numbers += (numbered[piece.file], piece.offset, piece.nbytes, *piece.box_start, *(piece.box_shape or ()))
             run += 3 + 2 * dims
-    told = _find_runs(text)
-    rest = len(told.lengths) - run  # of aliases, division and what each rank has for itself
-    if rest < 0 or (told.lengths > _MAX_DIGITS).any():
+    model_runs = _find_runs(text)
+    rest = len(model_runs.lengths) - run  # of aliases, division and what each rank has for itself
+    if rest < 0 or (model_runs.lengths > _MAX_DIGITS).any():
         return None
     chosen = np.array(moving, np.int64)
-    first_numbers = told.values[chosen]
+    first_numbers = model_runs.values[chosen]
     if not np.array_equal(first_numbers, np.array(numbers, np.int64)):
         return None
-    fixed = np.ones(len(told.lengths), np.bool_)
+    fixed = np.ones(len(model_runs.lengths), np.bool_)
     fixed[chosen] = False
     dims_of = np.array([end - head for head, end in pairwise([*heads, len(starts)])], np.int64)
     piece_files, first_starts = np.array(files, np.int64), np.array(starts, np.int64)
@@ -365,7 +365,7 @@ def _shape_of(index: Index, text: bytes, size: int) -> _Shape | None:
         size=size,
         fixed=np.flatnonzero(fixed),
         moving=chosen,
-        told=told,
+        model_runs=model_runs,
         first=first_numbers,
         piece_files=piece_files,
         offsets=piece_files + 1,

@@ -2,7 +2,7 @@
 
 ``<item>-<writer, 5 digits>[.partNN]-<save id>.<suffix>`` or ``state-<save id>.json``; a save id is
 ``<start id>-<counter, hex>`` and the start id 8 or more hex digits that no other life of any process has. Two lives
-therefore never write the same name, and what a dead one left can be told from everything else.
+therefore never write the same name, and what a dead one left is recognised by its name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values without parts that JSON does not have: how each is written, and read again.
+"""Scalar values that JSON does not have: how each type is encoded and decoded.
 
 Modules (datetime, pathlib, numpy) are imported only when a value of theirs occurs; a type can only be met in a state
 if its module is loaded, so `sys.modules` answers without importing.
@@ -11,12 +11,10 @@ import math
 import re
 import struct
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from holdfast.errors import UnsupportedStateError
-
-if TYPE_CHECKING:
-    from .codec import _Encoder
 
 __all__ = [
     "DECODERS",
@@ -28,6 +26,9 @@ __all__ = [
     "is_scalar",
     "is_text",
 ]
+
+Encode = Callable[[Any, str], Any]
+"""Encodes a value that stands at a path."""
 
 _NUMPY_DTYPE = re.compile(r"[<>|=]?(?:[biufc][0-9]{1,2}|[mM]8(?:\[[0-9]{0,9}[A-Za-z]{1,2}\])?)")
 _ZONE = re.compile(r"[A-Za-z0-9_+-]+(?:/[A-Za-z0-9_+-]+)*")
@@ -170,45 +171,45 @@ DECODERS: dict[str, Any] = {
 """What makes a value from the decoded ``"v"`` of its node."""
 
 
-def _complex(value: complex, encoder: _Encoder, path: str) -> Any:
+def _complex(value: complex, encode: Encode, path: str) -> Any:
     return "complex", [encode_float(value.real), encode_float(value.imag)]
 
 
-def _bytes(value: bytes, encoder: _Encoder, path: str) -> Any:
+def _bytes(value: bytes, encode: Encode, path: str) -> Any:
     return type(value).__name__, _base64(value)
 
 
-def _span(value: Any, encoder: _Encoder, path: str) -> Any:
+def _span(value: Any, encode: Encode, path: str) -> Any:
     parts = [value.start, value.stop, value.step]
-    return type(value).__name__, [encoder.value(part, f"{path}.{name}") for part, name in
+    return type(value).__name__, [encode(part, f"{path}.{name}") for part, name in
                                   zip(parts, ("start", "stop", "step"), strict=True)]  # fmt: skip
 
 
-def _moment(value: Any, encoder: _Encoder, path: str) -> Any:
-    zone = None if value.tzinfo is None else encoder.value(value.tzinfo, f"{path}.tzinfo")
+def _moment(value: Any, encode: Encode, path: str) -> Any:
+    zone = None if value.tzinfo is None else encode(value.tzinfo, f"{path}.tzinfo")
     return type(value).__name__, [value.replace(tzinfo=None, fold=0).isoformat(), value.fold, zone]
 
 
-def _date(value: Any, encoder: _Encoder, path: str) -> Any:
+def _date(value: Any, encode: Encode, path: str) -> Any:
     return "date", value.isoformat()
 
 
-def _timedelta(value: Any, encoder: _Encoder, path: str) -> Any:
+def _timedelta(value: Any, encode: Encode, path: str) -> Any:
     return "timedelta", [value.days, value.seconds, value.microseconds]
 
 
-def _timezone(value: Any, encoder: _Encoder, path: str) -> Any:
+def _timezone(value: Any, encode: Encode, path: str) -> Any:
     offset, *name = value.__getinitargs__()
     return "timezone", [offset.days, offset.seconds, offset.microseconds, *map(encode_text, name)]
 
 
-def _zone(value: Any, encoder: _Encoder, path: str) -> Any:
+def _zone(value: Any, encode: Encode, path: str) -> Any:
     if value.key is None or not _ZONE.fullmatch(value.key):
         raise UnsupportedStateError(f"{path}: a ZoneInfo without a key cannot be saved: use ZoneInfo('Area/City')")
     return "zoneinfo", value.key
 
 
-def _path(value: Any, encoder: _Encoder, path: str) -> Any:
+def _path(value: Any, encode: Encode, path: str) -> Any:
     kind = {"PurePosixPath": "posix", "PureWindowsPath": "windows"}.get(type(value).__name__, "path")
     return "path", [kind, encode_text(str(value))]
 
@@ -246,12 +247,18 @@ def is_scalar(value: Any) -> bool:
     return _encoder_of(type(value)) is not None or _is_numpy(value)
 
 
-def encode_scalar(value: Any, encoder: _Encoder, path: str) -> Any:
-    """Encode a value of the standard library; NotImplemented if it is none of those above."""
+def encode_scalar(value: Any, encode: Encode, path: str) -> Any:
+    """Encode a value of the standard library; NotImplemented for any other type.
+
+    Args:
+        value: what to encode.
+        encode: encodes the values that it consists of (the ends of a slice, the zone of a time).
+        path: where it stands, for messages.
+    """
     found = _encoder_of(type(value))
     if found is None:
         return NotImplemented
-    tag, parts = found(value, encoder, path)
+    tag, parts = found(value, encode, path)
     return {"$": tag, "v": parts}
 
 

@@ -30,8 +30,8 @@ from __future__ import annotations
 
 from .directory_checkpoints import DirectoryCheckpoints
 from .grafted import Grafted
+from .metrics import scalars
 from .reporting import reporting
 from .saves import Saves
-from .scalars import scalars
 
 __all__ = ["DirectoryCheckpoints", "Grafted", "Saves", "reporting", "scalars"]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from holdfast.errors import UnsupportedStateError
-from holdfast.format.layout import item_size
+from holdfast.format.tensor_file import item_size
 from holdfast.state.tree.arrays import dtype_name
 
 __all__ = ["array_of", "tensor_of"]

@@ -16,14 +16,15 @@ from holdfast.checkpointer.options import check_root
 from holdfast.checkpointer.rendezvous import Meeting, meet
 from holdfast.checkpointer.run_session import RunSave, RunSession
 from holdfast.config import Keep
+from holdfast.copying.local import clone_or_link_tree
 from holdfast.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, HoldfastError
 from holdfast.run.catalog import Catalog
 from holdfast.storage.resolve import resolve
 from holdfast.writer.messages import IngestSource, SaveResult
 
 from .lost import Lost
-from .places import STAGED, stage, sweep_staged
-from .scalars import scalars
+from .metrics import scalars
+from .places import STAGED, sweep_staged
 from .verified import newest_sound
 
 __all__ = ["DirectoryCheckpoints"]
@@ -317,5 +318,5 @@ class DirectoryCheckpoints:
             sweep_staged(parent, run_id, session.start_id)
             self._swept.add(parent)
         staged = os.path.join(parent, f"{STAGED}{run_id[:8]}-{save_id}")
-        owned = stage(source, staged)
+        owned = clone_or_link_tree(source, staged)
         return (None, False) if owned is None else (staged, owned)

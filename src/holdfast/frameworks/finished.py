@@ -13,9 +13,9 @@ from holdfast._ranks import current_ranks
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.rendezvous import meet
 from holdfast.config import ValidationTaskConfig
+from holdfast.copying.local import clone_tree
 from holdfast.errors import CheckpointNotFoundError, ConfigError
 from holdfast.trainers.function.types import CheckpointUploadMode
-from holdfast.trainers.function.worker.reflink import clone_tree
 from holdfast.trainers.function.worker.session import current_session
 
 from .places import claim

@@ -11,9 +11,8 @@ from holdfast._log import get_logger
 from holdfast.checkpointer.checkpointer import Checkpointer
 from holdfast.errors import ConfigError
 
-from .keras_random import capture, restore
-from .keras_state import Counters, Position, Variables, other_optimizers
-from .scalars import scalars
+from .keras_state import Counters, Position, Variables, capture, other_optimizers, restore
+from .metrics import scalars
 
 __all__ = ["FitRun"]
 

@@ -1,4 +1,4 @@
-"""What of a Keras training is state: variables, the place in `model.fit`, and what other callbacks count.
+"""What of a Keras training is state: variables, the place in `model.fit`, what other callbacks count, random numbers.
 
 Everything here sees Keras through its variables alone (``path``, ``value``, ``assign``), so it is the same for every
 backend, and a checkpoint of one backend loads on another.
@@ -14,16 +14,17 @@ import numpy as np
 import torch
 
 from holdfast.errors import ConfigError, StateMismatchError
+from holdfast.state.tree import rng
 from holdfast.state.tree.values import PerRank
 
 from .array_views import array_of, tensor_of
-from .keras_random import capture, seeds, set_seeds
 
-__all__ = ["Counters", "Position", "Variables", "other_optimizers"]
+__all__ = ["Counters", "Position", "Variables", "capture", "other_optimizers", "restore", "seeds", "set_seeds"]
 
 _OPTIMIZER = ("variables", "apply", "iterations")
 _LAYER = ("trainable_variables", "call")
 _MANY = 1000  # a longer list is data, and to look at each would take long
+_GENERATOR = "global_seed_generator"
 _NOT_COUNTED = "min_delta"  # an argument: Keras turns its sign round when it learns whether less is better
 
 
@@ -187,8 +188,8 @@ class Position:
 
     def state_dict(self) -> dict[str, Any]:
         """Return it as plain data; generators are those of each rank."""
-        told = {"epoch": self.epoch, "batch": self.batch, "stopped": self.stopped, "logs": self.logs}
-        return {**told, "begin": PerRank(self.begin), "seeds": PerRank(seeds())}
+        fields = {"epoch": self.epoch, "batch": self.batch, "stopped": self.stopped, "logs": self.logs}
+        return {**fields, "begin": PerRank(self.begin), "seeds": PerRank(seeds())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what was saved."""
@@ -254,3 +255,49 @@ def _is_plain(value: Any) -> bool:
 
 def _is_same(value: Any, first: Any) -> bool:
     return value is first or (not isinstance(value, list) and type(value) is type(first) and value == first)
+
+
+# -- random generators: those of `holdfast.RNG`, and the one that Keras draws from without a seed
+
+
+def capture() -> dict[str, Any]:
+    """Describe the state of every generator; nothing is advanced."""
+    return {**rng.capture(), "keras": seeds()}
+
+
+def restore(state: Mapping[str, Any]) -> None:
+    """Put every generator back into the state that `capture` described."""
+    if "keras" in state:
+        set_seeds(state["keras"])
+    rng.restore(state)  # to make Keras's generator draws from python's
+
+
+def seeds() -> list[int] | None:
+    """Return the state of the generator that ``keras.random`` draws from without a seed; None if nobody has yet."""
+    found = _keras_state()
+    generator = None if found is None else found.get_global_attribute(_GENERATOR)
+    return None if generator is None else [int(number) for number in generator.state.value]
+
+
+def set_seeds(saved: list[int] | None) -> None:
+    """Undo `seeds`."""
+    found = _keras_state()
+    if found is None:
+        return
+    if saved is None:
+        found.set_global_attribute(_GENERATOR, None)
+        return
+    if found.get_global_attribute(_GENERATOR) is None:
+        import keras
+
+        found.set_global_attribute(_GENERATOR, keras.random.SeedGenerator())
+    found.get_global_attribute(_GENERATOR).state.assign(np.asarray(saved, dtype="uint32"))
+
+
+def _keras_state() -> Any:
+    """Return where Keras keeps it, which it tells nobody; None if it is elsewhere in this version."""
+    try:
+        from keras.src.backend.common import global_state
+    except ImportError:
+        return None
+    return global_state

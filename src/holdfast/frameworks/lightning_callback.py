@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.checkpointer.block import ResumeBlock
+from holdfast.checkpointer.console import ResumeBlock
 from holdfast.state.tree import rng
 
 from .grafted import Grafted

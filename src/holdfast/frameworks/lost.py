@@ -10,8 +10,7 @@ from holdfast._log import get_logger
 from holdfast.checkpointer.transient import TRANSIENT_ERRORS, passing_error, state_of
 from holdfast.run.remains import INCOMING
 
-from .aside import unused
-from .places import STAGED
+from .places import STAGED, unused
 
 __all__ = ["Lost"]
 

@@ -18,7 +18,7 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.transient import TRANSIENT_ERRORS, state_of
 from holdfast.errors import StorageError
 
-from .aside import move_aside
+from .places import move_aside
 
 __all__ = ["drop_link", "followed", "is_marker", "mark", "unmark"]
 
@@ -33,23 +33,23 @@ def mark(path: str | os.PathLike[str], target: Checkpoint) -> Callable[[], None]
     Returns:
         What takes away what was made here, if the save fails.
     """
-    told = os.fspath(path)
+    text = os.fspath(path)
     root = target.storage.local_root
-    if root is not None and os.path.realpath(root / target.directory) == os.path.realpath(told):
-        there = os.path.isdir(told)
-        os.makedirs(told, exist_ok=True)
-        return _nothing if there else partial(_remove_empty, told)
-    if "://" in told:
-        return _mark_remote(told, target)
-    if not os.path.dirname(told):
+    if root is not None and os.path.realpath(root / target.directory) == os.path.realpath(text):
+        there = os.path.isdir(text)
+        os.makedirs(text, exist_ok=True)
+        return _nothing if there else partial(_remove_empty, text)
+    if "://" in text:
+        return _mark_remote(text, target)
+    if not os.path.dirname(text):
         return _nothing  # a bare name is one in the root, and no file system is asked for it
-    there = is_marker(told)
+    there = is_marker(text)
     if not there:
-        move_aside(Path(told))
-        os.makedirs(os.path.dirname(told), exist_ok=True)
-    with open(told, "wb") as file:
+        move_aside(Path(text))
+        os.makedirs(os.path.dirname(text), exist_ok=True)
+    with open(text, "wb") as file:
         file.write(_FIRST + f"the checkpoint is {target.uri}\n".encode())
-    return _nothing if there else partial(unmark, told)
+    return _nothing if there else partial(unmark, text)
 
 
 def unmark(path: str | os.PathLike[str]) -> None:
@@ -80,10 +80,10 @@ def drop_link(path: str | os.PathLike[str]) -> bool:
 
 def followed(path: str | os.PathLike[str]) -> str:
     """Return what a link points to, or the path if it is none."""
-    told = os.fspath(path)
-    if "://" in told or not os.path.islink(told):
-        return told
-    return os.path.normpath(os.path.join(os.path.dirname(told), os.readlink(told)))
+    text = os.fspath(path)
+    if "://" in text or not os.path.islink(text):
+        return text
+    return os.path.normpath(os.path.join(os.path.dirname(text), os.readlink(text)))
 
 
 def _nothing() -> None:

@@ -1,22 +1,29 @@
-"""Local directories that must not outlive their use, nor be missing while they are used."""
+"""Local directories: claimed by a process, staged while they are used, moved aside where a name is wanted."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast.run.process import birth, is_dead, machine
-from holdfast.trainers.function.worker.reflink import clone_tree
 
-__all__ = ["STAGED", "claim", "last_change", "same_as_parent", "stage", "sweep_staged"]
+__all__ = ["STAGED", "claim", "last_change", "move_aside", "same_as_parent", "sweep_staged", "unused"]
 
+_LOG = get_logger("integrations")
 STAGED = "_holdfast-staged-"
-"""First characters of the name of a directory made by `stage`; transformers does not upload what begins with "_"."""
+"""First characters of the name of a directory that keeps files until they are stored.
+
+Transformers does not upload what begins with "_".
+"""
+_ASIDE = ".before-holdfast"
 _OWNER = "owner.json"
 _FRESH_S = 24 * 3600.0
 _TOLD = "HOLDFAST_TOLD_CHILDREN"
@@ -29,8 +36,8 @@ def claim(directory: str) -> None:
     """
     base = os.path.dirname(directory)
     os.makedirs(directory, mode=0o700, exist_ok=True)
-    told = os.path.join(directory, _OWNER)
-    if os.path.exists(told):
+    owner_file = os.path.join(directory, _OWNER)
+    if os.path.exists(owner_file):
         return
     for name in os.listdir(base):
         with contextlib.suppress(OSError, ValueError):
@@ -38,7 +45,7 @@ def claim(directory: str) -> None:
                 owner = json.load(file)
             if is_dead(owner) and time.time() - last_change(os.path.join(base, name)) > _FRESH_S:
                 shutil.rmtree(os.path.join(base, name))
-    with open(told, "w", encoding="utf-8") as file:
+    with open(owner_file, "w", encoding="utf-8") as file:
         json.dump({**machine(), "pid": os.getpid(), "pid_birth": birth(os.getpid())}, file)
 
 
@@ -54,33 +61,15 @@ def same_as_parent(what: str, decide: Callable[[], Any]) -> Any:
     Such a rank has LOCAL_RANK from its parent; any other child process decides for itself, and so does a rank that
     asks a second time.
     """
-    told = json.loads(os.environ.get(_TOLD, "{}"))
-    if told.get("pid") == os.getppid() and os.environ.get("LOCAL_RANK", "0") != "0" and what in told["said"]:
-        decision = told["said"].pop(what)
-        os.environ[_TOLD] = json.dumps(told)
+    noted = json.loads(os.environ.get(_TOLD, "{}"))
+    if noted.get("pid") == os.getppid() and os.environ.get("LOCAL_RANK", "0") != "0" and what in noted["said"]:
+        decision = noted["said"].pop(what)
+        os.environ[_TOLD] = json.dumps(noted)
         return decision
     decision = decide()
-    said = told["said"] if told.get("pid") == os.getpid() else {}
+    said = noted["said"] if noted.get("pid") == os.getpid() else {}
     os.environ[_TOLD] = json.dumps({"pid": os.getpid(), "said": {**said, what: decision}})
     return decision
-
-
-def stage(source: str, target: str) -> bool | None:
-    """Keep the files of ``source`` at hand under ``target``, whatever happens to ``source``, without copying them.
-
-    Returns:
-        True if the files of ``target`` are clones, so that they may be moved away; False if they are hard links, which
-        survive a deletion and may only be read: who opens the source for writing writes to them too; None where
-        neither is possible, and ``target`` does not exist.
-    """
-    if clone_tree(source, target):
-        return True
-    try:
-        _link_tree(source, target)
-    except OSError:
-        shutil.rmtree(target, ignore_errors=True)
-        return None
-    return False
 
 
 def sweep_staged(parent: str, run_id: str, start_id: str) -> None:
@@ -92,11 +81,16 @@ def sweep_staged(parent: str, run_id: str, start_id: str) -> None:
                 shutil.rmtree(os.path.join(parent, name), ignore_errors=True)
 
 
-def _link_tree(source: str, target: str) -> None:
-    os.makedirs(target)
-    for entry in os.scandir(source):
-        new = os.path.join(target, entry.name)
-        if entry.is_dir():
-            _link_tree(entry.path, new)  # a link to a directory too: its files are part of the checkpoint
-        else:
-            os.link(os.path.realpath(entry.path), new)
+def move_aside(path: Path) -> None:
+    """Rename what another writer left under a wanted name, which is never deleted; nothing if there is none."""
+    if not os.path.lexists(path):
+        return
+    aside = unused(f"{path}{_ASIDE}")
+    os.replace(path, aside)
+    _LOG.warning("%s was of another writer: it is %s now", path, aside)
+
+
+def unused(path: str) -> str:
+    """Return a path, with a number behind it if there is something already."""
+    paths = itertools.chain([path], (f"{path}-{number}" for number in itertools.count(2)))
+    return next(one for one in paths if not os.path.lexists(one))

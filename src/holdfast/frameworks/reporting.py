@@ -1,4 +1,4 @@
-"""Report what a framework writes, from inside the function trainer."""
+"""Report what a framework writes, from inside the function trainer: how, and after how many epochs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .markers import is_marker
 from .places import claim
 from .together import written_together
 
-__all__ = ["reporting"]
+__all__ = ["epochs_between", "reporting"]
 
 _TIMEOUT_S = 600.0
 _numbers = itertools.count()
@@ -73,6 +73,21 @@ def reporting(
         delete_local_checkpoint_after_upload=True if checkpoint is not None else None,
         validation=validation,
     )
+
+
+def epochs_between(every_n_epochs: int | None, every_n_steps: int | None) -> int:
+    """Return the epochs from one checkpoint to the next: 1 if neither argument is given.
+
+    Raises:
+        ConfigError: both are given, or one is no whole number of at least 1.
+    """
+    given = [one for one in (every_n_epochs, every_n_steps) if one is not None]
+    if len(given) > 1 or any(type(one) is not int or one < 1 for one in given):
+        raise ConfigError(
+            f"ReportCallback(every_n_epochs={every_n_epochs!r}, every_n_steps={every_n_steps!r}): give one of them, "
+            "every_n_epochs or every_n_steps, as a whole number of at least 1; two callbacks can do both"
+        )
+    return every_n_epochs or 1
 
 
 def _check_here(directory: str) -> None:

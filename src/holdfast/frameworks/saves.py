@@ -29,9 +29,8 @@ from holdfast.errors import (
 from holdfast.storage.base import Storage
 from holdfast.storage.resolve import resolve
 
-from .aside import move_aside
 from .markers import drop_link, followed, is_marker, mark, unmark
-from .places import same_as_parent
+from .places import move_aside, same_as_parent
 from .verified import newest_sound
 
 __all__ = ["Saves"]
@@ -76,8 +75,12 @@ class Saves:
 
     def __reduce__(self) -> Any:
         """In another process, nothing is under way."""
-        told: dict[str, Any] = {"unsupported": self._unsupported, "timeout_s": self._timeout_s, "advice": self._advice}
-        return partial(Saves, **told), (self._given,)
+        options: dict[str, Any] = {
+            "unsupported": self._unsupported,
+            "timeout_s": self._timeout_s,
+            "advice": self._advice,
+        }
+        return partial(Saves, **options), (self._given,)
 
     def save(
         self, path: str | os.PathLike[str], state: Mapping[Any, Any], *, step: int | None, metrics: Mapping[str, Any]
@@ -179,20 +182,20 @@ class Saves:
         self._finish(self._removals, lambda _, removal: removal.result(self._timeout_s))
 
     def _at(self, path: str | os.PathLike[str]) -> Checkpoint:
-        told = os.fspath(path)
-        if self._root is None or "://" in told:
-            return Checkpoint(told)
-        return Checkpoint.at(self._root, os.path.basename(told))
+        text = os.fspath(path)
+        if self._root is None or "://" in text:
+            return Checkpoint(text)
+        return Checkpoint.at(self._root, os.path.basename(text))
 
     def _refuse_another(self, path: str | os.PathLike[str], target: Checkpoint) -> None:
         """Refuse to put two checkpoints of a training into one place: the second would replace the first."""
-        told = os.fspath(path)
-        if self._root is None or "://" in told or not os.path.dirname(told):
+        text = os.fspath(path)
+        if self._root is None or "://" in text or not os.path.dirname(text):
             return
-        known = self._given_as.setdefault(target.uri, os.path.realpath(told))
-        if known != os.path.realpath(told):
+        known = self._given_as.setdefault(target.uri, os.path.realpath(text))
+        if known != os.path.realpath(text):
             raise ConfigError(
-                f"{told} would replace {known}: with a root both are {target.uri}. Give what saves them (every "
+                f"{text} would replace {known}: with a root both are {target.uri}. Give what saves them (every "
                 "ModelCheckpoint) other file names, or leave out the root"
             )
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from holdfast._log import get_logger
 
+from .metrics import scalars
 from .places import last_change
-from .scalars import scalars
 
 __all__ = [
     "misaligned", "missing_metric", "saved_metrics", "say_misaligned", "say_missing", "say_start", "trial_of",

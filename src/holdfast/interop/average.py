@@ -16,11 +16,9 @@ from holdfast.errors import ConfigError, StateMismatchError, StoragePermissionEr
 from holdfast.state.load.selection import Selection
 from holdfast.state.tree import arrays
 
-from .alone import check_free, write_alone
-from .blobs import Blob
-from .boxes import WINDOW, BoxReader, check_parts, fill, windows
+from .blobs import WINDOW, Blob, BoxReader, check_parts, fill, windows
 from .contents import CheckpointContents, read_contents
-from .part import Row
+from .part import Row, check_free, write_alone
 from .source import OpenedCheckpoint
 
 __all__ = ["MOST", "AverageResult", "average", "ema_weights"]
@@ -134,7 +132,7 @@ def average(
         own = [name for name in names if name not in floating]
         many = [name for name in own if math.prod(last.tensor(name).shape) > 1]  # one number is a counter
         unlike = [name for name in many if not _all_same(name, contents, opened)]
-        told = [
+        described = [
             {"checkpoint": one.checkpoint.uri, "id": one.manifest.checkpoint_id, "step": one.manifest.step, "share": w}
             for one, w in zip(contents, shares, strict=True)
         ]
@@ -146,7 +144,7 @@ def average(
             tree,
             step=last.manifest.step,
             epoch=last.manifest.epoch,
-            extra={"average": {"method": method or ("weighted" if weights else "uniform"), "sources": told}},
+            extra={"average": {"method": method or ("weighted" if weights else "uniform"), "sources": described}},
             overwrite=overwrite,
         )
     return AverageResult(

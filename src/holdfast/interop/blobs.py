@@ -1,18 +1,31 @@
-"""A tensor as bytes that somebody can be asked for: what exporters and importers pass to one another."""
+"""A tensor as bytes that can be asked for: what exporters and importers pass to one another.
+
+`Blob` has the bytes of a whole tensor in row-major order. `assemble` makes them, window by window, out of the boxes in
+which the tensor is stored.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.format.layout import item_size
+import numpy as np
+
+from holdfast.errors import CorruptCheckpointError
+from holdfast.format.boxes import Box, flaw, overlap
+from holdfast.format.tensor_file import TensorRow, item_size
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Blob", "cast"]
+__all__ = ["WINDOW", "Blob", "BoxReader", "assemble", "cast", "check_parts", "fill", "rows_of", "windows"]
+
+WINDOW = 8 << 20
+"""Bytes of a tensor in memory at a time."""
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +52,11 @@ class Blob:
         return prod(self.shape) * self.itemsize
 
 
+def rows_of(blobs: Iterable[tuple[str, Blob]]) -> list[TensorRow]:
+    """Describe named blobs to `holdfast.format.tensor_file.lay_out`."""
+    return [(name, blob.dtype, blob.shape, blob.nbytes) for name, blob in blobs]
+
+
 def cast(blob: Blob, dtype: torch.dtype) -> Blob:
     """Return a floating blob in another floating dtype; converted on the way. Others are returned as they are."""
     import torch
@@ -57,3 +75,68 @@ def cast(blob: Blob, dtype: torch.dtype) -> Blob:
 
     name = str(dtype)[6:]
     return replace(blob, dtype=name, parts=parts, itemsize=item_size(name) or dtype.itemsize)
+
+
+class BoxReader(NamedTuple):
+    """A box of a tensor whose elements lie in row-major order: ``read(offset, view)`` fills ``view`` from there on."""
+
+    box: Box
+    read: Callable[[int, memoryview], None]
+
+
+def assemble(name: str, shape: Shape, itemsize: int, parts: Sequence[BoxReader]) -> Iterator[memoryview]:
+    """Yield the bytes of a whole tensor; each view is valid until the next is asked for.
+
+    Raises:
+        CorruptCheckpointError: the boxes do not make up the tensor.
+    """
+    check_parts(name, shape, parts)
+    if not prod(shape):
+        return
+    buffer = memoryview(bytearray(min(max(WINDOW, itemsize), prod(shape) * itemsize)))
+    for window in windows(shape, max(1, WINDOW // itemsize)):
+        view = buffer[: prod(window.shape) * itemsize]
+        for part in parts:
+            fill(view, window, part, itemsize)
+        yield view
+
+
+def check_parts(name: str, shape: Shape, parts: Sequence[BoxReader]) -> None:
+    """Raise CorruptCheckpointError if the boxes do not make up the tensor."""
+    if problem := flaw(shape, (part.box for part in parts)):
+        raise CorruptCheckpointError(
+            f"tensor {name!r}: {problem}: this checkpoint is damaged; use another one", tensor=name
+        )
+
+
+def windows(shape: Shape, limit: int) -> Iterator[Box]:
+    """Cut a shape into boxes of at most ``limit`` elements, each one run of the row-major order; in that order."""
+    if not shape:
+        yield Box((), ())
+        return
+    dim = next(at for at in range(len(shape)) if prod(shape[at + 1 :]) <= limit)
+    rest = shape[dim + 1 :]
+    rows = limit // prod(rest)
+    for outer in np.ndindex(*shape[:dim]):
+        for at in range(0, shape[dim], rows):
+            size = min(rows, shape[dim] - at)
+            yield Box((*outer, at, *(0 for _ in rest)), (*(1 for _ in outer), size, *rest))
+
+
+def fill(view: memoryview, window: Box, part: BoxReader, itemsize: int) -> None:
+    """Put what a part has of a window into it."""
+    common = overlap(window, part.box)
+    if common is None:
+        return
+    # A window is one run of the tensor, so what it shares with a box is one run of the box.
+    offset = 0
+    for index, start, size in zip(common.start, part.box.start, part.box.shape, strict=True):
+        offset = offset * size + index - start
+    if common == window:
+        part.read(offset * itemsize, view)
+        return
+    data = bytearray(prod(common.shape) * itemsize)
+    part.read(offset * itemsize, memoryview(data))
+    spot = tuple(slice(a - b, a - b + n) for a, b, n in zip(common.start, window.start, common.shape, strict=True))
+    whole = np.frombuffer(view, np.uint8).reshape(*window.shape, itemsize)
+    whole[spot] = np.frombuffer(data, np.uint8).reshape(*common.shape, itemsize)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
-from holdfast.format.digest import CHUNK
-from holdfast.state.load.digests import Digests
+from holdfast.format.digest import CHUNK, Digests
 from holdfast.storage.base import FileReader, Storage
 
 __all__ = ["CheckedFiles"]

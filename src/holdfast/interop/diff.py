@@ -4,131 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpoint.summary import short
-from holdfast.errors import ConfigError
 from holdfast.run.record import flat_metrics
 from holdfast.state.load.selection import Selection
 
 from .contents import CheckpointContents, Leaf, read_contents
+from .difference import Change, CheckpointDifference, Missing, TensorChange, Tolerance
 
-__all__ = ["Change", "CheckpointDifference", "Missing", "TensorChange", "Tolerance", "compare"]
+__all__ = ["compare"]
 
 _ABOUT = ("step", "epoch", "attempt", "run_id", "created", "world_size", "total_bytes")
 _SHOWN_ITEMS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tolerance:
-    """How far numbers may lie apart and count as the same: |a - b| <= absolute + relative * |a|."""
-
-    absolute: float = 0.0
-    relative: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.absolute < math.inf and 0 <= self.relative < math.inf):
-            raise ConfigError(f"tolerance {self.absolute}, {self.relative}: give numbers that are not negative")
-
-    def allows(self, one: float, other: float) -> bool:
-        """Tell whether two numbers count as the same; NaN and NaN do."""
-        if one == other or (math.isnan(one) and math.isnan(other)):
-            return True
-        return abs(one - other) <= self.absolute + self.relative * abs(one) and math.isfinite(one - other)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """Something that is there twice and not the same: name, and what it is in A and in B."""
-
-    name: str
-    a: Any
-    b: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Missing:
-    """Something that one side lacks: the path nearest to the root below which it has nothing, and how much that is."""
-
-    name: str
-    entries: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorChange:
-    """A tensor that differs.
-
-    Attributes:
-        name: its path.
-        dtype: in A and in B.
-        shape: in A and in B.
-        elements: how many it has; None where the shapes differ, and so for all that follows.
-        differing: how many are not the same.
-        norm: L2 norm of the difference, of elements where that is finite.
-        relative: ``norm`` by the L2 norm of A; None if that is 0.
-        largest: largest finite absolute difference.
-        at: index of its first occurrence.
-        values: what is there in A and in B.
-        not_finite: elements that differ by no finite number: NaN or an infinity on one side alone.
-    """
-
-    name: str
-    dtype: tuple[str, str]
-    shape: tuple[tuple[int, ...], tuple[int, ...]]
-    elements: int | None = None
-    differing: int | None = None
-    norm: float | None = None
-    relative: float | None = None
-    largest: float | None = None
-    at: tuple[int, ...] | None = None
-    values: tuple[Any, Any] | None = None
-    not_finite: int | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class CheckpointDifference:
-    """What `compare` has found.
-
-    Attributes:
-        a: first checkpoint.
-        b: second checkpoint.
-        about: (value of A, value of B) of what the manifests say; never counts.
-        metrics: that differ; they do not count.
-        metadata: of the user, that differs; it does not count.
-        only_in_a: what B lacks.
-        only_in_b: what A lacks.
-        kinds: paths that hold another kind of thing.
-        plain: plain data that differs.
-        tensors: that differ.
-        files: of the user, by path: digests in A and B, None where it is not there.
-        compared: tensors that both have.
-        by_digest: of these, how many are the same by their digests alone.
-        within: tensors whose elements differ, but none by more than the tolerance.
-        bytes_read: of tensors.
-    """
-
-    a: Checkpoint
-    b: Checkpoint
-    about: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    metrics: list[Change] = field(default_factory=list)
-    metadata: list[Change] = field(default_factory=list)
-    only_in_a: list[Missing] = field(default_factory=list)
-    only_in_b: list[Missing] = field(default_factory=list)
-    kinds: list[Change] = field(default_factory=list)
-    plain: list[Change] = field(default_factory=list)
-    tensors: list[TensorChange] = field(default_factory=list)
-    files: list[Change] = field(default_factory=list)
-    compared: int = 0
-    by_digest: int = 0
-    within: list[str] = field(default_factory=list)
-    bytes_read: int = 0
-
-    @property
-    def same(self) -> bool:
-        """Whether the states (and files of the user) are the same; what is noted about them does not count."""
-        return not (self.only_in_a or self.only_in_b or self.kinds or self.plain or self.tensors or self.files)
 
 
 def compare(

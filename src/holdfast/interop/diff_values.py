@@ -13,7 +13,7 @@ from holdfast.state.tree import arrays
 
 from .blobs import Blob
 from .contents import CheckpointContents, Leaf
-from .diff import CheckpointDifference, TensorChange, Tolerance
+from .difference import CheckpointDifference, TensorChange, Tolerance
 from .source import OpenedCheckpoint
 
 __all__ = ["compare_values"]
@@ -39,7 +39,7 @@ def compare_values(
         other: second checkpoint.
         pairs: path, and what is there on both sides.
         tolerance: how far numbers may lie apart.
-        progress: told the bytes of ``one`` just compared.
+        progress: called with the bytes of ``one`` just compared.
 
     Raises:
         CorruptCheckpointError: bytes differ from their digests.

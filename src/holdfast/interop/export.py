@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from holdfast.checkpoint.handle import Checkpoint
-from holdfast.checkpoint.newest import newest_of_run
+from holdfast.checkpoint.handle import Checkpoint, newest_of_run
 from holdfast.errors import ConfigError
+from holdfast.state.save.torch_file import TorchFileWriter
 
 from .sink import ExportFolder
 from .source import OpenedCheckpoint
@@ -114,7 +114,7 @@ def watched_export(
     verify: bool = True,
     progress: Callable[[int | None, int], object] = lambda total, done: None,
 ) -> Exported:
-    """Do what `export` does; ``progress`` is told (bytes to be read, 0), then (None, bytes just read)."""
+    """Do what `export` does; ``progress`` gets (bytes to be read, 0), then (None, bytes just read)."""
     if to not in FORMATS:
         raise ConfigError(f"cannot export to {to!r}: use one of {', '.join(FORMATS)}")
     if to in ("torch", "dcp") and (item is not None or max_shard_size is not None):
@@ -129,14 +129,12 @@ def watched_export(
     else:
         folder = ExportFolder(target.storage, target.directory, overwrite=overwrite)
     storage = of.storage.child(of.directory)
-    told = partial(progress, None)
-    with OpenedCheckpoint(storage, only=only, dtype=_dtype(dtype), verify=verify, progress=told) as source:
+    report = partial(progress, None)
+    with OpenedCheckpoint(storage, only=only, dtype=_dtype(dtype), verify=verify, progress=report) as source:
         left_out = _ranks_left_out(source)
         if to == "torch":
-            from .to_torch import write_torch
-
             progress(source.nbytes, 0)
-            count = write_torch(folder, target.name, source)
+            count = _write_torch(folder, target.name, source)
         elif to == "dcp":
             from .to_dcp import write_dcp
 
@@ -154,6 +152,14 @@ def watched_export(
     return Exported(
         destination=target.uri, format=to, files=tuple(folder.written), num_tensors=count, left_out=tuple(left_out)
     )
+
+
+def _write_torch(folder: ExportFolder, name: str, source: OpenedCheckpoint) -> int:
+    """Write everything as one file for ``torch.load(weights_only=True)``; returns the number of tensors."""
+    writer = TorchFileWriter(source.plain())
+    with folder.create(name, writer.size) as sink:
+        writer.write(sink, (source.blob(tensor).parts() for tensor in writer.tensors))
+    return len(writer.tensors)
 
 
 def _ranks_left_out(source: OpenedCheckpoint) -> list[tuple[str, str]]:

@@ -14,15 +14,13 @@ import torch
 from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
 from holdfast.format.boxes import Box
 from holdfast.format.names import MANIFEST_NAME, check_links, check_path
-from holdfast.state.save.torch_file import tensor_bytes
-from holdfast.state.save.torch_plain import from_plain
+from holdfast.state.save.torch_file import from_plain, tensor_bytes
 from holdfast.state.tree.arrays import dtype_name
 from holdfast.storage.base import FileReader
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.stream import InputStream
 
-from .blobs import Blob
-from .boxes import BoxReader, assemble
+from .blobs import Blob, BoxReader, assemble
 from .gathered import Gathered
 from .part import Row
 from .to_dcp import METADATA_NAME

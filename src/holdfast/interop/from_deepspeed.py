@@ -21,8 +21,8 @@ from holdfast.format.names import UNLISTED
 from holdfast.state.tree.arrays import dtype_name
 
 from .blobs import Blob
-from .gathered import Gathered, mapped_ranges, streamed
-from .links import own_file
+from .foreign_files import mapped_ranges, own_file, streamed
+from .gathered import Gathered
 from .unpickle import read_torch
 
 __all__ = ["from_deepspeed", "is_deepspeed"]
@@ -54,7 +54,7 @@ def is_deepspeed(folder: str) -> bool:
 
 def from_deepspeed(folder: str, *, trusted: bool = False) -> Gathered:
     """Read the weights, whatever the stage, and the plain data of the client; the optimizer's moments are left out."""
-    told, folder = folder, _tag_folder(folder)
+    given, folder = folder, _tag_folder(folder)
     names = sorted(os.listdir(folder))
     _refuse_parts(folder, names)
     models = _by_rank(folder, names, _MODEL)
@@ -73,7 +73,7 @@ def from_deepspeed(folder: str, *, trusted: bool = False) -> Gathered:
             f"{folder}: its files are not laid out as those of DeepSpeed ({type(error).__name__}: {error})"
         ) from error
     gathered.weights("model", weights)
-    gathered.not_taken += [(name, "no file of DeepSpeed's ranks") for name in _others(told, folder)]
+    gathered.not_taken += [(name, "no file of DeepSpeed's ranks") for name in _others(given, folder)]
     rest = {key: value for key, value in head.items() if key not in _OWN and value is not None}
     if "lr_scheduler" in rest:
         rest["scheduler"] = rest.pop("lr_scheduler")
@@ -106,13 +106,13 @@ def _refuse_parts(folder: str, names: list[str]) -> None:
         )
 
 
-def _others(told: str, folder: str) -> list[str]:
+def _others(given: str, folder: str) -> list[str]:
     """Name what lies in the folder of a tag, and beside it, that is not taken."""
     inside = [name for name in os.listdir(folder) if not (_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]
-    found = {os.path.relpath(os.path.join(folder, name), told) for name in inside}
-    used = os.path.relpath(folder, told).split("/")[0]
+    found = {os.path.relpath(os.path.join(folder, name), given) for name in inside}
+    used = os.path.relpath(folder, given).split("/")[0]
     if used != ".":
-        found |= {name for name in os.listdir(told) if name != used}
+        found |= {name for name in os.listdir(given) if name != used}
     return sorted(name for name in found if os.path.basename(name) not in _ABOUT)
 
 

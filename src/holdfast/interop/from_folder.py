@@ -5,24 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsupportedStateError
-from holdfast.format.layout import DTYPES, item_size, read_header
 from holdfast.format.names import check_path
 from holdfast.format.strict_json import loads
-from holdfast.storage.base import FileReader
+from holdfast.format.tensor_file import DTYPES, item_size, read_header
 from holdfast.storage.local.local_storage import LocalStorage
 
 from .blobs import Blob
-from .boxes import WINDOW
+from .foreign_files import mapped_ranges, own_file, ranges
 from .from_dcp import from_dcp
 from .from_torch import take_optimizers
-from .gathered import Gathered, mapped_ranges
-from .links import own_file
+from .gathered import Gathered
 from .to_dcp import METADATA_NAME
 from .to_safetensors import INDEX_NAME, WEIGHTS_NAME
 from .unpickle import read_torch
@@ -107,8 +104,8 @@ def from_hf(folder: str, stack: ExitStack, *, trusted: bool = False) -> Gathered
             source[label] = name
     if "trainer_state.json" in names:
         used.add("trainer_state.json")
-        state["trainer_state"] = told = _json(own_file(folder, "trainer_state.json"))
-        step = told.get("global_step") if isinstance(told, dict) else None
+        state["trainer_state"] = trainer = _json(own_file(folder, "trainer_state.json"))
+        step = trainer.get("global_step") if isinstance(trainer, dict) else None
         gathered.step = step if type(step) is int else None
     _finish(gathered, state, models, mapped)
     for name, key in _SHARDED.items():
@@ -216,12 +213,3 @@ def _blobs(folder: str, files: list[str], stack: ExitStack, gathered: Gathered) 
             parts = partial(ranges, reader, entry.offset, entry.nbytes)
             found[name] = Blob(name, dtype, entry.shape, parts, item_size(dtype) or 1)
     return found
-
-
-def ranges(reader: FileReader, offset: int, size: int) -> Iterator[memoryview]:
-    """Yield a range of a file, window by window."""
-    buffer = memoryview(bytearray(min(WINDOW, size)))
-    for start in range(0, size, WINDOW):
-        view = buffer[: min(WINDOW, size - start)]
-        reader.read_into(offset + start, view)
-        yield view

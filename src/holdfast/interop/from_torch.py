@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from holdfast.errors import UnsupportedStateError
-from holdfast.state.save.torch_plain import from_plain
+from holdfast.state.save.torch_file import from_plain
 
-from .gathered import Gathered, mapped_ranges
+from .foreign_files import mapped_ranges
+from .gathered import Gathered
 from .optim_names import is_optimizer, named
 from .unpickle import Opaque, read_torch
 

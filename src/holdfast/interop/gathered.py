@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from xxhash import xxh3_128, xxh3_128_digest
 
-from holdfast.state.save.signature import signature
-from holdfast.state.save.torch_file import tensor_bytes
+from holdfast.state.save.plan import signature
 from holdfast.state.tree.arrays import dtype_name
 from holdfast.state.tree.flatten import Flat, flatten
 
 from .blobs import Blob
-from .boxes import WINDOW
+from .foreign_files import streamed
 from .part import Row
 from .tree import top_items
 
-__all__ = ["Gathered", "forget", "mapped_ranges", "streamed"]
+__all__ = ["Gathered"]
 
-_MADV_DONTNEED = 4
 _SAMPLE = 64 << 10
 
 
@@ -137,40 +131,3 @@ class Gathered:
             if original != row.name:
                 self.aliases[row.name] = original
                 self.rows.remove(row)
-
-
-def mapped_ranges(path: str) -> list[tuple[int, int]]:
-    """Return where this process has mapped a file; nothing where the system does not tell."""
-    real = os.path.realpath(path)
-    try:
-        with open("/proc/self/maps") as file:
-            lines = [line.split(maxsplit=5) for line in file]
-    except OSError:
-        return []
-    found = [fields[0].split("-") for fields in lines if len(fields) == 6 and fields[5].rstrip("\n") == real]
-    return [(int(low, 16), int(high, 16)) for low, high in found]
-
-
-def streamed(tensor: torch.Tensor, mapped: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor; pages mapped from a file go back to the kernel behind, or they would all add up."""
-    address = tensor.data_ptr()
-    whole = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    memory = tensor.untyped_storage()
-    first, last = memory.data_ptr(), memory.data_ptr() + memory.nbytes()
-    is_mapped = any(low <= first and last <= high for low, high in mapped)
-    for view in tensor_bytes(tensor):
-        for start in range(0, len(view), WINDOW):
-            part = view[start : start + WINDOW]
-            yield part
-            if is_mapped and whole:
-                forget(address + start, len(part))
-    if is_mapped:
-        forget(first, last - first)
-
-
-def forget(address: int, size: int) -> None:
-    """Give back clean pages of a private file mapping: they are read from the file again if anybody asks."""
-    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - first
-    if length > 0:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _MADV_DONTNEED)

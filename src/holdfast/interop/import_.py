@@ -12,12 +12,12 @@ from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import ConfigError, CorruptCheckpointError
 from holdfast.format.names import MANIFEST_NAME
 
-from .alone import check_free, write_alone
 from .from_dcp import from_dcp
 from .from_deepspeed import from_deepspeed, is_deepspeed
 from .from_folder import from_hf, from_safetensors, is_hf
 from .from_torch import from_lightning, from_torch
 from .gathered import Gathered
+from .part import check_free, write_alone
 from .to_dcp import METADATA_NAME
 
 __all__ = ["SOURCES", "Imported", "import_checkpoint", "watched_import"]
@@ -94,7 +94,7 @@ def watched_import(
     overwrite: bool = False,
     progress: Callable[[int | None, int], object] = lambda total, done: None,
 ) -> Imported:
-    """Do what `import_checkpoint` does; ``progress`` is told (bytes to write, 0), then (None, bytes just written)."""
+    """Do what `import_checkpoint` does; ``progress`` gets (bytes to write, 0), then (None, bytes just written)."""
     if format not in SOURCES:
         raise ConfigError(f"cannot import from {format!r}: use one of {', '.join(SOURCES)}")
     target = Checkpoint(destination)

@@ -1,9 +1,9 @@
 """Whose state is what an optimizer has stored by position: names, where they are certain.
 
-``Optimizer.state_dict`` numbers parameters in the order in which the script gave them. That order is told by the file
-(``param_names``, or names in place of numbers), or does not matter because every state has another shape that only one
-parameter of the model has. To guess it would mix up states silently when the guess is wrong, so anything else is left
-by position: an optimizer made in the same way takes it as it is.
+``Optimizer.state_dict`` numbers parameters in the order in which the script gave them. The file names that order
+(``param_names``, or names in place of numbers), or it does not matter, because every state has another shape that only
+one parameter of the model has. A guess would mix up states silently where it is wrong, so anything else is left by
+position: an optimizer made in the same way takes it as it is.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def named(optimizer: Mapping[str, Any], model: Mapping[str, Any], prefix: str) -
     """Return the same state keyed by parameter name (``prefix`` and the name in the model); None if not known."""
     groups, states = optimizer["param_groups"], optimizer["state"]
     keys = [key for group in groups for key in group["params"]]
-    told = [name for group in groups for name in group.get("param_names", ())]
-    if len(told) == len(keys) and keys:
-        names: list[str] | None = told if all(name in model for name in told) else None
+    listed = [name for group in groups for name in group.get("param_names", ())]
+    if len(listed) == len(keys) and keys:
+        names: list[str] | None = listed if all(name in model for name in listed) else None
     elif keys and all(isinstance(key, str) for key in keys):  # FSDP, torch.distributed.checkpoint.state_dict
         names = keys if all(key in model for key in keys) else None
     else:

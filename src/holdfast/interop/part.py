@@ -1,29 +1,35 @@
-"""Write what one rank has of a checkpoint straight through a storage, in the file layout of Holdfast.
+"""Write a checkpoint, or what one rank has of it, straight through a storage, in the file layout of Holdfast.
 
 For bytes that come one tensor at a time from somewhere else: no writer process, no arena, no snapshot.
+`DirectPartWriter` stores the files of one rank; `write_alone` commits a checkpoint that belongs to no run.
 """
 
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
-from holdfast.errors import CheckpointError, HoldfastError
+from holdfast.checkpoint.handle import Checkpoint
+from holdfast.checkpointer.identity import manifest_fields, new_start_id
+from holdfast.errors import CheckpointError, CheckpointExistsError, HoldfastError
 from holdfast.format.boxes import Box
-from holdfast.format.commit import PartSummary, read_manifest
+from holdfast.format.codec import dumps
+from holdfast.format.commit import PartSummary, commit, look_before, read_manifest
 from holdfast.format.digest import ChunkHasher, bytes_digest, file_digest
 from holdfast.format.index import Index, Piece, TensorEntry
-from holdfast.format.layout import header_bytes, order_key
 from holdfast.format.manifest import FileEntry
-from holdfast.format.names import join, save_id_of
+from holdfast.format.names import MANIFEST_NAME, join, save_id_of
+from holdfast.format.tensor_file import lay_out, split_by_size
 from holdfast.storage.base import Storage
 
-from .blobs import Blob
+from .blobs import Blob, rows_of
 from .sink import Blocks
 
-__all__ = ["DirectPartWriter", "Row"]
+__all__ = ["DirectPartWriter", "Row", "check_free", "write_alone"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +57,7 @@ class DirectPartWriter:
         directory: of the checkpoint, inside the storage.
         save_id: of this rank alone, so that ranks need not agree on one.
         rank: the writing rank.
-        progress: told the bytes of tensors just written.
+        progress: called with the bytes of tensors just written.
     """
 
     def __init__(
@@ -125,50 +131,97 @@ class DirectPartWriter:
             stem = re.sub(r"[^A-Za-z0-9_.-]", "_", item).lstrip(".")[:64] or "state"
             stem = f"{stem}.{len(taken)}" if stem in taken else stem
             taken.add(stem)
-            for number, part in enumerate(_parts(members, self._storage.max_file_bytes)):
-                yield f"{stem}-{self._rank:05d}" + (f".part{number:02d}" if number else ""), part
+            parts = split_by_size([row.blob.nbytes for row in members], self._storage.max_file_bytes)
+            for number, part in enumerate(parts):
+                label = f"{stem}-{self._rank:05d}" + (f".part{number:02d}" if number else "")
+                yield label, [members[one] for one in part]
 
     def _tensors(self, template: str, rows: list[Row], tensors: dict[str, TensorEntry]) -> None:
-        rows = sorted(rows, key=lambda row: order_key(row.blob.dtype))
-        header = header_bytes(
-            [(row.name.partition("/")[2] or row.name, row.blob.dtype, row.blob.shape, row.blob.nbytes) for row in rows],
-            {"format": "pt"},
-        )
+        file = lay_out(rows_of((row.name.partition("/")[2] or row.name, row.blob) for row in rows))
         path = template.replace("{save_id}", self._save_id)
-        size = len(header) + sum(row.blob.nbytes for row in rows)
         hasher = ChunkHasher()
-        offset = len(header)
-        with Blocks(self._storage.create(join(self._directory, path), size)) as sink:
-            hasher.update(header)
-            sink(memoryview(header))
-            for row in rows:
+        with Blocks(self._storage.create(join(self._directory, path), file.size)) as sink:
+            hasher.update(file.header)
+            sink(memoryview(file.header))
+            for number in file.order:
+                row = rows[number]
                 for view in row.blob.parts():
                     hasher.update(view)
                     sink(view)
                     if self._progress is not None:
                         self._progress(len(view))
                 start, shape = (None, None) if row.box is None else (row.box.start, row.box.shape)
-                piece = Piece(template, offset, row.blob.nbytes, start, shape)
+                piece = Piece(template, file.offsets[number], row.blob.nbytes, start, shape)
                 before = tensors[row.name].pieces if row.name in tensors else ()
                 tensors[row.name] = TensorEntry(row.name, row.blob.dtype, row.shape, (*before, piece))
-                offset += row.blob.nbytes
         table = hasher.table
         place = (self._digests, len(self._tables))
         digest = file_digest(table)
         self._tables += table
         self._entries.append(
-            FileEntry(path=path, size=size, digest=digest, role="tensors", writer=self._rank, chunks=place)
+            FileEntry(path=path, size=file.size, digest=digest, role="tensors", writer=self._rank, chunks=place)
         )
 
 
-def _parts(rows: list[Row], limit: int) -> Iterator[list[Row]]:
-    part: list[Row] = []
-    total = 0
-    for row in rows:
-        if part and total + row.blob.nbytes > limit:
-            yield part
-            part, total = [], 0
-        part.append(row)
-        total += row.blob.nbytes
-    if part:
-        yield part
+def check_free(target: Checkpoint, *, overwrite: bool) -> None:
+    """Refuse to replace a committed checkpoint, before any work is done.
+
+    Raises:
+        CheckpointExistsError: there is one, and ``overwrite`` is false.
+    """
+    if not overwrite and target.storage.exists(f"{target.directory}/{MANIFEST_NAME}"):
+        raise CheckpointExistsError(
+            f"{target.uri} is a committed checkpoint already: pass overwrite=True (--overwrite) to replace it, or use "
+            "another name"
+        )
+
+
+def write_alone(
+    target: Checkpoint,
+    rows: list[Row],
+    aliases: Mapping[str, str],
+    tree: Any,
+    *,
+    step: int | None = None,
+    epoch: float | None = None,
+    extra: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int], object] | None = None,
+) -> None:
+    """Write and commit; durable on return. After a failure there is what was there before.
+
+    Args:
+        target: where.
+        rows: the tensors.
+        aliases: name of a tied tensor -> name of the one it is stored as.
+        tree: the structure as typed JSON.
+        step: training step to record.
+        epoch: epoch to record.
+        extra: plain data for the manifest.
+        overwrite: replace a committed checkpoint.
+        progress: called with the bytes of tensors just written.
+
+    Raises:
+        CheckpointExistsError: there is one, and ``overwrite`` is false.
+    """
+    # Nobody holds a lease here: what others have left, or are about to commit, goes after a commit that shuts them out.
+    replaced = look_before(target.storage, target.directory)
+    writer = DirectPartWriter(target.storage, target.directory, f"{new_start_id()}-1", progress=progress)
+    try:
+        part = writer.write(rows, aliases)
+        state = writer.state(dumps(tree))
+        fields = manifest_fields(
+            run_id=None,
+            checkpoint_id=uuid.uuid4().hex,
+            parent=None,
+            attempt=1,
+            step=step,
+            epoch=epoch,
+            metrics={},
+        )
+        summary = PartSummary(writer=0, files=(*part.files, state))
+        allowed = replaced if overwrite or replaced.etag == "" else None
+        commit(target.storage, target.directory, {**fields, "extra": dict(extra or {})}, [summary], overwrite=allowed)
+    except BaseException:
+        writer.discard()
+        raise

@@ -12,18 +12,17 @@ from typing import Any
 
 import torch
 
-from holdfast.format.layout import item_size
+from holdfast.format.tensor_file import item_size
 from holdfast.state.load.restore import paths, select
 from holdfast.state.load.selection import Selection
 from holdfast.state.load.stored import open_stored
 from holdfast.state.load.targets import box_of
-from holdfast.state.save.torch_plain import MARK, to_plain
+from holdfast.state.save.torch_file import MARK, to_plain
 from holdfast.state.tree import arrays
 from holdfast.state.tree.values import ObjectNode, PerRankNode, TensorRef
 from holdfast.storage.base import Storage
 
-from .blobs import Blob, cast
-from .boxes import BoxReader, assemble
+from .blobs import Blob, BoxReader, assemble, cast
 from .checked import CheckedFiles
 
 __all__ = ["OpenedCheckpoint"]
@@ -38,7 +37,7 @@ class OpenedCheckpoint:
         dtype: floating tensors are converted to it on the way; arrays are not.
         rank: whose own values (`PerRank`) are given out.
         verify: check every byte against its digest.
-        progress: told the bytes of tensors just read.
+        progress: called with the bytes of tensors just read.
         share: how many others are open beside this one; each has so much less memory and fewer open files.
 
     Attributes:

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from holdfast.state.save.torch_file import TorchFileWriter
-from holdfast.state.save.torch_plain import MARK
+from holdfast.state.save.torch_file import MARK, TorchFileWriter
 
 from .sink import ExportFolder
 from .source import OpenedCheckpoint

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.format.layout import DTYPES, header_bytes, order_key
+from holdfast.format.tensor_file import DTYPES, lay_out, split_by_size
 from holdfast.state.tree.values import ObjectNode, TensorRef
 
-from .blobs import Blob
+from .blobs import Blob, rows_of
 from .sink import ExportFolder
 from .source import OpenedCheckpoint
 
@@ -67,22 +67,24 @@ def write_safetensors(
     folder: ExportFolder, tensors: Mapping[str, Blob], *, name: str = WEIGHTS_NAME, max_shard_bytes: int | None = None
 ) -> None:
     """Write one file, or several and an index that goes last."""
-    shards = list(_shards(tensors, max_shard_bytes))
+    names = list(tensors)
+    parts = split_by_size([blob.nbytes for blob in tensors.values()], max_shard_bytes)
+    shards = [{names[number]: tensors[names[number]] for number in part} for part in parts]
     if len(shards) == 1:
         folder.check_free(name, f"{name}.index.json")
         _write(folder, name, shards[0])
         _clear(folder, name, {name})
         return
     stem = name.removesuffix(".safetensors")
-    names = [f"{stem}-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
-    folder.check_free(name, *names, f"{name}.index.json")
-    for shard, file in zip(shards, names, strict=True):
+    files = [f"{stem}-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
+    folder.check_free(name, *files, f"{name}.index.json")
+    for shard, file in zip(shards, files, strict=True):
         _write(folder, file, shard)
-    home = {tensor: file for shard, file in zip(shards, names, strict=True) for tensor in shard}
+    home = {tensor: file for shard, file in zip(shards, files, strict=True) for tensor in shard}
     total = sum(blob.nbytes for blob in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": home}
     folder.put(f"{name}.index.json", json.dumps(index, indent=2).encode() + b"\n")
-    _clear(folder, name, {*names, f"{name}.index.json"})
+    _clear(folder, name, {*files, f"{name}.index.json"})
 
 
 def _clear(folder: ExportFolder, name: str, written: set[str]) -> None:
@@ -99,26 +101,13 @@ def _clear(folder: ExportFolder, name: str, written: set[str]) -> None:
 
 
 def _write(folder: ExportFolder, name: str, tensors: Mapping[str, Blob]) -> None:
-    # Widest elements first: then every tensor is aligned without holes, which safetensors does not allow.
-    rows = sorted(tensors.items(), key=lambda row: order_key(row[1].dtype))
-    header = header_bytes([(key, blob.dtype, blob.shape, blob.nbytes) for key, blob in rows], {"format": "pt"})
-    with folder.create(name, len(header) + sum(blob.nbytes for _, blob in rows)) as sink:
-        sink(memoryview(header))
-        for _, blob in rows:
-            for part in blob.parts():
+    blobs = list(tensors.values())
+    file = lay_out(rows_of(tensors.items()))
+    with folder.create(name, file.size) as sink:
+        sink(memoryview(file.header))
+        for number in file.order:
+            for part in blobs[number].parts():
                 sink(part)
-
-
-def _shards(tensors: Mapping[str, Blob], limit: int | None) -> Iterator[dict[str, Blob]]:
-    shard: dict[str, Blob] = {}
-    total = 0
-    for name, blob in tensors.items():
-        if shard and limit is not None and total + blob.nbytes > limit:
-            yield shard
-            shard, total = {}, 0
-        shard[name] = blob
-        total += blob.nbytes
-    yield shard
 
 
 def _item(tree: Mapping[Any, Any], item: str | None) -> str:

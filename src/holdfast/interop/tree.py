@@ -56,7 +56,7 @@ def nested(nodes: Mapping[tuple[str | int, ...], Any]) -> Any:
 
 
 class _Node(dict[str, Any]):
-    """A finished node; told from containers under construction by its class."""
+    """A finished node: its class distinguishes it from containers under construction."""
 
 
 def _close(value: dict[Any, Any]) -> Any:

@@ -51,12 +51,12 @@ def render(facts: Mapping[str, Any], *, reload_s: float | None = None) -> str:
     Raises:
         MissingExtraError: vl-convert-python, which brings the plotting library, is not installed.
     """
-    told = {**to_plain(facts), "reload_s": reload_s}
+    embedded = {**to_plain(facts), "reload_s": reload_s}
     return _PAGE.format(
         policy=_POLICY,
         title=html.escape(str(facts.get("title", ""))),
         style=_asset("page.css"),
-        facts=_embed(told),
+        facts=_embed(embedded),
         library=_library(),
         script=_asset("page.js"),
     )

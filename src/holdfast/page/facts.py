@@ -22,9 +22,10 @@ from holdfast.run.status import run_state
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
-from .thinning import MOST_POINTS, thin
+__all__ = ["MOST_POINTS", "collect", "folder_facts", "run_facts", "thin"]
 
-__all__ = ["collect", "folder_facts", "run_facts"]
+MOST_POINTS = 2000  # of one curve
+Point = tuple[float, float]
 
 _MOST_CURVES = 60
 _CURVE_OF_RUN = 400  # points of one run's curve where several are compared
@@ -53,11 +54,11 @@ def run_facts(storage: Storage) -> dict[str, Any]:
     """Describe one run.
 
     Returns:
-        JSON with ``metrics`` (curves of at most `thinning.MOST_POINTS` points [step, value]), ``checkpoints`` (newest
+        JSON with ``metrics`` (curves of at most `MOST_POINTS` points [step, value]), ``checkpoints`` (newest
         first), ``attempts``, ``warnings``, ``state`` and ``live`` (whether somebody trains now).
     """
     catalog = Catalog(storage)
-    told = catalog.index.told()
+    told = catalog.index.read_history()
     live = live_rows(told.rows, told.attempts)
     curves, warnings = _curves(live)
     records = catalog.records()
@@ -120,7 +121,7 @@ def _overview(storage: Storage, name: str) -> dict[str, Any] | str:
     """Describe one run among others, no more of it than is shown; why it cannot be read otherwise."""
     try:
         catalog = Catalog(storage)
-        told = catalog.index.told()
+        told = catalog.index.read_history()
         state = run_state(catalog)
     except HoldfastError as error:
         return str(error)
@@ -181,7 +182,7 @@ def _curves(live: Iterable[Mapping[str, Any]], most: int = MOST_POINTS) -> tuple
 
 
 def _saving_curves(made: Sequence[Save]) -> dict[str, list[tuple[float, float]]]:
-    """What each save took, in seconds and bytes, over the steps; empty where nobody has told."""
+    """What each save took, in seconds and bytes, over the steps; empty where nothing was recorded."""
     told = {name: [(one.step, getattr(one, name)) for one in made] for name in ("durable_s", "held_s", "lost_s")}
     told["written_bytes"] = [(one.step, None if one.size is None else one.size - (one.reused or 0)) for one in made]
     told["reused_bytes"] = [(one.step, one.reused) for one in made]
@@ -324,3 +325,36 @@ def _warnings(catalog: Catalog) -> list[str]:
     if catalog.void:
         warnings.append(f"committed by an owner that had been taken over, do not count: {', '.join(catalog.void)}")
     return warnings
+
+
+def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+    """Reduce a curve to at most ``most`` points: the lowest and the highest of each of ``most // 2`` equal ranges of x.
+
+    So no spike disappears, and drawn at up to ``most // 2`` pixels the picture is that of all points. (Known as min-max
+    decimation.)
+
+    Args:
+        points: (x, y) with finite numbers, in ascending order of x.
+        most: bound, at least 4.
+    """
+    if len(points) <= most:
+        return list(points)
+    ranges = most // 2 - 1  # the two ends are points of their own
+    first, last = points[0][0], points[-1][0]
+    width = (last - first) / ranges or 1.0
+    kept = [points[0]]
+    begin = 0
+    for number in range(ranges):
+        end = begin
+        limit = first + (number + 1) * width
+        while end < len(points) and (points[end][0] <= limit or number == ranges - 1):
+            end += 1
+        if begin < end:
+            # By position, not by value: one point that is both is kept once.
+            low = min(range(begin, end), key=lambda at: points[at][1])
+            high = max(range(begin, end), key=lambda at: points[at][1])
+            kept += [points[at] for at in sorted({low, high})]
+        begin = end
+    kept.append(points[-1])
+    # The ends may be extremes of their ranges as well.
+    return [point for at, point in enumerate(kept) if at == 0 or point != kept[at - 1]]

@@ -40,23 +40,31 @@ from holdfast.storage.together import together
 from .external import EXTERNAL, External, is_external_child
 from .fence import ANY, Fence, clear_fences, is_fence, newest_fence, write_fence
 from .index import RunIndex
-from .record import Record, flat_metrics, metric_value, pack, record_from_manifest, unpack
+from .record import (
+    METRICS_FILE,
+    Record,
+    change_sidecar,
+    flat_metrics,
+    metric_value,
+    pack,
+    read_sidecar,
+    record_from_manifest,
+    unpack,
+)
 from .remains import is_remains, sweep_names
 from .reports import LOGS, REPORTS
-from .retention import Verdict, is_number, rank
-from .sidecar import METRICS_FILE, change_sidecar, read_sidecar
-from .standing import RetentionIndex
+from .retention import RetentionIndex, Verdict, is_number, rank
 
 __all__ = ["Candidate", "Catalog", "is_remains"]
 
 _log = get_logger("catalog")
 _TIDIED, _TIDIED_FAR = 64, 4  # checkpoints looked at for remains of the life before; a look at a store takes a request
 _OWN = {REPORTS, LOGS}
-# What one call deletes at most: a save may be waiting. Names are said in lease.json, so they are few, too.
+# What one call deletes at most: a save may be waiting, and the names are written into lease.json first.
 _BITE, _BITE_S = 16, 0.5
 _MANY = 100  # touched rows from which on retention looks at all of them
 _NAMES_A_DELETION = 200  # of a listing of the run
-# Where one request deletes a thousand files: the names are some kilobytes then, and it is over in a second or two.
+# Where one request deletes a thousand files: the names are some kilobytes, the deletion takes a second or two.
 _BITE_AT_ONCE = 1000
 _MANY_UNKNOWN = 16  # names without a row at a store that are worth a listing of everything
 
@@ -70,7 +78,7 @@ class Candidate:
 
 
 class Catalog:
-    """A view of one run. Reading needs nothing; `add`, `prune` and all that writes needs the lease.
+    """A view of one run. Reading needs no lease; `add`, `prune` and everything else that writes needs it.
 
     Args:
         storage: the run's root.
@@ -79,12 +87,11 @@ class Catalog:
 
     Attributes:
         index: the run index.
-        fence: what of earlier attempts counts, if somebody had to say so.
+        fence: which checkpoints of earlier attempts count, if a fence was drawn.
         void: committed checkpoints that do not count: doomed, or beyond the fence. `sweep` removes them.
-        is_behind: there is more to delete than one call of `prune` or `discard` takes the time for.
-        announce: told all names that are about to be deleted, before the first of them is, in place of those told
-            before; what it raises stops that.
-        confirm: called where `prune` and `discard` have nothing to delete.
+        is_behind: there is more to delete than one call of `prune` or `discard` has time for.
+        announce: called with the names to be deleted next, in place of those before; if it raises, nothing is deleted.
+        confirm: called if `prune` or `discard` has nothing to delete.
         corrupt: names whose manifest is damaged -> why.
         incomplete: names with files of an uncommitted save.
         foreign: names that are not ours.
@@ -150,10 +157,10 @@ class Catalog:
         self._settle_quarantine()
 
     def _enter(self, found: Mapping[str, Manifest]) -> list[str]:
-        """Give rows to those that are ours and count; return their names."""
+        """Add rows for the checkpoints of this run that count; return their names."""
         self.others.update((name, manifest) for name, manifest in found.items() if not self._is_mine(manifest))
         mine = {name: manifest for name, manifest in found.items() if self._is_mine(manifest)}
-        counts = together(self.storage, [partial(self._counts, name, one) for name, one in mine.items()])
+        counts = together(self.storage, [partial(self._counts, name, manifest) for name, manifest in mine.items()])
         self.void += [name for name, is_in in zip(mine, counts, strict=True) if not is_in]
         entered = [name for name, is_in in zip(mine, counts, strict=True) if is_in]
         records = together(self.storage, [partial(self._record, name, mine[name]) for name in entered])
@@ -173,7 +180,7 @@ class Catalog:
         self.fence = newest_fence(self.storage, self._fences) if self._fences else None
         found = self._classify_all(sorted(there))
         if found and not self.index.run_id:
-            # No word on which run lives here: the one with most checkpoints does, the newest of them on a tie.
+            # The run id is lost: it is that of most checkpoints here, on a tie that of the newest.
             named = [manifest for manifest in found.values() if manifest.run_id]
             count = Counter(manifest.run_id for manifest in named)
             newest = max(named, key=lambda manifest: (count[manifest.run_id], manifest.created), default=None)
@@ -201,11 +208,11 @@ class Catalog:
         return [self.index.rows[name] for name in self._order()]
 
     def newest(self) -> Record | None:
-        """The first of `records`."""
-        return next((one for name in self._order() if (one := self._known(name)) is not None), None)
+        """Return the newest checkpoint, None if there is none."""
+        return next((record for name in self._order() if (record := self._known(name)) is not None), None)
 
     def record(self, name: str) -> Record:
-        """What is known about one checkpoint.
+        """Return what is known about one checkpoint.
 
         Raises:
             CheckpointNotFoundError: the run has no such checkpoint.
@@ -236,9 +243,9 @@ class Catalog:
         return None if source is None or not self.holds_resumed else str(source["name"])
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield what a resume may try, newest first, reading each manifest as it comes.
+        """Yield the checkpoints that a resume may try, newest first; each manifest is read just before.
 
-        Those found damaged on the way are noted in `corrupt`, so that after the last one `bad` tells everything.
+        Damaged ones go into `corrupt`, so that `bad` is complete after the last candidate.
         """
         tried: set[str] = set()
         order = iter(self._order())
@@ -249,7 +256,7 @@ class Catalog:
             try:
                 manifest = read_manifest(self.storage, name)
             except (CheckpointNotFoundError, IncompleteCheckpointError):
-                self.index.rows.pop(name, None)  # deleted by somebody since the row was written
+                self.index.rows.pop(name, None)  # deleted since the row was written
                 continue
             except (CorruptCheckpointError, FormatVersionError) as error:
                 _log.warning("checkpoint %s/%s cannot be used: %s", self.storage.uri, name, error)
@@ -263,9 +270,9 @@ class Catalog:
                 self.index.rows.pop(name, None)
                 self.void.append(name)
                 continue
-            told, self.index.rows[name] = self.index.rows[name], pack(self._record(name, manifest))
-            if told[1:3] != self.index.rows[name][1:3]:
-                tried.discard(name)  # it is not where the index had it in the order: it comes when it is its turn
+            row, self.index.rows[name] = self.index.rows[name], pack(self._record(name, manifest))
+            if row[1:3] != self.index.rows[name][1:3]:
+                tried.discard(name)  # the index had it at a wrong place of the order: it comes when it is its turn
                 order = iter(self._order())
                 continue
             yield Candidate(record=self.record(name), manifest=manifest)
@@ -296,7 +303,7 @@ class Catalog:
     def add(self, name: str, manifest: Manifest, *, is_new: bool = False) -> Record:
         """Enter a checkpoint that was committed just now. The caller saves the index (`prune` does it).
 
-        Nothing can have been said yet about one that ``is_new``; else what lies beside it is read.
+        A checkpoint that ``is_new`` has no sidecar yet; otherwise the sidecar is read.
         """
         try:
             if is_new and self.storage.num_parallel > 1:  # a read that waits
@@ -344,11 +351,11 @@ class Catalog:
         known: dict[str, Collection[str]] = {}
         while True:
             doomed = self._stand(keep).doomed(protect)
-            # Of many only those that go now, the oldest, are looked at: the others stay for the next call.
-            fresh = [one.name for one in doomed[-self._bite :] if one.name not in trusted]
+            # Of many only the oldest, which go now, are looked at: the others stay for the next call.
+            fresh = [verdict.name for verdict in doomed[-self._bite :] if verdict.name not in trusted]
             if not fresh:
                 break
-            # One that somebody removed by hand must not fill a place among those that stay.
+            # A checkpoint that was removed by hand must not take a place among those that stay.
             gone, files = self._look_around(fresh, and_at_names=not trusted and self._lists_now())
             known.update(files)
             for name in gone:
@@ -377,20 +384,21 @@ class Catalog:
         return [] if there is None else sorted(self.index.rows.keys() - there), files[0] if files else {}
 
     def _is_as_written(self, name: str, files: Mapping[str, Collection[str]]) -> bool:
-        """Whether a listing shows what the attempt in the row of a checkpoint has written, and nothing said later."""
+        """Whether a listing shows what the attempt of the row has written and nothing that came later (a sidecar)."""
         row, paths = self.index.rows[name], files.get(name, ())
-        wrote = {one.start_id for one in self.index.attempts if one.attempt == row[1]}
+        wrote = {attempt.start_id for attempt in self.index.attempts if attempt.attempt == row[1]}
         return (
             MANIFEST_NAME in paths
             and METRICS_FILE not in paths
-            and {one for path in paths if (one := start_id_of(path)) is not None} == wrote
+            and {start_id for path in paths if (start_id := start_id_of(path)) is not None} == wrote
         )
 
     def _stand(self, keep: Keep) -> RetentionIndex:
-        """Return what the rules have to look at, with all that happened since the last time."""
+        """Return the rules' view of the checkpoints, brought up to date."""
         unusable = self.index.quarantined.keys() | self.corrupt.keys()
         resumed = self._resumed
-        names = self._touched | (unusable ^ self._unusable) | {one for one in (resumed, self._held) if one is not None}
+        held = {name for name in (resumed, self._held) if name is not None}
+        names = self._touched | (unusable ^ self._unusable) | held
         if self._standing is None or self._standing[0] != keep or len(names) > _MANY:
             self._standing = keep, RetentionIndex(keep, self.records())
             names = self._touched  # a row that cannot be read has been looked up by now
@@ -406,10 +414,9 @@ class Catalog:
         return standing
 
     def _lists_now(self) -> bool:
-        """Whether to look for those that somebody removed by hand.
+        """Whether to look for checkpoints that were removed by hand.
 
-        A listing takes time in proportion to what is there, so with very many on a disk there is one every so many
-        deletions.
+        The time of a listing grows with the run, so with very many checkpoints on a disk most deletions go without.
         """
         self._unlisted += 1
         if self.storage.num_parallel == 1 and self._unlisted * _NAMES_A_DELETION < len(self.index.rows):
@@ -421,8 +428,8 @@ class Catalog:
         """Warn once that checkpoints go by their age alone, if the metric that ranks them is not there."""
         metrics = [record.metrics for record in self.records()]
         self._says_unranked = False
-        if not any(is_number(metric_value(one, metric)) for one in metrics):
-            known = sorted({name for one in metrics for name in flat_metrics(one) if not name.startswith("_")})
+        if not any(is_number(metric_value(values, metric)) for values in metrics):
+            known = sorted({name for values in metrics for name in flat_metrics(values) if not name.startswith("_")})
             _log.warning(
                 "Keep(metric=%r): no checkpoint of %s has a number for it (they have: %s), so the newest ones stay; "
                 "give Keep one of these, or report %r too for the steps that are saved",
@@ -444,7 +451,7 @@ class Catalog:
         until = time.monotonic() + _BITE_S
         half = [Verdict(name=name, keep=False, why=why) for name, why in self._half.items()]
         bite, spared = self._announced([*half, *reversed(doomed)])
-        names = [one.name for one in bite]
+        names = [verdict.name for verdict in bite]
         rows = {name: self.index.rows.pop(name) for name in names if name in self.index.rows}
         confirmed: list[bool] = []
         full = False
@@ -472,7 +479,7 @@ class Catalog:
                 deleted.append(verdict)
             else:
                 failed = True
-        gone = {one.name for one in deleted}
+        gone = {verdict.name for verdict in deleted}
         self.index.rows.update({name: row for name, row in rows.items() if name not in gone | self._half.keys()})
         for verdict in deleted:
             self._note_deleted(verdict, rows.get(verdict.name))
@@ -492,10 +499,10 @@ class Catalog:
         return True
 
     def _has_removed(self, bite: Sequence[Verdict], files: Mapping[str, Collection[str]]) -> bool:
-        """Delete them by few requests, if that is possible here; after False some may be gone."""
+        """Delete checkpoints by few requests, if the storage can; after False some of them may be gone."""
         if not bite or self.storage.num_parallel == 1:
             return False
-        names = [one.name for one in bite]
+        names = [verdict.name for verdict in bite]
         others = [name for name in names if name not in files]
         try:
             more = names_under(self.storage, others, of=len(self.index.rows) + len(names))
@@ -508,26 +515,26 @@ class Catalog:
         return True
 
     def _announced(self, going: Sequence[Verdict]) -> tuple[list[Verdict], int]:
-        """Announce the first few that nobody else holds or has changed; give these, and how many were spared."""
+        """Announce the first few that no other process holds or has changed; return these, and how many were spared."""
         spared: set[str] = set()
         has_announced = False
         if going and self._external.held:
-            self._external.look()  # holds last: those are not announced anew each time
+            self._external.look()  # holds stay: names that are held are not announced at every call
             spared |= self._external.spared - self._half.keys()
         while True:
-            bite = [one for one in going if one.name not in spared][: self._bite]
+            bite = [verdict for verdict in going if verdict.name not in spared][: self._bite]
             if self.announce is not None and (bite or has_announced):
-                self.announce([one.name for one in bite])
+                self.announce([verdict.name for verdict in bite])
                 has_announced = True
             if not bite:
                 break
-            # In this order: see `holdfast.run.external`.
+            # After the announcement: `holdfast.run.external` says why.
             self._external.look()
             spared |= self._external.spared - self._half.keys()
-            if not any(one.name in spared for one in bite):
+            if not any(verdict.name in spared for verdict in bite):
                 break
-        self._take_changes()  # those decide at the next call
-        return bite, sum(one.name in spared for one in going)
+        self._take_changes()  # they count from the next call on
+        return bite, sum(verdict.name in spared for verdict in going)
 
     def _reread_changed(self) -> None:
         """Read again what other processes have changed beside checkpoints, if any has."""
@@ -539,7 +546,7 @@ class Catalog:
         self._all_still_there(sorted(self._external.take() & self.index.rows.keys()))
 
     def settle(self) -> None:
-        """Save the index with what other processes have changed, so that nobody has to read it again."""
+        """Save the index with what other processes have changed, so that it is not read again."""
         if self._external.has_taken:
             self.index.save()
             self._external.settle()
@@ -565,11 +572,11 @@ class Catalog:
 
         The lease must have been taken before this object was made or refreshed, and the attempt been registered.
         """
-        # One that is damaged may be repaired; who saved it is not known.
+        # A damaged checkpoint may be repaired; its id is not known.
         records = {name: self.record(name).checkpoint_id for name in self.index.rows}
         records |= dict.fromkeys(self.corrupt.keys() - records.keys(), ANY)
         dead = {*self._doomed, *self.incomplete, *(self.fence.dead if self.fence is not None else ())}
-        known = {name: one for name, one in {**more, **records}.items() if name not in dead}
+        known = {name: known_id for name, known_id in {**more, **records}.items() if name not in dead}
         self.fence = Fence(below=below, known=known, dead=frozenset(dead))
         own = write_fence(self.storage, self.fence, start_id)
         clear_fences(self.storage, self._fences - {own}, below=below)
@@ -578,8 +585,8 @@ class Catalog:
     def admit(self, more: Mapping[str, str], start_id: str) -> None:
         """Let checkpoints of earlier attempts (ids by name), which are about to be copied here, count as well."""
         fence = self.fence
-        fresh = {} if fence is None else {name: one for name, one in more.items() if name not in fence.dead}
-        if fence is not None and any(fence.known.get(name) != one for name, one in fresh.items()):
+        fresh = {} if fence is None else {name: new_id for name, new_id in more.items() if name not in fence.dead}
+        if fence is not None and any(fence.known.get(name) != new_id for name, new_id in fresh.items()):
             self.fence = replace(fence, known={**fence.known, **fresh})
             self._fences.add(write_fence(self.storage, self.fence, start_id))
 
@@ -591,7 +598,7 @@ class Catalog:
         """Remove what killed saves and deletions of earlier attempts left. Call after `RunIndex.register_attempt`.
 
         Only files that carry the start id of an earlier attempt of this run go, and only from directories without a
-        manifest: a save of somebody else in the same root is none of our business. Checkpoints that do not count go.
+        manifest: a save of another run in the same root stays. Checkpoints that do not count go.
         """
         self.settle()
         if self._has_external:
@@ -616,7 +623,7 @@ class Catalog:
             )  # fmt: skip
         before = self.index.attempts[:-1]
         num = _TIDIED
-        if self.storage.num_parallel > 1:  # one after another is committed, so remains lie beside the newest
+        if self.storage.num_parallel > 1:  # saves are committed one after another, so remains lie beside the newest
             num = _TIDIED_FAR if before and before[-1].ended is None else 0
         swept += sweep_names(
             self.storage,
@@ -632,7 +639,7 @@ class Catalog:
 
     @property
     def dead(self) -> frozenset[str]:
-        """Names that somebody who was taken over may still delete or write under: nothing can be kept there."""
+        """Names under which an owner that was taken over may still delete or write: no checkpoint may have them."""
         return self._doomed if self.fence is None else self._doomed | self.fence.dead
 
     def taken(self) -> list[str]:
@@ -707,9 +714,9 @@ class Catalog:
         return [name for name in self.index.rows.newest_first() if name not in skip and name not in self.corrupt]
 
     def _classify_all(self, names: Sequence[str]) -> dict[str, Manifest]:
-        """Read the manifests of names without a row; note why others have no good one."""
+        """Read the manifests of names without a row; note why there is no good manifest under the others."""
         if self.storage.num_parallel > 1 and len(names) > _MANY_UNKNOWN:
-            # Killed while many were deleted, perhaps: one listing instead of several requests for each of them.
+            # Perhaps a deletion of many was killed: one listing instead of several requests for each name.
             there = listed_at_once(self.storage, names) or {}
             for name in [name for name in there if MANIFEST_NAME not in there[name]]:
                 ours = is_remains(path for path in there[name] if "/" not in path)
@@ -721,7 +728,7 @@ class Catalog:
         return {name: manifest for name, manifest in zip(names, found, strict=True) if manifest is not None}
 
     def _classify(self, name: str) -> Manifest | None:
-        """Read the manifest of a name without a row; None (and noted why) if it has no good one."""
+        """Read the manifest of a name without a row; None, with the reason noted, if it has no good manifest."""
         try:
             return read_manifest(self.storage, name)
         except (CheckpointNotFoundError, IncompleteCheckpointError):
@@ -760,13 +767,14 @@ class Catalog:
         return self.record(name)
 
     def _still_there(self, name: str) -> bool:
-        """Refresh one row from the truth; False (and the row is gone) if it is no good checkpoint of this run."""
+        """Refresh a row from manifest and sidecar; False, without a row, if it is no good checkpoint of this run."""
         return bool(self._all_still_there([name]))
 
     def _all_still_there(self, names: Sequence[str]) -> set[str]:
-        """Refresh rows from the truth; return those that have one still, good checkpoints of this run."""
+        """Refresh rows from manifests and sidecars; return the names that are good checkpoints of this run."""
         good = set()
-        for name, found in zip(names, together(self.storage, [partial(self._look, one) for one in names]), strict=True):
+        looks = together(self.storage, [partial(self._look, name) for name in names])
+        for name, found in zip(names, looks, strict=True):
             if isinstance(found, Record):
                 self.index.rows[name] = pack(found)
                 good.add(name)

@@ -1,6 +1,6 @@
 """What checkpointing has cost a run, and what its failures have: sums over the journal, the attempts and the reports.
 
-Pure functions over what `RunIndex.told` gives; ``holdfast stats`` and the page of a run show the same figures.
+Pure functions over what `RunIndex.read_history` gives; ``holdfast stats`` and the page of a run show the same figures.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from .journal import JournalEvent
 from .record import Record, timestamp
-from .reports import Attempt, Told
+from .reports import Attempt, RunHistory
 
 __all__ = ["Deletion", "Save", "attempt_rows", "deletions", "saves", "stats", "summary"]
 
@@ -29,9 +29,9 @@ class Save:
         time: when it was committed, in seconds since 1970.
         size: bytes a reader sees.
         reused: bytes of these that are shared with the checkpoint before.
-        durable_s: seconds from the start of the save to its commit; None if nobody has told.
-        held_s: seconds that the save held the training loop; None if nobody has told.
-        lost_s: ``held_s``, and what steps took longer than usual meanwhile; None if nobody has told.
+        durable_s: seconds from the start of the save to its commit; None if that is not known.
+        held_s: seconds that the save held the training loop; None if that is not known.
+        lost_s: ``held_s``, and what steps took longer than usual meanwhile; None if that is not known.
     """
 
     name: str
@@ -68,9 +68,9 @@ def saves(events: Iterable[JournalEvent], records: Iterable[Record] = ()) -> lis
         records: checkpoints that are there; those of before there was a journal count with what they say themselves.
     """
     found: dict[tuple[int, str], dict[str, Any]] = {}
-    for one in records:
-        known = {"step": one.step, "time": one.created, "size": one.size, "reused": one.reused}
-        found[one.attempt, one.name] = known
+    for record in records:
+        known = {"step": record.step, "time": record.created, "size": record.size, "reused": record.reused}
+        found[record.attempt, record.name] = known
     for event in events:
         if event.what not in ("saved", "cost"):
             continue
@@ -81,7 +81,7 @@ def saves(events: Iterable[JournalEvent], records: Iterable[Record] = ()) -> lis
         else:  # the trainer counts from the moment that it began
             about |= {name: value for name in _PARTS if (value := getattr(event, name)) is not None}
     made = [Save(attempt=attempt, name=name, **about) for (attempt, name), about in found.items()]
-    return sorted(made, key=lambda one: (one.attempt, one.time, one.step))
+    return sorted(made, key=lambda save: (save.attempt, save.time, save.step))
 
 
 def deletions(events: Iterable[JournalEvent], *, is_remote: bool = False) -> dict[tuple[int, str], Deletion]:
@@ -94,7 +94,7 @@ def deletions(events: Iterable[JournalEvent], *, is_remote: bool = False) -> dic
     return found
 
 
-def attempt_rows(told: Told, made: Sequence[Save]) -> list[dict[str, Any]]:
+def attempt_rows(history: RunHistory, made: Sequence[Save]) -> list[dict[str, Any]]:
     """Describe each start of the run as JSON, and what its end has cost.
 
     Returns:
@@ -102,37 +102,37 @@ def attempt_rows(told: Told, made: Sequence[Save]) -> list[dict[str, Any]]:
         checkpoint that the next attempt went on from) and "down_s" (seconds until that began); None where nobody knows.
     """
     last: dict[int, float] = {}
-    heard: dict[int, float] = {}
-    for row in told.rows:
+    last_seen: dict[int, float] = {}
+    for row in history.rows:
         number = row["attempt"]
         if _is_number(row.get("step")):
             last[number] = max(last.get(number, -math.inf), row["step"])
         if _is_number(row.get("time")):
-            heard[number] = max(heard.get(number, 0.0), row["time"])
-    for one in made:
-        last[one.attempt] = max(last.get(one.attempt, -math.inf), one.step - 1)
-        heard[one.attempt] = max(heard.get(one.attempt, 0.0), one.time)
-    found = [_attempt(told.attempts[number], last.get(number)) for number in sorted(told.attempts)]
+            last_seen[number] = max(last_seen.get(number, 0.0), row["time"])
+    for save in made:
+        last[save.attempt] = max(last.get(save.attempt, -math.inf), save.step - 1)
+        last_seen[save.attempt] = max(last_seen.get(save.attempt, 0.0), save.time)
+    found = [_attempt(history.attempts[number], last.get(number)) for number in sorted(history.attempts)]
     by_number = {row["attempt"]: row for row in found}
-    when = {(one.attempt, one.name): one.time for one in made}
+    when = {(save.attempt, save.name): save.time for save in made}
     for row in found:
         before = by_number.get(row["from_attempt"] or row["attempt"] - 1)
         if before is not None and row is not before:
-            _charge(before, row, when, heard)
+            _charge(before, row, when, last_seen)
     return found
 
 
-def _attempt(one: Attempt, last: float | None) -> dict[str, Any]:
-    source, details = one.resumed_from, one.details or {}
+def _attempt(attempt: Attempt, last: float | None) -> dict[str, Any]:
+    source, details = attempt.resumed_from, attempt.details or {}
     done, stop = details.get("last_step"), details.get("stop")
     return {
-        "attempt": one.attempt,
-        "started": timestamp(one.started) or None,
-        "ended": timestamp(one.ended or "") or None,
-        "reason": one.reason,
+        "attempt": attempt.attempt,
+        "started": timestamp(attempt.started) or None,
+        "ended": timestamp(attempt.ended or "") or None,
+        "reason": attempt.reason,
         "stop": stop if isinstance(stop, str) else None,
-        "host": one.host,
-        "pid": one.pid,
+        "host": attempt.host,
+        "pid": attempt.pid,
         "from_name": None if source is None else str(source["name"]),
         "from_attempt": None if source is None else source.get("attempt"),
         "first_step": 0 if source is None else source["step"],
@@ -145,9 +145,9 @@ def _attempt(one: Attempt, last: float | None) -> dict[str, Any]:
 
 
 def _charge(
-    before: dict[str, Any], row: dict[str, Any], when: Mapping[tuple[int, str], float], heard: Mapping[int, float]
+    before: dict[str, Any], row: dict[str, Any], when: Mapping[tuple[int, str], float], last_seen: Mapping[int, float]
 ) -> None:
-    """Add to an attempt what the one that followed it had to do again."""
+    """Add to an attempt what its successor had to do again."""
     if before["steps_done"] is not None:
         lost = before["steps_done"] - row["first_step"]
     elif before["last_step"] is not None:
@@ -155,7 +155,7 @@ def _charge(
     else:
         lost = 0
     before["lost_steps"] = max(before["lost_steps"], lost, 0)
-    ended = before["ended"] or heard.get(before["attempt"])
+    ended = before["ended"] or last_seen.get(before["attempt"])
     if ended is None or row["started"] is None:
         return
     safe = when.get((before["attempt"], row["from_name"] or ""), None if row["from_name"] else before["started"])
@@ -165,24 +165,24 @@ def _charge(
         before["down_s"] = max(0.0, row["started"] - ended)
 
 
-def stats(told: Told, records: Iterable[Record] = (), *, is_remote: bool = False) -> dict[str, Any]:
+def stats(history: RunHistory, records: Iterable[Record] = (), *, is_remote: bool = False) -> dict[str, Any]:
     """Sum everything up as JSON: what ``holdfast stats --json`` prints."""
-    made = saves(told.events, records)
-    attempts = attempt_rows(told, made)
-    gone = deletions(told.events, is_remote=is_remote)
-    lost = [event for event in told.events if event.what == "lost"]
-    sized = [one for one in made if one.size is not None]
+    made = saves(history.events, records)
+    attempts = attempt_rows(history, made)
+    gone = deletions(history.events, is_remote=is_remote)
+    lost = [event for event in history.events if event.what == "lost"]
+    sized = [save for save in made if save.size is not None]
     return {
         "saves": len(made),
-        "first_save": min((one.time for one in made), default=None),
-        "last_save": max((one.time for one in made), default=None),
-        "last_step": max((one.step for one in made), default=None),
-        **{name: summary([value for one in made if (value := getattr(one, name)) is not None]) for name in _PARTS},
-        "bytes_written": sum((one.size or 0) - (one.reused or 0) for one in sized),
-        "bytes_reused": sum(one.reused or 0 for one in sized),
+        "first_save": min((save.time for save in made), default=None),
+        "last_save": max((save.time for save in made), default=None),
+        "last_step": max((save.step for save in made), default=None),
+        **{name: summary([value for save in made if (value := getattr(save, name)) is not None]) for name in _PARTS},
+        "bytes_written": sum((save.size or 0) - (save.reused or 0) for save in sized),
+        "bytes_reused": sum(save.reused or 0 for save in sized),
         "lost_saves": sum(event.times for event in lost),
         "lost_why": dict(_counted((event.why, event.times) for event in lost)),
-        "skipped_saves": sum(event.times for event in told.events if event.what == "skipped"),
+        "skipped_saves": sum(event.times for event in history.events if event.what == "skipped"),
         "deleted": len(gone),
         "deleted_by": dict(_counted((one.why, 1) for one in gone.values())),
         "attempts": attempts,

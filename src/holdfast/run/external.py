@@ -38,7 +38,7 @@ from holdfast.storage.base import ObjectInfo, Storage
 from .fence import is_fence, newest_fence
 from .lease import announced
 from .process import birth, is_dead, machine
-from .sidecar import METRICS_FILE, Sidecar, change_sidecar
+from .record import METRICS_FILE, Sidecar, change_sidecar
 
 __all__ = ["EXTERNAL", "External", "change", "held", "holders", "is_external_child"]
 
@@ -121,7 +121,7 @@ class External:
         return names
 
     def settle(self) -> None:
-        """Remove what told of the changes that were taken; the index that knows them has been saved."""
+        """Remove the notes of changes that were taken; the index that holds them has been saved."""
         for path in self._taken:
             with contextlib.suppress(StorageError):
                 self._storage.delete(path)

@@ -1,7 +1,7 @@
-"""The fence of a run: which checkpoints of earlier attempts count, drawn by one who took over from a sleeping owner.
+"""The fence of a run: which checkpoints of earlier attempts count. A successor of a sleeping owner draws it.
 
 An owner that stood still may wake up and commit after it was taken over. Its manifest then lies there like any other,
-so it is told apart by what the successor has written down: of the attempts below its own only those checkpoints count
+so what the successor has written down decides: of the attempts below its own only those checkpoints count
 that were there when it took over. The fence of the highest attempt is the one that holds; it covers all before it.
 """
 
@@ -33,8 +33,8 @@ class Fence:
     """What of the attempts below one counts.
 
     Attributes:
-        below: the attempt that drew it; what that one and later ones save is none of its business.
-        known: checkpoint ids by name of those that count.
+        below: the attempt that drew it; checkpoints of this attempt and later ones are not affected.
+        known: names and ids of the earlier checkpoints that count.
         dead: names that a sleeping owner may still delete or write under: no new checkpoint may have one of them.
     """
 
@@ -43,7 +43,7 @@ class Fence:
     dead: frozenset[str] = frozenset()
 
     def admits(self, name: str, attempt: int, checkpoint_id: str | None = None) -> bool:
-        """Whether a checkpoint counts; without an id by its name and attempt alone."""
+        """Return whether a checkpoint counts; without an id, name and attempt decide."""
         if attempt >= self.below:
             return True
         known = self.known.get(name)
@@ -58,7 +58,7 @@ def is_fence(name: str) -> bool:
 def newest_fence(storage: Storage, names: Iterable[str]) -> Fence | None:
     """Read the fence that holds.
 
-    A damaged one is said and passed over: then the one before it holds, or none, and no checkpoint is hidden.
+    A damaged fence is logged and passed over. Then the fence before it holds, or none, and no checkpoint is hidden.
 
     Args:
         storage: the run.
@@ -71,36 +71,36 @@ def newest_fence(storage: Storage, names: Iterable[str]) -> Fence | None:
         try:
             data = storage.read(name) if storage.stat(name).size <= _MAX_BYTES else b""
         except StorageNotFoundError:
-            # Whoever drew a higher one removed it just now.
+            # A process that drew a higher fence has removed this one just now.
             newer = [one for one in _listed(storage) if one not in set(names)]
             if newer:
                 return newest_fence(storage, newer)
             continue
         try:
             body = json.loads(data)
-            told = body["fence"]
-            if body["format"] != _FORMAT or body["digest"] != _digest(told):
+            content = body["fence"]
+            if body["format"] != _FORMAT or body["digest"] != _digest(content):
                 raise ValueError("its digest does not fit")
-            if type(told["below"]) is not int or told["below"] != _number(name):
+            if type(content["below"]) is not int or content["below"] != _number(name):
                 raise ValueError("it is not of the attempt in its name")
-            known = {str(key): str(value) for key, value in told["known"].items()}
-            return Fence(below=told["below"], known=known, dead=frozenset(map(str, told["dead"])))
+            known = {str(key): str(value) for key, value in content["known"].items()}
+            return Fence(below=content["below"], known=known, dead=frozenset(map(str, content["dead"])))
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
             _log.warning("%s/%s is damaged and passed over: %s", storage.uri, name, error)
     return None
 
 
 def write_fence(storage: Storage, fence: Fence, start_id: str) -> str:
-    """Draw a fence, in place of one that the same start drew; durable on return. Returns its name."""
+    """Write a fence, in place of one of the same start; durable on return. Returns the name of its file."""
     name = f"fence-{fence.below:05d}-{start_id}.json"
-    told = {"below": fence.below, "known": dict(fence.known), "dead": sorted(fence.dead)}
-    body = {"format": _FORMAT, "digest": _digest(told), "fence": told}
+    content = {"below": fence.below, "known": dict(fence.known), "dead": sorted(fence.dead)}
+    body = {"format": _FORMAT, "digest": _digest(content), "fence": content}
     storage.put(name, json.dumps(body, separators=(",", ":")).encode())
     return name
 
 
 def clear_fences(storage: Storage, names: Iterable[str], *, below: int) -> None:
-    """Remove fences that a higher one, which is durable, covers."""
+    """Remove fences below a higher fence, which is durable."""
     for name in names:
         if 0 <= _number(name) < below:
             with suppress(StorageError):
@@ -121,5 +121,5 @@ def _number(name: str) -> int:
     return -1 if match is None else int(match[1])
 
 
-def _digest(told: Mapping[str, object]) -> str:
-    return bytes_digest(json.dumps(told, separators=(",", ":"), sort_keys=True).encode())
+def _digest(content: Mapping[str, object]) -> str:
+    return bytes_digest(json.dumps(content, separators=(",", ":"), sort_keys=True).encode())

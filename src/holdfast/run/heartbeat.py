@@ -1,16 +1,22 @@
-"""A lease that a thread keeps alive."""
+"""A lease that a thread keeps alive, what its new holder does first, and how a run that nobody trains is changed."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 from holdfast._log import get_logger
-from holdfast.errors import HoldfastError, StorageError
+from holdfast.errors import HoldfastError, RunBusyError, StorageError
+from holdfast.storage.base import Storage
 
-from .lease import HEARTBEAT_S, Lease
+from .catalog import Catalog
+from .lease import HEARTBEAT_S, Lease, make_owner
+from .reports import Attempt
 
-__all__ = ["Heartbeat"]
+__all__ = ["Heartbeat", "draw_fence", "upkeep"]
 
 _LOG = get_logger("writer")
 _MOMENT_S = 1.0  # a beat that does not hang takes far less
@@ -21,8 +27,8 @@ class Heartbeat:
 
     Attributes:
         lease: the lease.
-        lost: why it is not ours any more; None while it is.
-        on_lost: called once when that is found out, by the thread that does; whoever sleeps may be woken by it.
+        lost: the error that says why the lease is not ours any more; None while it is ours.
+        on_lost: called once when the loss is found, by the thread that finds it; it may wake other threads.
     """
 
     def __init__(self, lease: Lease) -> None:
@@ -38,17 +44,17 @@ class Heartbeat:
         self._thread.start()
 
     def trainer_gone(self) -> None:
-        """Let others know that only this writer is left, which will end soon."""
+        """Note in the lease that only this writer is left, which ends soon."""
         self._trainer_alive = False
         self._wake.set()
 
     def trainer_back(self) -> None:
-        """Let others know that the trainer writes again."""
+        """Note in the lease that the trainer writes again."""
         self._trainer_alive = True
         self._wake.set()
 
     def check(self) -> None:
-        """Raise what took the lease away, as far as it is known."""
+        """Raise the error that took the lease away, if one is known."""
         if self.lost is not None:
             raise self.lost
 
@@ -57,23 +63,23 @@ class Heartbeat:
 
         Raises:
             RunBusyError: it is not.
-            StorageError: nobody can say just now.
+            StorageError: the storage does not answer.
         """
         self.check()
         self._beat()
 
     def verify(self) -> None:
-        """Make sure, by reading, that nobody has taken the lease over up to now: what was committed before counts.
+        """Make sure, with one read, that no other process has taken the lease over: what was committed before counts.
 
         Raises:
-            RunBusyError: somebody has.
-            StorageError: nobody can say just now.
+            RunBusyError: another process has.
+            StorageError: the storage does not answer.
         """
         self.check()
         self._do(self.lease.verify)
 
     def announce(self, doomed: Iterable[str]) -> None:
-        """Say what is about to be deleted, and make sure that it still may be; see `Lease.announce`.
+        """Write the names that are about to be deleted into the lease; see `Lease.announce`.
 
         Raises:
             RunBusyError, StorageError: nothing may be deleted.
@@ -82,11 +88,11 @@ class Heartbeat:
         self._do(lambda: self.lease.announce(doomed, trainer_alive=self._trainer_alive))
 
     def fenced(self) -> None:
-        """Say that the fence is drawn, and make sure that it was drawn in time; see `Lease.fenced`.
+        """Note in the lease that the fence is drawn, and make sure that the lease was ours; see `Lease.fenced`.
 
         Raises:
-            RunBusyError: somebody else has taken the lease over meanwhile.
-            StorageError: nobody can say just now.
+            RunBusyError: another process has taken the lease over meanwhile.
+            StorageError: the storage does not answer.
         """
         self.check()
         self._do(lambda: self.lease.fenced(trainer_alive=self._trainer_alive))
@@ -137,5 +143,65 @@ class Heartbeat:
             except HoldfastError as error:
                 _LOG.error("%s", error)
                 return
-            except Exception as error:  # noqa: BLE001 - a thread edge: a lease nobody renews is taken by another
+            except Exception as error:  # noqa: BLE001 - a thread edge: another process takes a lease that is not renewed
                 _LOG.warning("the lease could not be renewed, trying again in %g s: %r", HEARTBEAT_S, error)
+
+
+def draw_fence(
+    heartbeat: Heartbeat,
+    catalog: Catalog,
+    attempt: Attempt,
+    *,
+    last: Attempt | None,
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Draw the fence if one is needed; afterwards the attempt is known to have been registered under our lease.
+
+    Args:
+        heartbeat: the lease, taken before ``catalog`` was read.
+        catalog: the checkpoints.
+        attempt: of this life, registered by now.
+        last: the attempt before, if run.json could tell.
+        more: ids by name of checkpoints of earlier attempts that are still to be brought here.
+
+    Raises:
+        RunBusyError: somebody else has taken the lease over meanwhile: nothing must be changed any more.
+        StorageError: nobody can say whether it still is ours.
+    """
+    before = heartbeat.lease.predecessor
+    # A lease that is gone was given back; or it was deleted, by hand or by a delete that came late, under its owner.
+    unended = last is not None and last.ended is None and last.attempt != attempt.attempt
+    if before.may_act or (unended and not before.is_known):
+        catalog.draw_fence(attempt.attempt, attempt.start_id, more)
+        heartbeat.fenced()
+        return
+    catalog.admit(more, attempt.start_id)
+    # A successor counts its attempt from ours only if ours was there before it came.
+    heartbeat.verify()
+
+
+@contextlib.contextmanager
+def upkeep(storage: Storage, *, wait_s: float = 5.0) -> Iterator[Catalog]:
+    """Hold the lease of the run in ``storage`` while the body works with its catalog.
+
+    Raises:
+        RunBusyError: somebody trains it, or its last owner may still wake up and change it.
+    """
+    owner = {**make_owner(os.urandom(8).hex()), "trainer_alive": False}
+    lease = Lease.acquire(storage, owner, wait_s=wait_s)
+    beat = Heartbeat(lease)
+    beat.trainer_gone()
+    try:
+        if lease.predecessor.may_act:
+            raise RunBusyError(
+                f"the last process that trained {storage.uri} is not known to be gone, so nothing is changed there: "
+                "start the run once more, which draws a fence, and try again after it"
+            )
+        catalog = Catalog(storage, doomed=lease.predecessor.doomed)
+        catalog.announce = beat.announce
+        yield catalog
+        if catalog.index.journal.waiting():
+            catalog.index.save()  # what was deleted, and why
+        beat.verify()
+    finally:
+        beat.close()

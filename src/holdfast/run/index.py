@@ -26,19 +26,18 @@ from holdfast.storage.together import together
 
 from .journal import Journal, events_from, merged
 from .names import CHANGES_FILE, RUN_FILE
-from .record import COLUMNS
+from .record import COLUMNS, RecordTable
 from .reports import (
     MAX_ATTEMPT,
     Attempt,
     ReportLog,
-    Told,
+    RunHistory,
     highest_attempt,
     live_rows,
+    read_history,
     read_lives,
-    read_told,
     unused_start_id,
 )
-from .rows import RecordTable
 
 __all__ = ["CHANGES_FILE", "RUN_FILE", "Attempt", "RunIndex"]
 
@@ -158,8 +157,8 @@ class RunIndex:
         self._take_events(body)
 
     def _take_events(self, body: dict[str, Any]) -> None:
-        told = body.get("events")
-        self.journal.take([one for one in told if isinstance(one, dict)] if isinstance(told, list) else [])
+        events = body.get("events")
+        self.journal.take([event for event in events if isinstance(event, dict)] if isinstance(events, list) else [])
 
     def _take_changes(self) -> bool:
         """Read what was changed since run.json was written; False if there is nothing that belongs to it."""
@@ -175,10 +174,10 @@ class RunIndex:
             self.damage = f"{type(error).__name__}: {error}"
             return True
         self._has_changes = True
-        told, _, end = data.rpartition(_CHANGES_END)
-        whole = end == bytes_digest(told).encode() + b'"}\n'
+        text, _, end = data.rpartition(_CHANGES_END)
+        whole = end == bytes_digest(text).encode() + b'"}\n'
         before = len(self._touched)
-        self._take(told + b"}" if whole else None, self._apply, f"{CHANGES_FILE} differs from its digest")
+        self._take(text + b"}" if whole else None, self._apply, f"{CHANGES_FILE} differs from its digest")
         return self.damage is not None or len(self._touched) > before
 
     def _apply(self, body: dict[str, Any]) -> None:
@@ -378,15 +377,15 @@ class RunIndex:
 
     def history(self) -> list[dict[str, Any]]:
         """Every report that still counts, oldest first (see `live_rows`)."""
-        told = self.told()
-        return live_rows(told.rows, told.attempts)
+        history = self.read_history()
+        return live_rows(history.rows, history.attempts)
 
-    def told(self) -> Told:
-        """What segments and run.json say about reports, attempts and events; of an attempt run.json knows better."""
-        told = read_told(self.storage)
-        attempts = {**told.attempts, **{one.attempt: one for one in self.attempts}}
-        events = merged([*told.events, *events_from(self.journal.waiting())])
-        return replace(told, attempts=attempts, events=events)
+    def read_history(self) -> RunHistory:
+        """Read reports, attempts and events from the segments; attempts that run.json has replace theirs."""
+        history = read_history(self.storage)
+        attempts = {**history.attempts, **{one.attempt: one for one in self.attempts}}
+        events = merged([*history.events, *events_from(self.journal.waiting())])
+        return replace(history, attempts=attempts, events=events)
 
     def rebuild_attempts(self) -> None:
         """Recover run id, attempts and notes from the report segments."""
@@ -421,9 +420,9 @@ def _divide(data: bytes) -> tuple[bytes | None, bytes | None, str]:
     rows, closed, end = rest.rpartition(_ROWS_END)
     if not found and _ROWS_END not in data:
         return data, data, ""
-    told, comma, rows = rows.partition(b'",\n')
+    stated, comma, rows = rows.partition(b'",\n')
     parts: list[bytes | None] = [None, None]
-    if found and comma and told == bytes_digest(head).encode():
+    if found and comma and stated == bytes_digest(head).encode():
         parts[0] = head + b"}"
     if found and closed and end == bytes_digest(rows).encode() + b'"\n}\n':
         parts[1] = b"{" + rows + b"}"

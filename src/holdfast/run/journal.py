@@ -64,8 +64,8 @@ class JournalEvent:
 
     def to_json(self) -> dict[str, Any]:
         """Describe as JSON, without what says nothing."""
-        told = {name: getattr(self, name) for name in _CHECKS}
-        return {name: value for name, value in told.items() if value != _DEFAULTS.get(name)}
+        values = {name: getattr(self, name) for name in _CHECKS}
+        return {name: value for name, value in values.items() if value != _DEFAULTS.get(name)}
 
     @classmethod
     def from_json(cls, data: Any) -> JournalEvent:
@@ -103,10 +103,10 @@ _CHECKS |= dict.fromkeys(("attempt", "step", "bytes", "reused", "times"), _count
 _CHECKS |= dict.fromkeys(("time", "durable_s", "held_s", "lost_s"), _seconds)
 
 
-def events_from(told: Any) -> list[JournalEvent]:
+def events_from(data: Any) -> list[JournalEvent]:
     """Read a stored list of events; what is none is left out."""
     found = []
-    for one in told if isinstance(told, list) else ():
+    for one in data if isinstance(data, list) else ():
         try:
             found.append(JournalEvent.from_json(one))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -115,7 +115,7 @@ def events_from(told: Any) -> list[JournalEvent]:
 
 
 class Journal:
-    """Events of a run that wait for something to be written; for any thread. Never raises over what it is told.
+    """Events of a run that wait for something to be written; for any thread. Never raises over what it is given.
 
     Example:
         >>> journal = Journal()
@@ -137,14 +137,14 @@ class Journal:
 
     def add(self, what: str, **about: Any) -> None:
         """Note an event of now."""
-        told = {name: value[:_LONGEST] if isinstance(value, str) else value for name, value in about.items()}
-        known = {name: value for name, value in told.items() if value is not None}
+        values = {name: value[:_LONGEST] if isinstance(value, str) else value for name, value in about.items()}
+        known = {name: value for name, value in values.items() if value is not None}
         self.take([{"time": time.time(), **known, "what": what}])
 
-    def take(self, told: Sequence[Mapping[str, Any]]) -> None:
+    def take(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Note events as JSON, such as a trainer sends, or an earlier life had waiting."""
         with self._lock:
-            for event in events_from([dict(one) for one in told]):
+            for event in events_from([dict(one) for one in rows]):
                 last = self._events[-1][0] if self._events else None
                 is_ours = self._num_gone + len(self._events) > self._handed
                 if last is not None and is_ours and event.what in ("lost", "skipped") and _is_again(last, event):

@@ -1,9 +1,9 @@
 """One lease per run: at most one process writes to a run at any time.
 
-``lease.json`` names the owner and carries a counter that its heartbeat raises. Whoever finds it judges by the own
-monotonic clock whether the counter still moves; wall clocks are only printed. On a local directory an flock on
-``.lease.lock`` is held as well: the kernel drops it when the owner dies, so a killed run is taken over at once.
-Where several live side by side in one folder each has a name of its own: ``lease-<of>.json``, ``.lease-<of>.lock``.
+``lease.json`` names the owner and holds a counter that the owner's heartbeat raises. A process that wants the lease
+judges by its own monotonic clock whether the counter moves; wall clocks are only printed. On a local directory the
+owner holds an flock on ``.lease.lock`` too: the kernel drops it when the owner dies, so a killed run is taken over at
+once. Several leases in one folder have names of their own: ``lease-<of>.json``, ``.lease-<of>.lock``.
 
 ======================================  ==========================================================
 what is found                           outcome
@@ -15,10 +15,10 @@ trainer gone, its writer still writes   waited for, up to ``wait_s``
 owner on another host                   counter moves: busy; stands still for 30 s: taken over
 ======================================  ==========================================================
 
-An owner that stands still may wake up after it was taken over, at any instruction. Three things keep it from harm, and
-docs/reliability.md says why they suffice: lease.json changes by compare-and-swap only; an owner that is about to delete
-says so in it first (`Lease.announce`), so a successor knows all that its predecessor may still delete; and who takes
-over from one not known to be dead draws a fence (`holdfast.run.fence`).
+An owner that stands still may wake up after it was taken over, at any instruction. Three rules keep it from doing harm,
+and docs/reliability.md says why they suffice: lease.json changes by compare-and-swap only; an owner that is about to
+delete writes the names into it first (`Lease.announce`), so a successor knows what its predecessor may still delete;
+and a successor of an owner that is not known to be dead draws a fence (`holdfast.run.fence`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ import json
 import os
 import re
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
+from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
-from holdfast._slurm import job_life
+from holdfast._ranks import job_life
 from holdfast._units import format_duration
 from holdfast.errors import (
     RunBusyError,
@@ -81,12 +81,12 @@ _log = get_logger("lease")
 
 
 def is_claim(name: str) -> bool:
-    """Tell whether a file directly in a folder says who writes files of one name there; it is nobody's data."""
+    """Return whether a file directly in a folder belongs to the lease of a name of single files."""
     return _CLAIM.fullmatch(name) is not None
 
 
 def files_of(storage: Storage, directory: str) -> Iterator[tuple[str, ObjectInfo]]:
-    """Yield the files of a directory by their paths inside it, without those that say who writes there (`is_claim`)."""
+    """Yield the files of a directory by their paths inside it, without those of leases (`is_claim`)."""
     skip = len(directory) + 1 if directory else 0
     for info in storage.list(directory):
         if not is_claim(path := info.path[skip:]):
@@ -94,42 +94,42 @@ def files_of(storage: Storage, directory: str) -> Iterator[tuple[str, ObjectInfo
 
 
 def is_of_lease(name: str) -> bool:
-    """Tell whether a file directly in a run says who writes there."""
+    """Return whether a file directly in a run belongs to a lease or is a fence."""
     return name in (LEASE_FILE, LOCK_FILE) or is_claim(name) or is_fence(name)
 
 
 def announced(storage: Storage) -> frozenset[str]:
-    """Return the names that the owner of a run may be deleting now (`Lease.announce`); for everybody else.
+    """Return the names that the owner of a run may be deleting now (`Lease.announce`); for other processes.
 
     Raises:
-        StorageError: nobody can say just now.
+        StorageError: the storage does not answer.
     """
     try:
-        told = _parse(storage.read(LEASE_FILE))
+        owner = _parse(storage.read(LEASE_FILE))
     except StorageNotFoundError:
         return frozenset()
-    if told is None or (told.get("released") is True and told.get("fence_due") is not True):
+    if owner is None or (owner.get("released") is True and owner.get("fence_due") is not True):
         return frozenset()
-    names = told.get("doomed")
-    return frozenset(one for one in names if isinstance(one, str)) if isinstance(names, list) else frozenset()
+    names = owner.get("doomed")
+    return frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
 
 
 def owner_of(storage: Storage) -> tuple[dict[str, Any] | None, float | None]:
-    """Return who says in lease.json that it writes to a run, and when it last did (a wall clock); for showing it.
+    """Return the owner that lease.json names, and when it was last heard of (seconds since 1970); for display.
 
-    The owner has ``alive`` added: True or False where this machine can tell, else None.
+    The owner has ``alive`` added: True or False if this machine can know, else None.
 
     Raises:
-        StorageError: nobody can say just now.
+        StorageError: the storage does not answer.
     """
     try:
-        told, at = _parse(storage.read(LEASE_FILE)), storage.stat(LEASE_FILE).modified
+        owner, at = _parse(storage.read(LEASE_FILE)), storage.stat(LEASE_FILE).modified
     except StorageNotFoundError:
         return None, None
-    if told is None or told.get("released") is True:
+    if owner is None or owner.get("released") is True:
         return None, None
-    alive = None if not same_machine(told) else not is_dead(told)
-    return {**told, "alive": alive}, at
+    alive = None if not same_machine(owner) else not is_dead(owner)
+    return {**owner, "alive": alive}, at
 
 
 def make_owner(start_id: str, *, trainer_pid: int | None = None) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def make_owner(start_id: str, *, trainer_pid: int | None = None) -> dict[str, An
 
     Args:
         start_id: identity of this start of the run.
-        trainer_pid: the trainer, if this process writes for another one.
+        trainer_pid: process id of the trainer, if this process is its writer.
     """
     return _complete({"start_id": start_id, "trainer_pid": trainer_pid or os.getpid()})
 
@@ -160,12 +160,12 @@ def _complete(owner: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predecessor:
-    """Who held a lease before, as far as it matters to the one who holds it now.
+    """The owner before, as far as it matters to the present owner of a lease.
 
     Attributes:
-        may_act: it may still change the run: it neither gave the lease back nor is it known to be gone.
-        is_known: there was something about it in lease.json.
-        doomed: what it may be deleting (`Lease.announce`), in addition to what its own predecessors may be.
+        may_act: it may still change the run: it has not given the lease back and is not known to be dead.
+        is_known: lease.json was there.
+        doomed: names that it, or an owner before it, may still be deleting (`Lease.announce`).
     """
 
     may_act: bool = False
@@ -174,12 +174,12 @@ class Predecessor:
 
 
 class Lease:
-    """A held lease. `heartbeat` every `HEARTBEAT_S` keeps it; `release` gives it up.
+    """A lease that this process holds. `heartbeat` every `HEARTBEAT_S` keeps it; `release` gives it up.
 
     Attributes:
-        owner: what lease.json says about the holder.
-        waited_s: how long somebody else had it.
-        predecessor: whose place was taken.
+        owner: the fields of lease.json about this process.
+        waited_s: seconds for which another process held it during `acquire`.
+        predecessor: the owner before.
     """
 
     def __init__(self, storage: Storage, owner: dict[str, Any], *, of: str = "") -> None:
@@ -206,21 +206,21 @@ class Lease:
         sleep: Callable[[float], None] = time.sleep,
         of: str = "",
     ) -> Lease:
-        """Take the lease of the run in ``storage``, waiting for a writer that finishes for a dead trainer.
+        """Take the lease of the run in ``storage``; wait while the writer of a dead trainer finishes.
 
         Args:
             storage: the run.
-            owner: who takes it, from `make_owner`; missing fields are filled in.
-            wait_s: longest wait for an owner that may go away by itself.
-            stale_s: an owner out of sight is given up after its counter stood still for this long.
-            sleep: how to wait between looks.
-            of: eight hex digits that tell several leases in one folder apart.
+            owner: this process, from `make_owner`; missing fields are filled in.
+            wait_s: longest wait for an owner that may give the lease back by itself.
+            stale_s: seconds without a change of the counter after which an owner on another machine is taken over.
+            sleep: waits between looks; may raise to give up.
+            of: eight hex digits that distinguish several leases in one folder; "" for the run's.
 
         Raises:
-            RunBusyError: somebody else holds it; the message names host, pid, since when, and what to do.
+            RunBusyError: another process holds it; the message names host, pid, since when, and what to do.
         """
         begun = time.monotonic()
-        first_look: float | None = None  # when it was found held: requests alone may take seconds
+        first_look: float | None = None  # when another owner was found: the requests alone may take seconds
         lease = cls(storage, _complete(owner), of=of)
         watch = _Watch(stale_s)
         try:
@@ -238,14 +238,14 @@ class Lease:
         return lease
 
     def heartbeat(self, *, trainer_alive: bool = True) -> None:
-        """Raise the counter, so that observers elsewhere see a living owner.
+        """Raise the counter, so that other machines see a living owner.
 
         Args:
-            trainer_alive: False once only the writer is left: others then wait for it instead of giving up.
+            trainer_alive: False once only the writer is left; a new trainer then waits for it instead of failing.
 
         Raises:
             RunBusyError: another process took the lease over; stop writing to the run.
-            StorageError: the beat could not be written; try again at the next one.
+            StorageError: the counter could not be written; try again at the next heartbeat.
         """
         self._renew(trainer_alive, durable=True)
 
@@ -262,22 +262,22 @@ class Lease:
         except (StorageConflictError, StorageNotFoundError) as error:
             exists, found, etag = _read(self._storage, self._path)
             if found is not None and self._is_mine(found):
-                self._etag = etag  # our own earlier beat, whose answer was lost on the way
-                if found.get("beat") != self._beat:  # it may say less than this one has to
+                self._etag = etag  # an earlier write of ours whose answer was lost
+                if found.get("beat") != self._beat:  # it may lack names that are announced now
                     self._etag = self._storage.put(self._path, self._body(trainer_alive), if_match=etag)
                 return
             if found is None and self._lock is not None and self._lock.is_in_place():
-                # Somebody tidied up by hand; who takes over removes our lock first, so nobody else has come in.
-                told: dict[str, Any] = {"if_match": etag} if exists else {"if_absent": True}
-                self._etag = self._storage.put(self._path, self._body(trainer_alive), **told)
+                # A user removed the file by hand: a process that takes over removes our lock first, and it is there.
+                condition: dict[str, Any] = {"if_match": etag} if exists else {"if_absent": True}
+                self._etag = self._storage.put(self._path, self._body(trainer_alive), **condition)
                 return
             raise self._lost(found) from error
 
     def announce(self, doomed: Iterable[str], *, trainer_alive: bool = True) -> None:
-        """Say which names are about to be deleted, in place of those said before; nothing else may be deleted.
+        """Write the names that are about to be deleted into the lease; they replace those announced before.
 
-        Whoever takes the lease over later knows them and counts on none of them. If somebody has taken it over by now,
-        nothing must be deleted any more.
+        Only announced names may be deleted. A process that takes the lease over later reads them and counts on none of
+        them. If this call fails, nothing may be deleted any more.
 
         Raises:
             RunBusyError, StorageError: as `heartbeat`; do not delete.
@@ -285,15 +285,15 @@ class Lease:
         before = self._doomed
         self._doomed = tuple(sorted(doomed))
         try:
-            # On a disk others have to see it, no more: a power cut ends us, too, and then nothing is being deleted.
+            # On a disk it has to be visible, not durable: a power cut ends this process too, and its deletions.
             self._renew(trainer_alive, durable=False)
         except BaseException:
-            # It may have been written all the same: what was said is not taken back before the next one.
+            # It may have been written all the same: names announced before stay until the next announcement.
             self._doomed = tuple(sorted({*before, *self._doomed}))
             raise
 
     def fenced(self, *, trainer_alive: bool = True) -> None:
-        """Say that the fence that `predecessor` called for is drawn: who comes next need not draw it for us.
+        """Note in the lease that the fence which `predecessor` called for is drawn: a successor need not draw it.
 
         Raises:
             RunBusyError, StorageError: as `heartbeat`.
@@ -302,14 +302,14 @@ class Lease:
         self.heartbeat(trainer_alive=trainer_alive)
 
     def verify(self) -> None:
-        """Make sure, by reading, that nobody has taken the lease over up to now.
+        """Make sure, with one read, that no other process has taken the lease over up to now.
 
         Raises:
-            RunBusyError: somebody has.
-            StorageError: nobody can say just now.
+            RunBusyError: another process has.
+            StorageError: the storage does not answer.
         """
         try:
-            found = _parse(self._storage.read(self._path))  # one request: what it says is all that matters
+            found = _parse(self._storage.read(self._path))  # one request: only the owner matters
         except StorageNotFoundError:
             found = None
         if found is None or not self._is_mine(found):
@@ -318,7 +318,7 @@ class Lease:
             raise self._lost(found)
 
     def release(self) -> None:
-        """Give the lease up. Idempotent; leaves a successor's lease alone, whenever that one comes."""
+        """Give the lease up. Idempotent; a successor's lease stays, whenever the successor comes."""
         if self._released:
             return
         self._released = True
@@ -342,9 +342,9 @@ class Lease:
                 self._storage.delete(self._path)
 
     def _say_released(self, *, delete: bool) -> None:
-        # No store deletes on a condition: a delete that comes late would take the lease of whoever came next, and who
-        # comes after that one would find nobody. So the file of a run stays, and says that nobody is there; a fence
-        # that was not drawn is left to the next. The name of a single checkpoint is tidied up: its swap is conditional.
+        # No store deletes on a condition. A delete that comes late would remove the lease of a successor, and a third
+        # process would then find no owner. So the file of a run stays, marked as released; a fence that was not drawn
+        # is left to the successor. The lease of a name of single files is removed: their replacement is conditional.
         exists, found, etag = _read(self._storage, self._path)
         if not exists or not self._is_mine(found):
             return
@@ -368,17 +368,17 @@ class Lease:
 
     def _body(self, trainer_alive: bool) -> bytes:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        told: dict[str, Any] = {**self.owner, "beat": self._beat, "time": now, "trainer_alive": trainer_alive}
+        body: dict[str, Any] = {**self.owner, "beat": self._beat, "time": now, "trainer_alive": trainer_alive}
         if self._doomed:
-            told["doomed"] = self._doomed
+            body["doomed"] = self._doomed
         if not self._is_fenced:
-            told["fence_due"] = True
-        return json.dumps(told).encode()
+            body["fence_due"] = True
+        return json.dumps(body).encode()
 
     def _try(self, watch: _Watch) -> bool:
-        """Take the lease if it can be taken now; otherwise tell ``watch`` what stands in the way."""
+        """Take the lease if that is possible now; what was found goes to ``watch``."""
         locked = self._lock.take() if self._lock is not None else None
-        # Whether the storage compares before it writes may have to be tried out: that takes requests, too.
+        # Whether the storage has conditional writes may have to be tried out, which takes requests too.
         looks: list[Callable[[], Any]] = [lambda: _read(self._storage, self._path), lambda: self._storage.conditional]
         (exists, found, etag), compares = together(self._storage, looks)
         watch.see(found, etag, locked)
@@ -395,16 +395,16 @@ class Lease:
                     _log.info("taking the lease of %s over from %s", self._storage.uri, _name(found))
                 self._etag = self._storage.put(self._path, body, if_match=etag)
         except (StorageExistsError, StorageConflictError):
-            return False  # somebody else was faster: look again
+            return False  # another process was faster: look again
         except StorageNotFoundError:
             if not exists:
-                raise  # it was to be created: the bucket itself is not there
+                raise  # the bucket itself is not there
             return False
         except StorageError as error:
             if error.errno != errno.EWOULDBLOCK:
                 raise
-            return False  # an owner stands still between comparing and swapping: nobody can take it over there
-        # A store without conditional writes lets two pass; the last one written wins, so look once more.
+            return False  # an owner sleeps between comparing and swapping, with the lock
+        # A store without conditional writes lets two processes write; the last write wins, so look once more.
         if not compares and not self._is_mine(_read(self._storage, self._path)[1]):
             return False
         if locked is False and self._lock is not None:
@@ -412,24 +412,24 @@ class Lease:
         return True
 
     def _inherit(self, exists: bool, found: Mapping[str, Any] | None, *, gone: bool) -> None:
-        """Take over, with the very write that takes the lease, what the predecessor may still do."""
-        told = found or {}
-        # What a dead process had asked a store for may still be on its way there; on a disk nothing is.
-        # A damaged record, and the lock is free: it was on its way to the disk when the power failed.
+        """Note what the predecessor may still do; it is written with the lease itself."""
+        fields = found or {}
+        # Requests of a dead process may still be on their way to a store; on a disk there are none.
+        # A damaged file and a free lock: the file was being written when the power failed.
         gone = gone or (found is None and self._lock is not None and self._lock.is_in_place())
-        is_over = not exists or told.get("released") is True or (gone and self._storage.local_root is not None)
-        may_act = told.get("fence_due") is True or not is_over
-        names = told.get("doomed") if may_act else None  # what nobody deletes any more is as good as ever
-        doomed = tuple(one for one in names if isinstance(one, str)) if isinstance(names, list) else ()
+        is_over = not exists or fields.get("released") is True or (gone and self._storage.local_root is not None)
+        may_act = fields.get("fence_due") is True or not is_over
+        names = fields.get("doomed") if may_act else None  # otherwise nobody deletes them any more
+        doomed = tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
         self.predecessor = Predecessor(may_act=may_act, is_known=exists, doomed=doomed)
-        self._is_fenced, self._doomed = not may_act or bool(self._of), doomed  # runs alone have fences
+        self._is_fenced, self._doomed = not may_act or bool(self._of), doomed  # only runs have fences
 
     def _is_mine(self, found: Mapping[str, Any] | None) -> bool:
         return found is not None and all(found.get(key) == self.owner[key] for key in ("start_id", "pid", "host"))
 
 
 class _Watch:
-    """What one observer knows about the present owner, by the observer's own clock."""
+    """What this process knows about the present owner, by its own clock."""
 
     def __init__(self, stale_s: float) -> None:
         self.owner: dict[str, Any] | None = None
@@ -440,7 +440,7 @@ class _Watch:
         self._moved = False
 
     def see(self, owner: dict[str, Any] | None, etag: str | None, locked: bool | None) -> None:
-        """Take in one look. ``locked``: True we hold the flock, False another does, None there is none."""
+        """Note what was found. ``locked``: True if we hold the flock, False if another does, None without locks."""
         identity = None if owner is None else (owner.get("start_id"), owner.get("pid"))
         before = None if self.owner is None else (self.owner.get("start_id"), self.owner.get("pid"))
         beat = (identity, etag if owner is None else owner.get("beat"))
@@ -459,14 +459,14 @@ class _Watch:
         if self.owner is not None and self.owner.get("released") is True:
             return True
         if self._locked is False and not self._is_stray:
-            # A lock that another process of this machine holds is proof of life. One held from elsewhere may be the
-            # remains of a host that died, which the file server has not noticed.
+            # A lock that a process of this machine holds proves that it lives. A lock held from another machine may
+            # be left over from a host that died, which the file server has not noticed.
             return self.owner is not None and not here and self._is_stale
         return self.owner is None or self.is_gone() or self._is_stale
 
     @property
     def _is_stray(self) -> bool:
-        """Whether the lock is held by somebody else than the owner, who has none: one that stands still elsewhere."""
+        """Whether another process than the owner, which has no lock, holds it: one that stands still elsewhere."""
         return self._locked is False and self.owner is not None and self.owner.get("locked") is False
 
     def is_gone(self) -> bool:
@@ -490,7 +490,8 @@ class _Lock:
     def __init__(self, door: Beneath, inside: str, name: str) -> None:
         self._door, self._inside, self._name = door, inside, name
         self._file: int | None = None
-        _locks.add(self)
+        # A forked data loader worker that outlives the trainer would keep the lock of a dead run.
+        after_fork_in_child(self.drop)
 
     def take(self) -> bool | None:
         """Try to lock: True held, False another process holds it, None this file system has no locks."""
@@ -565,18 +566,6 @@ class _Lock:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-
-
-_locks: weakref.WeakSet[_Lock] = weakref.WeakSet()
-
-
-def _drop_in_child() -> None:
-    # A forked data loader worker that outlives the trainer would keep the lock of a dead run.
-    for lock in list(_locks):
-        lock.drop()
-
-
-os.register_at_fork(after_in_child=_drop_in_child)
 
 
 def _named(file: str, of: str) -> str:

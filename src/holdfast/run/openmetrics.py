@@ -48,10 +48,10 @@ def openmetrics(runs: Iterable[tuple[Mapping[str, str], Mapping[str, Any]]]) -> 
         # EOF
         <BLANKLINE>
     """
-    told = list(runs)
+    listed = list(runs)
     lines = []
     for name, kind, what in _FAMILIES:
-        samples = [line for labels, figures in told for line in _samples(name, kind, labels, figures)]
+        samples = [line for labels, figures in listed for line in _samples(name, kind, labels, figures)]
         if samples:
             unit = name.rpartition("_")[2]
             lines += [f"# TYPE {name} {kind}", *([f"# UNIT {name} {unit}"] if unit in _UNITS else [])]
@@ -72,8 +72,8 @@ def _samples(name: str, kind: str, labels: Mapping[str, str], figures: Mapping[s
 
 
 def _line(name: str, labels: Mapping[str, str], value: float) -> str:
-    told = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
-    return f"{name}{{{told}}} {_number(value)}"
+    shown = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+    return f"{name}{{{shown}}} {_number(value)}"
 
 
 def _escaped(text: str) -> str:

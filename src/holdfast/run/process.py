@@ -9,12 +9,24 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["birth", "is_dead", "is_pid", "machine", "memory_name", "network_name", "same_machine"]
+__all__ = [
+    "birth",
+    "how_it_ended",
+    "is_dead",
+    "is_pid",
+    "is_stopped",
+    "machine",
+    "memory_name",
+    "network_name",
+    "same_machine",
+]
 
 
 def _boot() -> str:
@@ -55,7 +67,7 @@ def network_name() -> str:
 
 
 def birth(pid: int) -> str:
-    """The start time of a process in clock ticks since boot, so that a reused pid is told apart; "" if unknown."""
+    """The start time of a process in clock ticks since boot, to recognize a reused pid; "" if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         # The command name in parentheses may hold spaces and parentheses itself.
@@ -102,3 +114,37 @@ def _is_zombie(pid: int) -> bool:
         return stat.rsplit(")", 1)[1].split()[0] in ("Z", "X")
     except (OSError, IndexError):
         return False
+
+
+def _stat(pid: int) -> list[str]:
+    """Read the fields of a process after its name; empty where the system does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def is_stopped(pid: int) -> bool:
+    """Tell whether the system has stopped a process (SIGSTOP, a debugger)."""
+    return _stat(pid)[:1] in (["T"], ["t"])
+
+
+def how_it_ended(pid: int) -> str:
+    """Say how a process that is dead and not yet reaped has ended; "" when that is not known any more."""
+    fields = _stat(pid)
+    for _ in range(50):  # its connections close a moment before its end is complete
+        if not fields or fields[0] in "ZX":
+            break
+        time.sleep(0.002)
+        fields = _stat(pid)
+    if len(fields) < 50 or fields[0] != "Z":
+        return ""
+    status = int(fields[49])
+    if status & 0x7F:
+        import signal  # not above: every writer start would wait for it
+
+        with suppress(ValueError):
+            return f" (killed by {signal.Signals(status & 0x7F).name})"
+        return f" (killed by signal {status & 0x7F})"
+    return f" (exit status {status >> 8})"

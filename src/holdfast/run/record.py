@@ -1,38 +1,63 @@
-"""What a run remembers about one of its checkpoints, and how that is written down."""
+"""What a run remembers about its checkpoints: records, their rows, and what came after the commit.
+
+Late metrics and the pin are in ``.metrics.json`` beside the manifest (`Sidecar`). That file is the truth, ``run.json``
+caches it.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from holdfast.errors import ConfigError, CorruptCheckpointError
+from holdfast._log import get_logger
+from holdfast.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    StorageConflictError,
+    StorageExistsError,
+    StorageNotFoundError,
+)
+from holdfast.format.names import check_links, join
+from holdfast.storage.base import Storage
 
 if TYPE_CHECKING:
     from holdfast.format.manifest import Manifest
 
 __all__ = [
     "COLUMNS",
+    "METRICS_FILE",
     "Record",
+    "RecordTable",
+    "Sidecar",
+    "change_sidecar",
     "flat_metrics",
     "from_plain",
     "metric_value",
     "pack",
     "plain_metrics",
+    "read_sidecar",
     "record_from_manifest",
     "record_from_row",
     "timestamp",
     "to_plain",
     "unpack",
+    "write_sidecar",
 ]
 
 # Order of the values of a row. New columns go to the end: rows of an older writer are then shorter.
 COLUMNS = ("name", "attempt", "step", "epoch", "created", "size", "reused", "pinned", "metrics", "checkpoint_id")
 
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_TRIES = 32
+
+METRICS_FILE = ".metrics.json"
+_MAX_BYTES = 16 << 20
+_log = get_logger("catalog")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,3 +253,143 @@ def _unplain(value: Any) -> Any:
     if kind is dict:
         return {name: _unplain(item) for name, item in value.items()}
     return [_unplain(item) for item in value] if kind is list else value
+
+
+class RecordTable(dict[str, list[Any]]):
+    """Packed rows (`record.pack`) by checkpoint name; whatever grows with a run looks at what was touched alone.
+
+    Example:
+        >>> rows = RecordTable([["a", 1, 7, "[]"], ["b", 1, 9, "[]"]])
+        >>> touched = rows.watch()
+        >>> del rows["a"]
+        >>> list(rows.newest_first()), touched
+        (['b'], {'a'})
+    """
+
+    def __init__(self, rows: Iterable[list[Any]] = ()) -> None:
+        super().__init__((row[0], row) for row in rows)
+        self._order: list[tuple[int, int, str]] | None = None  # oldest first; made when first asked for
+        self._watches: list[set[str]] = []
+
+    def watch(self) -> set[str]:
+        """Return a set that will have every name touched from now on; whoever asked may clear it."""
+        touched: set[str] = set()
+        self._watches.append(touched)
+        return touched
+
+    def newest_first(self) -> Iterator[str]:
+        """Iterate over all names, the highest (attempt, step, name) first; stop before anything is changed."""
+        if self._order is None:
+            self._order = sorted((row[1], row[2], name) for name, row in self.items())
+        return (name for _, _, name in reversed(self._order))
+
+    def __setitem__(self, name: str, row: list[Any]) -> None:
+        self._leave(name)
+        super().__setitem__(name, row)
+        if self._order is not None:
+            insort(self._order, (row[1], row[2], name))
+
+    def __delitem__(self, name: str) -> None:
+        self._leave(name)
+        super().__delitem__(name)
+
+    def pop(self, name: str, default: Any = None) -> Any:
+        """Remove a row and return it, ``default`` if there is none."""
+        row = self.get(name, default)
+        if name in self:
+            del self[name]
+        return row
+
+    def update(self, rows: Mapping[str, list[Any]]) -> None:  # type: ignore[override]  # the one form that is used
+        """Set all of these rows."""
+        for name, row in rows.items():
+            self[name] = row
+
+    def clear(self) -> None:
+        """Remove all rows."""
+        for touched in self._watches:
+            touched.update(self)
+        super().clear()
+        self._order = None
+
+    def _leave(self, name: str) -> None:
+        """Take a name out of the order, before its row changes."""
+        for touched in self._watches:
+            touched.add(name)
+        if self._order is not None and (row := self.get(name)) is not None:
+            del self._order[bisect_left(self._order, (row[1], row[2], name))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sidecar:
+    """What may still be said about a checkpoint after its commit."""
+
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    pinned: bool = False
+
+    def with_metrics(self, metrics: Mapping[str, Any]) -> Sidecar:
+        """Merge later metrics over the present ones."""
+        return replace(self, metrics={**self.metrics, **metrics})
+
+    def with_pin(self, on: bool) -> Sidecar:
+        """Set or remove the pin."""
+        return replace(self, pinned=on)
+
+
+def read_sidecar(storage: Storage, name: str) -> Sidecar:
+    """Read the sidecar of checkpoint ``name``; an absent one says nothing.
+
+    A damaged one is reported and counts as a pin: when we cannot know, nothing is deleted.
+    """
+    path = join(name, METRICS_FILE)
+    try:
+        check_links(storage, name, (METRICS_FILE,))
+        with storage.open(path) as reader:
+            data = bytearray(min(reader.size, _MAX_BYTES))
+            reader.read_into(0, memoryview(data))
+    except StorageNotFoundError:
+        return Sidecar()
+    except CorruptCheckpointError as error:  # a link that leads out of the checkpoint
+        _log.warning("%s: %s: the checkpoint counts as pinned until it goes", storage.uri, error)
+        return Sidecar(pinned=True)
+    try:
+        body = json.loads(data)
+        return Sidecar(metrics=from_plain(dict(body.get("metrics") or {})), pinned=bool(body.get("pinned")))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        _log.warning("%s/%s is damaged (%s): the checkpoint counts as pinned until it goes", storage.uri, path, error)
+        return Sidecar(pinned=True)
+
+
+def write_sidecar(storage: Storage, name: str, sidecar: Sidecar) -> None:
+    """Replace the sidecar atomically; durable on return."""
+    storage.put(join(name, METRICS_FILE), _body(sidecar))
+
+
+def change_sidecar(storage: Storage, name: str, how: Callable[[Sidecar], Sidecar]) -> Sidecar:
+    """Replace the sidecar by what ``how`` makes of it, unless it has changed meanwhile: then once more.
+
+    So the owner of a run and a process that evaluates its checkpoints do not lose what the other one says.
+
+    Raises:
+        StorageConflictError: others change it faster than this process.
+    """
+    path = join(name, METRICS_FILE)
+    for last in range(_TRIES):
+        try:
+            etag = storage.stat(path).etag
+            is_there = True
+        except StorageNotFoundError:
+            etag, is_there = None, False
+        made = how(read_sidecar(storage, name))
+        try:
+            storage.put(path, _body(made), if_absent=not is_there, if_match=etag)
+            return made
+        except (StorageConflictError, StorageExistsError):
+            if last == _TRIES - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _body(sidecar: Sidecar) -> bytes:
+    body = {"metrics": to_plain(sidecar.metrics), "pinned": sidecar.pinned}
+    return json.dumps(body, allow_nan=False).encode()

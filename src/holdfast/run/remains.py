@@ -17,7 +17,7 @@ from holdfast.format.parts import is_plan, sweep_passing, sweep_planned
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
-from .sidecar import METRICS_FILE
+from .record import METRICS_FILE
 
 __all__ = ["INCOMING", "PROBE", "is_remains", "sweep_hidden", "sweep_names"]
 

@@ -2,7 +2,7 @@
 
 No storage can append durably everywhere, so the open segment is replaced whole until it is full, and every sixteen
 full ones are merged into one: a flush costs at most one small object, and the number of objects stays logarithmic
-in what was written.
+in what was written. The writer gathers rows in a `ReportBuffer` and writes them about once a second.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import itertools
 import json
 import math
 import re
+import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 from holdfast._log import get_logger
-from holdfast.errors import ConfigError, StorageNotFoundError
+from holdfast.errors import ConfigError, HoldfastError, StorageNotFoundError
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
@@ -29,15 +31,17 @@ from .record import from_plain, to_plain
 __all__ = [
     "LOGS",
     "REPORTS",
+    "Answer",
     "Attempt",
+    "ReportBuffer",
     "ReportLog",
-    "Told",
+    "RunHistory",
     "highest_attempt",
     "live_attempts",
     "live_rows",
+    "read_history",
     "read_lives",
     "read_reports",
-    "read_told",
     "unused_start_id",
 ]
 
@@ -49,6 +53,9 @@ MAX_ATTEMPT = 999_999_998  # no run gets there; a number that somebody made up m
 _NAME = re.compile(r"(\d{5,9})-([^-/]+)-(\d{6,})(?:-(\d{6,}))?\.jsonl")
 _log = get_logger("catalog")
 _LIMIT = 1 << 63
+_EVERY_S = 0.8
+
+Answer = Callable[[list[int], BaseException | None], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,15 +217,15 @@ class ReportLog:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What the segments of a run say.
+class RunHistory:
+    """What the segments of a run hold.
 
     Attributes:
         rows: reports in the order written.
         attempts: by number.
-        run_id: "" if none is noted.
-        notes: what the run keeps under names.
-        events: what happened to the run, the newest `MOST_READ` of it.
+        run_id: "" if there is none.
+        notes: small JSON by name that stays with the run (`RunIndex.note`).
+        events: saves, deletions and losses: the newest `MOST_READ`, oldest first.
     """
 
     rows: list[dict[str, Any]]
@@ -229,22 +236,22 @@ class Told:
 
 
 def read_reports(storage: Storage) -> tuple[list[dict[str, Any]], dict[int, Attempt], str]:
-    """Read all segments: rows in the order written, attempts by number, and the run id ("" if none is noted).
+    """Read all segments: rows in the order written, attempts by number, and the run id ("" if there is none).
 
-    Damaged lines are left out and said.
+    Damaged lines are left out and logged.
     """
-    told = read_told(storage)
-    return told.rows, told.attempts, told.run_id
+    history = read_history(storage)
+    return history.rows, history.attempts, history.run_id
 
 
 def read_lives(storage: Storage) -> tuple[dict[int, Attempt], str, dict[str, Any]]:
     """Read attempts by number, run id and notes from the segments."""
-    told = read_told(storage)
-    return told.attempts, told.run_id, told.notes
+    history = read_history(storage)
+    return history.attempts, history.run_id, history.notes
 
 
-def read_told(storage: Storage) -> Told:
-    """Read all segments. Damaged lines are left out and said."""
+def read_history(storage: Storage) -> RunHistory:
+    """Read all segments. Damaged lines are left out and logged."""
     rows: list[dict[str, Any]] = []
     attempts: dict[int, Attempt] = {}
     notes: dict[str, Any] = {}
@@ -279,7 +286,7 @@ def read_told(storage: Storage) -> Told:
                 damaged += 1
         if damaged:
             _log.warning("%s/%s: %d damaged lines left out", storage.uri, segment.path, damaged)
-    return Told(rows=rows, attempts=attempts, run_id=run_id, notes=notes, events=list(events))
+    return RunHistory(rows=rows, attempts=attempts, run_id=run_id, notes=notes, events=list(events))
 
 
 def _read_one(storage: Storage, segment: _Segment) -> bytes:
@@ -386,3 +393,89 @@ def _segments(storage: Storage) -> list[_Segment]:
 
 def _line(row: Mapping[str, Any]) -> bytes:
     return json.dumps(row, separators=(",", ":"), default=str).encode() + b"\n"
+
+
+class ReportBuffer:
+    """Gathers rows and writes them from its own thread, so that a long save does not hold them up.
+
+    The first row after a pause is written at once, later ones within a second.
+    """
+
+    def __init__(self, write: Callable[[list[dict[str, Any]]], None]) -> None:
+        self._write = write
+        self._rows: list[dict[str, Any]] = []
+        self._calls: list[tuple[int, Answer]] = []
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # rows came, or the end
+        self._closing = self._closed = self._hurries = False
+        self._writing = threading.Lock()
+        self._thread = threading.Thread(target=self._work, name="holdfast-reports", daemon=True)
+        self._thread.start()
+
+    def add(self, call: int, rows: list[dict[str, Any]], answer: Answer) -> None:
+        """Add rows; ``answer`` is called when they are durable, or with the error.
+
+        Raises:
+            HoldfastError: the buffer is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise HoldfastError("this run is closed: nothing more can be reported to it")
+            self._rows += rows
+            self._calls.append((call, answer))
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Write what has been gathered, now."""
+        with self._writing:
+            with self._lock:
+                rows, self._rows = self._rows, []
+                calls, self._calls = self._calls, []
+            if not calls:
+                return
+            error: BaseException | None = None
+            try:
+                self._write(rows)
+            except Exception as caught:  # noqa: BLE001 - a thread edge: whoever reported hears of it
+                error = caught
+            groups: dict[Answer, list[int]] = {}
+            for call, answer in calls:
+                groups.setdefault(answer, []).append(call)
+            for answer, numbers in groups.items():
+                answer(numbers, error)
+
+    def hurry(self) -> None:
+        """Let the thread write now what has been gathered."""
+        with self._lock:
+            self._hurries = bool(self._calls)
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._changed.wait_for(lambda: self._calls or self._closing)
+                if self._closing:
+                    return  # close() writes the rest
+                self._hurries = False
+            begun = time.monotonic()
+            self.flush()
+            with self._lock:
+                pause = max(0.0, _EVERY_S - (time.monotonic() - begun))
+                self._changed.wait_for(lambda: self._closing or self._hurries, pause)
+
+    def close(self) -> None:
+        """Write the rest and end the thread."""
+        with self._lock:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        with self._lock:
+            self._closed = True  # what came up to here is written below, what comes later is refused
+        self.flush()
+
+
+def check_rows(rows: Any) -> list[dict[str, Any]]:
+    """Refuse what is not a list of rows before it meets the rows of others."""
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise HoldfastError(f"report takes a list of rows, not {type(rows).__name__}")
+    return rows

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .base import FileReader, FileWriter, ObjectInfo, Storage
+from .base import FileReader, FileWriter, ObjectInfo, PrefixStorage, Storage
 from .local.local_storage import LocalStorage
 from .memory import MemoryStorage
-from .prefix import PrefixStorage
 from .resolve import from_description, resolve, split_uri
 
 if TYPE_CHECKING:

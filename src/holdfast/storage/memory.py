@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from holdfast._fork import after_fork_in_child
 from holdfast.errors import ConfigError, StorageConflictError, StorageError, StorageExistsError, StorageNotFoundError
 
 from .base import FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix, check_view
@@ -39,12 +39,10 @@ class _Store:
 _stores: dict[str, _Store] = {}
 
 
+@after_fork_in_child
 def _after_fork_in_child() -> None:
     for store in _stores.values():
         store.lock = threading.Lock()  # another thread may have held it
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class MemoryStorage(Storage):

@@ -1,4 +1,4 @@
-"""From what a user wrote, or what another process was told, to a storage."""
+"""From what a user wrote, or from the description that another process got, to a storage."""
 
 from __future__ import annotations
 

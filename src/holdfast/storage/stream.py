@@ -52,7 +52,7 @@ class InputStream(io.RawIOBase):
 
 
 class OutputStream(io.RawIOBase):
-    """Gathers an object whose size nobody has told, and stores it when it is closed."""
+    """Gathers an object of unknown size, and stores it when it is closed."""
 
     def __init__(self, storage: Storage, path: str) -> None:
         self._storage, self._path = storage, path

@@ -4,7 +4,7 @@
 power cut may leave, `FaultProxy` lets requests to a server go wrong, `ForkServer` and `ArmedOps` kill a piece of work
 at each of its operations. `verify_resume` and `verify_resume_script` run a training twice, once killed again and again,
 and name the first thing that differs; `assert_state_equal` compares two states bit by bit. Names load on first use: a
-writer process that is told to use a faulty disk imports no pytest.
+writer process that uses a faulty disk imports no pytest.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ async def body_of(reader: asyncio.StreamReader, head: Head, *, to_its_end: bool)
     Args:
         reader: where it comes from.
         head: of the message.
-        to_its_end: whether a body of no told length ends with the connection (answers), or is none (requests).
+        to_its_end: whether a body without a length ends with the connection (answers), or is none (requests).
 
     Raises:
         ConnectionError: it broke off.

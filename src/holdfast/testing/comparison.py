@@ -140,14 +140,14 @@ def first_difference(
     for number, rows in enumerate(lives):
         resumed: dict[int, int | None] = {}
         for row in rows:
-            told = {"life": number, "rank": row["rank"], "event": row["event"]}
+            found_at = {"life": number, "rank": row["rank"], "event": row["event"]}
             if row["event"] == "start":
                 resumed[row["rank"]] = row["resumed"]
                 found = _at_start(row, own if number else twin, reference, number, saved, ignore)
             else:
                 found = _after(row, twin, ignore, every)
             if found is not None:
-                more = {**told, "resumed": resumed.get(row["rank"])}
+                more = {**found_at, "resumed": resumed.get(row["rank"])}
                 return _with(found, more), compared
             compared += 1
         for row in rows:

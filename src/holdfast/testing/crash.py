@@ -34,7 +34,7 @@ _READY_S = 120.0
 
 
 class ArmedOps(FaultyOps):
-    """`FaultyOps` that start to count when they are told to: what happens before is the case's preparation.
+    """`FaultyOps` that start to count on demand: what happens before is the preparation of the case.
 
     Example:
         >>> ops = ArmedOps()
@@ -183,8 +183,8 @@ def _case(order: dict[str, Any]) -> dict[str, Any]:
         status = _wait(pid, order["timeout_s"])
         answer.seek(0)
         output.seek(0)
-        told = json.loads(answer.read() or b"{}")
-        return {"status": status, "output": output.read().decode(errors="replace")[-20_000:], **told}
+        result = json.loads(answer.read() or b"{}")
+        return {"status": status, "output": output.read().decode(errors="replace")[-20_000:], **result}
 
 
 def _wait(pid: int, timeout_s: float) -> int:
@@ -204,13 +204,13 @@ def _child(order: dict[str, Any], answer: int, output: int) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        told: dict[str, Any]
+        result: dict[str, Any]
         try:
-            told = {"value": _find(order["function"])(*order["args"], **order["kwargs"])}
+            result = {"value": _find(order["function"])(*order["args"], **order["kwargs"])}
             status = 0
         except BaseException:  # noqa: BLE001 - a process edge: the caller reads the traceback
-            told = {"error": traceback.format_exc()}
-        os.pwrite(answer, json.dumps(told).encode(), 0)
+            result = {"error": traceback.format_exc()}
+        os.pwrite(answer, json.dumps(result).encode(), 0)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

@@ -45,7 +45,7 @@ class Exchange:
         range: the header of ranged reads, "" without.
         sent_bytes: body of the request.
         received_bytes: body of the answer, as far as the client got it.
-        status: what the client was told; 0 while or if it was told nothing.
+        status: what the client got; 0 as long as it got nothing.
         fault: kind of what went wrong, "" for nothing.
         arrived: when it came, by `time.monotonic`.
     """
@@ -283,8 +283,8 @@ class FaultProxy:
         status, code = _ANSWERS[kind]
         one.status = int(status[:3])
         text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>by the fault proxy</Message></Error>".encode()
-        told = (("Content-Type", "application/xml"), ("Content-Length", str(len(text))))
-        writer.write(Head(f"HTTP/1.1 {status}", told).to_bytes() + (b"" if one.method == "HEAD" else text))
+        headers = (("Content-Type", "application/xml"), ("Content-Length", str(len(text))))
+        writer.write(Head(f"HTTP/1.1 {status}", headers).to_bytes() + (b"" if one.method == "HEAD" else text))
         await writer.drain()
         return True
 
@@ -326,10 +326,10 @@ class FaultProxy:
             left = (length or 0) // 2 if cut and length else None
             writer.write(_cut_head(answer, left if cut == "short" else None).to_bytes(without=_HOP))
             async for piece in pieces if pace is None else _paced(pieces, pace):
-                told = piece if left is None else piece[:left]
-                left = None if left is None else left - len(told)
-                writer.write(told)
-                one.received_bytes += len(told)
+                passed_on = piece if left is None else piece[:left]
+                left = None if left is None else left - len(passed_on)
+                writer.write(passed_on)
+                one.received_bytes += len(passed_on)
                 await writer.drain()
                 if left == 0:
                     break

@@ -56,7 +56,7 @@ class Operation:
 
 
 class FaultyOps(Ops):
-    """Numbers every operation that changes the disk, and breaks those it was told to break.
+    """Numbers every operation that changes the disk, and breaks those it is asked to break.
 
     Example:
         >>> import tempfile

@@ -134,13 +134,13 @@ def run_life(target: Command | Forked, plan: LifePlan, *, timeout_s: float) -> L
         ConfigError: the command cannot be started.
     """
     folder = Path(plan.trace)
-    told, output = folder / f"life-{plan.life}.plan.json", folder / f"life-{plan.life}.output.txt"
-    plan.write(told)
+    plan_file, output = folder / f"life-{plan.life}.plan.json", folder / f"life-{plan.life}.output.txt"
+    plan.write(plan_file)
     os.mkfifo(plan.signal)
     begun = time.monotonic()
     pipe = os.open(plan.signal, os.O_RDWR | os.O_NONBLOCK)
     try:
-        pid = target.start(told, output)
+        pid = target.start(plan_file, output)
         sessions = {pid}
         try:
             came = _until_it_ends(pid, pipe, sessions, begun + timeout_s)

@@ -68,8 +68,8 @@ def choose(rows: Sequence[Row], count: int, *, seed: int = 0) -> list[Kill]:
 
 def epoch_of(row: Row) -> int | None:
     """Return the number of the epoch a row was written in."""
-    told = row.get("items", {}).get("holdfast/progress/epoch", "")
-    return int(told.split()[1]) if told.startswith("int ") else None
+    text = row.get("items", {}).get("holdfast/progress/epoch", "")
+    return int(text.split()[1]) if text.startswith("int ") else None
 
 
 def _kinds(steps: Sequence[Row], reported: set[tuple[str, int]]) -> dict[str, list[int]]:

@@ -69,10 +69,10 @@ class LifePlan:
     @classmethod
     def read(cls, path: str) -> LifePlan:
         """Read a plan from a file."""
-        told = json.loads(Path(path).read_text(encoding="utf-8"))
-        stop = told.pop("stop")
-        save = tuple(Moment(**one) for one in told.pop("save"))
-        return cls(**told, save=save, stop=None if stop is None else Moment(**stop))
+        fields = json.loads(Path(path).read_text(encoding="utf-8"))
+        stop = fields.pop("stop")
+        save = tuple(Moment(**one) for one in fields.pop("save"))
+        return cls(**fields, save=save, stop=None if stop is None else Moment(**stop))
 
     def rows(self, life: int | None = None) -> list[Row]:
         """Read what the processes of a life (default: this one) have recorded, each rank's rows in their order."""

@@ -270,7 +270,7 @@ def examine(
         env: added to the environment of a command.
         cwd: working directory of a command.
         keep_in: directory for runs, traces and output; a temporary one is removed.
-        say: is told in one line what happens.
+        say: gets one line for each thing that happens.
 
     Raises:
         ConfigError: an argument is wrong.
@@ -327,7 +327,7 @@ class _Twins:
         every: compare every so many steps.
         redirect: take the runs of the script into ``home``, and decide what is saved; else it gets the directory.
         end: where every life ends, None: where the script ends.
-        say: is told what happens.
+        say: gets a line for each thing that happens.
     """
 
     home: Path

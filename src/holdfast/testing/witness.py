@@ -38,8 +38,8 @@ class Witness:
 
     def __init__(self, plan: str, path: Any) -> None:
         self._plan = LifePlan.read(plan)
-        told = os.fspath(path)
-        self._run = told if "://" in told else os.path.abspath(told)
+        text = os.fspath(path)
+        self._run = text if "://" in text else os.path.abspath(text)
         if self._plan.root is not None:
             self._run = os.path.relpath(self._run, os.path.abspath(self._plan.root))
         self._batches: list[str] = []
@@ -115,13 +115,13 @@ class Witness:
             return []
         key = hashlib.blake2b(self._run.encode(), digest_size=8).hexdigest()
         place = Path(self._plan.initial) / key
-        told = Path(f"{place}.rank-{current_ranks().rank}.json")
+        shared = Path(f"{place}.rank-{current_ranks().rank}.json")
         mine = digests(state())
-        if not told.exists():
+        if not shared.exists():
             save(place, state(), overwrite=True)
-            told.write_text(json.dumps(mine), encoding="utf-8")
+            shared.write_text(json.dumps(mine), encoding="utf-8")
             return []
-        first = json.loads(told.read_text(encoding="utf-8"))
+        first = json.loads(shared.read_text(encoding="utf-8"))
         others = sorted(name for name in mine.keys() | first.keys() if mine.get(name) != first.get(name))
         if others:
             load(place, state(), strict=False)
@@ -132,9 +132,9 @@ class Witness:
         stop = self._plan.stop
         if stop is None or not stop.is_at(dict(row)):
             return
-        told = {key: row[key] for key in ("pid", "rank", "world_size", "step")}
+        moment = {key: row[key] for key in ("pid", "rank", "world_size", "step")}
         with open(self._plan.signal, "wb", buffering=0) as pipe:
-            pipe.write(json.dumps({**told, "session": os.getsid(0)}).encode() + b"\n")
+            pipe.write(json.dumps({**moment, "session": os.getsid(0)}).encode() + b"\n")
         threading.Event().wait(_WAIT_S)
         os._exit(3)  # the driver is gone
 

@@ -9,8 +9,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from holdfast._log import get_logger
-from holdfast.state.data.batches import ResumableBatches
-from holdfast.state.data.position import of_this_rank, with_ranks_apart
+from holdfast.state.data.batches import ResumableBatches, of_this_rank, with_ranks_apart
 
 from .function.reported import Transfer
 

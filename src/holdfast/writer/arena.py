@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
+from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
 from holdfast.errors import HoldfastError
 
@@ -231,6 +232,7 @@ def can_share_memory() -> bool:
     return True
 
 
+@after_fork_in_child
 def _after_fork_in_child() -> None:
     arenas = list(_LIVE)
     for arena in arenas:
@@ -244,7 +246,3 @@ def _after_fork_in_child() -> None:
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{name}").startswith(f"/memfd:{_NAME} "):
                     os.close(int(name))
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -17,8 +17,7 @@ from .arena import Arena
 from .conversation import Conversation, PendingCall
 from .frames import Message
 from .launch import can_run_process
-from .messages import IngestJob, PartsJob, RunOpened, SaveJob, SaveResult, error_to_json
-from .uploads.plan import limits_of
+from .messages import IngestJob, PartsJob, RunOpened, SaveJob, SaveResult, error_to_json, limits_of
 
 if TYPE_CHECKING:
     from .uploads.files import UploadJob
@@ -39,9 +38,9 @@ class SaveFuture(Future[SaveResult]):
 
 
 class WriterClient:
-    """One writer process (or thread) and the means to talk to it. All methods return at once, except `close`.
+    """One writer process (or thread) and the calls that it answers. All methods return at once, except `close`.
 
-    Futures are resolved on a thread of the client: a callback on one must be short and must not wait for another.
+    Futures are resolved on a thread of the client: a callback must be short and must not wait for another future.
     After a death of the writer process it is started again once and everything unanswered is sent again (the data
     still lies in the arena); a windowed job cannot be repeated and fails.
 
@@ -60,13 +59,13 @@ class WriterClient:
         """Start a writer: a process where possible, else a thread.
 
         Args:
-            storage: where the jobs will go; one that cannot describe itself (memory, plug-ins) needs a thread.
+            storage: where the jobs will go; a storage that cannot describe itself (memory, plug-ins) needs a thread.
             thread: force the choice.
             remote: where checkpoints are mirrored to.
         """
         if thread is None:
-            told = [one for one in (storage, remote) if one is not None]
-            thread = not can_run_process() or any(one.describe() is None for one in told)
+            given = [target for target in (storage, remote) if target is not None]
+            thread = not can_run_process() or any(target.describe() is None for target in given)
         return cls(thread=thread)
 
     @property
@@ -102,8 +101,8 @@ class WriterClient:
                 if the trainer dies.
             blobs: bytes of ``job.blobs``, in order (windowed jobs may give them to `seal`).
             arena: memory that holds the files.
-            filled: bytes of the arena that are complete, None for all; `fill` tells of the rest, and the job is
-                sealed when it has.
+            filled: bytes of the arena that are complete, None for all. `fill` reports the rest, and the job is sealed
+                when all bytes are complete.
 
         Raises:
             HoldfastError: the writer died twice, or this client is closed.
@@ -186,7 +185,7 @@ class WriterClient:
             return future
 
     def window(self, job_no: int, *, file_no: int, file_offset: int, arena_offset: int, nbytes: int) -> Future[None]:
-        """Hand over the next bytes of one file of a windowed job; resolved when the arena range may be reused.
+        """Hand over the next bytes of a file of a windowed job; resolved when the arena range may be reused.
 
         Windows of a file come in ascending order without gaps; all but the last are multiples of 1 MiB.
         """
@@ -195,7 +194,7 @@ class WriterClient:
         return self._call(header, repeatable=False)
 
     def fill(self, job_no: int, filled: int) -> None:
-        """Tell that the first ``filled`` bytes of the arena are complete, for a job submitted before they were."""
+        """Report that the first ``filled`` bytes of the arena are complete, for a job submitted before they were."""
         with self._talk.lock:
             self._talk.check()
             # Kept with the call: if the writer dies, the job is sent again with what is there by then.
@@ -235,15 +234,15 @@ class WriterClient:
         beat_s: float = 5.0,
         stale_s: float = 30.0,
     ) -> None:
-        """Join the writers of the other ranks: rank 0's listens, all connect to it. Returns at once.
+        """Join the writers of the other ranks: rank 0's writer listens, all connect to it. Returns at once.
 
         Args:
             board: memory of a `holdfast.writer.ranks.step_mailbox.StepMailbox`, cleared.
-            rank: ours.
+            rank: of this trainer.
             world_size: number of ranks.
             addresses: where rank 0's writer listens, to be tried in turn.
-            token: known to all ranks and nobody else.
-            timeout_s: bound of one save, from the first rank to the last.
+            token: a secret of the ranks, equal on all.
+            timeout_s: bound of a save, from the first rank that begins it to the last that ends it.
             listener: rank 0: the listening socket; must stay open here, for a writer that is started again.
             beat_s: seconds between signs of life.
             stale_s: silence after which a rank counts as lost.
@@ -270,14 +269,14 @@ class WriterClient:
             assert self._talk.team is not None
             header, board, fds = self._talk.team
             keys = {"local": self._talk.tell_storage(local), "remote": self._talk.tell_storage(remote)}
-            told = {**keys, "limits": limits_of(mirror).to_json(), "start_id": start_id}
-            self._talk.team = ({**header, "stage": told}, board, fds)
-            return self._call({"do": "joint", "what": "stage", "args": told})
+            args = {**keys, "limits": limits_of(mirror).to_json(), "start_id": start_id}
+            self._talk.team = ({**header, "stage": args}, board, fds)
+            return self._call({"do": "joint", "what": "stage", "args": args})
 
     def tell_ranks(self, what: str, **args: Any) -> None:
-        """Tell the other ranks something.
+        """Send a message about this rank to the other ranks.
 
-        "want" (kind: "save" or "stop", at a step to be agreed), "acted" (step: this rank acts at the agreed one),
+        "want" (kind: "save" or "stop", at a step to be agreed), "acted" (step: this rank acts at the agreed step),
         "part_failed" (save, error: this rank has no part of that save).
         """
         with self._talk.lock:
@@ -287,10 +286,10 @@ class WriterClient:
             self._talk.send(header)
 
     def ask_ranks(self, about: str) -> Future[bool]:
-        """Ask rank 0's writer something that it decides once for all ranks.
+        """Put a question to rank 0's writer, which decides once for all ranks.
 
-        "save <step>": whether to save that step, which is not done while another save is under way. "stop <anything>":
-        whether a rank wants all of them to stop. `WHO_LEFT`: fails with the reason, once the board is broken.
+        "save <step>": whether to save that step; no, while another save is under way. "stop <anything>": whether a rank
+        wants all ranks to stop. `WHO_LEFT`: the future fails with the reason, once the board says that a rank is gone.
         """
         return self._call({"do": "ask", "about": about})
 
@@ -308,35 +307,35 @@ class WriterClient:
 
         Args:
             storage: root of the run; jobs with ``run=True`` go there.
-            owner: start_id of this trainer and what else the lease shall say; missing fields are filled in.
+            owner: fields of the lease, among them the start_id of this trainer; missing fields are filled in.
             keep: `holdfast.config.Keep` as JSON, applied after each commit; None keeps everything.
-            wait_s: how long to wait for the writer of a dead trainer that still finishes.
-            mirror: rules of a mirrored run, whose local side ``storage`` is then.
-            remote: its remote side; ``keep`` is of that one.
+            wait_s: how long to wait for the writer of a dead trainer to finish.
+            mirror: rules of a mirrored run; ``storage`` is then its local side.
+            remote: the remote side of a mirrored run; ``keep`` applies there.
 
         Raises:
             RunBusyError: (from the future) a live trainer holds the run.
         """
         with self._talk.lock:
             self._talk.check()
-            told = {"start_id": secrets.token_hex(4), **(owner or {}), "trainer_pid": os.getpid()}
-            header = {"do": "open_run", "storage": self._talk.tell_storage(storage), "owner": told, "keep": keep}
+            owner = {"start_id": secrets.token_hex(4), **(owner or {}), "trainer_pid": os.getpid()}
+            header = {"do": "open_run", "storage": self._talk.tell_storage(storage), "owner": owner, "keep": keep}
             header["wait_s"] = wait_s
             if mirror is not None and remote is not None:
-                told = {"limits": limits_of(mirror).to_json(), "keep": keep, "storage": self._talk.tell_storage(remote)}
-                header |= {"mirror": told, "keep": None if mirror.keep is None else mirror.keep.to_json()}
+                far = {"limits": limits_of(mirror).to_json(), "keep": keep, "storage": self._talk.tell_storage(remote)}
+                header |= {"mirror": far, "keep": None if mirror.keep is None else mirror.keep.to_json()}
             future = self._call(header, decode=lambda answer: RunOpened.from_json(answer.header["value"]))
             future.add_done_callback(lambda done: self._remember_run(header, done))
             return future
 
     def take_name(self, storage: Storage, of: str, *, start_id: str, wait_s: float = 60.0) -> Future[None]:
-        """Take the lease of a name that single files have; the writer holds it until it ends.
+        """Take the lease of a name of single files; the writer holds the lease until it ends.
 
         Args:
             storage: the folder.
             of: eight hex digits that stand for the name; those of `SafetensorsFile.lease` and `TorchFile.lease`.
             start_id: of this trainer.
-            wait_s: how long to wait for the writer of a dead trainer that still finishes.
+            wait_s: how long to wait for the writer of a dead trainer to finish.
 
         Raises:
             RunBusyError: (from the future) a live trainer holds it.
@@ -351,27 +350,27 @@ class WriterClient:
             return future
 
     def verify_name(self, of: str) -> Future[None]:
-        """Make sure that nobody has taken the lease of a name from us up to now; after the saves submitted before.
+        """Make sure that the lease of a name is still ours, after the saves submitted before.
 
         Raises:
-            RunBusyError: (from the future) somebody has.
-            StorageError: (from the future) nobody can say just now.
+            RunBusyError: (from the future) another process has taken it.
+            StorageError: (from the future) the storage does not answer, so this is not known.
         """
         return self._call({"do": "name", "what": "verify", "of": of})
 
     def give_back_name(self, of: str) -> Future[None]:
-        """Let others have a name, after the saves submitted before."""
+        """Give the lease of a name back, after the saves submitted before."""
         future = self._call({"do": "name", "what": "give_back", "of": of})
         with self._talk.lock:
             self._talk.names.pop(of, None)
         return future
 
     def run_op(self, op: str, **args: Any) -> Future[Any]:
-        """Ask for something else about the open run.
+        """Carry out another operation on the open run.
 
         "report" (rows; done when durable, within about a second), "metrics" (name, metrics; names that retention
         deleted because of them), "pin" (name, on), "quarantine" (name, reason), "finished" (info), "resumed" (name,
-        step), "records", "close_run" (reason, details), and "probe" (storage; see `probe`). For whoever restarts
+        step), "records", "close_run" (reason, details), and "probe" (storage; see `probe`). For the driver of restarted
         workers: "next_attempt" (reason, details: of the attempt that ends; {"attempt", "start_id"} of the new one),
         "details" (details: added to the current attempt), "note" (key, value: small JSON that stays with the run),
         "protect" (names: of checkpoints that retention spares until the next "protect"). "discard" (names, why: deletes
@@ -426,21 +425,21 @@ class WriterClient:
             return call.future
 
     def _tell_failure(self, save: str, done: Future[SaveResult]) -> None:
-        """A part that was lost with its writer: nobody else would tell the other ranks. The rest they know already."""
+        """Report a failed part to the other ranks, for it may be lost with its writer; other failures they know."""
         error = None if done.cancelled() else done.exception()
         if error is not None:
             with contextlib.suppress(HoldfastError):
                 self.tell_ranks("part_failed", save=save, error=error_to_json(error))
 
     def _remember_run(self, header: dict[str, Any], done: Future[RunOpened]) -> None:
-        """Keep what a new writer needs to go on with this attempt."""
+        """Keep what a writer that is started again needs to go on with this attempt."""
         if not done.cancelled() and done.exception() is None:
             opened = done.result()
-            told = {"run_id": opened.run_id, "attempt": opened.attempt, "start_id": opened.start_id}
-            self._talk.run = {**header, "again": told}
+            again = {"run_id": opened.run_id, "attempt": opened.attempt, "start_id": opened.start_id}
+            self._talk.run = {**header, "again": again}
 
     def _remember_name(self, header: dict[str, Any], done: Future[None]) -> None:
-        """Keep what a new writer needs to hold the same names."""
+        """Keep what a writer that is started again needs to hold the same names."""
         if not done.cancelled() and done.exception() is None:
             with self._talk.lock:
                 self._talk.names[header["of"]] = header
@@ -450,7 +449,7 @@ class WriterClient:
             self._remember(done, **done.result())
 
     def _remember(self, done: Future[Any], **known: Any) -> None:
-        """Change what a new writer is told, once the one that works has carried it out."""
+        """Change what a writer that is started again gets, once the present writer has carried the operation out."""
         with self._talk.lock:
             if not done.cancelled() and done.exception() is None and self._talk.run is not None:
                 self._talk.run = {**self._talk.run, "again": {**self._talk.run["again"], **known}}

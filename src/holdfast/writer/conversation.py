@@ -15,13 +15,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError, HoldfastError, SessionError
 from holdfast.storage.base import Storage
 
 from .arena import Arena
 from .frames import Channel, Message
-from .launch import Shared, launch_process, launch_thread
+from .handed import Shared
+from .launch import launch_process, launch_thread
 from .messages import error_from_json
 
 __all__ = ["Conversation", "PendingCall"]
@@ -56,7 +58,7 @@ class PendingCall:
 
 
 class Conversation:
-    """Talks to one writer; starts it again once after its death and repeats what it had not answered.
+    """The calls to a writer and its answers; starts it again once after its death and repeats unanswered calls.
 
     Callers hold `lock` across `check` and the messages that belong together.
     """
@@ -67,7 +69,7 @@ class Conversation:
         self.names: dict[str, dict[str, Any]] = {}  # how the writer has taken the leases of single files
         self.team: tuple[dict[str, Any], Arena, tuple[int, ...]] | None = None  # how the writer joins other ranks'
         self.process: subprocess.Popen[bytes] | None = None
-        self._told_ranks: list[dict[str, Any]] = []  # what a new writer has to tell the other ranks again
+        self._told_ranks: list[dict[str, Any]] = []  # messages to other ranks that a new writer repeats
         self._numbers = itertools.count(1)
         self._calls: dict[int, PendingCall] = {}
         self._lost: list[tuple[PendingCall, str]] = []
@@ -85,6 +87,7 @@ class Conversation:
         self._reader = threading.Thread(target=self._read, name="holdfast-answers", daemon=True)
         self._reader.start()
         _LIVE.add(self)
+        after_fork_in_child(self._forget_in_child)
 
     @property
     def closed(self) -> bool:
@@ -135,7 +138,7 @@ class Conversation:
             self._channel.close()
 
     def tell_storage(self, storage: Storage) -> int:
-        """Give the number of a storage in this conversation, telling of it the first time."""
+        """Return the number of a storage in this conversation; the writer gets its description the first time."""
         if self._shared is not None:
             name = f"object {id(storage)}"
         else:
@@ -145,7 +148,7 @@ class Conversation:
                     f"{storage.uri} cannot be described to a writer process: start a writer for it with "
                     "WriterClient.start(storage)"
                 )
-            # With its credentials: they go through the socket alone, and new ones make it another storage.
+            # With its credentials, which travel through the socket only; new credentials make it another storage.
             name = json.dumps({"description": description, "secrets": storage.secrets()}, sort_keys=True)
         key = self._keys.get(name)
         if key is None:
@@ -171,13 +174,13 @@ class Conversation:
         arena.on_close(lambda closed: _drop_arena(reference, closed.number))
 
     def remember(self, header: dict[str, Any]) -> None:
-        """Keep what the other ranks are told until it has been done: it may be lost with the writer."""
-        told = self._told_ranks
+        """Keep a message to the other ranks until it has been acted on: it may be lost with the writer."""
+        kept = self._told_ranks
         if header["what"] == "acted":
-            told[:] = [one for one in told if one["what"] != "want"]
-        elif header not in told:
-            told.append(header)
-            del told[:-_TOLD_RANKS]
+            kept[:] = [message for message in kept if message["what"] != "want"]
+        elif header not in kept:
+            kept.append(header)
+            del kept[:-_TOLD_RANKS]
 
     def drop_arena(self, number: int) -> None:
         """Let the writer unmap an arena once the jobs before are done."""
@@ -221,7 +224,7 @@ class Conversation:
                     self._resolve(answer)
                 elif answer is not None or not self._recover():
                     break
-        except Exception as error:  # noqa: BLE001 - a thread edge: whoever waits must hear of it
+        except Exception as error:  # noqa: BLE001 - a thread edge: the futures fail with it
             _LOG.error("an answer of the writer could not be read", exc_info=error)
             self._failure = f"an answer of the writer could not be read: {error}"
         with self.lock:
@@ -233,9 +236,9 @@ class Conversation:
             self._reap()
 
     def _hold(self, fds: tuple[int, ...]) -> None:
-        """Keep the writer's connection to the other ranks open in place of the one before.
+        """Keep the writer's connection to the other ranks open too, in place of the connection before.
 
-        So it ends with both of us, not with the writer alone, and rank 0 knows what that end means.
+        Then it ends when trainer and writer are both dead, not with the writer alone, and rank 0 can rely on that.
         """
         with self.lock:
             before, self._held = self._held, fds
@@ -290,7 +293,7 @@ class Conversation:
 
     @property
     def _stages(self) -> bool:
-        """Whether there may be staged parts that nobody but a new writer would bring to the remote."""
+        """Whether there may be staged parts that only a new writer would bring to the remote."""
         return self.team is not None and "stage" in self.team[0]
 
     def _launch(self) -> Channel:
@@ -374,17 +377,8 @@ def _drop_arena(reference: weakref.ref[Conversation], number: int) -> None:
         conversation.drop_arena(number)
 
 
-def _after_fork_in_child() -> None:
-    for conversation in list(_LIVE):
-        conversation._forget_in_child()
-
-
 @atexit.register
 def _close_all() -> None:
     deadline = time.monotonic() + _AT_EXIT_S
     for conversation in list(_LIVE):
         conversation.close(max(0.0, deadline - time.monotonic()), "its program has ended")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,4 +1,4 @@
-"""Saves of many ranks, in the writer of one of them: our part, what rank 0 hears of it, and how the whole ends."""
+"""Saves of many ranks, in the writer of one rank: its part, its messages to rank 0, the outcome of the whole."""
 
 from __future__ import annotations
 
@@ -9,30 +9,28 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from holdfast._log import get_logger
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.commit import PartSummary, assemble
 from holdfast.format.parts import remove_part
+from holdfast.run.process import how_it_ended, is_stopped
 from holdfast.storage.base import Storage
 
-from .answers import DeferredAnswers
-from .messages import PartsJob, SaveJob, SaveResult, error_from_json, error_to_json
-from .open_files import allow_connections
+from .messages import MirrorLimits, PartsJob, SaveJob, SaveResult, error_from_json, error_to_json
+from .open_run import Run
 from .parts import commit_parts, is_committed
-from .process_state import how_it_ended, is_stopped
-from .ranks.link import Message
+from .ranks.link import Message, allow_connections
 from .ranks.member import ControlMember
 from .ranks.saves import named_error
 from .ranks.server import ControlServer
 from .ranks.step_mailbox import WHO_LEFT, StepMailbox
-from .uploads.plan import MirrorLimits
 
 if TYPE_CHECKING:
     from .uploads.staged_part import StagedParts
 
-__all__ = ["Joint"]
+__all__ = ["DeferredAnswers", "Joint"]
 
 _LOG = get_logger("writer.control")
 _REMEMBERED = 16
@@ -41,9 +39,49 @@ _MARGIN_S = 45.0
 _LAST_S = 5.0
 
 
+class DeferredAnswers(Protocol):
+    """What `Joint` needs of the writer's loop (`holdfast.writer.server.WriterLoop`)."""
+
+    def say_done(self, call: int, value: Any, attachments: tuple[bytes, ...] = ()) -> None:
+        """Answer a call."""
+
+    def say_failed(self, call: int | None, error: BaseException) -> None:
+        """Answer a call with an error."""
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Call ``work`` on the working thread, behind what is queued."""
+
+    def run_of(self, job: SaveJob) -> Run | None:
+        """Return the open run if the job belongs to it."""
+
+    def hold(self, fd: int) -> bool:
+        """Have the trainer keep a descriptor open too, in place of the one before, until its writer has ended for good.
+
+        Returns:
+            Whether the file is certain to stay open as long as somebody may start this writer again.
+        """
+
+    @property
+    def run(self) -> Run | None:
+        """The open run."""
+
+    def storage_of(self, key: int) -> Storage:
+        """Return a storage that the trainer has described, by its number."""
+
+
 @dataclass(slots=True, kw_only=True)
-class _Waiting:
-    """A save whose outcome is not known yet."""
+class _PendingSave:
+    """A save whose outcome is not known yet.
+
+    Attributes:
+        call: number of the trainer's call, which is answered with the outcome.
+        manifest: fields of the manifest, once our part is stored.
+        result: our part, once it is stored.
+        ended: our part is stored or has failed.
+        committed: bytes of the manifest; on rank 0, after the commit.
+        report: the message about our part to rank 0.
+        outcome: the message of rank 0 about the whole save.
+    """
 
     call: int
     job: SaveJob
@@ -51,17 +89,17 @@ class _Waiting:
     again: bool
     manifest: dict[str, Any] = field(default_factory=dict)
     result: SaveResult | None = None
-    ended: bool = False  # our part: stored or failed
+    ended: bool = False
     committed: bytes = b""
-    told: Message = field(default_factory=dict)  # what rank 0 hears of our part
+    report: Message = field(default_factory=dict)
     outcome: Message | None = None
 
 
 class Joint:
-    """Ours is one rank of several; see `ControlServer` and `ControlMember` for how they talk.
+    """The saves of a writer that is one of several; `ControlServer` and `ControlMember` carry the messages.
 
     Args:
-        answers: the loop.
+        answers: the writer's loop.
     """
 
     def __init__(self, answers: DeferredAnswers) -> None:
@@ -70,7 +108,7 @@ class Joint:
         self._member: ControlMember | None = None
         self._rank, self._world_size, self._timeout_s, self._trainer = 0, 1, 0.0, 0
         self._changed = threading.Condition()
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, _PendingSave] = {}
         self._asked: dict[str, list[int]] = {}
         self._wants: dict[str, None] = {}
         self._failed: dict[str, dict[str, Any]] = {}
@@ -78,12 +116,12 @@ class Joint:
         self._after: list[Callable[[], None]] = []
         self._staged: StagedParts | None = None
         self._lost: str | None = None
-        self._broken = ""  # who left first, and why
+        self._broken = ""  # which rank left first, and why
 
     # -- from the trainer, on the reading thread
 
     def join(self, header: dict[str, Any], fds: tuple[int, ...], board: memoryview) -> None:
-        """Join the other ranks; with a listening socket we are rank 0, and the server is here."""
+        """Join the other ranks. The writer that gets a listening socket is that of rank 0 and runs the server."""
         self._rank, self._world_size, self._timeout_s = header["rank"], header["world_size"], header["timeout_s"]
         self._trainer = header["pid"]
         times = {name: header[name] for name in ("beat_s", "stale_s")}
@@ -97,9 +135,9 @@ class Joint:
                 commit=self._commit_later,
                 **times,
             )
-        if "stage" in header:  # before orders for it can come
+        if "stage" in header:  # before rank 0 can ask for parts
             self.stage(**header["stage"])
-        with self._changed:  # else what is answered to the first words of rank 0 may be said by nobody
+        with self._changed:  # rank 0's first message may come before the assignment: its answer needs the member
             self._member = ControlMember(
                 rank=self._rank,
                 addresses=[(host, port) for host, port in header["addresses"]],
@@ -113,7 +151,7 @@ class Joint:
             )
 
     def stage(self, local: int, remote: int, limits: dict[str, Any], start_id: str, call: int | None = None) -> None:
-        """From now on our parts are staged on the local disk, and brought to the remote later. May be repeated."""
+        """Stage our parts on the local disk from now on; they go to the remote later. May be repeated."""
         from .uploads.staged_part import StagedParts  # not above: few writers need it, and each start waits
 
         here, far = self._answers.storage_of(local), self._answers.storage_of(remote)
@@ -122,34 +160,34 @@ class Joint:
         self._answers.later(lambda: self._lead(here, far, limits, call))
 
     def begun(self, call: int, job: SaveJob, storage: Storage, *, again: bool) -> None:
-        """Take a job: from now on its end, good or bad, reaches the other ranks."""
+        """Take a job. From now on the other ranks learn how it ends."""
         with self._changed:
-            one = self._waiting[job.save_id] = _Waiting(call=call, job=job, storage=storage, again=again)
+            pending = self._waiting[job.save_id] = _PendingSave(call=call, job=job, storage=storage, again=again)
             lost = None if self._lost is None else self._lost_outcome(self._lost)
-            one.outcome = self._heard.get(job.save_id) or lost  # told before it began
+            pending.outcome = self._heard.get(job.save_id) or lost  # it may have come before the job
         self._say(_begun(job))
 
     def part_failed(self, save: str, error: dict[str, Any]) -> None:
-        """The trainer could not make its part of a save, or lost it."""
+        """Report that the trainer could not make its part of a save, or lost it."""
         with self._changed:
             self._failed[save] = error
             _forget(self._failed)
         self._say({"do": "failed", "save": save, "error": error})
 
     def want(self, kind: str) -> None:
-        """The trainer wants all ranks to save, or stop, at a common step."""
+        """Ask for a save or a stop of all ranks at a common step."""
         with self._changed:
             self._wants[kind] = None
         self._say({"do": "want", "kind": kind})
 
     def acted(self, step: int) -> None:
-        """The trainer acts at the agreed step."""
+        """Report that the trainer acts at the agreed step."""
         with self._changed:
             self._wants.clear()
         self._say({"do": "acted", "step": step})
 
     def ask(self, call: int, about: str) -> None:
-        """The trainer asks something that is decided once for all ranks; see `ControlServer`."""
+        """Put a question to rank 0's writer, which decides once for all ranks; see `ControlServer`."""
         if about == WHO_LEFT:
             self._answers.say_failed(call, HoldfastError(self._lost or self._broken or "no rank has left"))
             return
@@ -161,7 +199,7 @@ class Joint:
         self._say({"do": "ask", "about": about})
 
     def after(self, work: Callable[[], None]) -> None:
-        """Do something on the working thread once the saves begun before it have ended."""
+        """Call ``work`` on the working thread once the saves begun before have ended."""
         with self._changed:
             if self._waiting:
                 self._after.append(work)
@@ -171,43 +209,43 @@ class Joint:
     # -- from the working thread
 
     def stored(self, job: SaveJob, result: SaveResult, manifest: dict[str, Any]) -> None:
-        """Our part is durable."""
-        told: Message = {"do": "stored", "save": job.save_id}
+        """Report that our part is durable."""
+        report: Message = {"do": "stored", "save": job.save_id}
         if self._staged is not None:
             try:
-                told["part"] = self._staged.hold(job.save_id, job.directory)
+                report["part"] = self._staged.hold(job.save_id, job.directory)
             except HoldfastError as error:
                 self.failed(job, error)
                 return
         with self._changed:
-            one = self._waiting[job.save_id]
-            one.told = told
-            one.result, one.manifest, one.ended = result, manifest, True
-            known = one.outcome is not None
+            pending = self._waiting[job.save_id]
+            pending.report = report
+            pending.result, pending.manifest, pending.ended = result, manifest, True
+            known = pending.outcome is not None
         if known:
-            self._settle(one)
+            self._settle(pending)
         else:
-            self._say(one.told)
+            self._say(pending.report)
 
     def failed(self, job: SaveJob, error: BaseException) -> None:
-        """Our part could not be stored; its files are gone."""
+        """Report that our part could not be stored; its files are removed."""
         with self._changed:
-            one = self._waiting[job.save_id]
-            one.ended = True
-            known = one.outcome is not None
-            self._failed[job.save_id] = told = error_to_json(error)
+            pending = self._waiting[job.save_id]
+            pending.ended = True
+            known = pending.outcome is not None
+            self._failed[job.save_id] = described = error_to_json(error)
             _forget(self._failed)
         if known:
-            self._settle(one)
+            self._settle(pending)
         else:
-            self._say({"do": "failed", "save": job.save_id, "error": told})
+            self._say({"do": "failed", "save": job.save_id, "error": described})
 
     def finish(self, why: str, *, dead: bool) -> None:
-        """Begin no more saves; wait for the outcome of those begun, then leave.
+        """Begin no more saves, wait for the outcome of those begun, then leave the other ranks.
 
         Args:
-            why: of our trainer's end.
-            dead: it did not end in order.
+            why: why our trainer ends, for the other ranks.
+            dead: the trainer died; it did not close its writer.
         """
         if self._member is None:
             return
@@ -216,12 +254,12 @@ class Joint:
         self._say({"do": "left", "why": why})
         until = time.monotonic() + self._timeout_s + _MARGIN_S
         with self._changed:
-            # Bounded by the server's own bounds, so this one is for the case that it is stuck itself.
+            # The server bounds each save; this bound is for a server that hangs.
             self._changed.wait_for(lambda: not self._waiting, max(0.0, until - time.monotonic()))
         if self._staged is not None:
             if (run := self._answers.run) is not None:
                 run.end_uploads()
-            if self._server is not None:  # nobody else asks for anything
+            if self._server is not None:  # only rank 0's own writer asks for uploads
                 until = min(until, time.monotonic() + _LAST_S)
             self._staged.await_end(until, lambda: self._lost is not None)
         self._member.close(why)
@@ -243,42 +281,42 @@ class Joint:
         if message["do"] in ("upload", "clear", "keep"):
             if self._staged is not None:
                 self._staged.take(message)
-            elif message["do"] == "upload":  # our trainer is about to say where; it is asked for again
+            elif message["do"] == "upload":  # our trainer has not said where to yet; rank 0 asks again
                 error = named_error("StorageError", "it is just starting")
                 self._say({"do": "uploaded", "save": message["save"], "error": error})
             return
         with self._changed:
             if message["do"] == "lost":
                 self._lost = message["why"]
-                told = {save: self._lost_outcome(self._lost) for save in self._waiting}
+                outcomes = {save: self._lost_outcome(self._lost) for save in self._waiting}
             else:
-                told = {message["save"]: message}
+                outcomes = {message["save"]: message}
                 self._heard[message["save"]] = {**message, "do": "heard"}
                 _forget(self._heard)
             ready = []
-            for save, outcome in told.items():
-                one = self._waiting.get(save)
-                if one is not None and one.outcome is None:
-                    one.outcome = outcome
-                    if one.ended:
-                        ready.append(one)
-        for one in ready:
-            self._answers.later(lambda one=one: self._settle(one))  # type: ignore[misc]
+            for save, outcome in outcomes.items():
+                pending = self._waiting.get(save)
+                if pending is not None and pending.outcome is None:
+                    pending.outcome = outcome
+                    if pending.ended:
+                        ready.append(pending)
+        for pending in ready:
+            self._answers.later(lambda pending=pending: self._settle(pending))  # type: ignore[misc]
         if self._lost is not None:
             self._fail_asked(self._lost)
 
     def _again(self) -> list[Message]:
-        """Say again what a new connection (or a new server) has to know."""
+        """Return the messages that a new connection, or a new server, needs to be sent again."""
         with self._changed:
-            told: list[Message] = list(self._heard.values())
-            for one in self._waiting.values():
-                told.append(_begun(one.job))
-                if one.result is not None:
-                    told.append(one.told)
-            told += [{"do": "failed", "save": save, "error": error} for save, error in self._failed.items()]
-            told += [{"do": "want", "kind": kind} for kind in self._wants]
-            told += [{"do": "ask", "about": about} for about in self._asked]
-        return told
+            messages: list[Message] = list(self._heard.values())
+            for pending in self._waiting.values():
+                messages.append(_begun(pending.job))
+                if pending.result is not None:
+                    messages.append(pending.report)
+            messages += [{"do": "failed", "save": save, "error": error} for save, error in self._failed.items()]
+            messages += [{"do": "want", "kind": kind} for kind in self._wants]
+            messages += [{"do": "ask", "about": about} for about in self._asked]
+        return messages
 
     def _lost_outcome(self, why: str) -> Message:
         text = f"{why}; whether this save was committed is not known, the checkpoint before it stays"
@@ -299,102 +337,102 @@ class Joint:
 
     # -- the end of a save
 
-    def _settle(self, one: _Waiting) -> None:
-        """Answer the trainer; on the working thread."""
-        outcome = one.outcome
+    def _settle(self, pending: _PendingSave) -> None:
+        """Answer the trainer's call with the outcome; on the working thread."""
+        outcome = pending.outcome
         assert outcome is not None
         if outcome["error"] is not None:
             if outcome["discard"]:
-                self._discard(one)
+                self._discard(pending)
                 if self._staged is not None:
-                    self._staged.let_go(one.job.save_id)
+                    self._staged.let_go(pending.job.save_id)
             error = error_from_json(outcome["error"])
-            if one.job.run and (run := self._answers.run) is not None:
-                run.note_lost(one.job.directory, one.job.manifest, error)
-            self._answers.say_failed(one.call, error)
+            if pending.job.run and (run := self._answers.run) is not None:
+                run.note_lost(pending.job.directory, pending.job.manifest, error)
+            self._answers.say_failed(pending.call, error)
         else:
-            assert one.result is not None
+            assert pending.result is not None
             value = outcome["value"] or {}
             deleted = tuple((name, why) for name, why in value.get("deleted", ()))
-            result = replace(one.result, deleted=deleted, warnings=tuple(value.get("warnings", ())))
-            self._answers.say_done(one.call, result.to_json(), (one.committed,))
+            result = replace(pending.result, deleted=deleted, warnings=tuple(value.get("warnings", ())))
+            self._answers.say_done(pending.call, result.to_json(), (pending.committed,))
         with self._changed:
-            self._waiting.pop(one.job.save_id, None)
+            self._waiting.pop(pending.job.save_id, None)
             if not self._waiting:
                 after, self._after = self._after, []
                 for work in after:
                     self._answers.later(work)
             self._changed.notify_all()
 
-    def _discard(self, one: _Waiting) -> None:
-        """Remove our part, the part file first: what it names must be whole."""
-        job = one.job
+    def _discard(self, pending: _PendingSave) -> None:
+        """Remove our part, the part file first: the files that a part file names must be whole."""
+        job = pending.job
         with suppress(HoldfastError):
-            if is_committed(one.storage, job):
-                return  # by a writer of rank 0 that died before it could say so
-            remove_part(one.storage, job.directory, job.save_id, job.writer)
+            if is_committed(pending.storage, job):
+                return  # a writer of rank 0 has committed it and died before it reported that
+            remove_part(pending.storage, job.directory, job.save_id, job.writer)
 
     def _commit_later(self, save: str) -> None:
         self._answers.later(lambda: self._commit(save))
 
     def _commit(self, save: str) -> None:
-        """Commit what all ranks have stored, record it in the run, tell everybody."""
+        """Commit what all ranks have stored, record it in the run, send the outcome to all ranks."""
         server = self._server
         assert server is not None
         with self._changed:
-            one = self._waiting.get(save)
+            pending = self._waiting.get(save)
         try:
-            if one is None:
+            if pending is None:
                 raise HoldfastError(f"rank 0 does not know of save {save}")
             if self._staged is not None:
-                self._stage(one, server)
+                self._stage(pending, server)
                 server.committed(save, value={})
                 return
             job = PartsJob(
-                directory=one.job.directory,
+                directory=pending.job.directory,
                 save_id=save,
                 writers=tuple(range(self._world_size)),
-                manifest=one.manifest,
+                manifest=pending.manifest,
                 wait_s=_VISIBLE_S,
-                run=one.job.run,
-                overwrite=one.job.overwrite,
+                run=pending.job.run,
+                overwrite=pending.job.overwrite,
                 stored=True,
             )
-            result = commit_parts(one.storage, job, self._answers.run_of(one.job), again=one.again)
-        except Exception as error:  # noqa: BLE001 - a thread edge: all ranks hear of it
-            told = error_to_json(error)
+            result = commit_parts(pending.storage, job, self._answers.run_of(pending.job), again=pending.again)
+        except Exception as error:  # noqa: BLE001 - a thread edge: all ranks get the error
+            described = error_to_json(error)
             if isinstance(error, StorageError) or not isinstance(error, HoldfastError):
-                told["message"] = f"rank 0: {told['message']}"
-            server.committed(save, error=told)
-            if self._staged is not None and one is not None:
-                server.tell({"do": "clear", "save": save, "directory": one.job.directory})
+                described["message"] = f"rank 0: {described['message']}"
+            server.committed(save, error=described)
+            if self._staged is not None and pending is not None:
+                server.tell({"do": "clear", "save": save, "directory": pending.job.directory})
         else:
-            one.committed = result.manifest
+            pending.committed = result.manifest
             server.committed(save, value={"deleted": result.deleted, "warnings": result.warnings})
 
     def _lead(self, local: Storage, remote: Storage, limits: dict[str, Any], call: int | None) -> None:
-        """Be the one who decides what is brought when; on the working thread, where the run is open by now."""
+        """Rank 0: decide what goes to the remote and when. On the working thread, where the run is open by now."""
         run = self._answers.run
         try:
             if self._server is not None and run is not None and run.uploads is None:
                 from .uploads.staged_run import StagedRun  # as above
 
                 run.stage(partial(StagedRun, run, self._server, remote, local, MirrorLimits(**limits)))
-        except Exception as error:  # noqa: BLE001 - a thread edge: the trainer, or the next save, hears of it
+        except Exception as error:  # noqa: BLE001 - a thread edge: the trainer's call, or the next save, fails
             _LOG.warning("saves cannot be staged: %s", error)
             self._answers.say_failed(call, error)
         else:
             if call is not None:
                 self._answers.say_done(call, None)
 
-    def _stage(self, one: _Waiting, server: ControlServer) -> None:
-        """Take a save that all ranks have staged: it is on its way to the remote from now on."""
-        run = self._answers.run_of(one.job)
+    def _stage(self, pending: _PendingSave, server: ControlServer) -> None:
+        """Queue a save that all ranks have staged for its upload to the remote."""
+        run = self._answers.run_of(pending.job)
         if run is None:
             raise HoldfastError("a staged save needs an open run")
-        parts = [PartSummary.from_json(part) for part in server.parts(one.job.save_id)]
-        fields = {**one.manifest, "writers": tuple(range(self._world_size))}
-        run.stage_save(one.job.directory, one.job.save_id, assemble(one.job.directory, fields, parts))
+        parts = [PartSummary.from_json(part) for part in server.parts(pending.job.save_id)]
+        fields = {**pending.manifest, "writers": tuple(range(self._world_size))}
+        run.stage_save(pending.job.directory, pending.job.save_id, assemble(pending.job.directory, fields, parts))
 
 
 def _begun(job: SaveJob) -> Message:

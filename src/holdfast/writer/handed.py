@@ -1,16 +1,82 @@
-"""What the trainer has handed to its writer: storages and memory, by the numbers that later messages name them with."""
+"""What a trainer hands to its writer: storages and memory, by the numbers that later messages name them with."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from typing import Protocol
 
 from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
+from holdfast.storage.resolve import from_description
 
-from .frames import Attachments, Message
+from .arena import Arena
+from .frames import Message
 
-__all__ = ["Handed"]
+__all__ = ["Attachments", "Handed", "Received", "Shared"]
+
+
+class Attachments(Protocol):
+    """Where storages and arenas come from: the socket (process) or the trainer's own objects (thread)."""
+
+    def storage(self, message: Message) -> Storage:
+        """Give the storage a message tells of."""
+
+    def arena(self, message: Message) -> memoryview:
+        """Give the memory a message hands over."""
+
+    def drop(self, number: int) -> None:
+        """Let go of an arena."""
+
+
+class Received:
+    """What a writer process takes from the socket."""
+
+    def __init__(self) -> None:
+        self._arenas: dict[int, Arena] = {}
+
+    def storage(self, message: Message) -> Storage:
+        """Rebuild the storage a message describes."""
+        return from_description(message.header["description"], message.header.get("secrets"))
+
+    def arena(self, message: Message) -> memoryview:
+        """Map the arena a message hands over, and its pages in the background: direct IO needs them mapped."""
+        arena = Arena.attach(message.fds[0], message.header["size"])
+        arena.prefault(allocate=False)
+        self._arenas[message.header["number"]] = arena
+        return arena.view
+
+    def drop(self, number: int) -> None:
+        """Unmap an arena that the trainer closed."""
+        arena = self._arenas.pop(number, None)
+        if arena is not None:
+            arena.close()
+
+
+class Shared:
+    """What a writer thread takes from its trainer directly instead of through the socket."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, Storage] = {}
+        self.views: dict[int, memoryview] = {}
+
+    def share(self, arena: Arena) -> None:
+        """Keep a view of our own, so that the memory outlives `Arena.close` in the middle of a save."""
+        self.views[arena.number] = arena.view[:]
+
+    def storage(self, message: Message) -> Storage:
+        """Find the storage a message tells of."""
+        return self.storages[message.header["key"]]
+
+    def arena(self, message: Message) -> memoryview:
+        """Find the memory a message hands over."""
+        return self.views[message.header["number"]]
+
+    def drop(self, number: int) -> None:
+        """Let go of an arena."""
+        view = self.views.pop(number, None)
+        if view is not None:
+            view.release()
 
 
 class Handed:

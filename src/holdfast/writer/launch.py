@@ -13,16 +13,16 @@ import threading
 from pathlib import Path
 
 from holdfast.errors import HoldfastError
-from holdfast.storage.base import Storage
 
-from .arena import Arena, can_share_memory
-from .frames import Channel, Message
+from .arena import can_share_memory
+from .frames import Channel
+from .handed import Shared
 
-__all__ = ["Shared", "can_run_process", "launch_process", "launch_thread"]
+__all__ = ["can_run_process", "launch_process", "launch_thread"]
 
 _BOOT = (
     "import sys,json;a=json.loads(sys.argv[1]);sys.path.extend(a['paths']);"
-    "from holdfast.writer.process import main;main(a['socket'],a['trainer'])"
+    "from holdfast.writer.server import main;main(a['socket'],a['trainer'])"
 )
 
 
@@ -33,32 +33,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_launching.acquire, after_in_parent=_launching.release, after_in_child=_launching.release
     )
-
-
-class Shared:
-    """What a writer thread takes from its trainer directly instead of through the socket."""
-
-    def __init__(self) -> None:
-        self.storages: dict[int, Storage] = {}
-        self.views: dict[int, memoryview] = {}
-
-    def share(self, arena: Arena) -> None:
-        """Keep a view of our own, so that the memory outlives `Arena.close` in the middle of a save."""
-        self.views[arena.number] = arena.view[:]
-
-    def storage(self, message: Message) -> Storage:
-        """Find the storage a message tells of."""
-        return self.storages[message.header["key"]]
-
-    def arena(self, message: Message) -> memoryview:
-        """Find the memory a message hands over."""
-        return self.views[message.header["number"]]
-
-    def drop(self, number: int) -> None:
-        """Let go of an arena."""
-        view = self.views.pop(number, None)
-        if view is not None:
-            view.release()
 
 
 def can_run_process() -> bool:

@@ -10,24 +10,116 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from holdfast import errors
+from holdfast.config import Mirror
 from holdfast.run.remains import INCOMING
 
-from .containers import DIRECTORY, Container, container_from_json
-
 __all__ = [
+    "DIGEST_DIGITS",
+    "DIRECTORY",
     "BlobPlan",
+    "Container",
+    "Directory",
     "FilePlan",
     "IngestJob",
     "IngestSource",
+    "MirrorLimits",
     "PartsJob",
     "RunOpened",
+    "SafetensorsFile",
     "SaveJob",
     "SaveResult",
+    "TorchFile",
+    "container_from_json",
     "error_from_json",
     "error_to_json",
     "error_to_ranks",
     "is_incoming",
+    "limits_of",
 ]
+
+DIGEST_DIGITS = 32
+"""Length of a digest as it stands in a file: 128 bits in hexadecimal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directory:
+    """A checkpoint directory; the job says what is in it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe this value for the wire."""
+        return {"kind": "directory"}
+
+
+DIRECTORY = Directory()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SafetensorsFile:
+    """One file of safetensors.
+
+    Attributes:
+        size: bytes of the file: ``arena[:size]``.
+        lease: the lease of its name, which the writer holds (`WriterClient.take_name`); None: the name needs none.
+        data_at: where the tensors begin; the digest is of the bytes from there on.
+        digest_at: where its digits go.
+    """
+
+    size: int
+    lease: str | None
+    data_at: int
+    digest_at: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe this value for the wire."""
+        return {"kind": "safetensors", **{name: getattr(self, name) for name in self.__slots__}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchFile:
+    """One file for ``torch.load``: a zip of stored records.
+
+    Attributes:
+        size: bytes of the file: ``arena[:size]``.
+        lease: the lease of its name, which the writer holds (`WriterClient.take_name`); None: the name needs none.
+        num_records: of the zip.
+        records_at: where in the arena, behind the file, a table of them begins: start, size and entry of each in the
+            order of the file, as unsigned numbers of 64 bits. They say where its content lies, and where its CRC-32
+            (four bytes, little endian) goes in the zip's directory. It goes behind the content too, 4 bytes after it.
+        digested: the digest is of the bytes before this offset, with their checksums.
+        digest_at: where its digits go, behind ``digested``.
+    """
+
+    size: int
+    lease: str | None
+    num_records: int
+    records_at: int
+    digested: int
+    digest_at: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe this value for the wire."""
+        return {"kind": "torch", **{name: getattr(self, name) for name in self.__slots__}}
+
+
+Container = Directory | SafetensorsFile | TorchFile
+
+
+def container_from_json(data: dict[str, Any]) -> Container:
+    """Rebuild what ``to_json`` described.
+
+    Raises:
+        HoldfastError: it is of no kind that this version knows.
+    """
+    fields = {name: value for name, value in data.items() if name != "kind"}
+    if data["kind"] == "directory":
+        return DIRECTORY
+    if data["kind"] == "safetensors":
+        return SafetensorsFile(**fields)
+    if data["kind"] == "torch":
+        return TorchFile(**fields)
+    raise errors.HoldfastError(
+        f"a save into a container {data['kind']!r}: this writer knows directories, .pt and .safetensors"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +211,11 @@ class SaveJob:
 
     def to_json(self) -> dict[str, Any]:
         """Describe this job for the wire; `dataclasses.asdict` would copy deeply, and the trainer is waiting."""
-        told = {name: getattr(self, name) for name in self.__slots__}
-        told["files"] = [plan.to_json() for plan in self.files]
-        told["blobs"] = [plan.to_json() for plan in self.blobs]
-        told["container"] = self.container.to_json()
-        return told
+        body = {name: getattr(self, name) for name in self.__slots__}
+        body["files"] = [plan.to_json() for plan in self.files]
+        body["blobs"] = [plan.to_json() for plan in self.blobs]
+        body["container"] = self.container.to_json()
+        return body
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> SaveJob:
@@ -193,8 +285,8 @@ class IngestJob:
 
     def to_json(self) -> dict[str, Any]:
         """Describe this job for the wire."""
-        told = {name: getattr(self, name) for name in self.__slots__}
-        return {**told, "sources": [source.to_json() for source in self.sources]}
+        body = {name: getattr(self, name) for name in self.__slots__}
+        return {**body, "sources": [source.to_json() for source in self.sources]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> IngestJob:
@@ -288,8 +380,39 @@ class SaveResult:
         """Rebuild what `to_json` described."""
         pairs = tuple((name, why) for name, why in data["deleted"])
         runs = tuple((number, offset, nbytes) for number, offset, nbytes in data["unchanged"])
-        told = {**data, "deleted": pairs, "unchanged": runs, "warnings": tuple(data["warnings"])}
-        return cls(**told, manifest=manifest)
+        values = {**data, "deleted": pairs, "unchanged": runs, "warnings": tuple(data["warnings"])}
+        return cls(**values, manifest=manifest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorLimits:
+    """How far the remote side may be behind, and what happens then.
+
+    Attributes:
+        max_behind: checkpoints that may wait for their upload.
+        when_behind: "skip", "wait" or "raise"; the trainer does the latter two.
+        delete_after_upload: the local side keeps nothing that the remote has.
+        warn_after_s: seconds without an arrival, while something waits, after which that is said.
+    """
+
+    max_behind: int = 2
+    when_behind: str = "skip"
+    delete_after_upload: bool = False
+    warn_after_s: float = 1800.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Describe this value for the wire."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def limits_of(mirror: Mirror) -> MirrorLimits:
+    """Give the limits that a user's `Mirror` asks for."""
+    return MirrorLimits(
+        max_behind=mirror.max_behind,
+        when_behind=mirror.when_behind,
+        delete_after_upload=mirror.delete_after_upload,
+        warn_after_s=mirror.warn_after_s,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,10 +469,10 @@ def error_to_json(error: BaseException) -> dict[str, Any]:
 
 def error_to_ranks(error: BaseException) -> dict[str, Any]:
     """Describe an error of a trainer for the other ranks: one that is not Holdfast's keeps its name in the message."""
-    told = error_to_json(error)
+    described = error_to_json(error)
     if isinstance(error, errors.HoldfastError):
-        return told
-    return {**told, "type": "HoldfastError", "message": f"{told['type']}: {told['message']}"}
+        return described
+    return {**described, "type": "HoldfastError", "message": f"{described['type']}: {described['message']}"}
 
 
 def error_from_json(data: dict[str, Any]) -> errors.HoldfastError:

@@ -16,26 +16,23 @@ from holdfast.errors import CheckpointError, ConfigError, HoldfastError, RunBusy
 from holdfast.format.commit import read_manifest
 from holdfast.format.manifest import Manifest
 from holdfast.run.catalog import Catalog
-from holdfast.run.heartbeat import Heartbeat
+from holdfast.run.heartbeat import Heartbeat, draw_fence
 from holdfast.run.index import Attempt, RunIndex
 from holdfast.run.lease import Lease
 from holdfast.run.record import Record
 from holdfast.run.remains import INCOMING, sweep_hidden
-from holdfast.run.reports import highest_attempt, read_reports
+from holdfast.run.reports import Answer, ReportBuffer, check_rows, highest_attempt, read_reports
 from holdfast.run.retention import Verdict
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
-from .fencing import draw_fence
 from .messages import RunOpened
-from .reports import Answer, ReportBuffer, check_rows
 
 if TYPE_CHECKING:  # most writers never need them, and each start waits
-    from .uploads.mirror import Mirroring
-    from .uploads.plan import MirrorLimits
+    from .messages import MirrorLimits
+    from .uploads.mirror import Mirroring, RemoteSide
     from .uploads.queue import UploadQueue
     from .uploads.remote import RemoteRun
-    from .uploads.start import RemoteSide
 
 __all__ = ["Run", "StagedSaves"]
 
@@ -48,7 +45,7 @@ def _at_once(call: Callable[[], object]) -> object:
 
 
 class StagedSaves(Protocol):
-    """What a run needs of the saves that are staged on disks of several machines (`uploads.staged_run`)."""
+    """What a run needs from saves that are staged on the disks of several machines (`uploads.staged_run`)."""
 
     queue: UploadQueue
 
@@ -59,7 +56,7 @@ class StagedSaves(Protocol):
         """Bring what an earlier life has left."""
 
     def keeps(self, name: str, say: Callable[[], object]) -> bool:
-        """Keep what is said about a staged save until that arrives; false if it is none."""
+        """Call ``say`` once a staged save is at the remote; false if there is no staged save of this name."""
 
     def end(self) -> None:
         """Bring what can be brought within a bound; idempotent."""
@@ -79,8 +76,8 @@ class Run:
         self._start_id = ""
         self._protected: frozenset[str] = frozenset()
         self._later: Callable[[Callable[[], object]], object] = _at_once
-        self._gone: list[Verdict] = []  # deleted, and not told yet
-        self._unconfirmed = False  # there is a commit, and nobody has looked yet whether the lease was still ours
+        self._gone: list[Verdict] = []  # deleted, and not reported to the trainer yet
+        self._unconfirmed = False  # since the last commit it was not checked that the lease was still ours
         # Reports are written by their own thread; `resumed` writes to the same segments.
         self._segments = threading.Lock()
         self._closed = False
@@ -103,12 +100,12 @@ class Run:
 
         Args:
             storage: root of the run.
-            owner: start_id and trainer_pid, and whatever else the lease shall say.
+            owner: start_id, trainer_pid and more fields of the lease.
             keep: rules of retention as JSON.
             wait_s: how long to wait for the lease.
             again: attempt number and run id, when an earlier writer of the same trainer died.
             pause: how to wait; may raise to give up.
-            remote: the remote side of a mirrored run; ``storage`` is the local one then, and ``keep`` is of it.
+            remote: the remote side of a mirrored run; ``storage`` and ``keep`` are then those of the local side.
             later: runs a call on the working thread, now or soon.
         """
         if not owner.get("start_id"):
@@ -127,9 +124,9 @@ class Run:
             if run is not None:
                 run._reports.close()
             held = [] if run is None else [run._heartbeat]
-            for one in held if far is None else [*held, far.heartbeat]:
-                with contextlib.suppress(StorageError):  # what went wrong first says more
-                    one.close()
+            for heartbeat in held if far is None else [*held, far.heartbeat]:
+                with contextlib.suppress(StorageError):  # the first error says more
+                    heartbeat.close()
             raise
         return run, opened
 
@@ -179,16 +176,16 @@ class Run:
     def _begin_mirror(
         self, opened: RunOpened, far: RemoteRun, limits: MirrorLimits, later: Callable[[Callable[[], object]], object]
     ) -> RunOpened:
-        """Start the uploading thread, and tell of the checkpoints of both sides."""
-        from .uploads.start import start_mirror
+        """Make the queue of uploads, and add the checkpoints of the remote side to ``opened``."""
+        from .uploads.mirror import start_mirror
 
-        self._mirror, told = start_mirror(far, self._catalog, limits, changed=lambda: later(self._uploaded))
+        self._mirror, fields = start_mirror(far, self._catalog, limits, changed=lambda: later(self._uploaded))
         now = self._catalog.index.current
         has_saved = now is not None and any(row[1] == now.attempt for row in self._catalog.index.rows.values())
         if now is not None and (now.resumed_from is not None or has_saved):
-            # An earlier writer of this trainer died after the resume: nobody would say it again.
+            # An earlier writer of this trainer died after the resume: "resumed" does not come again.
             self._mirror.queue.go()
-        return replace(opened, **{**told, "swept": (*opened.swept, *told["swept"])})
+        return replace(opened, **{**fields, "swept": (*opened.swept, *fields["swept"])})
 
     # ---- staged saves, whose parts lie on the disks of several machines
 
@@ -265,12 +262,12 @@ class Run:
 
         Raises:
             RunBusyError: another process has taken the run over.
-            StorageError: nobody can say just now.
+            StorageError: the storage does not answer.
         """
         self._heartbeat.verify()
 
     def void_at(self, name: str) -> Callable[[Manifest], bool]:
-        """Give the function that tells whether a manifest under ``name`` counts for nothing."""
+        """Return a function: whether a manifest under ``name`` does not count (see `holdfast.run.fence`)."""
         return lambda manifest: self._catalog.is_void(name, manifest)
 
     def is_void(self, name: str) -> bool:
@@ -293,12 +290,12 @@ class Run:
 
         Raises:
             RunBusyError: another process had taken the run over: this checkpoint must not be counted on.
-            StorageError: nobody can say whether it counts.
+            StorageError: the storage does not answer, so it is not known whether the checkpoint counts.
         """
         with self._lock:
             self._unconfirmed = True
             if self._mirror is not None:
-                self._confirm()  # of a local disk: one more read is nothing there
+                self._confirm()  # at a local disk, where one more read is cheap
             try:
                 record = self._catalog.add(name, manifest, is_new=is_new)
                 if self._mirror is not None:
@@ -327,7 +324,7 @@ class Run:
 
     def take_events(self, events: Any) -> None:
         """Take what the trainer knows of its saves; may be called by any thread."""
-        self._catalog.index.journal.take([one for one in events if isinstance(one, dict)])
+        self._catalog.index.journal.take([event for event in events if isinstance(event, dict)])
 
     def _flush_journal(self) -> None:
         index = self._catalog.index
@@ -336,12 +333,12 @@ class Run:
                 index.flush_journal()
 
     def _announce(self, doomed: Collection[str]) -> None:
-        """Say what is about to be deleted; the same request tells that what was committed before it counts."""
+        """Announce deletions in the lease; the same request confirms that what was committed before counts."""
         self._heartbeat.announce(doomed)
         self._unconfirmed = False
 
     def _confirm(self) -> None:
-        """Make sure that what was committed counts, unless an announcement has told so already."""
+        """Make sure that what was committed counts, unless an announcement has confirmed it already."""
         if self._unconfirmed:
             self._heartbeat.verify()
         self._unconfirmed = False
@@ -427,35 +424,35 @@ class Run:
             return operations[op](**args)
 
     def _metrics(self, name: str, metrics: dict[str, Any]) -> list[str]:
-        told = self._tell_remote(name, metrics)
-        if self._is_remote_only(name, told) or self._is_staged(name, lambda: self._metrics(name, metrics)):
+        is_there = self._tell_remote(name, metrics)
+        if self._is_remote_only(name, is_there) or self._is_staged(name, lambda: self._metrics(name, metrics)):
             return []
         # `record` refuses a name that retention deleted: a sidecar there would look like a foreign checkpoint.
         self._catalog.record(name)
         self._catalog.set_metrics(name, metrics)
-        if not told:
-            self._tell_remote(name, metrics)  # it has arrived meanwhile, perhaps: then nobody has said it there
+        if not is_there:
+            self._tell_remote(name, metrics)  # the upload may have ended meanwhile
         return [gone for gone, _ in self.retain()]
 
     def _pin(self, name: str, *, on: bool = True) -> None:
-        told = self._tell_remote(name, {}, pinned=on)
-        if not (self._is_remote_only(name, told) or self._is_staged(name, lambda: self._pin(name, on=on))):
+        is_there = self._tell_remote(name, {}, pinned=on)
+        if not (self._is_remote_only(name, is_there) or self._is_staged(name, lambda: self._pin(name, on=on))):
             self._catalog.record(name)
             self._catalog.pin(name, on=on)
-            if not told:
+            if not is_there:
                 self._tell_remote(name, {}, pinned=on)  # as above
 
     def _tell_remote(self, name: str, metrics: dict[str, Any], *, pinned: bool | None = None) -> bool:
-        """Tell the remote of what came late, if it has this checkpoint; whether it has."""
+        """Send what came late to the remote if it has this checkpoint; returns whether it has."""
         mirror = self._mirror
         if mirror is None or not mirror.has(name):
             return False
-        # Also of one that the local side still has: it may go before anybody has compared the two.
+        # Also if the local side still has the checkpoint: it may go before the two sides are compared.
         mirror.late(name, metrics, pinned=pinned)
         return True
 
-    def _is_remote_only(self, name: str, told: bool) -> bool:
-        return told and name not in self._catalog.index.rows
+    def _is_remote_only(self, name: str, is_there: bool) -> bool:
+        return is_there and name not in self._catalog.index.rows
 
     def _quarantine(self, name: str, reason: str, *, side: str | None = None) -> None:
         if self._mirror is not None and side == self._mirror.uri:
@@ -479,7 +476,7 @@ class Run:
         self._reports.flush()  # they belong to the attempt that ends
         with self._segments:
             try:
-                if all(one.start_id != start_id for one in before):
+                if all(attempt.start_id != start_id for attempt in before):
                     index.end_attempt(reason, details, save=False)
                 attempt = self._register(start_id)
             except BaseException:
@@ -499,7 +496,7 @@ class Run:
         index, owner = self._catalog.index, self._heartbeat.lease.owner
         for attempt in index.attempts:
             if attempt.start_id == start_id and attempt.ended is None:
-                # Asked again: the writer before this one died after it had done so.
+                # A repeated call: the writer before died after it had registered the attempt.
                 index.rejoin(attempt, index.run_id)
                 return attempt
         fence = self._catalog.fence
@@ -519,7 +516,7 @@ class Run:
         return [verdict.name for verdict in self._catalog.discard(names, why)]
 
     def _ask(self, names: list[str]) -> None:
-        """See that the run is still ours, and say that the trainer is about to delete these itself."""
+        """Make sure that the run is still ours, and announce names that the trainer is about to delete itself."""
         self._unconfirmed = True
         if names:
             self._announce(names)
@@ -571,13 +568,13 @@ class Run:
 def _check_rejoins(storage: Storage, index: RunIndex, attempt: Attempt, owner: Mapping[str, Any]) -> None:
     """Refuse to go on with an attempt that another trainer's has followed: ours was taken over and does not know it."""
     # From the segments, too: who was taken over may have written its own run.json over that of its successor.
-    known = {**read_reports(storage)[1], **{one.attempt: one for one in index.attempts}}
-    for one in known.values():
-        if one.attempt > attempt.attempt and (one.host, one.pid) != (owner["host"], owner["trainer_pid"]):
+    known = {**read_reports(storage)[1], **{later.attempt: later for later in index.attempts}}
+    for later in known.values():
+        if later.attempt > attempt.attempt and (later.host, later.pid) != (owner["host"], owner["trainer_pid"]):
             raise RunBusyError(
-                f"{storage.uri}: attempt {attempt.attempt} was taken over, attempt {one.attempt} of process {one.pid} "
-                f"on {one.host} has followed it: this process must not write to the run any more. Start it again, and "
-                "it goes on from the newest checkpoint"
+                f"{storage.uri}: attempt {attempt.attempt} was taken over, attempt {later.attempt} of process "
+                f"{later.pid} on {later.host} has followed it: this process must not write to the run any more. Start "
+                "it again, and it goes on from the newest checkpoint"
             )
 
 

@@ -14,36 +14,20 @@ from holdfast.errors import CheckpointError, CorruptCheckpointError, HoldfastErr
 from holdfast.format.commit import PartSummary, Replaced, assemble, commit_manifest, look_before, read_manifest
 from holdfast.format.manifest import Manifest
 from holdfast.format.names import join, save_id_of
-from holdfast.format.parts import is_passing, parse_part, part_bytes, part_name, read_part
+from holdfast.format.parts import is_passing, parse_part, part_bytes, part_name
 from holdfast.storage.base import Storage
 from holdfast.storage.together import together
 
 from .messages import PartsJob, SaveJob, SaveResult
 from .open_run import Run
-from .outcome import certainly_uncommitted, committed_already, outcome
+from .save import certainly_uncommitted, committed_already, outcome
 
-__all__ = ["commit_parts", "is_committed", "stored_part"]
+__all__ = ["commit_parts", "is_committed"]
 
 _LOG = get_logger("writer")
 # Part files of dead workers' writers announce themselves to nobody: looked for ever less often.
 _LOOK_S = (0.02, 0.5)
 _AT_ONCE = 256  # part files: of ten thousand neither the bytes nor what they say has to be in memory all at once
-
-
-def stored_part(storage: Storage, job: SaveJob) -> PartSummary | None:
-    """Give the part that an earlier writer process stored for this very job: it must not be written again.
-
-    Once it is complete, somebody may commit it at any moment, and the commit takes the part file away.
-    """
-    part = read_part(storage, job.directory, job.save_id, job.writer)
-    if part is not None:
-        return part
-    try:
-        files = read_manifest(storage, job.directory).files
-    except CheckpointError:
-        return None
-    mine = tuple(one for one in files if one.writer == job.writer and save_id_of(one.path) == job.save_id)
-    return PartSummary(writer=job.writer, files=mine) if mine else None
 
 
 def is_committed(storage: Storage, job: SaveJob) -> bool:

@@ -1,34 +1,104 @@
-"""One save from job to commit, with what must happen when it fails."""
+"""One save from job to commit, what must happen when it fails, and how every kind of save ends."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from holdfast._log import get_logger
-from holdfast.errors import CheckpointExistsError, HoldfastError, StorageFullError
-from holdfast.format.commit import PartSummary, commit, look_before, remove
+from holdfast.errors import CheckpointError, CheckpointExistsError, HoldfastError, StorageError, StorageFullError
+from holdfast.format.commit import PartSummary, commit, look_before, read_manifest, remove
 from holdfast.format.manifest import Manifest
-from holdfast.format.names import MANIFEST_NAME, join
-from holdfast.format.parts import put_part
+from holdfast.format.names import MANIFEST_NAME, join, save_id_of
+from holdfast.format.parts import put_part, read_part
 from holdfast.storage.base import Storage
 
+from .arriving import Watermark, Window, WindowSource
 from .messages import BlobPlan, SaveJob, SaveResult
 from .open_run import Run
-from .outcome import certainly_uncommitted, committed_already, outcome
-from .parts import stored_part
-from .pipeline import Part, PartWriter
-from .previous_save import Previous, read_previous
+from .pipeline import Part, PartWriter, Previous, read_previous
 from .serial_executor import SerialExecutor
-from .watermark import Watermark
-from .windows import Window, WindowSource
 
-__all__ = ["SaveRunner", "Task", "probe"]
+__all__ = ["SaveRunner", "Task", "certainly_uncommitted", "committed_already", "outcome", "probe", "stored_part"]
 
 _LOG = get_logger("writer")
+
+
+def committed_already(storage: Storage, directory: str, fields: Mapping[str, Any]) -> Manifest | None:
+    """Give the manifest of the very job that has these fields, if it is there.
+
+    Raises:
+        StorageError: the storage failed: nobody can say.
+    """
+    try:
+        manifest = read_manifest(storage, directory)
+    except CheckpointError:
+        return None
+    return manifest if manifest.checkpoint_id == fields.get("checkpoint_id") else None
+
+
+def stored_part(storage: Storage, job: SaveJob) -> PartSummary | None:
+    """Give the part that an earlier writer process stored for this very job: it must not be written again.
+
+    Once it is complete, somebody may commit it at any moment, and the commit takes the part file away.
+    """
+    part = read_part(storage, job.directory, job.save_id, job.writer)
+    if part is not None:
+        return part
+    try:
+        files = read_manifest(storage, job.directory).files
+    except CheckpointError:
+        return None
+    mine = tuple(one for one in files if one.writer == job.writer and save_id_of(one.path) == job.save_id)
+    return PartSummary(writer=job.writer, files=mine) if mine else None
+
+
+def certainly_uncommitted(storage: Storage, directory: str, fields: Mapping[str, Any]) -> bool:
+    """Tell whether the files of a failed job may be removed.
+
+    An error after the manifest became visible (say, in a directory fsync) leaves a valid checkpoint: taking its files
+    away would make it a broken one.
+    """
+    try:
+        return committed_already(storage, directory, fields) is None
+    except StorageError:
+        return False
+
+
+def outcome(
+    directory: str,
+    manifest: Manifest,
+    run: Run | None,
+    *,
+    seconds: dict[str, float],
+    bytes_written: int = 0,
+    unchanged: tuple[tuple[int, int, int], ...] = (),
+    warnings: Sequence[str] = (),
+    data: bytes | None = None,
+    is_new: bool = False,
+    kind: str = "state",
+) -> SaveResult:
+    """Record a commit in its run, apply retention there, and describe it.
+
+    ``data`` is the manifest as written; nothing can lie beside a checkpoint that ``is_new``. ``kind`` is how it was
+    made (`holdfast.run.journal.JournalEvent`).
+    """
+    if run is not None:
+        run.note_saved(directory, manifest, kind=kind, durable_s=seconds.get("total"))
+    return SaveResult(
+        directory=directory,
+        manifest=manifest.to_bytes() if data is None else data,
+        bytes_total=manifest.total_bytes,
+        bytes_written=bytes_written,
+        bytes_reused=manifest.reused_bytes,
+        seconds=seconds,
+        deleted=() if run is None else run.committed(directory, manifest, is_new=is_new),
+        unchanged=unchanged,
+        warnings=tuple(warnings),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

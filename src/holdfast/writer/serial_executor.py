@@ -41,7 +41,12 @@ class SerialExecutor:
                     future.set_exception(error)
             del item, future, call  # while idle it must not keep a state's memory alive
 
-    def close(self) -> None:
-        """End the thread after what is queued."""
+    def close(self, *, wait: bool = True) -> None:
+        """End the thread after what is queued; idempotent.
+
+        Args:
+            wait: return when it has ended.
+        """
         self._queue.put(None)
-        self._thread.join()
+        if wait:
+            self._thread.join()

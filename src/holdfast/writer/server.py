@@ -1,9 +1,14 @@
-"""The writer's side of the conversation: one thread reads messages, one does the work in order."""
+"""The writer process: one thread reads the messages of its trainer, one does the work in order."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import select
+import signal
+import socket
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,28 +17,27 @@ from holdfast._log import get_logger
 from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
 
-from .arriving import Arriving, watermark
-from .containers import Directory
-from .frames import Attachments, Channel, Message
-from .handed import Handed
-from .messages import IngestJob, PartsJob, SaveJob, SaveResult, error_to_json
-from .name_leases import NameLeases
+from .arriving import Arriving, Window, WindowSource, watermark
+from .frames import Channel, Message
+from .handed import Attachments, Handed, Received
+from .messages import Directory, IngestJob, PartsJob, SaveJob, SaveResult, error_to_json
 from .open_run import Run
 from .parts import commit_parts
 from .save import SaveRunner, Task, probe
-from .windows import Window, WindowSource
 
 if TYPE_CHECKING:
     from .distributed import Joint
+    from .single_file import NameLeases
     from .uploads.files import FileUploads
 
-__all__ = ["WriterLoop"]
+__all__ = ["WriterLoop", "main"]
 
 _LOG = get_logger("writer")
 # How long a half-sent message of a dead trainer is waited for.
 _DRAIN_MS = 2000
 _HOLD_S = 1.0
 _DIED = "the trainer died"
+_NICE = 5
 
 
 class WriterLoop:
@@ -47,7 +51,7 @@ class WriterLoop:
         self._run: Run | None = None
         self._joint: Joint | None = None
         self._uploads: dict[int, FileUploads] = {}  # by the number of their target
-        self._names = NameLeases()
+        self._names: NameLeases | None = None  # made by the reading thread for the first name
         self._ending = threading.Event()
         self._end = _DIED
         self._handlers: dict[str, Callable[[Message], None]] = {
@@ -83,7 +87,8 @@ class WriterLoop:
             run = self._run  # read once: the working thread may be closing it
             if run is not None:
                 run.trainer_gone()
-            self._names.trainer_gone()
+            if self._names is not None:
+                self._names.trainer_gone()
             self._arriving.abandon_all(f"{self._end} before this save was complete")
             if self._joint is not None:
                 self._joint.finish(self._end, dead=self._end == _DIED)
@@ -222,7 +227,10 @@ class WriterLoop:
         self._later(message, lambda: self._open_run(message.header))
 
     def _take_name(self, message: Message) -> None:
-        self._later(message, lambda: self._name(message.header))
+        from .single_file import NameLeases  # not above: most writers never need it, and each start waits
+
+        names = self._names = self._names or NameLeases()
+        self._later(message, lambda: self._name(names, message.header))
 
     def _take_op(self, message: Message) -> None:
         header, run = message.header, self._run
@@ -268,7 +276,8 @@ class WriterLoop:
                 self._run.close(self._end)
         except Exception as error:  # noqa: BLE001 - a thread edge; the lease goes stale by itself
             _LOG.warning("the run could not be closed in order: %s", error)
-        self._names.close()
+        if self._names is not None:
+            self._names.close()
         self._saver.close()
 
     def _make(self, call: int, job: IngestJob | PartsJob, make: Callable[[Run | None], SaveResult]) -> None:
@@ -330,9 +339,10 @@ class WriterLoop:
         container = task.job.container
         if isinstance(container, Directory):
             return self._saver.save(task, self.run_of(task.job), self._window_done)
-        from .single_file import write_file  # not above: most writers never need it, and each start waits
+        from .single_file import NameLeases, write_file  # as above
 
-        return write_file(task, container, self._saver.side, self._names.held(container.lease))
+        lease = (self._names or NameLeases()).begin(container.lease, task.storage, task.job.directory)
+        return write_file(task, container, self._saver.side, lease)
 
     def _refuse_windows(self, call: int, error: Exception) -> None:
         for window in self._arriving.end(call):
@@ -347,7 +357,7 @@ class WriterLoop:
             raise HoldfastError("this writer has an open run: close it first, or start another writer")
         remote = None
         if (told := header.get("mirror")) is not None:
-            from .uploads.start import RemoteSide  # not above: most writers never need it, and each start waits
+            from .uploads.mirror import RemoteSide  # not above: most writers never need it, and each start waits
 
             remote = RemoteSide.from_told(self._handed.storage(told["storage"]), told)
         run, opened = Run.open(
@@ -365,14 +375,14 @@ class WriterLoop:
             run.trainer_gone()
         return opened.to_json()
 
-    def _name(self, header: dict[str, Any]) -> None:
+    def _name(self, names: NameLeases, header: dict[str, Any]) -> None:
         of = header["of"]
         if header["what"] == "take":
             storage = self._handed.storage(header["storage"])
-            self._names.take(storage, of, header["owner"], wait_s=header["wait_s"], pause=self._pause)
+            names.take(storage, of, header["owner"], wait_s=header["wait_s"], pause=self._pause)
         elif header["what"] == "give_back":
-            self._names.give_back(of)
-        elif (held := self._names.held(of)) is not None:
+            names.give_back(of)
+        elif (held := names.held(of)) is not None:
             held.verify()
 
     def _work_later(self, call: Callable[[], object]) -> None:
@@ -437,3 +447,28 @@ class WriterLoop:
 
 
 _ANSWERED = object()
+
+
+def main(socket_fd: int, trainer_fd: int) -> None:
+    """Serve one trainer until it closes or dies, then end.
+
+    Args:
+        socket_fd: our end of the socket pair.
+        trainer_fd: pidfd of the trainer, -1 where there is none.
+    """
+    # Batch systems signal every process of a job. What ends this one is the end of its trainer, after the last save.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):  # some sandboxes refuse; then we compete as an equal
+        os.nice(_NICE)
+    # Digests of small chunks keep the interpreter lock: hand it to the writing thread sooner than every 5 ms.
+    sys.setswitchinterval(0.0005)
+    for fd in (socket_fd, trainer_fd):
+        if fd >= 0:
+            os.set_inheritable(fd, False)
+    loop = WriterLoop(Channel(socket.socket(fileno=socket_fd)), Received(), trainer_fd=trainer_fd)
+    loop.serve()
+    # An upload that hangs in its client must not keep this process; what it did not finish, the next start does.
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+    os._exit(0)

@@ -6,27 +6,31 @@ whole file is durable its name means the file before it, or nothing.
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import xxhash
 
-from holdfast.errors import StorageConflictError, StorageExistsError, StorageNotFoundError
+from holdfast._log import get_logger
+from holdfast.errors import HoldfastError, StorageConflictError, StorageError, StorageExistsError, StorageNotFoundError
 from holdfast.format.digest import chunk_digests, file_digest
 from holdfast.run.heartbeat import Heartbeat
+from holdfast.run.lease import Lease
 from holdfast.storage.base import BLOCK, FileWriter, Storage
 
-from .containers import DIGEST_DIGITS, SafetensorsFile, TorchFile
-from .messages import SaveResult
+from .arriving import Watermark
+from .messages import DIGEST_DIGITS, SafetensorsFile, SaveResult, TorchFile
 from .save import Task
 from .serial_executor import SerialExecutor
-from .watermark import Watermark
 
-__all__ = ["write_file"]
+__all__ = ["NameLeases", "write_file"]
 
+_LOG = get_logger("writer")
 _VIEW = 64 << 20
 _PIECE = 1 << 20  # both checksums of a piece are taken while it is in the processor's cache
 _RISE = 8 << 20
@@ -34,6 +38,106 @@ _ROW = struct.Struct("<QQQ")
 
 Publish = Callable[..., object]
 """Takes ``if_absent`` and ``if_match``, as `Storage.put` does."""
+
+
+class NameLeases:
+    """Belongs to the working thread, apart from `trainer_gone`."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Heartbeat] = {}
+        # What could not be taken again after an earlier writer had died: why, and another trial.
+        self._lost: dict[str, tuple[HoldfastError, Callable[[], None]]] = {}
+        self._is_trainer_gone = False
+        self._swept: set[tuple[str, str]] = set()  # folders by lease
+
+    def take(
+        self,
+        storage: Storage,
+        of: str,
+        owner: Mapping[str, Any],
+        *,
+        wait_s: float,
+        pause: Callable[[float], None],
+    ) -> None:
+        """Be the only one who writes files of a name.
+
+        Args:
+            storage: the folder.
+            of: eight hex digits that stand for the name.
+            owner: start_id and trainer_pid.
+            wait_s: how long to wait for an owner that may be dead.
+            pause: how to wait; may raise to give up.
+
+        Raises:
+            RunBusyError: another live process does.
+        """
+        if of in self._held:
+            return
+        try:
+            lease = Lease.acquire(storage, {**owner, "pid": os.getpid()}, wait_s=wait_s, sleep=pause, of=of)
+        except HoldfastError as error:
+            self._lost[of] = error, partial(self.take, storage, of, owner, wait_s=wait_s, pause=pause)
+            raise
+        self._lost.pop(of, None)
+        held = Heartbeat(lease)
+        self._held = {**self._held, of: held}  # a new one: the reading thread may be walking through the other
+        if self._is_trainer_gone:
+            held.trainer_gone()
+
+    def held(self, of: str | None) -> Heartbeat | None:
+        """Return the lease of a name; None for a file that needs none.
+
+        Raises:
+            HoldfastError: it was not taken, or not taken again.
+        """
+        if of is None:
+            return None
+        if of in self._lost:
+            error, again = self._lost[of]
+            if not isinstance(error, StorageError):
+                raise error
+            again()  # the storage did not answer then
+        if of not in self._held:
+            raise HoldfastError(f"this writer does not hold the lease {of} of that file name: call take_name first")
+        return self._held[of]
+
+    def begin(self, of: str | None, storage: Storage, path: str) -> Heartbeat | None:
+        """Return the lease under which the file ``path`` is about to be written; see `held`.
+
+        Before the first file of each folder this removes what killed writers have left there: a big file under a
+        temporary name. A local disk does that by itself and knows the living by their locks; elsewhere the storage
+        goes by age (`Storage.tidy`), so that the files of other trainers in the same folder stay.
+        """
+        held, folder = self.held(of), path.rpartition("/")[0]
+        if of is not None and storage.local_root is None and (of, folder) not in self._swept:
+            self._swept.add((of, folder))
+            try:
+                storage.tidy(folder)
+            except HoldfastError as error:
+                _LOG.warning("what killed writers left in %s/%s stays for now: %s", storage.uri, folder, error)
+        return held
+
+    def give_back(self, of: str) -> None:
+        """Let others have a name; nothing to do for one that is not held. A lease that cannot go goes stale."""
+        held = self._held.get(of)
+        self._held = {name: one for name, one in self._held.items() if name != of}
+        self._lost.pop(of, None)
+        try:
+            if held is not None:
+                held.close()
+        except Exception as error:  # noqa: BLE001 - one that fails must not keep the others, nor the writer
+            _LOG.warning("a lease could not be given back, it goes stale by itself: %s", error)
+
+    def trainer_gone(self) -> None:
+        """Let others know that only this writer is left, which will end soon: they wait instead of giving up."""
+        self._is_trainer_gone = True
+        for held in self._held.values():
+            held.trainer_gone()
+
+    def close(self) -> None:
+        """Give all of them back."""
+        for of in list(self._held):
+            self.give_back(of)
 
 
 def write_file(

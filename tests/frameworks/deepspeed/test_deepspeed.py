@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import zero_cases
+from launch_kit import run_killed_then_again
 from object_kit import moto_bucket
 
 import holdfast as hf
 import holdfast.deepspeed
-from launch_kit import run_killed_then_again
 
 
 def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:

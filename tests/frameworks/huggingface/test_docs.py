@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from docs_kit import ROOT, page_test, run_example
 
 test_python_blocks_run = page_test("huggingface")

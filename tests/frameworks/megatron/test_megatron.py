@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import tp_cases
+from launch_kit import run_killed_then_again
 from object_kit import moto_bucket
 
 import holdfast as hf
 import holdfast.megatron
-from launch_kit import run_killed_then_again
 
 
 def whole(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from typing import Any
 
 import optuna
 import pytest
+from docs_kit import ROOT
 from object_kit import moto_bucket
 from search import RATES, STEPS
 
 import holdfast as hf
-from docs_kit import ROOT
 from holdfast.optuna import TidyTrials, resume_killed, trial_path
 
 

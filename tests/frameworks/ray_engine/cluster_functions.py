@@ -90,6 +90,7 @@ def steps(config: dict[str, Any]) -> None:
         dist.all_reduce(change)
         state = {"total": state["total"] + change, "step": step + 1}
         if attempt() == 1 and step == config.get("die_at") and rank == 1:
+            Path(config["folder"], "died").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
         hf.report({"step": step + 1, "size": size, "total": state["total"][0].item()}, state=state)
         if attempt() == 1 and step == config.get("wait_at"):
@@ -129,7 +130,7 @@ def agreed(config: dict[str, Any]) -> None:
 
 
 def directories(config: dict[str, Any]) -> None:
-    """Report a directory of this node's own, from every rank."""
+    """Report a directory of this node's own, from every rank; then metrics, as fast as they are taken."""
     import tempfile
 
     context = hf.get_context()
@@ -137,8 +138,7 @@ def directories(config: dict[str, Any]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, f"rank-{context.get_world_rank()}.txt").write_text(f"{number}")
             hf.report({"number": number}, checkpoint=hf.Checkpoint.from_directory(folder))
-
-
-def many_reports(config: dict[str, Any]) -> None:
+    begun = time.time()
     for number in range(config["count"]):
         hf.report({"number": number})
+    note(config, begun=begun)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import time
 from collections.abc import Callable
@@ -29,27 +28,56 @@ _STORE = 80 << 20
 
 
 class Nodes:
-    """Nodes of a cluster besides its head."""
+    """Nodes of a cluster besides its head. Those that a test has left as they were serve the next one."""
 
     def __init__(self, cluster: Any, dashboard: str) -> None:
         self._cluster = cluster
         self.address: str = cluster.address
         self.dashboard = dashboard
         self._added: list[Any] = []
+        self._sizes: dict[int, int] = {}  # CPUs of nodes that are as they were, by the id of the object
+        self._idle: list[Any] = []  # left by an earlier test
 
     def add(self, *cpus: int) -> list[Any]:
         """Add nodes with so many CPUs each."""
-        added = [self._cluster.add_node(num_cpus=count, object_store_memory=_STORE, wait=False) for count in cpus]
+        added = [self._reuse(count) for count in cpus]
+        self._remove_idle()
+        for place, count in enumerate(cpus):
+            if added[place] is None:
+                node = added[place] = self._cluster.add_node(num_cpus=count, object_store_memory=_STORE, wait=False)
+                self._sizes[id(node)] = count
         self._added += added
         self._cluster.wait_for_nodes(timeout=LIMIT_S)
         return added
 
-    def add_with_gpus(self, *, cpus: int, gpus: int) -> None:
-        """Add a node that says it has GPUs."""
-        self._added.append(self._cluster.add_node(num_cpus=cpus, num_gpus=gpus, object_store_memory=_STORE))
+    def add_with(self, **options: Any) -> Any:
+        """Add a node with these options of `Cluster.add_node`."""
+        self._remove_idle()
+        self._added.append(self._cluster.add_node(**options, object_store_memory=_STORE))
+        return self._added[-1]
+
+    def _reuse(self, cpus: int) -> Any:
+        found = next((node for node in self._idle if self._sizes[id(node)] == cpus), None)
+        if found is not None:
+            self._idle.remove(found)
+        return found
+
+    def _remove_idle(self) -> None:
+        for node in self._idle:
+            self._cluster.remove_node(node)
+        gone = {node.node_id for node in self._idle}
+        self._idle = []
+        wait_until(
+            lambda: not any(node["Alive"] and node["NodeID"] in gone for node in ray.nodes()), "idle nodes are gone"
+        )
+
+    def spoil(self, node: Any) -> None:
+        """Note that a node is not what it was: it is removed after the test."""
+        self._sizes.pop(id(node), None)
 
     def kill(self, node: Any) -> None:
         """End a raylet without a word."""
+        self.spoil(node)
         self._added.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
 
@@ -60,17 +88,22 @@ class Nodes:
 
     def drain(self, node: Any, seconds: float) -> None:
         """Announce that a node goes, as a cloud does that wants a machine back."""
+        self.spoil(node)
         client = ray._raylet.GcsClient(address=self.address)
         deadline = int((time.time() + seconds) * 1000)
         accepted, why = client.drain_node(node.node_id, 2, "spot", deadline)  # 2: preemption
         assert accepted, why
 
-    def remove_all(self) -> None:
-        """Remove all nodes, and wait until the cluster knows it."""
+    def release(self) -> None:
+        """End a test: remove what is not as it was, and wait until the cluster knows it."""
         for node in self._added:
-            self._cluster.remove_node(node)
+            if id(node) in self._sizes and node.all_processes["raylet"][0].process.poll() is None:
+                self._idle.append(node)
+            else:
+                self._cluster.remove_node(node)
         self._added = []
-        wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 1, "the nodes are gone")
+        left = 1 + len(self._idle)
+        wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == left, "the other nodes are gone")
 
     def shutdown(self) -> None:
         ray.shutdown()
@@ -106,17 +139,6 @@ def wait_until(met: Callable[[], Any], what: str, timeout_s: float = LIMIT_S) ->
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s:.0f} s"
         time.sleep(0.05)
     return value
-
-
-def wait_gone(pid: int) -> None:
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        assert select.select([fd], [], [], LIMIT_S)[0], f"{pid} still runs"
-    finally:
-        os.close(fd)
 
 
 def kill(pid: int) -> None:

@@ -32,6 +32,6 @@ def head() -> Iterator[Nodes]:
 
 @pytest.fixture
 def nodes(head: Nodes) -> Iterator[Nodes]:
-    """The cluster; what a test adds to it is gone after the test."""
+    """The cluster; it has the nodes that a test adds to it, and no others once it has added one."""
     yield head
-    head.remove_all()
+    head.release()

@@ -6,18 +6,21 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 from cluster_functions import agreed, notes
-from cluster_kit import LIMIT_S, Nodes, trainer, wait_gone, wait_until
+from cluster_kit import LIMIT_S, Nodes, trainer, wait_until
 from engine_kit import fitting
+from process_kit import wait_gone
 from test_ray_engine import live_groups, steps, waiting
 
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 SCRIPT = Path(__file__).resolve().parent / "gone_script.py"
+NOTICED_S = 5.0
 
 
 def test_a_raylet_that_hangs(nodes: Nodes, tmp_path: Path) -> None:
@@ -31,6 +34,7 @@ def test_a_raylet_that_hangs(nodes: Nodes, tmp_path: Path) -> None:
     with fitting(trainer(tmp_path, agreed, failures=1, config={"go_on": 2, "count": True}), LIMIT_S) as future:
         first = waiting(tmp_path, 2, future, "begun")
         node = nodes.of(first[0]["agent"])
+        nodes.spoil(node)
         raylet = node.all_processes["raylet"][0].process
         raylet.send_signal(signal.SIGSTOP)
         try:
@@ -38,7 +42,7 @@ def test_a_raylet_that_hangs(nodes: Nodes, tmp_path: Path) -> None:
             wait_until(lambda: steps_done() > before + 20, "it trains on")
             assert alive(node)
             wait_until(lambda: not alive(node), "the node is declared dead")
-            wait_gone(first[0]["pid"])
+            assert wait_gone(first[0]["pid"])
             result = future.result(LIMIT_S)
         finally:
             raylet.send_signal(signal.SIGCONT)
@@ -72,7 +76,10 @@ def test_node_killed_with_a_spare(nodes: Nodes, tmp_path: Path) -> None:
     with fitting(trainer(tmp_path, steps, failures=2, config={"wait_at": 2, "again_at": 4}), LIMIT_S) as future:
         first = waiting(tmp_path, 2, future)
         nodes.kill(node := nodes.of(first[0]["agent"]))
-        wait_gone(first[0]["pid"])
+        killed = time.monotonic()
+        assert wait_gone(first[0]["pid"])
+        assert wait_gone(first[1]["pid"])  # the survivor is ended once the death is noticed
+        assert time.monotonic() - killed < NOTICED_S
         wait_until(lambda: len(list(tmp_path.glob("again-*"))) == 2, "the workers wait again")
         second = notes(tmp_path, 2)
         wait_until(lambda: not alive(node), "Ray has declared the node dead")

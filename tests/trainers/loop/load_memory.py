@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import torch
+from memory_kit import peak_bytes
 from torch.nn import functional
 
 import holdfast as hf
-from memory_kit import peak_bytes
 
 WIDTH, LAYERS = 1024, 24  # 96 MiB of weights, 288 MiB with the optimizer's state
 

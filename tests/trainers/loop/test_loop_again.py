@@ -256,7 +256,7 @@ def test_damage_here_is_made_good_from_there(tmp_path: Path, suffix: str, capsys
     again = plain(tmp_path / "runs", max_duration="6ba", **options)
     assert int(again.state.timestamp.batch) == 4
     assert f"set aside ba4{suffix}" in capsys.readouterr().err
-    again._site.open()
+    again._group.open()
     assert (tmp_path / "runs" / "latest-rank0").resolve().name == f"ba2{suffix}"  # of the good ones here
     again.fit()
     again.close()

@@ -30,10 +30,9 @@ from holdfast.trainers.loop.saving.folder import SaveFolder
 from holdfast.trainers.loop.training.ranks import Ranks
 from holdfast.writer.client import SaveFuture
 from holdfast.writer.messages import SaveJob
-from holdfast.writer.name_leases import NameLeases
 from holdfast.writer.save import Task
 from holdfast.writer.serial_executor import SerialExecutor
-from holdfast.writer.single_file import write_file
+from holdfast.writer.single_file import NameLeases, write_file
 
 
 def claims(folder: Path, ranks: Ranks | None = None) -> FileLeases:

@@ -18,7 +18,7 @@ from typing import Any
 import file_crashes as kit
 import pytest
 import torch
-from engine_kit import wait_gone
+from process_kit import wait_gone
 
 from holdfast.errors import CorruptCheckpointError, RunBusyError, StorageError
 from holdfast.state.save.torch_file import TorchFileWriter

@@ -376,7 +376,7 @@ def test_libcloud_object_store(tmp_path: Path) -> None:
 def test_running_twice_is_refused(tmp_path: Path, suffix: str) -> None:
     """A folder that a live trainer saves to is busy, even for another trainer of the same process."""
     first = plain(tmp_path, save_filename="ep{epoch}" + suffix)
-    first._site.open()
+    first._group.open()
     try:
         with pytest.raises(hf.RunBusyError, match=r"in use by process .* by this very process: close\(\)"):
             plain(tmp_path, save_filename="ep{epoch}" + suffix, autoresume=True)

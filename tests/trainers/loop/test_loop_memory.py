@@ -23,7 +23,7 @@ LIMIT_MIB = 64  # of 288, or 96
 def test_peak_of_a_load(tmp_path: Path, suffix: str) -> None:
     """A file is mapped and goes to the live tensors piece by piece."""
     command = [sys.executable, str(Path(__file__).with_name("load_memory.py")), str(tmp_path), suffix]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests" / "kits")])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < LIMIT_MIB

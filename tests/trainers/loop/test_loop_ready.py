@@ -27,7 +27,7 @@ class Looks(Callback):
         self.seen: list[bool] = []
 
     def batch_start(self, state: Any, logger: Any) -> None:
-        self.seen += [one._track._snapshotter.arena is not None for one in state.callbacks if hasattr(one, "_track")]
+        self.seen += [one._saves._snapshotter.arena is not None for one in state.callbacks if hasattr(one, "_saves")]
 
 
 @pytest.mark.parametrize("name", ["ep{epoch}", "ep{epoch}.pt"])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from loop_kit import Crash, CrashAt, plain
+from object_kit import BUCKET, KEY, SECRET, moto, s3_environment
 
 import holdfast as hf
 from holdfast.callbacks import CheckpointSaver
@@ -22,9 +23,6 @@ from holdfast.storage.resolve import resolve
 from holdfast.testing import assert_state_equal
 from holdfast.testing.crash import wait_until
 from holdfast.testing.fault_proxy import Exchange, Fault, FaultProxy
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "storage"))
-from object_kit import BUCKET, KEY, SECRET, moto, s3_environment
 
 
 @pytest.fixture(scope="module")
@@ -154,10 +152,15 @@ def test_uploads_to_a_bucket_that_is_down_for_a_while(
     assert "NOT uploaded to" in caplog.text
     for batch in (4, 8, 12):
         assert hf.Checkpoint(f"s3://{BUCKET}/away/r/checkpoints/ba{batch}").verify().ok
-    proxy.inject(Fault(kind="503", path="/ba12", times=None))
-    with pytest.raises(StorageUnavailableError, match=r"1 upload\(s\) to .* are missing"):
-        plain(tmp_path / "two", loggers=uploader("gone"), **options).fit()
+    proxy.inject(Fault(kind="503", path="/gone/", times=None))
+    trainer = plain(tmp_path / "two", loggers=uploader("gone"), **options)
+    (tmp_path / "notes").write_text("of the user, who may remove it")
+    trainer.logger.upload_file("r/notes", tmp_path / "notes", overwrite=True)
+    with pytest.raises(StorageUnavailableError, match=r"4 upload\(s\) to .* are missing") as raised:
+        trainer.fit()
     assert hf.Checkpoint(tmp_path / "two" / "ba12").verify().ok
+    kept = str(raised.value).rpartition("there are copies: ")[2]
+    assert Path(kept).read_text() == "of the user, who may remove it"
 
 
 def test_uploads_through_faults(proxy: FaultProxy, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -19,6 +20,7 @@ from holdfast.loggers import RemoteUploaderDownloader
 from holdfast.run.catalog import Catalog
 from holdfast.storage.memory import MemoryStorage
 from holdfast.storage.resolve import resolve
+from holdfast.testing.crash import wait_until
 from holdfast.trainers.loop.saving.file_leases import FileLeases
 from holdfast.trainers.loop.saving.files import read_note
 from holdfast.trainers.loop.saving.folder import check_link, link_latest
@@ -121,6 +123,28 @@ def test_savers_side_by_side(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     weights = safetensors.load_file(tmp_path / "st" / "ba12.safetensors")
     assert torch.equal(weights["weight"], trainer.state.model.weight)
+
+
+def test_a_saver_in_a_second_trainer_begins_anew(tmp_path: Path) -> None:
+    """As in a sweep in one process: the second run is kept, linked and uploaded like the first, from its own folder."""
+    saver = CheckpointSaver(
+        str(tmp_path / "{run_name}"), "ba{batch}", save_interval="2ba", num_checkpoints_to_keep=2,
+        remote_file_name="{run_name}/ba{batch}",
+    )  # fmt: skip
+    for run in ("a", "b"):
+        uploader = RemoteUploaderDownloader(str(tmp_path / "bucket"))
+        model = torch.nn.Linear(4, 3)
+        trainer = plain(run_name=run, callbacks=saver, loggers=uploader, model=model)
+        trainer.fit()
+        trainer.close()
+        assert names(tmp_path / run) == ["ba10", "ba12"]
+        assert (tmp_path / run / "latest-rank0").resolve() == tmp_path / run / "ba12"
+        assert trainer.saved_checkpoints == [str(tmp_path / run / name) for name in ("ba10", "ba12")]
+        for name in ("ba10", "ba12"):
+            found = hf.load(tmp_path / "bucket" / run / name)["state"]["model"]
+            here = hf.load(tmp_path / run / name)["state"]["model"]
+            assert torch.equal(found["weight"], here["weight"])
+        assert torch.equal(here["weight"], model.weight)
 
 
 @pytest.mark.parametrize("suffix", ["", ".pt"])
@@ -360,8 +384,15 @@ def test_an_upload_that_was_cut_off_is_made_up_for(tmp_path: Path, suffix: str) 
     assert set(names(tmp_path / "runs")) == {one for one in before if one != f"ba{now}{suffix}"}
 
 
-def test_one_upload_that_is_refused_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Uploads that ended together: what is refused for good is raised, the others are told of and tried again."""
+def test_one_upload_that_is_refused_hides_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uploads that ended together: what is refused for good is raised, the others are said and tried again.
+
+    The copies of what is refused are gone by then, those of the others once they are uploaded.
+    """
+    (copies := tmp_path / "copies").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(copies))
     met = threading.Barrier(4)
     errors: dict[str, Exception] = {
         "a": hf.StoragePermissionError("a is refused"), "b": hf.StorageUnavailableError("b: nobody answers"),
@@ -381,12 +412,14 @@ def test_one_upload_that_is_refused_hides_no_other(tmp_path: Path, caplog: pytes
     for name in "abcd":
         uploader.upload_file(name, str(tmp_path / "file"))
     wait([one.ended for one in uploader._sent], timeout=60)
+    assert len(list(copies.iterdir())) == 2
     met = threading.Barrier(2)
     with pytest.raises(hf.StoragePermissionError, match="a is refused"):
         uploader.batch_checkpoint(None, None)  # type: ignore[arg-type]
     assert all(text in caplog.text for text in ("b: nobody answers", "c is refused", "d: nobody answers"))
     uploader.wait()
     assert sorted(info.path for info in bucket.list("")) == ["b", "d"]
+    wait_until(lambda: not list(copies.iterdir()))
     uploader.close(None, None)  # type: ignore[arg-type]
 
 

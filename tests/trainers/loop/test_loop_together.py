@@ -18,7 +18,8 @@ from holdfast.storage.memory import MemoryStorage
 from holdfast.trainers.loop.saving.finder import FolderEntry
 from holdfast.trainers.loop.saving.folder import SaveFolder
 from holdfast.trainers.loop.saving.load import LoadOptions, load_from
-from holdfast.trainers.loop.saving.post_commit import Destinations, PostCommit
+from holdfast.trainers.loop.saving.naming import Destinations
+from holdfast.trainers.loop.saving.post_commit import PostCommit
 from holdfast.trainers.loop.saving.restart import StartingPoint
 from holdfast.trainers.loop.training import save_policy as pace_module
 from holdfast.trainers.loop.training.ranks import TIMEOUT_S, Ranks
@@ -152,9 +153,15 @@ def test_a_checkpoint_is_uploaded_before_it_is_deleted() -> None:
     """With num_to_keep=0 another upload may end while a checkpoint is handed over to its own."""
     events: list[str] = []
 
-    def uploads_of(saver: Any) -> list[Any]:
-        kept._retain()  # another upload ends
-        return [SimpleNamespace(upload=upload)]
+    class Alone(Ranks):
+        @property
+        def leads(self) -> bool:  # asked while a commit is taken in
+            kept._retain()  # another upload ends
+            return True
+
+        @leads.setter
+        def leads(self, value: bool) -> None:
+            pass
 
     def upload(storage: Any, saved: FolderEntry, *names: Any, after: Any) -> None:
         kept._retain()
@@ -163,13 +170,15 @@ def test_a_checkpoint_is_uploaded_before_it_is_deleted() -> None:
 
     folder: Any = SimpleNamespace(
         storage=MemoryStorage("kept"),
-        ranks=Ranks(),
-        is_remote=False,
+        ranks=Alone(),
         is_held=lambda claim: True,
         delete=lambda one, claim: events.append(f"deletes {one.name}"),
     )
-    site: Any = SimpleNamespace(uploads_of=uploads_of, tell=lambda checkpoint: None, source=None, begun=False)
-    kept = PostCommit(SimpleNamespace(keep=None, num_to_keep=0, claim=None), site, folder)  # type: ignore[arg-type]
+    uploader: Any = SimpleNamespace(upload=upload)
+    names: Any = None  # nothing here asks for them
+    kept = PostCommit(
+        names, folder, [uploader], claim=None, keep=None, keeps_none=True, announce=lambda checkpoint: None
+    )
     saved = FolderEntry(name="ba1", container="directory")
     kept.add(saved, Destinations(None, "ba1", None))
     assert events == ["uploads ba1", "deletes ba1"]

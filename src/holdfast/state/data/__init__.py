@@ -1,5 +1,5 @@
 """The data side of training.
 
-The order of samples (`order`, `split`), where training is in it (`batches`, `position`), and randomness kept apart from
-that of the model (`seeding`, `worker_seeds`).
+The order of samples (`order`, `split`), where training is in it (`batches`), and randomness kept apart from that of the
+model (`seeding`, `loaders`).
 """

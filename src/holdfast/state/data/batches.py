@@ -5,7 +5,7 @@ Three kinds of loader, from best to worst:
 - ``map``: a `DataLoader` over a map-style dataset. The order is a function of (seed, epoch), the position a number of
   samples, seeking costs nothing.
 - ``stateful``: the loader has ``state_dict`` and ``load_state_dict`` itself; the position holds its state.
-- ``count``: any other iterable. The position is a number of batches, which a resume draws and throws away, said aloud.
+- ``count``: any other iterable. The position is a number of batches; a resume draws and drops them, with a warning.
 
 None of them moves the global generators that training draws from (with ``seed_samples=False`` the loader's own code
 still may, as it would without Holdfast).
@@ -25,16 +25,18 @@ from torch.utils.data import DataLoader, IterableDataset
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError, StateMismatchError
 
-from .clone import clone_of
+from ..tree.values import PerRank
+from .loaders import clone_of
 from .order import MapOrder
-from .position import elsewhere, said
 from .seeding import SampleKey, SampleKeys, Stream, generators_kept, mix
 from .split import split_of
 
-__all__ = ["ResumableBatches"]
+__all__ = ["ResumableBatches", "elsewhere", "of_this_rank", "said", "with_ranks_apart"]
 
 _logger = get_logger("data")
 _END = object()
+# Remarks about data that this process has made, in the log or at the start of a run: once is enough.
+said: set[str] = set()
 
 
 # Loaders with state that ended this epoch in this process: they go on by themselves.
@@ -56,15 +58,15 @@ class ResumableBatches:
         seed_samples: seed python, NumPy and torch (CPU) from (seed, epoch, index) before each ``__getitem__``, so
             that augmentation is the same for any number of workers and after any resume (an unseeded
             ``numpy.random.default_rng()`` cannot be reached); a loader without indices gets its own stream of random
-            numbers for the epoch. In workers of a loader with its own state, random numbers stay that loader's affair.
-        rank: number of this rank; only rank 0 says things.
+            numbers for the epoch. In workers of a loader with its own state, that loader decides about random numbers.
+        rank: number of this rank; only rank 0 logs remarks.
         world_size: number of ranks, to count samples over all of them.
-        split: deal the samples of a map-style loader out to all ranks, or as (rank, num_ranks) says, if its sampler
+        split: deal the samples of a map-style loader out to all ranks, or as (rank, num_ranks) gives it, if its sampler
             knows nothing of ranks; False: each rank gets all of them.
-        remarks: say what is worth knowing about this loader; False for one that is only counted.
+        remarks: log what is worth knowing about this loader; False for a loader that is only counted.
 
     Raises:
-        ConfigError: what is to be split cannot be, or the loader hides its position.
+        ConfigError: the loader cannot be split, or hides its position.
         StateMismatchError: the position is that of another kind of loader.
 
     Example:
@@ -316,9 +318,9 @@ class ResumableBatches:
         if before == order.replicas:
             return
         if not self._done:
-            # Ranks that get the same samples (of one tensor-parallel group, or one pipeline) count once.
-            told = {**position, "world_size": before, "inner": {**begun, **now}}
-            self._say(elsewhere(told, order.replicas), once=True)
+            # Ranks that get the same samples (a tensor-parallel group, a pipeline) count once.
+            moved = {**position, "world_size": before, "inner": {**begun, **now}}
+            self._say(elsewhere(moved, order.replicas), once=True)
         if not order.divides:
             self._samples -= self._samples % order.replicas
 
@@ -356,7 +358,7 @@ def _kind(loader: Any) -> str:
         )
     if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
         return "stateful"
-    # A subclass that only prepares arguments is still a DataLoader; one with its own __iter__ is anything.
+    # A subclass that only prepares arguments is still a DataLoader; a subclass with its own __iter__ may be anything.
     if (
         isinstance(loader, DataLoader)
         and not isinstance(loader.dataset, IterableDataset)
@@ -384,3 +386,52 @@ def batch_length(batch: Any) -> int:
             batch = batch[0]
         else:
             return len(batch) if isinstance(batch, (list, tuple)) else 1
+
+
+def with_ranks_apart(position: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Mark what differs between ranks: the state of a loader that keeps its own. All else is equal."""
+    if position["kind"] != "stateful" or isinstance(position["inner"], PerRank):
+        return position
+    return {**position, "inner": PerRank(position["inner"])}
+
+
+def of_this_rank(position: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Undo `with_ranks_apart`, for a position that did not go through a checkpoint."""
+    inner = position["inner"]
+    return {**position, "inner": inner.value} if isinstance(inner, PerRank) else position
+
+
+def elsewhere(position: Mapping[str, Any], world_size: int) -> str:
+    """Say what becomes of a position in an epoch when ``world_size`` ranks go on from it and not as many as saved it.
+
+    Args:
+        position: what `ResumableBatches.state_dict` returned.
+        world_size: number of ranks now.
+    """
+    before, epoch = int(position.get("world_size", world_size)), position["epoch"]
+    if position["kind"] == "map" and (position["inner"] or {}).get("divides", True):
+        return (
+            f"data: the rest of epoch {epoch} after {position['samples']} samples is split over {world_size} rank(s), "
+            f"was {before}"
+        )
+    if position["kind"] == "map":
+        return (
+            f"data: {position['inner']['sampler']} splits epoch {epoch} over the ranks by itself ({world_size} now, "
+            f"{before} before): whether its rest holds each sample exactly once is not known. A sampler that knows "
+            "nothing of ranks, or a DistributedSampler, is split again exactly"
+        )
+    if position.get("elastic"):
+        return (
+            f"data: epoch {epoch} goes on with {world_size} rank(s), was {before}: its loader is elastic and splits "
+            "the rest by itself"
+        )
+    if position["kind"] == "stateful":
+        return (
+            f"data: a loader with its own state has one for each of {before} rank(s), which cannot be split again over "
+            f"{world_size}: epoch {epoch} begins anew. A DataLoader over a map-style data set is split again exactly"
+        )
+    return (
+        f"data: a loader without indices cannot be split again from {before} to {world_size} rank(s): each draws as "
+        f"many batches again as make {position['samples']} samples on all of them, which is exact only if rank r has "
+        "every n-th sample from the r-th on"
+    )

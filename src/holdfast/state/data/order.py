@@ -31,7 +31,7 @@ class MapOrder:
     """The batches of indices of one epoch of a map-style `DataLoader`.
 
     Args:
-        loader: the loader, whose sampler is told the epoch.
+        loader: the loader, whose sampler gets the epoch.
         seed: with ``epoch`` it decides what no sampler decides by itself.
         epoch: number of the epoch.
         world_size: number of ranks.
@@ -39,14 +39,14 @@ class MapOrder:
         begun: the `recipe` with which this epoch was begun: it is finished in that order.
 
     Attributes:
-        replicas: over how many ranks the samples are split; 1 when every rank sees the same ones.
+        replicas: over how many ranks the samples are split; 1 if every rank sees the same samples.
         part: number of this rank among those that get different samples.
         recipe: how the order of a whole data set comes about; None where only the sampler knows.
         divides: whether any number of ranks can go on behind any position, each sample once.
         auto_batch: whether the loader makes batches (and collates lists of samples).
 
     Raises:
-        ConfigError: ``split`` and batches that somebody else puts together.
+        ConfigError: ``split`` with a batch sampler that is not torch's.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class MapOrder:
         self._sampler: Any = loader.sampler
         self._batch_sampler: Any = None
         if self.auto_batch and type(batch_sampler) is BatchSampler:
-            # Both what DataLoader made itself and one passed in: three numbers say everything.
+            # DataLoader's own batch sampler or one passed in: three numbers describe it.
             self._sampler = batch_sampler.sampler
             self._batch_size, self._drop_last = batch_sampler.batch_size, batch_sampler.drop_last
         elif self.auto_batch:
@@ -96,7 +96,7 @@ class MapOrder:
         return type(self._batch_sampler if self._batch_sampler is not None else self._sampler).__name__
 
     def num_batches(self, start: int) -> int | None:
-        """How many batches follow for this rank after ``start`` samples of all ranks; None where nobody can tell."""
+        """How many batches follow for this rank after ``start`` samples of all ranks; None if that is unknown."""
         try:
             if self._batch_sampler is not None:
                 # Batches of unknown sizes: exact at the start only.

@@ -81,7 +81,7 @@ def generators_kept() -> Iterator[None]:
 
 
 def generators_of(*owners: object) -> list[Any]:
-    """Return the generators that these objects hold as attributes: torch's, NumPy's, python's; each one once.
+    """Return the generators that these objects hold as attributes: torch's, NumPy's, python's; each generator once.
 
     Those named ``generator`` come first, the others in the order in which they were set.
     """
@@ -119,9 +119,9 @@ def _seed_own(generator: Any, seed: int) -> None:
 
 
 class Stream:
-    """A private course of the global generators: inside ``with stream:`` code draws from it, outside nobody does.
+    """A private sequence of the global generators: only code inside ``with stream:`` draws from it.
 
-    Seeded at the first entry; each later entry goes on where the last one stopped. ``generators`` are further
+    Seeded at the first entry; each later entry goes on where the last entry stopped. ``generators`` are further
     generators that belong to the data side (a sampler's own, see `generators_of`) and are treated alike.
     """
 

@@ -1,6 +1,6 @@
 """How an epoch is dealt out to the ranks, and how its rest is dealt out again to another number of them.
 
-All ranks know one order of the epoch, a function of seed and epoch and of nothing else. It is dealt out in turn, as
+All ranks know the same order of the epoch, a function of seed and epoch only. It is dealt out in turn, as
 `torch.utils.data.DistributedSampler` does it: the first sample to rank 0, the second to rank 1, and so on. So what all
 ranks have had after a step they made together is the beginning of that order. Its length is the position; any number
 of ranks can go on behind it, again in turn.

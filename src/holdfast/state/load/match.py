@@ -14,17 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..tree import arrays, metrics, rng
-from ..tree.in_order import ask_in_order, state_of
+from ..tree import arrays, objects, rng
 from ..tree.names import parameter_names
+from ..tree.objects import ask_in_order, state_of
 from ..tree.optimizers import is_plain
-from ..tree.sharded import spread_types
+from ..tree.sharded import is_spread, spread_types
 from ..tree.values import ObjectNode, PerRank, PerRankNode, TensorRef
-from .alike import place_alike
 from .match_module import match_module
 from .match_optim import match_optimizer
 from .match_plan import MatchPlan, kind_of
-from .match_rank import match_per_rank, match_rng
+from .rank_values import match_per_rank, match_rng
 
 __all__ = ["Matcher", "holds_live"]
 
@@ -77,7 +76,7 @@ class Matcher(MatchPlan):
             yield from actions
 
     def _with_state(self, live: Any, saved: Any, path: str) -> Any:
-        if isinstance(live, nn.Module) and not metrics.is_metric(live):
+        if isinstance(live, nn.Module) and not objects.is_metric(live):
             return match_module(self, live, saved, path)
         if isinstance(live, torch.optim.Optimizer) and is_plain(live):
             return match_optimizer(self, live, saved, path)
@@ -203,7 +202,7 @@ class Matcher(MatchPlan):
         """Anything with ``load_state_dict``: gets a fresh copy of its stored state."""
         if not self.takes(path):
             return live
-        metric = metrics.is_metric(live)
+        metric = objects.is_metric(live)
         fits = isinstance(saved, ObjectNode) and (saved.kind == "metric") == metric
         if not fits and (metric or not isinstance(saved, Mapping)):
             self.problems.wrong.append(
@@ -213,10 +212,10 @@ class Matcher(MatchPlan):
         # A dict is what the object's own state_dict() gave, saved in its place.
         content = saved.state if isinstance(saved, ObjectNode) else saved
         if not metric and spread_types():
-            place_alike(self, content, state_of(live, self._asked, path))
+            _place_alike(self, content, state_of(live, self._asked, path))
         state = self.fresh(content, path)
         if metric:
-            self.actions.append(lambda: self._note(path, metrics.restore_metric(live, self.filled(state))))
+            self.actions.append(lambda: self._note(path, objects.restore_metric(live, self.filled(state))))
         else:
             self.actions.append(lambda: live.load_state_dict(self.filled(state)))
         self.restored.append(path)
@@ -273,3 +272,21 @@ def holds_live(values: Any) -> bool:
         if isinstance(value, (list, tuple, deque)) and not isinstance(value, torch.Size) and holds_live(value):
             return True
     return False
+
+
+def _place_alike(plan: MatchPlan, saved: Any, live: Any) -> None:
+    """Plan reading each stored tensor that the state of an object has spread over ranks; others are left alone."""
+    if isinstance(saved, ObjectNode):
+        saved = saved.state
+    if isinstance(saved, TensorRef):
+        if saved.value is None and is_spread(live) and hasattr(live, "to_local"):
+            there = torch.empty_like(live, device=plan.home_of(live))
+            if plan.targets.add(saved.name, there) is None:  # else the object gets the whole, and says what it thinks
+                saved.value = there
+    elif isinstance(saved, Mapping) and isinstance(live, Mapping):
+        for key, item in saved.items():
+            if key in live:
+                _place_alike(plan, item, live[key])
+    elif isinstance(saved, (list, tuple)) and isinstance(live, (list, tuple)):
+        for item, other in zip(saved, live, strict=False):
+            _place_alike(plan, item, other)

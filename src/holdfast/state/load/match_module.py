@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
+from holdfast._log import get_logger
 from holdfast.errors import CorruptCheckpointError
 
 from ..tree.names import canonical_keys, unwrap
 from ..tree.sharded import check_module, local_tensor
 from ..tree.values import ObjectNode, TensorRef
 from .match_plan import MatchPlan, kind_of
-from .meta import MetaMemory, home_of, without_memory
 
 __all__ = ["match_module"]
+
+_LOG = get_logger("state")
 
 
 def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.Module:
@@ -38,7 +40,7 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
     raw = module.state_dict()
     owned = [*module.parameters(), *module.buffers()]
     own = {local_tensor(tensor).data_ptr() for tensor in owned if not tensor.is_meta}
-    memory = MetaMemory(plan.device, module) if any(tensor.is_meta for tensor in owned) else None
+    memory = _MetaMemory(plan, module) if any(tensor.is_meta for tensor in owned) else None
     in_place = type(module).load_state_dict is nn.Module.load_state_dict
     copies: dict[str, Any] = {}  # what has to go through load_state_dict
     direct: dict[str, Any] = {}
@@ -61,7 +63,7 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
             if plan.read(ref, made, where):
                 direct[key] = made
         else:
-            target = torch.empty_like(value, device=home_of(value, plan.device))
+            target = torch.empty_like(value, device=plan.home_of(value))
             if plan.read(ref, target, where):
                 copies[key] = target
     given = {(local_tensor(value).data_ptr(), value.shape) for value in direct.values()}
@@ -104,7 +106,7 @@ def _named(plan: MatchPlan, entries: Mapping[Any, Any], path: str, prefix: str) 
 
 
 def _note_meta(plan: MatchPlan, module: nn.Module, prefix: str) -> None:
-    for name in without_memory(module):
+    for name in _without_memory(module):
         why = "still on the meta device: the checkpoint has nothing for it, so it is yours to initialise"
         plan.not_restored.append((prefix + name, why))
 
@@ -129,3 +131,66 @@ def _run_hooks(module: nn.Module) -> None:
     for child in module.modules():
         for hook in child._load_state_dict_post_hooks.values():
             hook(child, _IncompatibleKeys([], []))
+
+
+# -- tensors on the meta device
+
+
+class _MetaMemory:
+    """New memory for the tensors of one module.
+
+    Args:
+        plan: says where tensors without memory get it.
+        module: some of its tensors are on the meta device.
+    """
+
+    def __init__(self, plan: MatchPlan, module: nn.Module) -> None:
+        self._plan, self._module = plan, module
+        self._tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        self._tensors.update(module.named_buffers(remove_duplicate=False))
+        self._made: dict[int, torch.Tensor] = {}  # by id: tied tensors stay tied
+
+    def make(self, key: str) -> torch.Tensor | None:
+        """Return memory for the tensor of this name in the ``state_dict``; None if it is not the module's own."""
+        tensor = self._tensors.get(key)
+        if tensor is None or not tensor.is_meta:
+            return None
+        if id(tensor) not in self._made:
+            with torch.no_grad():
+                self._made[id(tensor)] = torch.empty_like(tensor, device=self._plan.home_of(tensor))
+        return self._made[id(tensor)]
+
+    def install(self) -> None:
+        """Put the memory into the module. Parameters stay the objects they are, so optimizers go on knowing them."""
+        new: dict[int, nn.Parameter | None] = {}  # by id: None where the old object has the new memory
+        for key, tensor in self._tensors.items():
+            made = self._made.get(id(tensor))
+            if made is None:
+                continue
+            path, _, leaf = key.rpartition(".")
+            owner = self._module.get_submodule(path)
+            if leaf in owner._buffers:
+                owner._buffers[leaf] = made
+                continue
+            if id(tensor) not in new:
+                new[id(tensor)] = _filled(tensor, made, key)
+            if (other := new[id(tensor)]) is not None:
+                owner._parameters[leaf] = other
+
+
+def _filled(tensor: torch.Tensor, made: torch.Tensor, key: str) -> nn.Parameter | None:
+    """Give a parameter its memory; returns a new one where torch cannot change the old one."""
+    new = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    new.__dict__.update(tensor.__dict__)
+    try:
+        torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:  # somebody holds a weak reference
+        _LOG.warning("%s is a new parameter now; optimizers made before do not know it (%s)", key, error)
+        return new
+    return None
+
+
+def _without_memory(module: nn.Module) -> Iterator[str]:
+    """Yield the names of tensors that have no memory."""
+    for named in (module.named_parameters, module.named_buffers):
+        yield from (name for name, tensor in named() if tensor.is_meta)

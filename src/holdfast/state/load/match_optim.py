@@ -14,7 +14,6 @@ from ..tree.optimizers import apply_groups, empty_beside, live_names, state_devi
 from ..tree.sharded import is_spread
 from ..tree.values import ObjectNode, TensorRef
 from .match_plan import MatchPlan
-from .meta import home_of
 from .selection import covers
 
 __all__ = ["match_optimizer"]
@@ -161,13 +160,13 @@ def _one(
         there = have.get(key)
         if not (isinstance(there, torch.Tensor) and there.dtype == dtype and there.shape == tuple(entry.shape)):
             if is_spread(param) and param.shape == tuple(entry.shape) and key != "step":
-                there = torch.empty_like(param, dtype=dtype, device=home_of(param, plan.device))
+                there = torch.empty_like(param, dtype=dtype, device=plan.home_of(param))
             elif hasattr(param, "device_mesh") and (item.name in spread or plan.stored.in_boxes(entry)):
                 there = empty_beside(param, tuple(entry.shape), dtype, spread.get(item.name))
             else:
                 device = state_device(key, group, param)
                 there = torch.empty(
-                    entry.shape, dtype=dtype, device=home_of(param, plan.device) if device.type == "meta" else device
+                    entry.shape, dtype=dtype, device=plan.home_of(param) if device.type == "meta" else device
                 )
         if plan.read(item, there, where):
             values[key] = there

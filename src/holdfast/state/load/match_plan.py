@@ -1,7 +1,7 @@
 """What a match of a stored checkpoint with a live state comes to: what to read where, what to run, what does not fit.
 
-`Matcher` walks (`match`), and each kind of value has a module of its own (`match_module`, `match_optim`, `match_rank`,
-`alike`): all of them write into a `MatchPlan`.
+`Matcher` (`match`) walks through both, and modules, optimizers and values of single ranks have a module each
+(`match_module`, `match_optim`, `rank_values`): all of them write into a `MatchPlan`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from ..tree import arrays, rng
-from ..tree.fill import fill
-from ..tree.values import ObjectNode, PerRankNode, TensorRef
+from ..tree.values import ObjectNode, PerRankNode, TensorRef, fill
 from .selection import Selection, covers
 from .stored import Stored
 from .targets import Targets
@@ -69,7 +68,7 @@ class MatchPlan(ABC):
     ) -> None:
         self._added = added  # paths that the live side need not have: their values are made anew
         self.stored, self.selection, self.allow_missing, self.rank = stored, selection, allow_missing, rank
-        self.device = device  # where to put what has no memory yet
+        self.device = device  # where to put what has no memory yet; None: the CPU
         self.notes: list[str] = []
         self.targets = Targets(stored, cast)
         self.actions: list[Callable[[], object]] = []
@@ -119,6 +118,13 @@ class MatchPlan(ABC):
         if problem is not None:
             self.problems.wrong.append(f"{path}: {problem}")
         return problem is None
+
+    def home_of(self, tensor: torch.Tensor) -> torch.device:
+        """Return where a tensor lives. One without memory will live on the device of its mesh, or on ``device``."""
+        if not tensor.is_meta:
+            return tensor.device
+        mesh = getattr(tensor, "device_mesh", None)
+        return torch.device(mesh.device_type) if mesh is not None else self.device or torch.device("cpu")
 
     def fresh(self, saved: Any, path: str) -> Any:
         """Plan reading every tensor in a stored value into new memory; `filled` gives the value afterwards."""

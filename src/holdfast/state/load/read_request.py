@@ -1,12 +1,33 @@
-"""One read that a load has planned: the value that planning, sharing and reading have in common."""
+"""One read that a load has planned, and the ways in which its bytes get into the tensor.
+
+`ReadRequest` is the value that planning, sharing and reading have in common. Where memory is laid out as the file is,
+bytes are read straight into it; where it has gaps, or is a part of what is stored, a `Pick` copies them row by row
+while they go by, with no room for the whole in between.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
+import numpy as np
 import torch
 
-__all__ = ["ReadRequest"]
+from ..memory import move, move_small
+
+__all__ = ["BATCH", "Pick", "ReadRequest", "can_pick", "extent", "is_direct"]
+
+BATCH = 32 << 20  # tensors that need a detour (other device, dtype, order) are read in batches of this size
+
+_SMALL = 16 << 10  # fewer bytes are copied without giving up the interpreter lock
+_LONGEST = 1 << 30  # bytes of an element of NumPy
+_ANYWHERE: Any = ctypes.c_char * (1 << 46)  # memory from an address on; nobody looks at its end
+
+_Span = tuple[int, int]
+_Dim = tuple[int, _Span, int]
+"""A dimension of a stored array, the part of it that is wanted, and its stride in the target, in bytes."""
 
 
 @dataclass(slots=True)
@@ -30,3 +51,150 @@ class ReadRequest:
     dtype: torch.dtype
     target: torch.Tensor
     within: tuple[tuple[int, ...], tuple[slice, ...]] | None = None
+
+
+def _is_plain(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether a tensor is memory of this process with elements as they are stored."""
+    if not target.is_cpu or target.dtype is not dtype or target.is_conj() or target.is_neg():
+        return False
+    try:
+        # A subclass that wraps other tensors has a shape and strides, but no memory. Freed memory is another case.
+        return target.data_ptr() != 0 or not target.untyped_storage().nbytes()
+    except RuntimeError:  # it has no address to tell
+        return False
+
+
+def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether stored bytes can be read straight into a tensor."""
+    return _is_plain(target, dtype) and target.is_contiguous()
+
+
+def can_pick(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether stored bytes can be copied into a tensor row by row.
+
+    Its elements lie in the order of the file, perhaps with gaps: no two share memory, and the last dimension has none.
+    """
+    if not _is_plain(target, dtype) or not target.dim() or not target.numel():
+        return False
+    inner = 1
+    for size, stride in zip(reversed(target.shape), reversed(target.stride()), strict=True):
+        if size > 1:
+            if stride < inner:
+                return False
+            inner = size * stride
+    return target.shape[-1] == 1 or target.stride(-1) == 1
+
+
+def extent(target: torch.Tensor) -> int:
+    """Return the bytes from the first element of a tensor to the end of its last one."""
+    steps = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
+    return (1 + steps) * target.itemsize if target.numel() else 0
+
+
+class Pick:
+    """A part of a stored array on its way into a tensor.
+
+    Nearly every part is a range of bytes in each of a range of rows: dimensions that are wanted whole are one with the
+    dimension before them. Its rows are copied by one call for each block of the file.
+
+    Args:
+        target: memory of the part, for which `can_pick` is true. Its memory has to outlive this.
+        shape: of the stored array, as many dimensions.
+        wanted: the part.
+    """
+
+    __slots__ = ("_address", "_deep", "_first", "_high", "_kind", "_last", "_low", "_row", "_rows", "_stride")
+
+    def __init__(self, target: torch.Tensor, shape: tuple[int, ...], wanted: tuple[slice, ...]) -> None:
+        dims = _dims(target, shape, wanted)
+        self._address = target.data_ptr()
+        self._deep: _Deep | None = None
+        if len(dims) > 2 or dims[-1][0] > _LONGEST:
+            self._deep = _Deep(dims, self._address)
+            return
+        _, (self._first, self._last), self._stride = dims[0] if len(dims) == 2 else (1, (0, 1), 0)
+        self._row, (self._low, self._high), _ = dims[-1]
+        # Runs of bytes as elements: NumPy does not know every dtype of torch, and copies without the interpreter lock.
+        self._kind = np.dtype((np.void, self._high - self._low))
+        rows = self._last - self._first
+        self._rows = np.ndarray((rows,), self._kind, _ANYWHERE.from_address(self._address), 0, (self._stride,))
+
+    def take(self, offset: int, address: int, size: int) -> None:
+        """Copy what there is of the part in ``size`` bytes of the stored array, from byte ``offset`` of it on."""
+        if self._deep is not None:
+            self._deep.take(offset, address, size)
+            return
+        end, row, low, high, first = offset + size, self._row, self._low, self._high, self._first
+        begin = max(first, -((low - offset) // row))  # the first row whose part begins in these bytes
+        stop = min(self._last, (end - high) // row + 1)  # behind the last row whose part ends in them
+        if begin < stop:
+            start = address + begin * row + low - offset
+            there = np.ndarray((stop - begin,), self._kind, _ANYWHERE.from_address(start), 0, (row,))
+            self._rows[begin - first : stop - first] = there
+        for number in {begin - 1, stop}:  # rows that these bytes begin or end within
+            if first <= number < self._last:
+                at = number * row + low
+                head, tail = max(offset, at), min(end, number * row + high)
+                if head < tail:
+                    into = self._address + (number - first) * self._stride + head - at
+                    (move_small if tail - head <= _SMALL else move)(into, address + head - offset, tail - head)
+
+
+class _Deep:
+    """A part that is cut along three dimensions or more, or has very long rows.
+
+    Args:
+        dims: as `_dims` gives them.
+        address: of the target.
+    """
+
+    __slots__ = ("_shape", "_target", "_wanted")
+
+    def __init__(self, dims: list[_Dim], address: int) -> None:
+        sizes = [stop - start for _, (start, stop), _ in dims]
+        strides = [stride for _, _, stride in dims]
+        self._target = np.ndarray(sizes, np.uint8, _ANYWHERE.from_address(address), 0, strides)
+        self._shape = tuple(size for size, _, _ in dims)
+        self._wanted = tuple(span for _, span, _ in dims)
+
+    def take(self, offset: int, address: int, size: int) -> None:
+        """See `Pick.take`."""
+        data = np.ndarray((size,), np.uint8, _ANYWHERE.from_address(address))
+        _pour(data, offset, self._shape, self._wanted, self._target)
+
+
+def _dims(target: torch.Tensor, shape: tuple[int, ...], wanted: tuple[slice, ...]) -> list[_Dim]:
+    """Return the dimensions of a part, the last one in bytes: as few as say the same."""
+    width = target.itemsize
+    dims: list[_Dim] = [(width, (0, width), 1)]
+    for size, one, step in zip(reversed(shape), reversed(wanted), reversed(target.stride()), strict=True):
+        start, stop, _ = one.indices(size)
+        inner, (low, high), stride = dims[-1]
+        if low == 0 and high == inner and (step * width == inner * stride or stop - start == 1):
+            dims[-1] = size * inner, (start * inner, stop * inner), stride
+        elif stop - start == 1:
+            dims[-1] = size * inner, (start * inner + low, start * inner + high), stride
+        else:
+            dims.append((size, (start, stop), step * width))
+    return dims[::-1]
+
+
+def _pour(data: np.ndarray, offset: int, shape: tuple[int, ...], wanted: tuple[_Span, ...], target: np.ndarray) -> None:
+    """Copy whole rows at once; of a row that the data begin or end within, go on with the rows that it consists of."""
+    end = offset + len(data)
+    first, last = wanted[0]
+    row = prod(shape[1:])
+    low, high = max(first, -(-offset // row)), min(last, end // row)
+    if low < high:
+        rows = data[low * row - offset : high * row - offset].reshape(high - low, *shape[1:])
+        inner = slice(None), *[slice(*span) for span in wanted[1:]]
+        part, into = rows[inner], target[low - first : high - first]
+        if part.ndim > 1 and part.size and part.shape[-1] > 1:  # runs of bytes as elements: faster, most where short
+            run = np.dtype((np.void, part.shape[-1]))
+            part, into = part.view(run), into.view(run)
+        into[...] = part
+    for number in sorted({offset // row, end // row}):
+        start, stop = max(offset, number * row), min(end, (number + 1) * row)
+        if first <= number < last and 0 < stop - start < row:
+            part = data[start - offset : stop - offset]
+            _pour(part, start - number * row, shape[1:], wanted[1:], target[number - first])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import sys
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,27 +22,24 @@ from operator import attrgetter
 import torch
 
 from holdfast.errors import CorruptCheckpointError, StateMismatchError, StorageNotFoundError
-from holdfast.format.digest import CHUNK
+from holdfast.format.digest import CHUNK, Digests
 from holdfast.storage.base import FileReader, Storage
 from holdfast.storage.together import together
 from holdfast.writer.serial_executor import SerialExecutor
 
 from ..memory import move
-from .digests import Digests
-from .feed import BLOCK, BlockFeed, split
-from .picks import Pick, can_pick, extent, is_plain
-from .read_request import ReadRequest
-from .shared_blocks import Block
-from .shared_reads import FileBlocks, SharedReads
+from .read_request import BATCH, Pick, ReadRequest, can_pick, extent, is_direct
+from .shared_reads import Block, FileBlocks, SharedReads
 
-__all__ = ["BATCH", "is_direct", "read_tensors"]
+__all__ = ["BlockFeed", "read_tensors", "split"]
 
 Place = int | list[Pick]
 """Where the bytes of a range go: an address, or what picks from them."""
 
 _DIRECT = 4 * CHUNK  # a tensor with fewer whole chunks than this is not worth blocks of its own
+BLOCK = 2 << 20  # read and checked at a time: near enough for the cache, and few turns at the interpreter lock
+_HINT = 8 << 20  # the storage learns what will be read in steps of this size
 _FEW_BYTES = 8 << 20  # of a file: several such files at a store are read side by side
-BATCH = 32 << 20  # tensors that need a detour (other device, dtype, order) are read in batches of this size
 
 
 def read_tensors(
@@ -58,7 +56,7 @@ def read_tensors(
         storage: rooted at the checkpoint.
         requests: what to read, in any order.
         digests: tables to check against; None reads unchecked.
-        progress: told the bytes of each finished block, from worker threads.
+        progress: called with the bytes of each finished block, from worker threads.
         shared: what other ranks of this machine read as well.
 
     Raises:
@@ -171,11 +169,6 @@ def _address(row: ReadRequest, size: int) -> int:
     return target.data_ptr()
 
 
-def is_direct(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Tell whether stored bytes can be read straight into a tensor."""
-    return is_plain(target, dtype) and target.is_contiguous()
-
-
 def _copy_into(target: torch.Tensor, value: torch.Tensor, name: str) -> None:
     """Copy; an expanded target has one element where ``value`` has many, which must be equal then."""
     for dim, stride in enumerate(target.stride()):
@@ -207,7 +200,7 @@ class _FileJob:
         self.reader, self.file, self.digests, self.side, self.progress = reader, file, digests, side, progress
         self.shared: FileBlocks | None = None
         self.rows: Sequence[ReadRequest] = ()
-        self.end = 0  # where the last row of this pass begins
+        self.later = 0  # where the first row behind those under way begins; the end of the file if there is none
         self.starts: list[int] = []
         self.places: list[Place] = []
         self.failed = threading.Event()
@@ -218,8 +211,9 @@ class _FileJob:
 
         These go into a temporary batch, from where torch copies them.
         """
-        total, self.end = 0, rows[-1].offset
-        for group in _groups(rows):
+        total, groups = 0, list(_groups(rows))
+        for number, group in enumerate(groups, 1):
+            self.later = groups[number][0][0][0].offset if number < len(groups) else sys.maxsize
             heads, places, detours = [], list[Place](), []
             for members, place in group:
                 heads.append(members[0])
@@ -253,7 +247,7 @@ class _FileJob:
                 for offset, size, block in parts:
                     if not self.failed.is_set():
                         self._shared_block(offset, size, block, view, base)
-                if parts and self.shared is not None and self.rows[-1].offset == self.end:
+                if parts and self.shared is not None and parts[-1][2].offset + BLOCK <= self.later:
                     self.shared.passed(parts[-1][2])  # its owner must not wait while we read the rest
                 while not self.failed.is_set() and (next_one := feed.take()) is not None:
                     self._block(*next_one, view, base)
@@ -371,3 +365,50 @@ class _FileJob:
             if row.offset < stop and row.offset + row.nbytes > start:
                 return row.name
         return None
+
+
+class BlockFeed:
+    """Hands blocks to the threads in file order and tells the storage what comes next."""
+
+    def __init__(self, blocks: list[tuple[int, int, int]], reader: FileReader) -> None:
+        self._blocks, self._reader = blocks, reader
+        self._next = self._hinted = 0
+        self._lock = threading.Lock()
+
+    def take(self) -> tuple[int, int, int] | None:
+        """Return the next block, None at the end."""
+        with self._lock:
+            if self._next == len(self._blocks):
+                return None
+            block = self._blocks[self._next]
+            self._next += 1
+            end = block[0] + self._reader.ahead_bytes
+            while self._hinted < len(self._blocks) and self._blocks[self._hinted][0] < end:
+                self._hint()
+            return block
+
+    def _hint(self) -> None:
+        start, stop = self._blocks[self._hinted][0], self._blocks[self._hinted][0]
+        while self._hinted < len(self._blocks):
+            offset, size, _ = self._blocks[self._hinted]
+            if offset != stop or stop + size - start > _HINT:
+                break
+            stop += size
+            self._hinted += 1
+        self._reader.will_read(start, stop - start)
+
+
+def split(start: int, stop: int, owner: int, blocks: list[tuple[int, int, int]]) -> None:
+    """Append blocks for a range; one to be scattered goes on with the block before it while there is room."""
+    while start < stop:
+        if owner < 0 and blocks:
+            offset, size, before = blocks[-1]
+            room = BLOCK - size
+            if before < 0 and offset + size == start and room > 0:
+                take = min(room, stop - start)
+                blocks[-1] = (offset, size + take, -1)
+                start += take
+                continue
+        size = min(BLOCK, stop - start)
+        blocks.append((start, size, owner))
+        start += size

@@ -14,13 +14,11 @@ import torch
 
 from holdfast._paused_gc import paused_gc
 from holdfast.errors import ConfigError, HoldfastError, StateMismatchError
-from holdfast.format.digest import bytes_digest
+from holdfast.format.digest import Digests, bytes_digest
 from holdfast.format.manifest import Manifest
 from holdfast.storage.base import Storage
 
-from ..tree.fill import fill
-from ..tree.values import ObjectNode, PerRankNode, TensorRef
-from .digests import Digests
+from ..tree.values import ObjectNode, PerRankNode, TensorRef, fill
 from .match import Matcher
 from .match_plan import Problems
 from .read_request import ReadRequest
@@ -154,8 +152,8 @@ class _Others:
             keys = None if matcher is None or self.rank != self.apart[0] else [_key(one) for one in entries]
             # Where this rank has failed, that is what has to be said.
             with contextlib.suppress(*(() if matcher is not None else (HoldfastError, RuntimeError))):
-                told = [set(one) for one in self.swap("apart", keys) if one is not None]
-                nobody = set.intersection(*told) if told else set()
+                missed = [set(one) for one in self.swap("apart", keys) if one is not None]
+                nobody = set.intersection(*missed) if missed else set()
                 left = [one for one in entries if _key(one) in nobody]
         if matcher is not None and (taken := len(entries) - len(left)):
             matcher.problems.unexpected = left

@@ -1,7 +1,7 @@
 """Memory that a rank shows to the other ranks of its machine while all of them read one checkpoint.
 
-Each rank writes to its own desk only and maps those of the others for reading, so no rank can spoil what another one
-works with. A desk is a memfd: no file system, no limit of /dev/shm, nothing left behind by a crash.
+Each rank writes to its own buffer only and maps those of the others for reading, so no rank can spoil what another rank
+works with. A buffer is a memfd: no file system, no limit of /dev/shm, nothing left behind by a crash.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from holdfast.writer.arena import can_share_memory
 __all__ = ["PeerReadBuffer", "SharedReadBuffer", "can_share", "pauses"]
 
 _PAGE = 4096
-_NAME = "holdfast-desk"
+_NAME = "holdfast-reads"
 _TOKEN_BYTES = 16
 _CONSUMED, _PUBLISHED, _GONE, _OPENED, _ENDED = range(_TOKEN_BYTES // 8, _TOKEN_BYTES // 8 + 5)
 _PAUSE_S = (50e-6, 2e-3)
 
 
 def can_share() -> bool:
-    """Tell whether this platform has what desks need."""
+    """Tell whether this platform has what these buffers need."""
     return can_share_memory() and _can_watch() and os.path.isdir("/proc/self/fd")
 
 
@@ -47,7 +47,7 @@ def _can_watch() -> bool:
 
 
 class SharedReadBuffer:
-    """Our own desk: how far we are, what we want, and what we have read for others.
+    """The buffer of this rank: how far we are, what we want, and what we have read for others.
 
     Args:
         wanted: one byte for each chunk of the checkpoint, not zero where this rank needs it.
@@ -79,8 +79,8 @@ class SharedReadBuffer:
         self.wanted = view[_PAGE : _PAGE + len(wanted)]
         self.slots = view[start:]
 
-    def told(self) -> dict[str, Any]:
-        """Say where others find this desk."""
+    def describe(self) -> dict[str, Any]:
+        """Return what `PeerReadBuffer` needs to find this buffer from another process."""
         return {"pid": os.getpid(), "fd": self._fd, "token": self._token, "shape": self._shape}
 
     @property
@@ -102,7 +102,7 @@ class SharedReadBuffer:
         self._words[_CONSUMED] = number
 
     def open_others(self) -> None:
-        """Show that we have mapped the desks of the others."""
+        """Show that we have mapped the buffers of the others."""
         self._words[_OPENED] = 1
 
     def end(self) -> None:
@@ -125,20 +125,20 @@ class SharedReadBuffer:
 
 
 class PeerReadBuffer:
-    """The desk of another rank, for reading.
+    """The buffer of another rank, for reading.
 
     Raises:
-        OSError, ValueError: it is not there (any more), or not the one we were told of.
+        OSError, ValueError: it is not there (any more), or not the one that was described.
     """
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        wanted, start, size = told["shape"]
-        self._process = os.pidfd_open(told["pid"])
+    def __init__(self, described: dict[str, Any]) -> None:
+        wanted, start, size = described["shape"]
+        self._process = os.pidfd_open(described["pid"])
         try:
-            fd = os.open(f"/proc/{told['pid']}/fd/{told['fd']}", os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(f"/proc/{described['pid']}/fd/{described['fd']}", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 if os.fstat(fd).st_size != size:
-                    raise ValueError("the desk of another rank has another size than it says")
+                    raise ValueError("the buffer of another rank has another size than it says")
                 self._memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
             finally:
                 os.close(fd)
@@ -146,9 +146,9 @@ class PeerReadBuffer:
             os.close(self._process)
             raise
         view = memoryview(self._memory)
-        if bytes(view[:_TOKEN_BYTES]) != told["token"].encode():
+        if bytes(view[:_TOKEN_BYTES]) != described["token"].encode():
             self.close()
-            raise ValueError("this is not the desk that another rank told of")
+            raise ValueError("this is not the buffer that another rank has described")
         self._words = view[:_PAGE].cast("q")
         self.wanted = view[_PAGE : _PAGE + wanted]
         self.slots = view[start:]
@@ -166,7 +166,7 @@ class PeerReadBuffer:
 
     @property
     def has_opened(self) -> bool:
-        """Whether that rank has mapped the desks of the others."""
+        """Whether that rank has mapped the buffers of the others."""
         return bool(self._words[_OPENED])
 
     @property

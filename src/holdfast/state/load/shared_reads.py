@@ -1,10 +1,10 @@
 """Ranks of one machine that load the same checkpoint read each byte once and copy the rest from each other.
 
-Every rank shows which 64 KiB chunks it needs (`shared_read_buffer`). From that each of them works out, alike and
-without a word, which blocks several ranks need and which of these reads each (`shared_blocks`): into a few slots of
-its own memory, where it checks the digests before the others take what they need. All ranks go through the blocks in
-one order, so nobody waits in a circle. It is an economy, not a dependence: where a neighbour is slow, gone or dead, or
-has found damage, a rank reads for itself.
+Every rank shows which 64 KiB chunks it needs (`shared_read_buffer`). From that each rank computes, with the same result
+and without a message, which blocks several ranks need and which rank reads each of them (`ChunkNumbers.divide`). The
+owner of a block reads it into a slot of its own memory and checks the digests; then the others take what they need. All
+ranks go through the blocks in one order, so there is no circle of ranks that wait. Nobody depends on it: where a
+neighbour is slow or dead, has left, or has found damage, a rank reads for itself.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -19,26 +20,102 @@ import torch
 
 from holdfast._log import get_logger
 from holdfast.errors import CorruptCheckpointError, HoldfastError
-from holdfast.format.digest import CHUNK
-from holdfast.format.manifest import Manifest
+from holdfast.format.digest import CHUNK, Digests, bytes_digest, num_chunks
+from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.run.process import memory_name
 from holdfast.storage.base import FileReader, Storage
 from holdfast.storage.local.local_io import address_of
 from holdfast.writer.serial_executor import SerialExecutor
 
-from .digests import Digests
 from .read_request import ReadRequest
-from .shared_blocks import BLOCK, Block, ChunkNumbers
 from .shared_read_buffer import PeerReadBuffer, SharedReadBuffer, can_share, pauses
 
-__all__ = ["FileBlocks", "SharedReads", "Swap", "no_part", "reading_together"]
+__all__ = ["BLOCK", "Block", "ChunkNumbers", "FileBlocks", "SharedReads", "Swap", "no_part", "reading_together"]
 
 Swap = Callable[[str, Any], Sequence[Any]]
 """Gives a value of ours to all ranks, and returns those of the ones that have named the same group."""
 
 _LOG = get_logger("state")
-_SLOTS = 8  # blocks that a rank has ready for others: 16 MiB
+_CHUNKS = 32  # in a block
+BLOCK = _CHUNKS * CHUNK
+_WORTH = 4 << 20  # fewer bytes saved on a machine are not worth the waiting
+_SLOTS = 2  # blocks that a rank has ready for others: few, so that they are in the cache when the others come
+_AHEAD = 8  # blocks that a storage is asked to fetch before their turn
 _PATIENCE_S = 30.0  # without a sign of life of whom we wait for
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block that several ranks need.
+
+    Attributes:
+        number: position among all shared blocks.
+        file: path inside the checkpoint.
+        offset: of the block within the file.
+        owner: who reads it, as a position among the ranks of this machine.
+        turn: position among the blocks of its owner.
+        takers: who needs it.
+        chunks: which of its chunks anybody needs.
+    """
+
+    number: int
+    file: str
+    offset: int
+    owner: int
+    turn: int
+    takers: tuple[int, ...]
+    chunks: tuple[int, ...]
+
+
+class ChunkNumbers:
+    """Numbers the chunks of all files with tensors of a checkpoint; each file begins with a new block."""
+
+    def __init__(self, files: Iterable[FileEntry]) -> None:
+        tensors = sorted((one.path, one.size, one.digest) for one in files if one.role == "tensors")
+        self.content = bytes_digest(repr(tensors).encode())
+        self.sizes = {path: size for path, size, _ in tensors}
+        self.first: dict[str, int] = {}
+        self.total = 0
+        for path, size in self.sizes.items():
+            self.first[path] = self.total
+            self.total += -(-num_chunks(size) // _CHUNKS) * _CHUNKS
+
+    def wanted(self, requests: Iterable[ReadRequest]) -> torch.Tensor:
+        """Return one byte for each chunk, 1 where a request needs it."""
+        starts, stops = [], []
+        for row in requests:
+            first = self.first.get(row.file)
+            if row.nbytes and first is not None:
+                starts.append(first + row.offset // CHUNK)
+                stops.append(first + num_chunks(min(row.offset + row.nbytes, self.sizes[row.file])))
+        edges = torch.zeros(self.total + 1, dtype=torch.int32)
+        edges.index_add_(0, torch.tensor(starts, dtype=torch.long), torch.ones(len(starts), dtype=torch.int32))
+        edges.index_add_(0, torch.tensor(stops, dtype=torch.long), -torch.ones(len(stops), dtype=torch.int32))
+        return (edges.cumsum(0)[:-1] > 0).to(torch.uint8)
+
+    def divide(self, wants: Sequence[torch.Tensor]) -> list[Block]:
+        """Find the blocks that are worth sharing and say who reads each; the same result on every rank."""
+        rows = torch.stack(list(wants)).bool().view(len(wants), -1, _CHUNKS)
+        any_of = rows.any(0)
+        once, in_all = any_of.sum(1), rows.sum((0, 2))
+        shared = 4 * in_all > 5 * once
+        if int((in_all - once)[shared].sum()) * CHUNK < _WORTH:
+            return []
+        chosen = shared.nonzero().flatten()
+        takers, chunks = rows.any(2)[:, chosen].T.tolist(), any_of[chosen].tolist()
+        found: list[Block] = []
+        turns = [0] * len(wants)
+        files = iter(self.first.items())
+        path, first, following = "", 0, next(files, None)
+        for number, block in enumerate(chosen.tolist()):
+            while following is not None and following[1] <= block * _CHUNKS:
+                (path, first), following = following, next(files, None)
+            ranks = tuple(rank for rank, takes in enumerate(takers[number]) if takes)
+            owner = ranks[number % len(ranks)]
+            spots = tuple(at for at, needed in enumerate(chunks[number]) if needed)
+            found.append(Block(number, path, (block * _CHUNKS - first) * CHUNK, owner, turns[owner], ranks, spots))
+            turns[owner] += 1
+        return found
 
 
 class FileBlocks:
@@ -77,8 +154,8 @@ class SharedReads:
     Args:
         storage: rooted at the checkpoint.
         numbers: of the chunks.
-        desk: ours.
-        peers: the desks of all ranks of this machine; None in our own place.
+        buffer: ours.
+        peers: the buffers of all ranks of this machine; None in our own place.
         blocks: what is shared.
         digests: what is checked before others may take it; all of them check, or none.
 
@@ -90,15 +167,15 @@ class SharedReads:
         self,
         storage: Storage,
         numbers: ChunkNumbers,
-        desk: SharedReadBuffer,
+        buffer: SharedReadBuffer,
         peers: list[PeerReadBuffer | None],
         blocks: list[Block],
         digests: Digests | None,
     ) -> None:
-        self._storage, self._numbers, self._desk, self._peers = storage, numbers, desk, peers
+        self._storage, self._numbers, self._buffer, self._peers = storage, numbers, buffer, peers
         self._digests = digests
         self._me = peers.index(None)
-        self._address = address_of(desk.slots)
+        self._address = address_of(buffer.slots)
         self._num_blocks = len(blocks)
         self._own = [block for block in blocks if block.owner == self._me]
         self._by_file: dict[str, dict[int, Block]] = {}
@@ -124,15 +201,15 @@ class SharedReads:
 
     def passed(self, number: int) -> None:
         """Give back what was taken up to the end of a block."""
-        self._desk.consume(max(self._desk.consumed, number + 1))
+        self._buffer.consume(max(self._buffer.consumed, number + 1))
 
     def take(self, block: Block, offset: int, size: int) -> tuple[memoryview, int] | None:
         """See `FileBlocks.take`. Blocks are taken in ascending order."""
-        if block.number < self._desk.consumed:
+        if block.number < self._buffer.consumed:
             return None  # given back already
-        self._desk.consume(block.number)
+        self._buffer.consume(block.number)
         peer = self._peers[block.owner]
-        shelf = self._desk if peer is None else peer
+        shelf = self._buffer if peer is None else peer
         if not self._arrives(block, shelf):
             return None
         at = block.turn % _SLOTS * BLOCK + offset - block.offset
@@ -166,20 +243,21 @@ class SharedReads:
                     if reader is None or block.file != path:
                         stack.close()
                         path, reader = block.file, stack.enter_context(self._storage.open(block.file))
-                        self._announce(reader, block.turn, _SLOTS)
+                        self._announce(reader, path, block.turn, _AHEAD)
                     else:
-                        self._announce(reader, block.turn + _SLOTS - 1, 1)
+                        self._announce(reader, path, block.turn + _AHEAD - 1, 1)
                     self._read_block(reader, block)
-                    self._desk.publish(block.turn + 1)
+                    self._buffer.publish(block.turn + 1)
         except Exception as error:  # noqa: BLE001 - a thread edge: whoever needs the block reads it and gets the error
             _LOG.debug("reading for other ranks has ended: %s", error)
         finally:
-            if self._desk.published < len(self._own):
-                self._desk.end()  # we ourselves may still copy from the slots of others
+            if self._buffer.published < len(self._own):
+                self._buffer.end()  # we ourselves may still copy from the slots of others
 
-    def _announce(self, reader: FileReader, turn: int, count: int) -> None:
+    def _announce(self, reader: FileReader, file: str, turn: int, count: int) -> None:
+        """Let a reader of ``file`` fetch the blocks of these turns ahead, those of other files apart."""
         for block in self._own[turn : turn + count]:
-            if block.file == self._own[turn].file:
+            if block.file == file:
                 for low, high in self._runs(block):
                     reader.will_read(low, high - low)
 
@@ -193,7 +271,7 @@ class SharedReads:
     def _read_block(self, reader: FileReader, block: Block) -> None:
         slot = block.turn % _SLOTS * BLOCK - block.offset
         for low, high in self._runs(block):
-            view = self._desk.slots[slot + low : slot + high]
+            view = self._buffer.slots[slot + low : slot + high]
             reader.read_into(low, view)
             self.bytes_read += high - low
             if self._digests is not None and not self._digests.fit(block.file, low // CHUNK, view):
@@ -211,18 +289,18 @@ class SharedReads:
         def taken() -> bool:
             for rank in tuple(waiting):
                 peer = self._peers[rank]
-                if (self._desk if peer is None else peer).consumed > before.number or (peer and peer.gone):
+                if (self._buffer if peer is None else peer).consumed > before.number or (peer and peer.gone):
                     waiting.discard(rank)
             return not waiting or self._stopped
 
-        desks = [peer for peer in self._peers if peer is not None]
-        return _wait(taken, sign=lambda: tuple(peer.consumed for peer in desks)) and not self._stopped
+        buffers = [peer for peer in self._peers if peer is not None]
+        return _wait(taken, sign=lambda: tuple(peer.consumed for peer in buffers)) and not self._stopped
 
     # -- the end
 
     def finish(self) -> None:
         """Read what others still need of us, and see that they have it before their eyes."""
-        self._desk.consume(self._num_blocks)
+        self._buffer.consume(self._num_blocks)
         self._reading.exception()
         self._side.close()
         peers = [peer for peer in self._peers if peer is not None]
@@ -231,7 +309,7 @@ class SharedReads:
     def stop(self) -> None:
         """End at once: others read for themselves."""
         self._stopped = True
-        self._desk.leave()
+        self._buffer.leave()
         self._side.close()
 
 
@@ -264,28 +342,28 @@ def reading_together(
         swap: used once.
     """
     numbers = ChunkNumbers(manifest.files)
-    desk, told = _lay_out(numbers, requests, digests is not None)
+    buffer, shown = _lay_out(numbers, requests, digests is not None)
     reads = None
     peers: list[PeerReadBuffer | None] = []
     try:
-        others = swap(memory_name(), told)
-        if desk is not None:
-            if blocks := _join(numbers, desk, told, others, peers):
-                reads = SharedReads(storage, numbers, desk, peers, blocks, digests)
+        others = swap(memory_name(), shown)
+        if buffer is not None:
+            if blocks := _join(numbers, buffer, shown, others, peers):
+                reads = SharedReads(storage, numbers, buffer, peers, blocks, digests)
             else:
-                desk.leave()  # at once: the others must not wait for us while we read for ourselves
+                buffer.leave()  # at once: the others must not wait for us while we read for ourselves
         yield reads
         if reads is not None:
             reads.finish()
     finally:
-        if desk is not None:
-            desk.leave()
+        if buffer is not None:
+            buffer.leave()
             if reads is not None:
                 reads.stop()
             for peer in peers:
                 if peer is not None:
                     peer.close()
-            desk.close()
+            buffer.close()
 
 
 def no_part(swap: Swap) -> None:
@@ -300,8 +378,8 @@ def _lay_out(
     if not numbers.total or not can_share():
         return None, None
     try:
-        desk = SharedReadBuffer(numbers.wanted(requests).numpy().data, _SLOTS * BLOCK)
-        return desk, {"of": [numbers.content, checks], **desk.told()}
+        buffer = SharedReadBuffer(numbers.wanted(requests).numpy().data, _SLOTS * BLOCK)
+        return buffer, {"of": [numbers.content, checks], **buffer.describe()}
     except (OSError, RuntimeError) as error:  # no memory, no /proc, a sandbox, torch without NumPy
         _LOG.debug("this rank reads for itself: %s", error)
         return None, None
@@ -309,24 +387,24 @@ def _lay_out(
 
 def _join(
     numbers: ChunkNumbers,
-    desk: SharedReadBuffer,
-    told: dict[str, Any] | None,
+    buffer: SharedReadBuffer,
+    shown: dict[str, Any] | None,
     others: Sequence[Any],
     peers: list[PeerReadBuffer | None],
 ) -> list[Block]:
-    """Map the desks of the ranks of this machine into ``peers`` and divide the work; empty if there is none."""
-    assert told is not None
-    alike = [one for one in others if one and one["of"] == told["of"]]
+    """Map the buffers of the ranks of this machine into ``peers`` and divide the work; empty if there is none."""
+    assert shown is not None
+    alike = [one for one in others if one and one["of"] == shown["of"]]
     if len(alike) < 2:
         return []
     try:
         for one in alike:
-            peers.append(None if one["token"] == told["token"] else PeerReadBuffer(one))
+            peers.append(None if one["token"] == shown["token"] else PeerReadBuffer(one))
     except (OSError, ValueError, HoldfastError) as error:
         _LOG.debug("this rank reads for itself: %s", error)
         return []
-    desk.open_others()
-    wants = [desk.wanted if peer is None else peer.wanted for peer in peers]
+    buffer.open_others()
+    wants = [buffer.wanted if peer is None else peer.wanted for peer in peers]
     blocks = numbers.divide([torch.frombuffer(bytearray(one), dtype=torch.uint8) for one in wants])
     if not blocks:
         _wait(lambda: all(peer is None or peer.has_opened or peer.gone for peer in peers), sign=lambda: None)

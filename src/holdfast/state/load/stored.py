@@ -15,7 +15,7 @@ from holdfast._log import get_logger
 from holdfast.errors import CorruptCheckpointError, StorageNotFoundError
 from holdfast.format.codec import decode, loads
 from holdfast.format.commit import read_manifest
-from holdfast.format.digest import chunk_digests, file_digest
+from holdfast.format.digest import Digests, chunk_digests, file_digest
 from holdfast.format.division import disagreement
 from holdfast.format.index import Index, TensorEntry
 from holdfast.format.index_group import IndexFile, IndexGroup, read_indexes
@@ -28,7 +28,6 @@ from holdfast.storage.together import together
 
 from ..tree import arrays
 from ..tree.values import ObjectNode, PerRankNode, TensorRef
-from .digests import Digests
 
 __all__ = ["Stored", "decode_tree", "open_stored", "unite"]
 

@@ -12,6 +12,7 @@ an accelerator by a stand-in.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -28,7 +29,7 @@ from ..tree.flatten import Flat
 from .plan import Layout
 from .staging import arena_tensor, stage
 
-__all__ = ["DeviceCopies", "needed"]
+__all__ = ["DeviceCopies", "needed", "try_pinning"]
 
 _LOG = get_logger("state")
 _PINNED_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device context
@@ -173,7 +174,7 @@ def _seal_later(events: list[Any], seal: Callable[[], Future[Any]], result: Futu
         for event in events:
             event.synchronize()
         submitted = seal()
-    except BaseException as error:  # noqa: BLE001 - a thread edge: whoever waits for the save gets it
+    except BaseException as error:  # noqa: BLE001 - a thread edge: the future of the save raises it
         result.set_exception(error)
         return
     submitted.add_done_callback(lambda done: _pass_on(done, result))
@@ -185,3 +186,33 @@ def _pass_on(done: Future[Any], result: Future[Any]) -> None:
         result.set_exception(error)
     else:
         result.set_result(done.result())
+
+
+def try_pinning(size: int) -> tuple[list[str], float]:
+    """Pin so many bytes as a save does, copy to them, and let them go.
+
+    Returns:
+        The names of the devices, and the seconds that pinning took.
+
+    Raises:
+        RuntimeError: torch sees no device, or the driver refuses.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"torch {torch.__version__} sees no device")
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    with Arena.create(size) as arena:
+        memory = torch.frombuffer(arena.view, dtype=torch.uint8)
+        memory.fill_(0)  # its pages are there, as they are before a save
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), size, _PINNED_PORTABLE))
+        seconds = time.perf_counter() - start
+        try:
+            memory.copy_(torch.ones(size, dtype=torch.uint8, device="cuda"))
+            if int(memory[-1]) != 1:
+                raise RuntimeError("a copy from the device to pinned memory did not arrive")
+        finally:
+            torch.cuda.check_error(runtime.cudaHostUnregister(memory.data_ptr()))
+            del memory
+    return names, seconds

@@ -9,36 +9,37 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from holdfast._log import get_logger
 from holdfast._paused_gc import paused_gc
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.format.codec import dumps
-from holdfast.format.digest import CHUNK
+from holdfast.format.digest import CHUNK, chunk_digests
 from holdfast.storage.base import Storage
 from holdfast.writer.arena import Arena
 from holdfast.writer.client import SaveFuture, WriterClient
 from holdfast.writer.messages import BlobPlan, SaveJob
 
-from ..tree.fingerprints import fingerprints
 from ..tree.flatten import Flat, flatten
 from ..tree.groups import common_group
 from . import cuda
-from .aside import AsideCopy
-from .plan import FileLayout, Layout, plan
-from .signature import fits, signature
-from .staging import copy_window, stage
+from .plan import FileLayout, Layout, fits, plan, signature
+from .staging import AsideCopy, copy_window, stage
 
-__all__ = ["SaveRequest", "Snapshotter", "Submitted"]
+__all__ = ["SaveRequest", "Snapshotter", "Submitted", "fingerprints"]
 
 _LOG = get_logger("state")
 MIN_WINDOW = 1 << 20
 _FOLLOW = 128 << 20  # from this size on the writer starts before the copying has ended,
 _FOLLOW_FROM = 0.6  # when this share of it is done
+_ELEMENTS = 16  # of a tensor, in its fingerprint
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ASIDE = 64 << 20  # from this size on a first save is copied aside; it then streams through windows of this size
 
 
@@ -54,7 +55,7 @@ class SaveRequest:
         overwrite: replace a committed checkpoint of this name.
         reuse: unchanged files may be linked from the previous checkpoint.
         run: the save belongs to the writer's open run.
-        part: write this rank's part only; whoever has the parts of all ranks commits them.
+        part: write this rank's part only; the writer that has the parts of all ranks commits them.
         joint: the writer has joined those of the other ranks: the future is that of the whole checkpoint.
     """
 
@@ -97,7 +98,7 @@ class Snapshotter:
         max_staging_bytes: bound of the arena; a state that does not fit streams through it and the caller is held
             until the last window has been taken.
         timeout_s: bound of the wait for one window; None waits as long as it takes.
-        unsupported: what becomes of values that cannot be saved, where a call does not say: "raise" or "drop".
+        unsupported: what happens to values that cannot be saved, unless a call says otherwise: "raise" or "drop".
         alike: the ranks that hold the same as this one, where others hold something else; None: what the state says.
     """
 
@@ -138,7 +139,7 @@ class Snapshotter:
         layout = self._layout(flat)
         if not self._windowed(layout):
             if cuda.needed(flat.tensors):
-                self.copies = self.copies or cuda.DeviceCopies()  # it has to see a step before it is trusted with one
+                self.copies = self.copies or cuda.DeviceCopies()  # it has to see a step before it may copy late
             arena = self._arena(layout)
             arena.prefault()
             client.attach(arena)
@@ -156,21 +157,21 @@ class Snapshotter:
     ) -> Submitted:
         """Snapshot ``state`` and hand it to the writer. The caller may change the state when this returns.
 
-        With several ranks each calls this, with ``part``, the same ``save_id`` and a state of the same structure;
-        nobody waits for anybody here.
+        With several ranks each rank calls this, with ``part``, the same ``save_id`` and a state of the same structure;
+        no rank waits for another here.
 
         Args:
             state: what to save.
             client: the writer.
             request: where to, and what its commit means.
-            unsupported: "raise" or "drop"; None: as this object was told.
+            unsupported: "raise" or "drop"; None: as given to this object.
             lazy: CUDA tensors owned by an optimizer may still be copying when this returns (`cuda.fence` guards).
-            aside: where nobody has made the arena yet, copy a big state into private memory, whose fresh pages cost a
+            aside: if the arena does not exist yet, copy a big state into private memory, whose fresh pages cost a
                 fraction of shared ones, and send it in the background. The writer has all of it a moment later, not
                 when this returns.
 
         Raises:
-            ConfigError: one of several ranks would commit its part alone.
+            ConfigError: this rank of several would commit its part alone.
         """
         if self.world_size > 1 and not request.part:
             raise ConfigError(f"rank {self.rank} of {self.world_size} holds one part of a checkpoint: give part=True")
@@ -219,7 +220,7 @@ class Snapshotter:
         else:
             arena = self._arena(layout)
             future = self._copy(flat, layout, arena, client, lambda filled: hand_over(arena, filled))
-            arena.prefault()  # maps the pages for the next save, if nobody did before
+            arena.prefault()  # maps the pages for the next save, unless they are mapped already
         return Submitted(future, time.perf_counter() - started, layout.tensor_bytes, flat.dropped)
 
     def _blobs(self, flat: Flat, layout: Layout, save_id: str) -> tuple[tuple[BlobPlan, ...], list[Any]]:
@@ -328,7 +329,7 @@ class Snapshotter:
             _LOG.debug("the arena could not be made ready: %s", error)
 
     def _end_streaming(self) -> None:
-        """Wait until the thread of a first save is done; its save is awaited by whoever has its future."""
+        """Wait until the thread of a first save is done; the owner of its future waits for its save."""
         thread, self._streaming = self._streaming, None
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -359,6 +360,12 @@ class Snapshotter:
             self.stable |= found
             self._drop_layout()
 
+    def rest(self) -> None:
+        """End a series of saves that share their log lines; keep layout and arena, unless a device has pinned it."""
+        self._said = ()
+        if self.copies is not None:
+            self.close()
+
     def close(self) -> None:
         """Give the arena back; idempotent."""
         self._end_streaming()
@@ -368,7 +375,7 @@ class Snapshotter:
         self._drop_layout()
 
     def _report_dropped(self, dropped: list[str]) -> None:
-        """Say what is not saved: once, and again when that changes."""
+        """Log what is not saved: once, and again when that changes."""
         if tuple(dropped) != self._said:
             self._said = tuple(dropped)
             if dropped:
@@ -483,3 +490,30 @@ class Snapshotter:
 def _sample_name(flat: Flat, number: int) -> str:
     region = flat.regions.get(number)
     return flat.names[number] if region is None else f"{flat.names[number]}{list(region.box.start)}"
+
+
+def fingerprints(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Return a digest of sixteen elements of each tensor, from the first to the last; none of them may be empty.
+
+    For tensors that all ranks are taken to hold alike: where they are not, it shows.
+
+    Waits for the devices of the tensors.
+    """
+    by_device: dict[torch.device, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(number)
+    found = [""] * len(tensors)
+    for device, numbers in by_device.items():
+        steps = torch.arange(_ELEMENTS, device=device)
+        rows = torch.stack([_elements(tensors[number].detach(), steps) for number in numbers]).cpu()
+        for number, row in zip(numbers, rows.numpy(), strict=True):
+            found[number] = chunk_digests(memoryview(row.tobytes())).hex()
+    return found
+
+
+def _elements(tensor: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Pick elements as the integers of their bits, so that 0.0 differs from -0.0, and one NaN from another."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    bits = tensor.resolve_neg().view(_INTEGERS[tensor.itemsize])
+    return bits.take(steps * (bits.numel() - 1) // (_ELEMENTS - 1)).to(torch.int64)

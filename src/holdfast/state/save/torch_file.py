@@ -1,9 +1,13 @@
-"""Write torch's own file format (``torch.save``) in one pass, without holding the tensors and without pickling objects.
+"""torch's own file format (``torch.save``): written in one pass, without holding the tensors or pickling objects.
 
 The file is a zip of stored records: ``data.pkl`` with the structure, in which a tensor is a reference to a record
 ``data/<number>``, then those records, each aligned to 64 bytes so that ``torch.load(mmap=True)`` can map it. Sizes are
 known before the first tensor is read; only the checksums are not, and these stand behind the data (the "data
 descriptor" of the zip format) and in the directory at the end.
+
+The structure keeps to what torch's weights-only reader knows (`to_plain`). A value that reader has no class for (a
+deque, a date, a NumPy array) is written as ``{"$holdfast": node}`` with a node of `holdfast.format.codec`, in which
+tensors are themselves. `from_plain` turns it back.
 """
 
 from __future__ import annotations
@@ -20,11 +24,12 @@ from typing import Any
 
 import torch
 
-from holdfast.errors import UnsupportedStateError
+from holdfast.errors import CorruptCheckpointError, UnsupportedStateError
+from holdfast.format.codec import decode, encode
 
 from ..tree import arrays
 
-__all__ = ["TorchFileWriter", "tensor_bytes"]
+__all__ = ["MARK", "TorchFileWriter", "from_plain", "tensor_bytes", "to_plain"]
 
 _ALIGNMENT = 64  # what torch uses
 _WINDOW = 8 << 20
@@ -33,9 +38,16 @@ _FLAGS = 0x0808  # checksum and sizes follow the data; names are UTF-8
 _CHECKSUM_AT = 16  # in an entry of the directory
 _ROW = struct.Struct("<QQQ")
 _DATE = (1 << 5) | 1  # 1980-01-01: equal states make equal files
+MARK = "$holdfast"
+"""The only key of a dict that stands for something torch's reader has no class for."""
+
+_MAX_BITS = 2000  # the reader knows integers of at most 255 bytes
+_SCALARS = frozenset({type(None), bool, float, str, bytes, complex, torch.dtype, torch.device, torch.Size})
+_MAPS = frozenset({dict, OrderedDict, Counter})
 
 Bytes = bytes | bytearray | memoryview
 Sink = Callable[[memoryview], object]
+Leaf = Callable[[Any, str], Any]
 
 
 @dataclass(slots=True)
@@ -61,7 +73,7 @@ class TorchFileWriter:
 
     Args:
         value: what ``torch.load`` shall give: dicts, lists, tuples, text, numbers, None, tensors and what else the
-            weights-only reader takes (see `torch_plain.to_plain` for everything else). Tensors may be on any device,
+            weights-only reader takes (see `to_plain` for everything else). Tensors may be on any device,
             "meta" as well: their bytes are asked for in `write`. Tensors that are the same memory stay tied.
         records: further records, which ``torch.load`` ignores; written after the tensors, in this order.
 
@@ -256,10 +268,10 @@ _ALLOWED = (torch.Size, torch.dtype, torch.device, OrderedDict, Counter, set, by
 
 
 class _Pickler(pickle.Pickler):
-    """Writes the structure, and nothing that needs a class of anybody to be read."""
+    """Writes the structure; reading it needs no class but torch's and python's own."""
 
     def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=2)  # the one that the weights-only reader knows
+        super().__init__(file, protocol=2)  # the protocol that the weights-only reader knows
         self.tensors: list[torch.Tensor] = []
         self._numbers: dict[tuple[object, ...], int] = {}
         self._new_dtypes = frozenset(torch.storage._new_dtypes())
@@ -287,7 +299,7 @@ class _Pickler(pickle.Pickler):
         name = obj.__qualname__ if isinstance(obj, type) or callable(obj) else type(obj).__name__
         raise UnsupportedStateError(
             f"a value of type {name} cannot be in a file for torch.load(weights_only=True): give plain "
-            "data, or encode it with holdfast.state.save.torch_plain.to_plain"
+            "data, or encode it with holdfast.state.save.torch_file.to_plain"
         )
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
@@ -323,3 +335,94 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def to_plain(value: Any, leaf: Leaf | None = None, *, path: str = "state") -> Any:
+    """Return ``value`` in terms of what ``torch.load(weights_only=True)`` knows.
+
+    Args:
+        value: plain data, tensors, NumPy arrays. It is not changed.
+        leaf: asked first for every value that is no plain container or scalar; returns what stands in its place (plain
+            in this sense, or a tensor), or NotImplemented.
+        path: how messages call ``value``.
+
+    Raises:
+        UnsupportedStateError: naming path and type of what cannot be stored.
+    """
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind is int:
+        return value if value.bit_length() <= _MAX_BITS else _encoded(value, leaf, path)
+    if kind in _MAPS:
+        if MARK in value or not all(map(_is_key, value)):
+            return _encoded(value, leaf, path)
+        items = ((key, to_plain(item, leaf, path=f"{path}[{key!r}]")) for key, item in value.items())
+        return kind(dict(items)) if kind is Counter else kind(items)
+    if kind is list:
+        return [to_plain(item, leaf, path=f"{path}[{number}]") for number, item in enumerate(value)]
+    if kind is tuple:
+        return tuple(to_plain(item, leaf, path=f"{path}[{number}]") for number, item in enumerate(value))
+    if kind is set and all(map(_is_key, value)):
+        return value
+    if leaf is not None and (found := leaf(value, path)) is not NotImplemented:
+        return found
+    if isinstance(value, torch.Tensor):
+        return value
+    return _encoded(value, leaf, path)
+
+
+def from_plain(value: Any, *, where: str = "state") -> Any:
+    """Turn what `to_plain` returned into the original again; anything else stays as it is.
+
+    Raises:
+        CorruptCheckpointError: a node is malformed.
+    """
+    kind = type(value)
+    if kind in _MAPS:
+        if kind is dict and len(value) == 1 and MARK in value:
+            return decode(value[MARK], _from_node, where=where)
+        if kind is Counter:
+            return value
+        return kind((key, from_plain(item, where=where)) for key, item in value.items())
+    if kind is list:
+        return [from_plain(item, where=where) for item in value]
+    if kind is tuple:
+        return tuple(from_plain(item, where=where) for item in value)
+    return value
+
+
+def _is_key(key: Any) -> bool:
+    kind = type(key)
+    if kind is tuple:
+        return all(map(_is_key, key))
+    return kind in (str, float, bool, bytes, type(None)) or (kind is int and key.bit_length() <= _MAX_BITS)
+
+
+def _encoded(value: Any, leaf: Leaf | None, path: str) -> Any:
+    def inner(item: Any, where: str) -> Any:
+        if leaf is not None and (found := leaf(item, where)) is not NotImplemented:
+            # A node must be a node: what a leaf gives is hidden from the codec in one.
+            return found if isinstance(found, torch.Tensor) else {"$": "plain", "v": found}
+        if isinstance(item, torch.Tensor):
+            return item
+        if arrays.is_array(item):
+            tensor, extra = arrays.array_to_tensor(item, where)
+            return {"$": "array", "t": tensor, **extra}
+        node = arrays.encode_torch_value(item)
+        return NotImplemented if node is None else node
+
+    return {MARK: encode(value, inner, path=path)}
+
+
+def _from_node(tag: str, node: dict[str, Any]) -> Any:
+    try:
+        if tag == "array":
+            return arrays.array_from_tensor(node["t"], node)
+        if tag == "plain":
+            return from_plain(node["v"])
+    except (KeyError, AttributeError) as error:
+        raise CorruptCheckpointError(f"a stored {tag!r} node is malformed ({error!r})") from error
+    if tag == "torch":
+        return arrays.decode_torch_value(node)
+    raise CorruptCheckpointError(f"unknown node {tag!r}: written by a newer Holdfast?")

@@ -1,4 +1,4 @@
-"""The boxes that a tensor is stored in. Layers are cut alike, so what is found out about one serves many tensors."""
+"""The boxes that a tensor is stored in. Layers are cut alike, so one `Cuts` serves many tensors."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _LIMIT = 1 << 62
 
 
 class Cuts:
-    """What is known of one way to cut a tensor.
+    """A way to cut a tensor into stored boxes.
 
     Args:
         shape: of the tensor.
-        boxes: stored ones, perhaps not all there are.
+        boxes: stored boxes, perhaps not all of the tensor.
     """
 
     def __init__(self, shape: tuple[int, ...], boxes: Boxes) -> None:
@@ -37,7 +37,7 @@ class Cuts:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], boxes: Sequence[Box]) -> Cuts:
-        """Look at boxes one by one."""
+        """Make it from single boxes."""
         size = len(boxes), len(shape)
         starts = np.array([box.start for box in boxes], dtype=np.int64).reshape(size)
         return cls(shape, Boxes(starts, np.array([box.shape for box in boxes], dtype=np.int64).reshape(size)))
@@ -48,7 +48,7 @@ class Cuts:
 
     @cached_property
     def problem(self) -> str | None:
-        """Why the boxes do not make up the tensor, each element once; None if they do."""
+        """Why the boxes do not make up the tensor with each element once; None if they do."""
         if len(self.boxes.starts) > _FEW:
             found = _flaw(self.shape, self.boxes)
             if found is not None:

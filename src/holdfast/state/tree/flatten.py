@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,18 +20,16 @@ from holdfast.errors import UnsupportedStateError
 from holdfast.format.codec import MAX_NESTING, encode
 from holdfast.format.scalars import is_text
 
-from . import arrays, metrics, optimizers, rng, sharded
+from . import arrays, objects, optimizers, rng, sharded
 from .groups import parallel_group
-from .in_order import ask_in_order, state_of
 from .names import Modules, canonical_keys, parameter_names, stored_parameters, unwrap
-from .row_dictionaries import take_rows
 from .values import Attrs, PerRank
 
 __all__ = ["Flat", "flatten"]
 
 _PLAIN = frozenset({int, str, bool, type(None)})
-_TEXT = frozenset({str})
-_OF_RANK = re.compile(r"@\d+(?=[/~]|$)")  # where the name of a tensor says whose it is
+_TEXT, _TENSOR = frozenset({str}), frozenset({torch.Tensor})
+_OF_RANK = re.compile(r"@\d+(?=[/~]|$)")  # the part of a tensor's name that names its rank
 # One step of a path as the codec spells it: ['key'], [3] or .field.
 _STEP = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\]]*)\]|\.(\w+)""")
 
@@ -49,11 +47,11 @@ class Flat:
         optimized: names of parameters, and of the state an optimizer keeps for them: these change in its step only.
         per_rank: key -> tree of what each rank stores for itself.
         own: positions of tensors that each rank stores for itself.
-        regions: position -> what part of a tensor lies there, for tensors that are spread over ranks. One that a rank
-            holds several boxes of has several positions, with one name.
-        replicated: positions of tensors that all ranks hold alike; found only when asked for.
-        loose: positions of tensors in plain containers, of which one rank stores its own; found only when asked for.
-        groups: ranks of the meshes and process groups of the state; found only when asked for.
+        regions: position -> which part of a tensor lies there, for tensors that are spread over ranks. A tensor of
+            which a rank holds several boxes has several positions with the same name.
+        replicated: positions of tensors that all ranks hold alike; found only with ``shared``.
+        loose: positions of tensors in plain containers, of which one rank stores its own; found only with ``shared``.
+        groups: ranks of the meshes and process groups of the state; found only with ``shared``.
         dropped: paths left out because of ``unsupported="drop"``.
     """
 
@@ -91,7 +89,7 @@ def flatten(state: Mapping[Any, Any], *, unsupported: str = "raise", rank: int =
     modules: Modules = {}  # kept, because it takes long to go through them
     walker = _Walker(parameter_names(state, modules), modules, drop=unsupported == "drop", rank=rank, shared=shared)
     if shared:
-        walker.asked = ask_in_order(state)
+        walker.asked = objects.ask_in_order(state)
     walker.flat.tree = walker.mapping(state if isinstance(state, dict) else dict(state), "", "")
     if shared:
         if walker.flat.per_rank:
@@ -178,7 +176,7 @@ class _Walker:
             self.active.discard(id(value))
 
     def value(self, value: Any, name: str, path: str) -> Any:
-        """Encode any one value; ``name`` is where its tensors are called, ``path`` how an error spells it."""
+        """Encode any value; ``name`` begins the names of its tensors, ``path`` is its spelling in errors."""
         kind = type(value)
         if kind in _PLAIN and (kind is not str or value.isascii()):
             return value
@@ -226,7 +224,7 @@ class _Walker:
         if isinstance(value, torch.optim.Optimizer) and optimizers.is_plain(value):
             return self._optimizer(value, name, path)
         if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-            return self._object(value, "object", state_of(value, self.asked, name), name, path)
+            return self._object(value, "object", objects.state_of(value, self.asked, name), name, path)
         return NotImplemented
 
     def _object(self, value: Any, kind: str, state: Any, name: str, path: str) -> dict[str, Any]:
@@ -274,8 +272,8 @@ class _Walker:
         return [number for number, key in keys if key[len(prefix) :].partition("/")[0] not in unknown]
 
     def _module(self, module: nn.Module, name: str, path: str) -> dict[str, Any]:
-        if metrics.is_metric(module):
-            return self._object(module, "metric", metrics.metric_state(module), name, path)
+        if objects.is_metric(module):
+            return self._object(module, "metric", objects.metric_state(module), name, path)
         if self.shared and (group := parallel_group(module)) is not None:
             self.flat.groups.add(group)
         module = unwrap(module)
@@ -316,7 +314,7 @@ class _Walker:
         return {"$": "tensors", "at": prefix, "k": list(value), "o": int(ordered)}
 
     def _rows(self, value: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-        rows = take_rows(value, f"{name}/") if name and len(self.active) < MAX_NESTING else None
+        rows = _take_rows(value, f"{name}/") if name and len(self.active) < MAX_NESTING else None
         if rows is None or not self.taken.isdisjoint(rows.names):
             return None
         self.taken.update(rows.names)
@@ -326,7 +324,7 @@ class _Walker:
         return rows.tree
 
     def _parts(self, tensors: Iterable[torch.Tensor]) -> list[sharded.Parts] | None:
-        """Return the parts of tensors some of which are spread over ranks; None if one of them cannot be saved."""
+        """Return the parts of tensors some of which are spread over ranks; None if any of them cannot be saved."""
         found: list[sharded.Parts] = []
         try:
             for one in tensors:
@@ -376,7 +374,7 @@ class _Walker:
             flat.files.append(file)
 
     def settle_replicated(self) -> None:
-        """Correct what was taken for replicated by its place by what tensors say of themselves."""
+        """Correct what seemed replicated by its place in the state, with the placements of the tensors."""
         regions = self.flat.regions
         held = bytearray(len(self.flat.names))
         for rows in self.inner:
@@ -426,3 +424,35 @@ def _ids(module: nn.Module, ids: list[int]) -> list[int]:
 def _as_name(tail: str) -> str:
     """Turn the spelling of a path below a plain container ("[0]['a'].b") into a name ("0/a/b")."""
     return "/".join(field or key.strip("'\"") for key, field in _STEP.findall(tail))
+
+
+class _RowTensors(NamedTuple):
+    """What was found: nodes of the tree by key, names of the tensors, and the tensors."""
+
+    tree: dict[str, Any]
+    names: list[str]
+    tensors: list[torch.Tensor]
+
+
+def _take_rows(value: Mapping[str, Any], prefix: str) -> _RowTensors | None:
+    """Take a dictionary apart all of whose values are dictionaries of plain tensors; None if there is more to it.
+
+    Optimizers keep half of the tensors of a state, or more, in this way. One loop with hardly a call in it, because
+    training waits for that at every save.
+
+    Args:
+        value: the dictionary.
+        prefix: what the names of its tensors begin with.
+    """
+    found = _RowTensors({}, [], [])
+    for key, row in value.items():
+        if type(row) is not dict or not row or not _TENSOR.issuperset(map(type, row.values())):
+            return None
+        if not _TEXT.issuperset(map(type, row)) or not is_text("".join(row)):
+            return None
+        at, keys = f"{prefix}{key}/", list(row)
+        found.names.extend([at + one for one in keys])
+        found.tensors.extend(row.values())
+        found.tree[key] = {"$": "tensors", "at": at, "k": keys, "o": 0}
+    whole = arrays.all_dense(found.tensors) and len(set(found.names)) == len(found.names)
+    return found if whole else None

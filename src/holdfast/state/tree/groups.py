@@ -1,7 +1,7 @@
 """Which ranks hold the same as this one: the others hold something else (stages of a pipeline, experts).
 
-Said by the user, or by the state itself: a mesh or a process group of some ranks says that the others are not meant. A
-group that is taken too small costs space, never data: what several groups hold under one name each of them stores.
+The user names them, or the state does: a mesh or a process group of some ranks leaves the others out. A group that is
+too small costs space, never data: what several groups hold under the same name, each of them stores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Alike", "common_group", "group_of", "parallel_group", "ranks_alike"]
 
 Alike: TypeAlias = "DeviceMesh | ProcessGroup | Sequence[int] | None"
-"""The ranks that hold the same as this one; None: what the state says, else all of them."""
+"""The ranks that hold the same as this rank; None: those that the state names, else all ranks."""
 
 
 def ranks_alike(alike: Any, *, rank: int, world_size: int) -> tuple[int, ...] | None:

@@ -65,7 +65,7 @@ def _strip_parallel(name: str, prefixes: list[str]) -> str:
 
 
 def stored_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of an unwrapped module by their stored names; one that is shared comes once for each."""
+    """Return the parameters of an unwrapped module by their stored names; a shared one comes once for each name."""
     params = dict(module.named_parameters(remove_duplicate=False))
     return list(zip(canonical_keys(module, params), params.values(), strict=True))
 
@@ -105,7 +105,7 @@ def _modules(value: Any, path: str, above: tuple[int, ...] = ()) -> Iterator[tup
     else:
         return
     if id(value) in above:
-        return  # a cycle: flattening refuses it, and says where
+        return  # a cycle: flattening refuses it and names the place
     for key, child in items:
         if not isinstance(child, (torch.Tensor, int, float, str)):
             yield from _modules(child, f"{path}/{key}" if path else str(key), (*above, id(value)))

@@ -1,7 +1,7 @@
 """Tensors that are spread over ranks (DTensor, ShardedTensor): what this rank holds of them, and who else does.
 
-Everything comes from what a tensor says of itself: its mesh, its placements, its shape. No rank is asked. torch's
-distributed package is not imported here: where nobody has imported it there is no such tensor.
+Everything follows from the tensor's own mesh, placements and shape, without asking another rank. torch's distributed
+package is not imported here: where it is not imported yet, there is no such tensor.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -18,15 +20,16 @@ from holdfast.errors import UnsupportedStateError
 from holdfast.format.boxes import Box
 from holdfast.format.digest import bytes_digest
 
-from .boxes import Cut, Held, held
-
 __all__ = [
     "APART",
+    "Cut",
+    "Held",
     "Parts",
     "Placement",
     "Region",
     "Regions",
     "check_module",
+    "held",
     "is_spread",
     "local_parts",
     "local_tensor",
@@ -41,6 +44,7 @@ _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 APART = frozenset({"pp", "pipe", "pipeline", "stage", "ep", "expert"})
 """Names of dimensions of a mesh along which ranks hold different things."""
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor"
+_Runs = list[tuple[int, int]]  # (first index, length), in the order in which they lie in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +84,7 @@ Parts = list[tuple[Region | None, torch.Tensor]]
 
 
 def spread_types() -> tuple[type, ...]:
-    """Return the types of tensors that are spread over ranks; only those anybody can have made."""
+    """Return the types of tensors that are spread over ranks, of those modules that are imported."""
     found = [getattr(sys.modules.get(name), "DTensor", None) for name in _DTENSOR]
     found.append(getattr(sys.modules.get(_SHARDED_TENSOR), "ShardedTensor", None))
     return tuple(dict.fromkeys(one for one in found if isinstance(one, type)))
@@ -92,7 +96,7 @@ def is_spread(value: object) -> bool:
 
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor as a plain one: the same memory, and ``value`` itself if it is plain.
+    """Return what this rank holds of a tensor as a plain tensor: the same memory, and ``value`` itself if it is plain.
 
     Of a ShardedTensor with several shards here it is the first.
     """
@@ -116,7 +120,7 @@ def local_parts(value: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
     """Return the boxes of a tensor that this rank holds, each with a view of its memory.
 
     Raises:
-        UnsupportedStateError: what it holds are terms of a sum, or nobody can tell what they are.
+        UnsupportedStateError: it holds terms of a sum, or its placement is unknown.
     """
     if hasattr(value, "local_shards"):
         return [(_shard_box(one), one.tensor.detach()) for one in value.local_shards()]
@@ -133,7 +137,7 @@ def spread_of(value: Any) -> Placement:
 
 
 class Regions:
-    """Finds out what is held of each tensor of one state. Tensors laid out alike are looked at once."""
+    """Finds what this rank holds of each tensor of a state. Tensors laid out alike are examined once."""
 
     def __init__(self) -> None:
         self._spreads: dict[tuple[int, Any], Placement] = {}
@@ -317,3 +321,80 @@ def reshard(module: nn.Module) -> None:
         for one in module.modules():
             if isinstance(one, kind):
                 one.reshard()
+
+
+class Cut(NamedTuple):
+    """One cut: ``dim`` into ``parts``, of which ``number`` is held; ``factor`` above one makes it a strided cut."""
+
+    dim: int
+    parts: int
+    number: int
+    factor: int = 1
+
+
+class Held(NamedTuple):
+    """A box of the whole tensor, and where it begins in the local one."""
+
+    box: Box
+    local: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def held(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[tuple[int, ...], tuple[Held, ...]]:
+    """Return the local shape, and the boxes that make up the local tensor; no box if it is empty.
+
+    Args:
+        shape: of the whole tensor.
+        cuts: from first to last; each cuts what the ones before have left.
+    """
+    runs: list[_Runs] = [[(0, size)] for size in shape]
+    for dim, parts, number, factor in cuts:
+        old, new = runs[dim], []
+        total = sum(length for _, length in old)
+        for piece in range(factor):
+            start, size = _chunk(total, factor, piece)
+            first, length = _chunk(size, parts, number)
+            new.extend(_take(old, start + first, length))
+        runs[dim] = _merged(new)
+    local_shape = tuple(sum(length for _, length in row) for row in runs)
+    if not all(local_shape):
+        return local_shape, ()
+    found = []
+    for rows in product(*[list(zip(row, _starts(row), strict=True)) for row in runs]):
+        box = Box(tuple(start for (start, _), _ in rows), tuple(length for (_, length), _ in rows))
+        found.append(Held(box, tuple(at for _, at in rows)))
+    return local_shape, tuple(found)
+
+
+def _chunk(size: int, parts: int, number: int) -> tuple[int, int]:
+    full = -(-size // parts)
+    start = min(size, full * number)
+    return start, min(size, start + full) - start
+
+
+def _take(runs: _Runs, start: int, length: int) -> _Runs:
+    taken = []
+    for first, size in runs:
+        low, high = max(0, start), min(size, start + length)
+        if low < high:
+            taken.append((first + low, high - low))
+        start -= size
+    return taken
+
+
+def _merged(runs: _Runs) -> _Runs:
+    merged: _Runs = []
+    for first, size in runs:
+        if merged and sum(merged[-1]) == first:
+            merged[-1] = (merged[-1][0], merged[-1][1] + size)
+        else:
+            merged.append((first, size))
+    return merged
+
+
+def _starts(runs: _Runs) -> list[int]:
+    starts, at = [], 0
+    for _, size in runs:
+        starts.append(at)
+        at += size
+    return starts

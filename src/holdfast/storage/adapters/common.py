@@ -1,7 +1,7 @@
 """What the adapters of fsspec, pyarrow and libcloud share: the contract of `Storage` from a few calls of a client.
 
 None of these clients has conditional writes. They are emulated by looking before writing, under a lock of this
-process: two threads are told apart, two machines are not, which `conditional` says and one line of the log repeats.
+process: two threads are distinguished, two machines are not, which `conditional` says and one line of the log repeats.
 Etags are digests of the content, for objects small enough to be read for that; leases and manifests are.
 """
 

@@ -23,6 +23,7 @@ from holdfast.errors import ConfigError, MissingExtraError, StorageError
 
 from ..base import FileReader, FileWriter, Storage
 from ..local.local_storage import LocalStorage
+from ..resolve import resolve
 from .common import AdaptedStorage, FoundObject, temporary_beside
 from .fsspec_io import HandleReader, HandleWriter, RangeReader
 from .options import Described, rebuild_options
@@ -306,9 +307,7 @@ def _adapt(filesystem: Any, recipe: _Recipe, root: str, uri: str | None) -> Stor
         return LocalStorage(root or ".")
     if any(base.__name__ == "ArrowFSWrapper" for base in recipe.kind.__mro__):
         # Its rmdir removes what is in the directory, too; pyarrow itself says so.
-        from .pyarrow import from_filesystem as from_pyarrow
-
-        return from_pyarrow((filesystem or recipe.make()).fs, root)
+        return resolve(root, filesystem=(filesystem or recipe.make()).fs)
     return FsspecStorage(filesystem if filesystem is not None else recipe, root, uri=uri)
 
 

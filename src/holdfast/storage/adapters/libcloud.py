@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
@@ -16,13 +18,13 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote
 
+from holdfast._not_here import removed
 from holdfast._optional import require
-from holdfast.config import _removed
 from holdfast.errors import ConfigError, StorageError
 
-from ..base import FileReader, FileWriter, Storage
-from .common import AdaptedStorage, FoundObject, temporary_beside
-from .libcloud_io import Reader, Writer
+from ..base import FileReader, FileWriter, Storage, check_view
+from .common import AdaptedStorage, FoundObject, short_read, temporary_beside
+from .errors import client_errors
 from .options import Described, rebuild_options
 
 __all__ = ["LibcloudObjectStore", "from_description", "from_uri"]
@@ -30,9 +32,15 @@ __all__ = ["LibcloudObjectStore", "from_description", "from_uri"]
 _NAMED = "environ:"
 _BLOCK = 4 << 20
 _KEY, _SECRET = "HOLDFAST_LIBCLOUD_KEY", "HOLDFAST_LIBCLOUD_SECRET"
+# Views under way to libcloud, 8 MiB each as a rule; then `write` waits.
+_QUEUE_VIEWS = 2
+# No byte taken by libcloud for so long, and the upload is given up; its own socket time-out is 60 s.
+_STALL_S = 600.0
+_ABORT_S = 60.0
+_POLL_S = 0.5
 
 
-@_removed(chunk_size="what is read or sent at once is chosen for each storage, leave it out")
+@removed(chunk_size="what is read or sent at once is chosen for each storage, leave it out")
 class LibcloudObjectStore(AdaptedStorage):
     """Objects in one container of a provider of libcloud; the container must exist.
 
@@ -241,7 +249,7 @@ class LibcloudObjectStore(AdaptedStorage):
         return b"".join(self._driver.download_object_as_stream(found)) if found.size else b""
 
     def _reader(self, full: str, found: FoundObject, where: str) -> FileReader:
-        return Reader(self, full, where, found)
+        return _Reader(self, full, where, found)
 
     def _store(self, full: str, data: bytes) -> None:
         if not self._is_disk:
@@ -272,7 +280,7 @@ class LibcloudObjectStore(AdaptedStorage):
         return os.path.join(self._driver.base_path, self._container, full)
 
     def _writer(self, full: str, size: int, where: str) -> FileWriter:
-        return Writer(
+        return _Writer(
             lambda chunks: self._upload(chunks, full),
             where,
             size,
@@ -376,3 +384,141 @@ def _moment(extra: Mapping[str, Any]) -> float:
         with contextlib.suppress(ValueError, TypeError):
             return parse(str(text).replace("Z", "+00:00")).timestamp()
     return 0.0
+
+
+class _Reader(FileReader):
+    """Reads ranges by requests of their own; the object is looked at again after each."""
+
+    def __init__(self, storage: LibcloudObjectStore, full: str, where: str, found: FoundObject) -> None:
+        self._storage, self._full, self._where, self._found = storage, full, where, found
+        self.size = found.size or 0
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from ``offset`` on."""
+        target = view.cast("B")
+        if offset < 0 or offset + len(target) > self.size:
+            raise short_read(self._where, len(target), offset, self.size)
+        if not len(target):
+            return
+        with client_errors("read", self._where):
+            found = self._storage._object(self._full)
+            chunks = self._storage._driver.download_object_range_as_stream(found, offset, offset + len(target))
+            data = b"".join(chunks)
+            now = self._storage._look(self._full)
+        if len(data) != len(target):
+            raise short_read(self._where, len(target), offset, offset + len(data))
+        if now != self._found:
+            raise StorageError(f"cannot read {self._where}: it was replaced while it was read; open it again")
+        target[:] = data
+
+    def close(self) -> None:
+        """Do nothing: requests end by themselves."""
+
+
+class _Abandoned(Exception):  # noqa: N818  # never leaves this module
+    """The upload is not wanted any more."""
+
+
+class _Writer(FileWriter):
+    """Feeds an upload that runs in a thread of its own."""
+
+    def __init__(
+        self,
+        upload: Callable[[Iterator[bytes]], None],
+        where: str,
+        size: int,
+        *,
+        drop: Callable[[], None],
+        check: Callable[[], FoundObject | None],
+    ) -> None:
+        self._where, self._size, self._drop, self._check = where, size, drop, check
+        self._offset = 0  # bytes written, padding included
+        self._ended = False
+        self._error: Exception | None = None
+        self._chunks: queue.Queue[bytes | None] = queue.Queue(_QUEUE_VIEWS)  # None: that was all
+        self._abandoned = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(upload,), name="holdfast-libcloud", daemon=True)
+        self._thread.start()
+
+    def _run(self, upload: Callable[[Iterator[bytes]], None]) -> None:
+        try:
+            upload(self._feed())
+        except Exception as error:  # noqa: BLE001  # the edge of the thread: `write` and `close` raise it
+            self._error = error
+
+    def _feed(self) -> Iterator[bytes]:
+        waited_from = time.monotonic()
+        while True:
+            if self._abandoned.is_set():
+                raise _Abandoned
+            try:
+                chunk = self._chunks.get(timeout=_POLL_S)
+            except queue.Empty:
+                # A writer that was dropped without `close` would keep this thread and its connection.
+                if time.monotonic() - waited_from > _STALL_S:
+                    raise _Abandoned from None
+                continue
+            if chunk is None:
+                return
+            yield chunk
+            waited_from = time.monotonic()
+
+    def _give(self, chunk: bytes | None) -> None:
+        until = time.monotonic() + _STALL_S
+        while True:
+            if not self._thread.is_alive():
+                self._raise()
+                raise StorageError(f"cannot write {self._where}: the upload ended before its bytes")
+            with contextlib.suppress(queue.Full):
+                self._chunks.put(chunk, timeout=_POLL_S)
+                return
+            if time.monotonic() > until:
+                raise StorageError(f"cannot write {self._where}: the provider took no bytes for {_STALL_S:.0f} s")
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            with client_errors("write", self._where):
+                raise self._error
+
+    def write(self, view: memoryview) -> None:
+        """Append ``view``; waits while libcloud is behind."""
+        if self._ended:
+            raise StorageError(f"cannot write {self._where}: the writer is closed")
+        view = view.cast("B")
+        check_view(self._where, size=self._size, offset=self._offset, nbytes=len(view))
+        self._give(bytes(view[: max(0, self._size - self._offset)]))
+        self._offset += len(view)
+
+    def close(self) -> None:
+        """Wait for the upload and ask whether all of it is there."""
+        if self._ended:
+            return
+        try:
+            if self._offset < self._size:
+                raise StorageError(
+                    f"cannot finish {self._where}: {self._offset} of {self._size} bytes were written; write the rest"
+                )
+            self._give(None)
+            self._thread.join(_STALL_S)
+            self._raise()
+            if self._thread.is_alive():
+                raise StorageError(f"cannot finish {self._where}: the provider did not answer for {_STALL_S:.0f} s")
+            with client_errors("write", self._where):
+                found = self._check()
+            if found is None or found.size != self._size:
+                raise StorageError(f"cannot finish {self._where}: the provider has {found and found.size} bytes of it")
+            self._ended = True
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Stop the upload and remove what it made."""
+        if self._ended:
+            return
+        self._ended = True
+        self._abandoned.set()
+        self._thread.join(_ABORT_S)
+        # What cannot be dropped now is no part of any manifest; nobody reads it, and a sweep takes it.
+        with contextlib.suppress(Exception):
+            self._drop()

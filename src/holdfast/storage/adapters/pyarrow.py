@@ -19,6 +19,7 @@ from holdfast.errors import ConfigError, StorageError, StorageNotFoundError
 
 from ..base import TEMPORARY, FileReader, FileWriter, Storage, check_prefix, check_view
 from ..local.local_storage import LocalStorage
+from ..resolve import resolve
 from .common import AdaptedStorage, FoundObject, short_read, temporary_beside
 from .errors import client_errors
 from .options import Described, rebuild_options
@@ -295,9 +296,7 @@ def _adapt(filesystem: Any, path: str, uri: str | None) -> Storage:
         return shown
     below = getattr(getattr(filesystem, "handler", None), "fs", None)
     if below is not None and hasattr(below, "storage_options"):
-        from .fsspec import from_filesystem as from_fsspec
-
-        return from_fsspec(below, path)
+        return resolve(path, filesystem=below)
     return PyarrowStorage(filesystem, path.rstrip("/") if kind == "hdfs" else path.strip("/"), uri=uri)
 
 

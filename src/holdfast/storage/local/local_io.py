@@ -12,7 +12,6 @@ from holdfast.errors import StorageError
 
 from ..base import BLOCK, FileReader, FileWriter, ReplacingWriter, check_view
 from .beneath import Inside, OpenDirectory
-from .local_tree import lock_quietly
 from .ops import Ops, errors_of
 
 __all__ = ["GiveName", "LocalReader", "LocalReplacingWriter", "LocalWriter", "write_all"]
@@ -180,7 +179,7 @@ class LocalReplacingWriter(LocalWriter, ReplacingWriter):
     The file stays open and locked until then: whoever sweeps temporary files takes those of dead writers only.
 
     Args:
-        ops, folder, name, size, fd, on_abort: of the temporary file, as for `LocalWriter`.
+        ops, folder, name, size, fd, on_abort: of the temporary file, as for `LocalWriter`; ``fd`` is locked.
         target: name that it takes at last.
         give_name: the last step.
     """
@@ -201,7 +200,6 @@ class LocalReplacingWriter(LocalWriter, ReplacingWriter):
         self._shown = folder.at(target)
         self._give_name = give_name
         self._synced = False
-        lock_quietly(fd)
 
     def publish(self, *, if_absent: bool = False, if_match: str | None = None) -> None:
         """Make bytes and name durable; see `ReplacingWriter.publish`."""

@@ -213,6 +213,13 @@ class LocalStorage(Storage):
         def once(folder: OpenDirectory) -> ReplacingWriter:
             temporary = _temporary_name()
             fd = self._ops.open(folder.at(temporary), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            try:
+                tree.lock_new(folder, temporary, fd)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self._ops.unlink(folder.at(temporary))
+                self._ops.close(fd)
+                raise
             return LocalReplacingWriter(
                 self._ops,
                 folder.dup(),

@@ -14,6 +14,7 @@ from .beneath import Beneath, OpenDirectory
 from .ops import Ops
 
 __all__ = [
+    "lock_new",
     "lock_quietly",
     "locked",
     "make_durable",
@@ -124,6 +125,23 @@ def lock_quietly(fd: int) -> None:
     """Lock a file of our own; file systems without locks do without (there nothing is swept either)."""
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def lock_new(folder: OpenDirectory, name: str, fd: int) -> None:
+    """Lock a temporary file that was just made, before anything is written to it.
+
+    Raises:
+        FileNotFoundError: `sweep` of another process saw the file before it was locked and removes it.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno == errno.EWOULDBLOCK:
+            raise FileNotFoundError(errno.ENOENT, "swept by another process", name) from error
+        return  # locks are not to be had here, and so nothing is swept either
+    about = folder.lstat(name)
+    if about is None or not os.path.samestat(about, os.fstat(fd)):
+        raise FileNotFoundError(errno.ENOENT, "swept by another process", name)
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ class LocalBatch(FileBatch):
         self._inside = ""
         self._touched: dict[str, bool] = {}  # directories with new entries -> whether the flush reaches them
         make_durable(ops, door, prefix)
-        # Open from before the first byte is written: an error of any write is told to it.
+        # Open from before the first byte is written: it receives an error of any write.
         self._whole: OpenDirectory | None = door.listed(prefix)
         if num_files < _MANY or not flushes_whole(self._whole.fd):
             self._whole.close()

@@ -220,9 +220,9 @@ def _shown(uri: str) -> str:
 def _with_environment(given: dict[str, str], table: _Table) -> dict[str, str]:
     found = dict(given)
     # Half of a key pair from here and half from there would be a riddle: given credentials keep the environment's out.
-    told = SECRETS.intersection(given)
+    secrets_given = SECRETS.intersection(given)
     for option, names in table.items():
-        if option not in found and not (option in SECRETS and told):
+        if option not in found and not (option in SECRETS and secrets_given):
             value = next((os.environ[name] for name in names if os.environ.get(name)), None)
             if value is not None:
                 found[option] = value

@@ -72,8 +72,8 @@ class BucketClient:
             except Exception as error:
                 if isinstance(error, HoldfastError):
                     raise
-                told = said(str(error), tuple(self.place.secrets.values()))
-                raise ConfigError(f"{self.uri}: the client refuses these settings: {told}") from None
+                reason = said(str(error), tuple(self.place.secrets.values()))
+                raise ConfigError(f"{self.uri}: the client refuses these settings: {reason}") from None
         return self._made
 
     def tag(self, meta: Any) -> str | None:

@@ -1,6 +1,6 @@
 """Whether a store keeps the promise of conditional writes, and what became of one whose answer was lost.
 
-Some stores that speak S3 take the headers and ignore them: two writers that create the same object would both be told
+Some stores that speak S3 take the headers and ignore them: two writers that create the same object would both hear
 that they have won. Others compare etags without the quotes that belong to them (radosgw up to 16 at least), and refuse
 the right one. That is found out by trying, once for each bucket and process.
 """

@@ -84,21 +84,21 @@ def _is_of_client(error: Exception) -> bool:
 
 def _translated(error: Exception, action: str, where: str, secrets: tuple[str, ...]) -> StorageError:
     text, kind, status = str(error), type(error).__name__, status_of(error)
-    told = said(text, secrets)
+    detail = said(text, secrets)
     start = f"cannot {action} {where}"
     if any(code in text for code in _FULL) or status == 507:
-        return StorageFullError(f"{start}: no space or quota is left ({told}); free some, or keep fewer checkpoints")
+        return StorageFullError(f"{start}: no space or quota is left ({detail}); free some, or keep fewer checkpoints")
     if any(code in text for code in _BUCKET_CODES):
         return StorageNotFoundError(f"{start}: {NO_BUCKET}; create it, or check the name")
     # The address of the service that lends credentials to virtual machines: the last place where the client looks.
     if any(mark in text for mark in _NO_CREDENTIALS):
         return StoragePermissionError(
-            f"{start}: no credentials were found ({told}); set them in the environment (see docs/storage.md)"
+            f"{start}: no credentials were found ({detail}); set them in the environment (see docs/storage.md)"
         )
     if any(f"<Code>{code}" in text for code in _EXPIRED):
         return StoragePermissionError(
-            f"{start}: the credentials have expired or are not valid any more ({told}); get new ones, and longer-lived "
-            "ones for long trainings"
+            f"{start}: the credentials have expired or are not valid any more ({detail}); get new ones, and "
+            "longer-lived ones for long trainings"
         )
     # No plain `StorageError`: somebody may renew it, or set the clock, while training goes on.
     if (found := _CERTIFICATE.search(text)) is not None:
@@ -111,7 +111,7 @@ def _translated(error: Exception, action: str, where: str, secrets: tuple[str, .
         )
     if kind in ("PermissionDeniedError", "UnauthenticatedError", "PermissionError") or status in (401, 403):
         return StoragePermissionError(
-            f"{start}: access was refused ({told}); check the credentials, their rights on this bucket and prefix "
+            f"{start}: access was refused ({detail}); check the credentials, their rights on this bucket and prefix "
             "(without the right to list, S3 refuses also what does not exist), and the clock of this machine"
         )
     if kind == "AlreadyExistsError":
@@ -121,13 +121,13 @@ def _translated(error: Exception, action: str, where: str, secrets: tuple[str, .
     if isinstance(error, FileNotFoundError) or status == 404:
         return StorageNotFoundError(f"{start}: there is no such object; check the path")
     if any(mark in text for mark in _TIMEOUT):
-        return StorageUnavailableError(f"{start}: the storage did not answer in time ({told}); it may work later")
+        return StorageUnavailableError(f"{start}: the storage did not answer in time ({detail}); it may work later")
     if status in (408, 429) or (status is not None and status >= 500) or any(mark in text for mark in _BROKEN):
-        return StorageUnavailableError(f"{start}: {told}")
+        return StorageUnavailableError(f"{start}: {detail}")
     if status == 400 and _CODE.search(text) is None:
         # What S3 says to a HEAD, whose answers have no body, when a session has ended.
-        return StorageError(f"{start}: {told}; no reason was given: credentials that have expired are the usual one")
-    return StorageError(f"{start}: {told}")
+        return StorageError(f"{start}: {detail}; no reason was given: credentials that have expired are the usual one")
+    return StorageError(f"{start}: {detail}")
 
 
 def _what_to_do(problem: str) -> str:

@@ -113,7 +113,7 @@ class ObjectWriter(FileWriter):
 
 
 def _abort(upload: Any) -> None:
-    # Leaving its block by an exception is how the client is told to abort. A store that has gone away keeps the parts:
+    # Leaving its block by an exception makes the client abort. A store that has gone away keeps the parts:
     # docs/storage.md has the rule of life cycle that removes them.
     with suppress(Exception):
         upload.__exit__(StorageError, StorageError("aborted"), None)

@@ -307,7 +307,7 @@ def from_uri(uri: str) -> Storage:
 def from_options(
     uri: str, options: Mapping[str, object] | None = None, secrets: Mapping[str, str] | None = None
 ) -> Storage:
-    """Rebuild a storage from its description; credentials that are not told come from this process."""
+    """Rebuild a storage from its description; credentials that are not in it come from this process."""
     if secrets is None:
         secrets = _given.get(_vault_key(uri, options or {}))
     return ObjectStorage(uri, options, secrets=secrets)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
+from holdfast._fork import after_fork_in_child
 from holdfast.errors import StorageError
 
 from ..base import FileReader
@@ -36,12 +36,10 @@ def _readers() -> ThreadPoolExecutor:
         return _pool
 
 
+@after_fork_in_child
 def _after_fork_in_child() -> None:
     global _pool, _lock
     _pool, _lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def open_reader(client: BucketClient, key: str, errors: Errors, path: str) -> ObjectReader:

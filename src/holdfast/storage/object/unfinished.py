@@ -72,8 +72,8 @@ class UnfinishedUploads:
         except HoldfastError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, only its essence may be seen: it may show the keys
-            told = said(str(error), tuple(place.secrets.values()))
-            raise ConfigError(f"{storage.uri}: boto3 refuses these settings: {told}") from None
+            reason = said(str(error), tuple(place.secrets.values()))
+            raise ConfigError(f"{storage.uri}: boto3 refuses these settings: {reason}") from None
 
     def find(self) -> list[Upload]:
         """List them, oldest first."""
@@ -142,14 +142,14 @@ def _code(error: Exception) -> str:
 
 
 def _translated(error: Exception, start: str, secrets: tuple[str, ...]) -> StorageError:
-    code, told = _code(error), said(str(error), secrets)
+    code, reason = _code(error), said(str(error), secrets)
     if code in ("NoSuchBucket", "404"):
         return StorageNotFoundError(f"{start}: {NO_BUCKET}; create it, or check the name")
     if code in _REFUSED or "Credentials" in code:
         return StoragePermissionError(
-            f"{start}: access was refused ({told}); it needs the rights s3:ListBucketMultipartUploads and "
+            f"{start}: access was refused ({reason}); it needs the rights s3:ListBucketMultipartUploads and "
             "s3:AbortMultipartUpload"
         )
     if code in _UNKNOWN:
-        return StorageError(f"{start}: this store cannot do it ({told}); give the bucket the rule of docs/storage.md")
-    return StorageError(f"{start}: {told}")
+        return StorageError(f"{start}: this store cannot do it ({reason}); give the bucket the rule of docs/storage.md")
+    return StorageError(f"{start}: {reason}")

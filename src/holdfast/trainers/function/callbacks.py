@@ -1,4 +1,4 @@
-"""What callbacks of a run are told about it."""
+"""What callbacks of a run hear of it."""
 
 from __future__ import annotations
 

@@ -108,6 +108,9 @@ class Received:
 class Exited:
     """A worker has ended; nothing more comes from this rank until the next start.
 
+    The one exception: if it died by itself (``reason`` "process" or "garbled"), its node finishes what it had handed
+    over, and the message "part" about that comes as a Received after this.
+
     Attributes:
         rank: whose process.
         exit_code: exit status, None when a signal ended it or when the status is not known.
@@ -145,10 +148,12 @@ class Draining:
     Attributes:
         ranks: of the group that runs.
         detail: which nodes, and how soon, for people.
+        left_s: seconds until the first of them goes.
     """
 
     ranks: tuple[int, ...]
     detail: str
+    left_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +190,8 @@ class Engine(Protocol):
     """Runs worker groups for one controller; every method but `wake` belongs to the controller's thread.
 
     Each rank of a started group yields Started once (unless it could not be started, and with Placed before it where
-    there are nodes), then Received for each message in order, then Exited once and last. An engine that has to find
-    places says with Capacity how many there are, first of all.
+    there are nodes), then Received for each message in order, then Exited once and last (see there). An engine that has
+    to find places says with Capacity how many there are, first of all.
     """
 
     def start(self, spec: GroupSpec) -> None:
@@ -197,7 +202,7 @@ class Engine(Protocol):
         """
 
     def send(self, rank: int, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
-        """Send a message without blocking; one to a worker that has ended is dropped (its Exited tells)."""
+        """Send a message without blocking; a message to a worker that has ended is dropped (its Exited tells)."""
 
     def events(self, timeout_s: float | None) -> list[Event]:
         """Wait for events; an empty list after ``timeout_s``. None waits until there is one."""

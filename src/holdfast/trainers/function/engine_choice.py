@@ -18,7 +18,8 @@ from .engines.local.engine import LocalEngine
 __all__ = ["make_engine", "runs_on_ray", "threads"]
 
 _LOG = get_logger("runtime")
-_SPARES = 2
+_SPARES = "HOLDFAST_SPARE_NODES"
+_MOST_SPARES = "2"
 
 
 def runs_on_ray(scaling: ScalingConfig) -> bool:
@@ -45,7 +46,7 @@ def make_engine(scaling: ScalingConfig, storage: Storage, *, max_failures: int) 
     Args:
         scaling: what was asked for.
         storage: root of the run.
-        max_failures: after which the run ends; one that ends at the first keeps nothing ready on spare nodes.
+        max_failures: after which the run ends; with 0 nothing is kept ready on spare nodes.
 
     Raises:
         ConfigError: there is no cluster, or it cannot do this.
@@ -60,7 +61,7 @@ def make_engine(scaling: ScalingConfig, storage: Storage, *, max_failures: int) 
                 "RAY_ADDRESS names a cluster, and Ray is not installed here: this run stays on this machine; for the "
                 "cluster pip install 'holdfast[ray]', else say ScalingConfig(engine='local')"
             )
-        return LocalEngine(num_workers=scaling.most_workers)
+        return LocalEngine(num_workers=scaling.most_workers, storage=storage)
     resources = _resources(scaling)
     count = scaling.num_workers
     wanted = Wanted(
@@ -69,7 +70,7 @@ def make_engine(scaling: ScalingConfig, storage: Storage, *, max_failures: int) 
         resources=resources,
         strategy=scaling.placement_strategy,
         labels=scaling.label_selector,
-        spares=_SPARES if max_failures else 0,
+        spares=_spares() if max_failures else 0,
     )
     return ClusterEngine(RayNodes(ray_api.connect(), wanted), storage=storage)
 
@@ -80,6 +81,20 @@ def threads(scaling: ScalingConfig) -> dict[str, str]:
     if not cores and runs_on_ray(scaling) and "OMP_NUM_THREADS" not in os.environ:
         cores = _resources(scaling).get("CPU")  # what is reserved
     return {} if not cores else {"OMP_NUM_THREADS": str(max(1, int(cores)))}
+
+
+def _spares() -> int:
+    """Return on how many nodes without workers an interpreter is kept ready.
+
+    Raises:
+        ConfigError: the variable is no such number.
+    """
+    text = os.environ.get(_SPARES, _MOST_SPARES)
+    if not text.isdecimal():
+        raise ConfigError(
+            f"{_SPARES}={text!r}: give the number of nodes that an interpreter is kept ready on, 0 for none"
+        )
+    return int(text)
 
 
 def _resources(scaling: ScalingConfig) -> dict[str, float]:

@@ -15,7 +15,7 @@ from holdfast.writer.messages import error_from_json
 __all__ = ["RemoteTraceback", "error_from_wire", "error_to_wire"]
 
 _LOG = get_logger("runtime")
-_MAX_PICKLE = 8 << 20  # an exception that holds a model is told in words only
+_MAX_PICKLE = 8 << 20  # an exception that holds a model travels in words only
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - it is shown as the cause of an error, never raised or caught
@@ -27,7 +27,7 @@ class RemoteTraceback(Exception):  # noqa: N818 - it is shown as the cause of an
 
 def error_to_wire(error: BaseException) -> tuple[dict[str, Any], bytes]:
     """Return the header fields of an exception and, for attachment 0, its pickle (b"" if it cannot be pickled)."""
-    told = {
+    description = {
         "type": type(error).__name__,
         "message": _words(error),
         "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
@@ -35,12 +35,12 @@ def error_to_wire(error: BaseException) -> tuple[dict[str, Any], bytes]:
     try:
         blob = cloudpickle.dumps(error)
     except Exception as unpicklable:  # noqa: BLE001 - anything may happen in there; the words are enough
-        _LOG.debug("%s travels in words only: %s", told["type"], unpicklable)
+        _LOG.debug("%s travels in words only: %s", description["type"], unpicklable)
         blob = b""
-    return told, blob if len(blob) <= _MAX_PICKLE else b""
+    return description, blob if len(blob) <= _MAX_PICKLE else b""
 
 
-def error_from_wire(told: dict[str, Any], blob: bytes = b"") -> BaseException:
+def error_from_wire(description: dict[str, Any], blob: bytes = b"") -> BaseException:
     """Rebuild an exception; what does not unpickle becomes the Holdfast error of that name, or a `TrainingError`."""
     error: BaseException | None = None
     if blob:
@@ -48,20 +48,20 @@ def error_from_wire(told: dict[str, Any], blob: bytes = b"") -> BaseException:
             found = pickle.loads(blob)
             error = found if isinstance(found, BaseException) else None
         except Exception as unreadable:  # noqa: BLE001 - its class may exist in the other process only
-            _LOG.debug("%s could not be unpickled: %s", told.get("type"), unreadable)
+            _LOG.debug("%s could not be unpickled: %s", description.get("type"), unreadable)
     if error is None:
-        kind, words = str(told.get("type", "Exception")), str(told.get("message", ""))
+        kind, words = str(description.get("type", "Exception")), str(description.get("message", ""))
         if kind in errors.__all__:
             error = error_from_json({"type": kind, "message": words})
         else:
             error = errors.TrainingError(f"{kind}: {words}")
-    if told.get("traceback"):
-        error.__cause__ = RemoteTraceback(told["traceback"])
+    if description.get("traceback"):
+        error.__cause__ = RemoteTraceback(description["traceback"])
     return error
 
 
 def _words(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as broken:  # noqa: BLE001 - an error whose own words fail is told all the same
+    except Exception as broken:  # noqa: BLE001 - an error whose own words fail is reported all the same
         return f"<its message cannot be made: {broken!r}>"

@@ -20,22 +20,22 @@ def describe_location(storage: Storage, name: str) -> dict[str, Any]:
     return {"storage": storage.describe(), "uri": storage.uri, "name": name}
 
 
-def checkpoint_at(told: Mapping[str, Any]) -> Checkpoint:
+def checkpoint_at(location: Mapping[str, Any]) -> Checkpoint:
     """Return a handle of a location.
 
     Raises:
         ConfigError: it lives in the memory of another process.
     """
-    return Checkpoint.at(_storage(told), told["name"])
+    return Checkpoint.at(_storage(location), location["name"])
 
 
-def open_root(told: Mapping[str, Any]) -> Storage:
+def open_root(location: Mapping[str, Any]) -> Storage:
     """Return the storage rooted at a location.
 
     Raises:
         ConfigError: it lives in the memory of another process.
     """
-    return as_given(_storage(told).child(told["name"]))
+    return as_given(_storage(location).child(location["name"]))
 
 
 def pack_secrets(*storages: Storage) -> bytes:
@@ -43,16 +43,16 @@ def pack_secrets(*storages: Storage) -> bytes:
 
     For the control sockets of our own processes: never for a file, an argument, the environment or a log.
     """
-    told = [{"storage": storage.describe(), "secrets": storage.secrets()} for storage in storages]
-    told = [one for one in told if one["storage"] is not None and one["secrets"]]
-    return json.dumps(told).encode() if told else b""
+    described = [{"storage": storage.describe(), "secrets": storage.secrets()} for storage in storages]
+    described = [one for one in described if one["storage"] is not None and one["secrets"]]
+    return json.dumps(described).encode() if described else b""
 
 
 def learn_secrets(data: bytes) -> None:
     """Let this process find the credentials of `pack_secrets` when it opens those storages, or unpickles them."""
-    for told in json.loads(data) if data else ():
+    for described in json.loads(data) if data else ():
         # Storages note the credentials they were given, and `describe` those found among a client's arguments.
-        from_description(told["storage"], told["secrets"]).describe()
+        from_description(described["storage"], described["secrets"]).describe()
 
 
 class TravellingSecrets:
@@ -65,10 +65,10 @@ class TravellingSecrets:
         return learn_secrets, (self._data,)
 
 
-def _storage(told: Mapping[str, Any]) -> Storage:
-    if told["storage"] is None:
+def _storage(location: Mapping[str, Any]) -> Storage:
+    if location["storage"] is None:
         raise ConfigError(
-            f"{told['uri'].rstrip('/')}/{told['name']} lives in the memory of the driver: worker processes can neither "
-            "read nor write it; use a directory as storage_path"
+            f"{location['uri'].rstrip('/')}/{location['name']} lives in the memory of the driver: worker processes can "
+            "neither read nor write it; use a directory as storage_path"
         )
-    return from_description(told["storage"])
+    return from_description(location["storage"])

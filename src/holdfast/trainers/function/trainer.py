@@ -32,12 +32,11 @@ from holdfast.storage.resolve import resolve
 
 from .callbacks import RunContext
 from .control.actions import End
-from .control.drive import Driver, ExecutorOptions
+from .control.drive import Driver, ExecutorOptions, Stops
 from .control.messages import say
 from .control.plan import RunSpec, WaitLimits
 from .control.policy import FailurePolicy
 from .control.result import Result
-from .control.stops import Stops
 from .engine_choice import make_engine, runs_on_ray, threads
 from .engines.local.inline import InlineEngine
 from .location import describe_location, pack_secrets
@@ -189,7 +188,7 @@ class TorchTrainer:
 
     def _run_here(self, driver: Driver, engine: InlineEngine) -> None:
         """Drive the run in a thread, and call the train function here each time it is to start."""
-        from .worker.here import run_here  # loads torch
+        from .worker.main import run_here  # loads torch
 
         outcome: Future[End] = Future()
         raised: list[BaseException] = []
@@ -410,8 +409,8 @@ def _scores(
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """Give the score of a CheckpointConfig, and the strategy of a CheckpointStrategy, for the wire."""
     if isinstance(config, CheckpointStrategy):
-        told = {"attribute": config.checkpoint_score_attribute, "order": config.checkpoint_score_order}
-        return None, {"num_to_keep": config.num_to_keep, **told}
+        score = {"attribute": config.checkpoint_score_attribute, "order": config.checkpoint_score_order}
+        return None, {"num_to_keep": config.num_to_keep, **score}
     keep = _keep(config)
     return (None if keep.metric is None else {"attribute": keep.metric, "order": keep.mode}), None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -12,19 +12,17 @@ from holdfast.errors import ConfigError
 from holdfast.state.tree.names import unwrap
 from holdfast.state.tree.sharded import reshard
 
+from .callbacks import Logger
 from .events import Event
+from .state import State, Stateful
 from .times.intervals import parse_every
 from .times.time import Time, TimeUnit
 from .training.parallel import is_sharded
 
-if TYPE_CHECKING:
-    from .loggers import Logger
-    from .state import State
-
 __all__ = ["EMA", "Algorithm", "LabelSmoothing"]
 
 
-class Algorithm:
+class Algorithm(Stateful):
     """A method that changes training: `match` says at which events, `apply` does it, `state_dict` is saved."""
 
     def match(self, event: Event, state: State) -> bool:
@@ -34,13 +32,6 @@ class Algorithm:
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Run."""
         raise NotImplementedError(f"{type(self).__name__} does nothing: override apply(event, state, logger)")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what has to survive a restart."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what an earlier life's `state_dict` gave."""
 
 
 class EMA(Algorithm):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast._advice import answering
+from holdfast._not_here import answering
 from holdfast.errors import ConfigError
 
 __all__ = [
@@ -31,7 +31,7 @@ _CONSOLE = "give a holdfast.loggers.ConsoleLogger(log_interval, stream) among th
 _SCHEDULE = "give the schedulers their lengths yourself"
 _LIBRARY = "set it up in torch before the Trainer is made"
 
-# What to do instead, by the name of the argument: answered by `holdfast.config._removed`.
+# What to do instead, by the name of the argument: answered by `holdfast._not_here.removed`.
 OF_TRAINER = {
     "accumulate_train_batch_on_tokens": "parts of a batch weigh by their samples; weigh them by tokens in the loss",
     "algorithm_passes": "algorithms run in the order they are given",

@@ -1,35 +1,32 @@
-"""`Callback`: code that runs at the events of training, and the ones that come with the trainer."""
+"""`Callback` and `LoggerDestination`: code that runs at the events of training; callbacks that end a training."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from holdfast._log import get_logger
+from holdfast.checkpoint.handle import Checkpoint
 from holdfast.errors import ConfigError
 
-from .arguments import check_flags, check_path
+from .arguments import check_flags
 from .events import Event
-from .saving.schema import check_ignore_keys
+from .state import State, Stateful
+from .times.intervals import parse_every
 from .times.time import TimeUnit
 from .times.timestamp import Timestamp
+from .training.metrics import computed
 
-if TYPE_CHECKING:
-    from holdfast.checkpoint.handle import Checkpoint
-
-    from .loggers import Logger
-    from .state import State
-
-__all__ = ["Callback", "EarlyStopper", "EarlyStopping", "LoadCheckpoint", "ThresholdStopper"]
+__all__ = ["Callback", "EarlyStopper", "EarlyStopping", "Logger", "LoggerDestination", "ThresholdStopper"]
 
 _LOG = get_logger("trainer")
 
 
-class Callback:
+class Callback(Stateful):
     """Something that runs at events: override the methods named after them, or `run_event` for all of them.
 
     What has to survive a restart goes into `state_dict`; it is saved with every checkpoint under the class's name.
@@ -50,13 +47,6 @@ class Callback:
         method = getattr(self, event.value, None)
         if method is not None:
             method(state, logger)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what has to survive a restart."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what an earlier life's `state_dict` gave."""
 
     def checkpoint_committed(self, checkpoint: Checkpoint) -> None:
         """Hear of a committed checkpoint: on rank 0, on a thread of the saver, which has to go on soon."""
@@ -80,6 +70,55 @@ def _method(event: Event) -> Any:
 
 for _event in Event:
     setattr(Callback, _event.value, _method(_event))
+
+
+class LoggerDestination(Callback):
+    """Somewhere metrics go. It is a `Callback` too, so it hears of every event."""
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Take metrics of a batch; values may be tensors on a device."""
+
+    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Take what a run was started with."""
+
+    def upload_file(self, remote_file_name: str, file_path: str, *, overwrite: bool = False) -> None:
+        """Take a file; a destination that stores none does nothing."""
+
+
+class Logger:
+    """Passes on to every destination what is logged; given to callbacks and algorithms.
+
+    Attributes:
+        destinations: where it goes.
+    """
+
+    def __init__(self, state: State, destinations: Sequence[LoggerDestination] = ()) -> None:
+        self._state = state
+        self.destinations = tuple(destinations)
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log metrics of the current batch, or of ``step``."""
+        if self.destinations:
+            step = self._state.timestamp.count("batch") if step is None else step
+            for one in self.destinations:
+                one.log_metrics(metrics, step)
+
+    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Log what the run was started with."""
+        for one in self.destinations:
+            one.log_hyperparameters(hyperparameters)
+
+    def upload_file(self, remote_file_name: str, file_path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Send a file of yours to every destination that stores files; returns before it is there.
+
+        Args:
+            remote_file_name: name at the destination; ``{run_name}`` is filled in.
+            file_path: the file; it may be changed or deleted when this returns.
+            overwrite: replace what has this name.
+        """
+        name = remote_file_name.replace("{run_name}", self._state.run_name)
+        for one in self.destinations:
+            one.upload_file(name, os.fspath(file_path), overwrite=overwrite)
 
 
 _SMALL = ("loss", "error", "perplexity")  # in names of metrics of which less is better
@@ -109,8 +148,6 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         patience: Any = 1,
     ) -> None:
-        from .times.intervals import parse_every
-
         if comp is None:
             falls = any(word in monitor.lower() for word in _SMALL)
             comp = "min" if falls else "max"
@@ -178,8 +215,6 @@ class EarlyStopping(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         """Look at the metric of training so far, where patience is shorter than epochs."""
         if self.dataloader_label == "train" and self.patience.unit is not TimeUnit.EPOCH:
-            from .training.metrics import computed
-
             self._look(state, computed(state.train_metrics, state.ranks))
 
     def epoch_end(self, state: State, logger: Logger) -> None:
@@ -252,60 +287,9 @@ class ThresholdStopper(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         """Look at the metric of training so far."""
         if self.stop_on_batch and self.dataloader_label == "train":
-            from .training.metrics import computed
-
             self._look(state, computed(state.train_metrics, state.ranks))
 
     def epoch_end(self, state: State, logger: Logger) -> None:
         """Look at the metric of training."""
         if self.dataloader_label == "train":
             self._look(state, state.train_metric_values)
-
-
-class LoadCheckpoint(Callback):
-    """Loads another checkpoint at an event: weights in layers, a base under an adapter.
-
-    Args:
-        load_path: path or URI.
-        load_weights_only: only the weights.
-        strict_model_weights: every weight has to be there and none may be left over.
-        ignore_keys: globs over "/"-joined paths, or a function that changes the loaded dictionary.
-        event: when; "BEFORE_LOAD" comes before ``load_path`` of the trainer.
-    """
-
-    def __init__(
-        self,
-        load_path: str | os.PathLike[str],
-        load_weights_only: bool = False,
-        strict_model_weights: bool = True,
-        ignore_keys: Sequence[str] | Any = None,
-        event: str | Event = Event.BEFORE_LOAD,
-    ) -> None:
-        self.load_path = check_path(load_path, "LoadCheckpoint(load_path)")
-        check_flags(load_weights_only=load_weights_only, strict_model_weights=strict_model_weights)
-        self.load_weights_only, self.strict_model_weights = load_weights_only, strict_model_weights
-        self.ignore_keys = check_ignore_keys(ignore_keys, "LoadCheckpoint(ignore_keys)")
-        try:
-            self.event = Event.of(event)
-        except (AttributeError, ValueError):
-            names = ", ".join(one.name for one in Event)
-            raise ConfigError(f"LoadCheckpoint(event={event!r}): there is no such event; use one of {names}") from None
-
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        """Load when the event has come."""
-        if event is not self.event:
-            return
-        from .saving.load import LoadOptions, load_path
-
-        options = LoadOptions(
-            weights_only=self.load_weights_only, strict_model_weights=self.strict_model_weights,
-            ignore_keys=self.ignore_keys,
-        )  # fmt: skip
-        report = load_path(self.load_path, state, options=options)
-        if state.ranks.leads:
-            report.show()
-
-
-def as_number(value: Any) -> float:
-    """Return a metric as a number; reads a device if it lives on one."""
-    return float(value.item() if isinstance(value, torch.Tensor) else value)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .callbacks import Callback
+from .callbacks import Callback, Logger, LoggerDestination
 from .events import Event
-from .loggers import Logger, LoggerDestination
-
-if TYPE_CHECKING:
-    from .state import State
+from .state import State
 
 __all__ = ["EventEngine"]
 

@@ -1,4 +1,4 @@
-"""Where metrics go: JSON lines, the console, TensorBoard; `Logger` passes them on to all of them."""
+"""Where metrics go: JSON lines, the console, TensorBoard."""
 
 from __future__ import annotations
 
@@ -6,71 +6,21 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Mapping
+from typing import Any, TextIO
 
 import torch
 
 from holdfast._log import get_logger
 from holdfast._optional import require
 
-from .callbacks import Callback
-
-if TYPE_CHECKING:
-    from .state import State
+from .callbacks import Logger, LoggerDestination
+from .state import State
+from .times.intervals import parse_every
 
 _LOG = get_logger("trainer")
 _BLOCK = 1 << 16
-__all__ = ["ConsoleLogger", "JSONLLogger", "Logger", "LoggerDestination", "TensorBoardLogger"]
-
-
-class LoggerDestination(Callback):
-    """Somewhere metrics go. It is a `Callback` too, so it hears of every event."""
-
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Take metrics of a batch; values may be tensors on a device."""
-
-    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
-        """Take what a run was started with."""
-
-    def upload_file(self, remote_file_name: str, file_path: str, *, overwrite: bool = False) -> None:
-        """Take a file; a destination that stores none does nothing."""
-
-
-class Logger:
-    """Passes on to every destination what is logged; given to callbacks and algorithms.
-
-    Attributes:
-        destinations: where it goes.
-    """
-
-    def __init__(self, state: State, destinations: Sequence[LoggerDestination] = ()) -> None:
-        self._state = state
-        self.destinations = tuple(destinations)
-
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log metrics of the current batch, or of ``step``."""
-        if self.destinations:
-            step = self._state.timestamp.count("batch") if step is None else step
-            for one in self.destinations:
-                one.log_metrics(metrics, step)
-
-    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
-        """Log what the run was started with."""
-        for one in self.destinations:
-            one.log_hyperparameters(hyperparameters)
-
-    def upload_file(self, remote_file_name: str, file_path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Send a file of yours to every destination that stores files; returns before it is there.
-
-        Args:
-            remote_file_name: name at the destination; ``{run_name}`` is filled in.
-            file_path: the file; it may be changed or deleted when this returns.
-            overwrite: replace what has this name.
-        """
-        name = remote_file_name.replace("{run_name}", self._state.run_name)
-        for one in self.destinations:
-            one.upload_file(name, os.fspath(file_path), overwrite=overwrite)
+__all__ = ["ConsoleLogger", "JSONLLogger", "TensorBoardLogger"]
 
 
 class JSONLLogger(LoggerDestination):
@@ -207,8 +157,6 @@ class ConsoleLogger(LoggerDestination):
     """
 
     def __init__(self, log_interval: Any = "1ep", stream: TextIO | None = None) -> None:
-        from .times.intervals import parse_every
-
         self._every = parse_every(log_interval, "log_interval")
         self._stream = stream
         self._last: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What a `Trainer` is told, brought into the form it uses; everything wrong is refused here."""
+"""Arguments of a `Trainer`, brought into the form that it uses; wrong values are refused here."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from .training.data import DataPosition
 from .training.evaluator import DataSpec, Evaluator
 from .training.ranks import Ranks
 
-__all__ = ["ATTRIBUTES", "State"]
+__all__ = ["ATTRIBUTES", "State", "Stateful"]
 
 ATTRIBUTES = (
     "model", "optimizers", "schedulers", "algorithms", "callbacks", "scaler", "timestamp", "rank_zero_seed",
@@ -27,6 +27,17 @@ ATTRIBUTES = (
 )  # fmt: skip
 _PREVIOUS = ("epoch", "batch", "sample", "token")  # what tells which intervals were crossed last
 _BY_CLASS = ("optimizers", "schedulers", "algorithms", "callbacks")
+
+
+class Stateful:
+    """Something that may have a state of its own in a checkpoint, under the name of its class."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has to survive a restart."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what an earlier life's `state_dict` gave."""
 
 
 class State:
@@ -231,14 +242,11 @@ class _TimestampOf:
 
 def by_class(objects: Sequence[Any]) -> dict[str, Any]:
     """Key objects that have state by the name of their class, "Name-1" for a second of one class."""
-    from .algorithms import Algorithm
-    from .callbacks import Callback
-
     found: dict[str, Any] = {}
     for one in objects:
         kind = type(one)
-        # The empty ones that every callback and algorithm inherits are no state.
-        if not hasattr(one, "state_dict") or kind.state_dict in (Callback.state_dict, Algorithm.state_dict):
+        # The empty one that every callback and algorithm inherits is no state.
+        if not hasattr(one, "state_dict") or kind.state_dict is Stateful.state_dict:
             continue
         name, number = kind.__name__, 0
         while name in found:

@@ -12,17 +12,16 @@ from typing import Any
 import torch
 
 from holdfast._log import get_logger
+from holdfast._not_here import removed
 from holdfast.checkpointer.signals import StopSignals
-from holdfast.config import _removed
 from holdfast.errors import ConfigError, SessionError
 from holdfast.state.data.seeding import generators_kept
 from holdfast.state.tree import rng
 
 from .arguments import OF_TRAINER, check_flags, check_function, check_path, of_fit, several
-from .callbacks import Callback
+from .callbacks import Callback, Logger, LoggerDestination
 from .engine import EventEngine
 from .events import Event
-from .loggers import Logger, LoggerDestination
 from .options import (
     check_clip,
     choose_device,
@@ -33,6 +32,7 @@ from .options import (
     place_model,
     seed_ranks,
 )
+from .saving.functions import save_checkpoint
 from .saving.restart import StartingPoint
 from .saving.saver import CheckpointSaver, default_saver
 from .saving.saver_group import SaverGroup
@@ -56,7 +56,7 @@ _LOG = get_logger("trainer")
 EXIT_CODE_FOR_REQUEUE = 85
 
 
-@_removed(**OF_TRAINER)
+@removed(**OF_TRAINER)
 class Trainer:
     """Trains a model and saves it so that nothing is lost.
 
@@ -229,9 +229,9 @@ class Trainer:
             step_schedulers_every_batch = any(not hasattr(one, "step") for one in schedules)
         self._schedule_by_batch = bool(step_schedulers_every_batch)
         self._closed = False
-        self._finalizer = weakref.finalize(self, _give_up, self._site, self._engine, os.getpid())
+        self._finalizer = weakref.finalize(self, _give_up, self._group, self._engine, os.getpid())
         start = StartingPoint(
-            self._site, path=load_from, object_store=load_object_store, weights_only=load_weights_only,
+            self._group, path=load_from, object_store=load_object_store, weights_only=load_weights_only,
             strict=strict, ignore_keys=load_ignore_keys, autoresume=autoresume, progress_bar=load_progress_bar,
         )  # fmt: skip
         self._generators: Mapping[str, Any] | None = self._load(start)
@@ -254,7 +254,7 @@ class Trainer:
         shown = [*destinations, *([self._bar] if progress_bar else [])]
         self.logger = Logger(state, shown if state.ranks.leads else [])
         self._logs_metrics = any(not isinstance(one, RemoteUploaderDownloader) for one in destinations)
-        self._site = SaverGroup(state, self._savers, destinations)
+        self._group = SaverGroup(state, self._savers, destinations)
         self._engine = EventEngine(state, self.logger)
         self._engine.listen([*callbacks, *self.logger.destinations, *self._savers])
 
@@ -267,7 +267,7 @@ class Trainer:
                 generators = start.run()
             self._engine.run(Event.AFTER_LOAD)
         except BaseException:
-            self._site.abandon()
+            self._group.abandon()
             raise
         return generators
 
@@ -307,7 +307,7 @@ class Trainer:
         for every in self._evals:
             if isinstance(every, Every):
                 every.check(state.span)
-        self._site.open()
+        self._group.open()
         self._left_for, self._signals = None, StopSignals()
         if any(saver.is_full for saver in self._savers):  # otherwise there is nothing to do before leaving
             self._signals.install()
@@ -321,40 +321,40 @@ class Trainer:
 
     def _complete(self) -> None:
         """Save and send what the life that finished this training was cut off from."""
-        if not self._site.resumed:
+        if not self._group.context.resumed:
             return
         try:
-            self._site.open(check=False)
+            self._group.open(check=False)
             self._go_on()
-            self._site.finish("finished")
+            self._group.finish("finished")
         except BaseException as error:
-            self._site.end_after(error, patient=True)
+            self._group.end_after(error, patient=True)
             raise
 
     def _train(self) -> None:
         state, engine = self.state, self._engine
         try:
-            pace = self._pace = make_pace(self._signals, state, self._site, self._evals)
+            pace = self._pace = make_pace(self._signals, state, self._group, self._evals)
             self._parallel.ready(state.model, state.device)
             step = TrainStep(state, engine, self._parallel, loss_fn=self._loss_fn, grad_clip_norm=self._grad_clip_norm)
             loop = TrainingLoop(
                 state, engine, self.logger, step, self._evaluation(pace), pace, eval_every=self._eval_every,
-                schedule_by_batch=self._schedule_by_batch, logs_metrics=self._logs_metrics, saves=self._site.is_due,
+                schedule_by_batch=self._schedule_by_batch, logs_metrics=self._logs_metrics, saves=self._group.is_due,
             )  # fmt: skip
             engine.run(Event.FIT_START)
             self._go_on()
             complete = loop.run()
             if not complete:
                 self._left_for = self._signals.received or "another rank"
-                self._site.save_all()
+                self._group.save_all()
             else:
                 engine.run(Event.FIT_END)
-            self._site.finish("finished" if complete else "stopped")
+            self._group.finish("finished" if complete else "stopped")
         except BaseException as error:
-            if self._site.is_forked:
+            if self._group.is_forked:
                 raise
             reason = self._pace.explain(error)
-            self._site.end_after(reason or error, patient=not self._signals.impatient)
+            self._group.end_after(reason or error, patient=not self._signals.impatient)
             if reason is not None:
                 raise reason from error
             raise
@@ -364,7 +364,7 @@ class Trainer:
         if self._generators is not None:
             rng.restore(self._generators)
             self._generators = None
-        self._site.make_up()
+        self._group.make_up()
 
     @property
     def _evals(self) -> list[When]:
@@ -421,7 +421,7 @@ class Trainer:
 
     def save_checkpoint(self, name: str = "ep{epoch}-ba{batch}-rank{rank}", *, weights_only: bool = False) -> str:
         """Save now, at any path; durable on return. Returns the path."""
-        return self._site.save_at(name, weights_only=weights_only)
+        return save_checkpoint(self.state, name, weights_only=weights_only)
 
     def save_checkpoint_to_save_folder(self) -> None:
         """Save now with the first saver, once for one batch; durable on return.
@@ -432,8 +432,8 @@ class Trainer:
         """
         if not self._savers:
             raise ConfigError("save_checkpoint_to_save_folder() needs save_folder, or a CheckpointSaver in callbacks")
-        self._site.open()
-        self._site.save_first()
+        self._group.open()
+        self._group.save_first()
 
     def close(self) -> None:
         """Finish what is being saved, give everything back; idempotent."""
@@ -447,17 +447,17 @@ class Trainer:
             return
         self._closed = True
         try:
-            self._site.leave(error)
+            self._group.leave(error)
         finally:
             self._finalizer.detach()
-            self._site.abandon()
+            self._group.abandon()
             self._engine.close()
 
 
-def _give_up(site: SaverGroup, engine: EventEngine, process: int) -> None:
+def _give_up(group: SaverGroup, engine: EventEngine, process: int) -> None:
     """Close what a trainer had that nobody closed before it was gone, or before the process ended."""
-    site.abandon()
-    for uploader in site.uploaders:
+    group.abandon()
+    for uploader in group.context.uploaders:
         uploader.abandon()
     if os.getpid() == process:  # what a forked child has of loggers is its parent's to write
         engine.close()

@@ -23,7 +23,7 @@ from holdfast.storage.base import Storage
 
 from ..messages import IngestJob, IngestSource, SaveResult
 from ..open_run import Run
-from ..outcome import certainly_uncommitted, committed_already, outcome
+from ..save import certainly_uncommitted, committed_already, outcome
 from ..serial_executor import SerialExecutor
 from .digesting import Copier
 from .file_list import FileList, known_fields, manifest_fields

@@ -1,4 +1,4 @@
-"""A reported directory on its way through a store, where the driver's writer cannot read the disk that it lies on.
+"""A reported directory goes through the store where the driver's writer cannot read the disk of the rank.
 
 The rank's node puts its files, under numbers, below a hidden directory of the run; a listing comes last. The driver's
 writer copies them to their names inside the store. So nobody but that writer ever puts anything under the name of a
@@ -8,7 +8,7 @@ checkpoint, and what a node stores that was given up is swept with the hidden di
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,7 @@ _LISTING, _DIGESTS = "listing.json", "digests"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incoming:
-    """What a rank has put.
+    """What a rank has stored.
 
     Attributes:
         contents: as `scan` gives them; sources are paths in the storage.
@@ -43,13 +43,16 @@ class Incoming:
     tables: Mapping[str, bytes]
 
 
-def put_incoming(storage: Storage, home: str, source: IngestSource) -> None:
+def put_incoming(
+    storage: Storage, home: str, source: IngestSource, *, go_on: Callable[[], object] = lambda: None
+) -> None:
     """Store a directory, or one file, of this machine below ``home``, complete when this returns.
 
     Args:
         storage: root of the run.
-        home: `holdfast.run.remains.INCOMING`, the start id, and what nobody else has.
-        source: what to store; it is only read.
+        home: `holdfast.run.remains.INCOMING`, the start id, and a name that nothing else has.
+        source: the directory or file; it is only read.
+        go_on: called before each file; what it raises ends this.
 
     Raises:
         CheckpointNotFoundError: there is nothing.
@@ -63,17 +66,18 @@ def put_incoming(storage: Storage, home: str, source: IngestSource) -> None:
     try:
         with (
             closing(SerialExecutor()) as side,
-            storage.batch(sum(one.size <= SMALL_BYTES for one in files)) as batch,
+            storage.batch(sum(file.size <= SMALL_BYTES for file in files)) as batch,
         ):
             copier = Copier(side)
-            for number, one in enumerate(files):
+            for number, file in enumerate(files):
+                go_on()
                 target = _object(home, number)
-                if one.size <= SMALL_BYTES:
-                    table = copier.copy_small(one.source, one.size, batch, target)
+                if file.size <= SMALL_BYTES:
+                    table = copier.copy_small(file.source, file.size, batch, target)
                 else:
-                    table = copier.copy(one.source, one.size, storage, target)
-                if one.entry is not None and file_digest(table) != one.entry.digest:
-                    raise damaged(one.source, one.name)
+                    table = copier.copy(file.source, file.size, storage, target)
+                if file.entry is not None and file_digest(table) != file.entry.digest:
+                    raise damaged(file.source, file.name)
                 tables.append(table)
         storage.put(join(home, _DIGESTS), b"".join(tables))
         storage.put(join(home, _LISTING), dumps(_to_json(contents)))
@@ -105,7 +109,7 @@ def read_incoming(storage: Storage, home: str, rank: int) -> Incoming:
 
 
 def remove_incoming(storage: Storage, home: str) -> None:
-    """Remove it again, the listing first. What stays for an error is swept later."""
+    """Remove what was stored below ``home``, the listing first. What stays because of an error is swept later."""
     with suppress(HoldfastError):
         storage.delete(join(home, _LISTING))
         storage.delete_tree(home)
@@ -119,7 +123,9 @@ def _to_json(contents: Contents) -> dict[str, Any]:
     metadata, last = contents.metadata, contents.manifest_file
     return {
         "incoming": 1,
-        "files": [[one.name, one.size, None if one.entry is None else one.entry.to_json()] for one in contents.files],
+        "files": [
+            [file.name, file.size, None if file.entry is None else file.entry.to_json()] for file in contents.files
+        ],
         "manifest_bytes": None if last is None else last.size,
         "metadata": None if metadata is None else base64.b64encode(metadata).decode(),
         "bare": list(contents.bare),
@@ -147,9 +153,9 @@ def _from_json(storage: Storage, home: str, rank: int, told: Mapping[str, Any], 
         bare=tuple(map(str, told["bare"])),
     )
     tables, offset = {}, 0
-    for one in [*files, *([] if last is None else [last])]:
-        length = DIGEST_BYTES * num_chunks(one.size)
-        tables[one.source] = digests[offset : offset + length]
+    for file in [*files, *([] if last is None else [last])]:
+        length = DIGEST_BYTES * num_chunks(file.size)
+        tables[file.source] = digests[offset : offset + length]
         offset += length
     if offset != len(digests):
         raise ValueError(f"{len(digests)} bytes of digests, {offset} expected")

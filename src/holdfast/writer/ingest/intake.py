@@ -32,7 +32,7 @@ from holdfast.storage.together import together
 
 from ..messages import IngestJob, IngestSource, SaveResult
 from ..open_run import Run
-from ..outcome import certainly_uncommitted, committed_already, outcome
+from ..save import certainly_uncommitted, committed_already, outcome
 from ..serial_executor import SerialExecutor
 from .digesting import SMALL_BYTES, Copier, changed, opened
 from .file_list import FileList, manifest_fields

@@ -1,8 +1,9 @@
-"""Which file of which rank goes where: the merging of reported directories as a pure function of what is in them.
+"""Reported directories are merged into one checkpoint: a pure function of names, sizes and digests.
 
 One name, one content: stored once. One name, several contents: the lowest rank keeps the name, every other rank that
 differs from it gets ``stem.rank-3.ext``. A source that is a Holdfast checkpoint keeps names, roles and digests of its
-files, so that it can be loaded; of several only the lowest rank's does, the others become files like any.
+files, so that it can be loaded. Of several such sources only that of the lowest rank does; the others become plain
+files.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class MergedFile:
     """One file to store.
 
     Attributes:
-        path: where, inside the checkpoint.
-        rank: whose it is.
+        path: its path inside the checkpoint.
+        rank: the rank that reported it.
         source: absolute path of its bytes.
         size: in bytes.
-        movable: the file itself may be taken away.
-        entry: what a manifest says about it already, under its new path.
+        movable: the file may be moved instead of copied.
+        entry: its entry in the manifest of its source, under the new path.
     """
 
     path: str
@@ -67,8 +68,8 @@ class MergePlan:
         items: its files.
         writers: ranks for the manifest's ``writers``.
         metadata: bytes of its `.metadata.json`, if it has one.
-        fields: of the manifest, where the source that is a checkpoint knows better than the job.
-        warnings: what the user should hear.
+        fields: those fields of the manifest that a source which is a checkpoint gives, instead of the job.
+        warnings: for the user, one sentence each.
         folders: directories that hold nothing on any rank.
     """
 
@@ -105,25 +106,25 @@ class MergePlan:
 
 
 def contested(sources: Sequence[Contents]) -> list[SourceFile]:
-    """List the files whose digest decides: several ranks have the name, and the one that keeps it is of their size."""
+    """List the files whose digests decide: several ranks have the name, and the file that keeps it has their size."""
     keepers: dict[str, SourceFile] = {}
     needed: dict[tuple[int, str], SourceFile] = {}
-    for one in _files(_order(sources)):
-        keeper = keepers.setdefault(one.name, one)
-        if keeper is not one and keeper.size == one.size:
-            needed |= {(found.rank, found.name): found for found in (keeper, one) if found.entry is None}
+    for file in _files(_order(sources)):
+        keeper = keepers.setdefault(file.name, file)
+        if keeper is not file and keeper.size == file.size:
+            needed |= {(found.rank, found.name): found for found in (keeper, file) if found.entry is None}
     return list(needed.values())
 
 
 def merge(sources: Sequence[Contents], digests: Mapping[tuple[int, str], str]) -> MergePlan:
-    """Decide about every file.
+    """Decide where every file goes.
 
     Args:
         sources: one for each rank that reported files.
         digests: (rank, name) -> digest of the `contested` files.
 
     Raises:
-        ConfigError: what is a file on one rank is a directory on another.
+        ConfigError: a name is a file on one rank and a directory on another.
     """
     order = _order(sources)
     manifest = order[0].manifest if order else None
@@ -133,24 +134,24 @@ def merge(sources: Sequence[Contents], digests: Mapping[tuple[int, str], str]) -
     items: list[MergedFile] = []
     keepers: dict[str, SourceFile] = {}
     renamed: dict[str, list[tuple[int, str]]] = {}
-    for one in files:
-        keeper = keepers.setdefault(one.name, one)
-        adopted = manifest is not None and one.rank == order[0].rank
-        if keeper is one:
-            items.append(_item(one, one.name, adopted=adopted))
-        elif not _same(keeper, one, digests):
-            path = suffixed(one.name, one.rank, taken)
-            items.append(_item(one, path))
-            renamed.setdefault(one.name, [(keeper.rank, one.name)]).append((one.rank, path))
+    for file in files:
+        keeper = keepers.setdefault(file.name, file)
+        adopted = manifest is not None and file.rank == order[0].rank
+        if keeper is file:
+            items.append(_item(file, file.name, adopted=adopted))
+        elif not _same(keeper, file, digests):
+            path = suffixed(file.name, file.rank, taken)
+            items.append(_item(file, path))
+            renamed.setdefault(file.name, [(keeper.rank, file.name)]).append((file.rank, path))
     for source in order[1:]:
-        # A copy of the adopted one needs no manifest of its own.
+        # A copy of the adopted checkpoint needs no manifest of its own.
         if source.manifest_file is not None and source.manifest != manifest:
             items.append(_item(source.manifest_file, suffixed(MANIFEST_NAME, source.rank, taken)))
-    by_rank = sorted(sources, key=lambda one: one.rank)
+    by_rank = sorted(sources, key=lambda source: source.rank)
     metadata = [(source.rank, source.metadata) for source in by_rank if source.metadata is not None]
     return MergePlan(
         items=tuple(items),
-        writers=tuple(one.rank for one in by_rank) or (0,) if manifest is None else manifest.writers,
+        writers=tuple(source.rank for source in by_rank) or (0,) if manifest is None else manifest.writers,
         metadata=metadata[0][1] if metadata else None,
         fields={} if manifest is None else known_fields(manifest),
         warnings=(
@@ -163,7 +164,7 @@ def merge(sources: Sequence[Contents], digests: Mapping[tuple[int, str], str]) -
 
 
 def suffixed(name: str, rank: int, taken: set[str]) -> str:
-    """Give a name that says whose file it is and that nobody else has; it is added to ``taken``.
+    """Return a name with the rank in it that no other file has; it is added to ``taken``.
 
     Example:
         >>> suffixed("a/model.pt", 3, {"a/model.pt"}), suffixed("model.pt", 3, {"model.rank-3.pt"})
@@ -180,23 +181,23 @@ def suffixed(name: str, rank: int, taken: set[str]) -> str:
 
 def _order(sources: Sequence[Contents]) -> list[Contents]:
     """Sort by rank, the checkpoint that is adopted first: its index names its files, so they keep their names."""
-    order = sorted(sources, key=lambda one: one.rank)
-    adopted = next((one for one in order if one.manifest is not None), None)
-    return order if adopted is None else [adopted, *(one for one in order if one is not adopted)]
+    order = sorted(sources, key=lambda source: source.rank)
+    adopted = next((source for source in order if source.manifest is not None), None)
+    return order if adopted is None else [adopted, *(source for source in order if source is not adopted)]
 
 
 def _files(sources: Iterable[Contents]) -> Iterable[SourceFile]:
-    return (one for source in sources for one in source.files)
+    return (file for source in sources for file in source.files)
 
 
 def _names(files: Iterable[SourceFile]) -> set[str]:
-    """All names in use, those of directories and of our own files included."""
-    names: dict[str, SourceFile] = {one.name: one for one in files}
+    """Return all names in use, those of directories and of Holdfast's own files included."""
+    names: dict[str, SourceFile] = {entry.name: entry for entry in files}
     folders: dict[str, SourceFile] = {}
-    for one in names.values():
-        head = one.name
+    for entry in names.values():
+        head = entry.name
         while head := posixpath.dirname(head):
-            folders.setdefault(head, one)
+            folders.setdefault(head, entry)
     for name in sorted(names.keys() & folders.keys()):
         file, inside = names[name], folders[name]
         raise ConfigError(
@@ -207,7 +208,7 @@ def _names(files: Iterable[SourceFile]) -> set[str]:
 
 
 def _folders(sources: Sequence[Contents], taken: set[str]) -> tuple[str, ...]:
-    """Directories that hold nothing on any rank; they are added to ``taken``."""
+    """Return the directories that hold nothing on any rank; they are added to ``taken``."""
     files = {one.name: one for one in _files(sources)}
     inside = taken - files.keys()  # directories that hold something on some rank
     found: set[str] = set()
@@ -232,36 +233,36 @@ def _folders(sources: Sequence[Contents], taken: set[str]) -> tuple[str, ...]:
     return tuple(sorted(found - above))
 
 
-def _same(one: SourceFile, other: SourceFile, digests: Mapping[tuple[int, str], str]) -> bool:
-    return one.size == other.size and _digest(one, digests) == _digest(other, digests)
+def _same(file: SourceFile, other: SourceFile, digests: Mapping[tuple[int, str], str]) -> bool:
+    return file.size == other.size and _digest(file, digests) == _digest(other, digests)
 
 
-def _digest(one: SourceFile, digests: Mapping[tuple[int, str], str]) -> str:
-    return one.entry.digest if one.entry is not None else digests[one.rank, one.name]
+def _digest(file: SourceFile, digests: Mapping[tuple[int, str], str]) -> str:
+    return file.entry.digest if file.entry is not None else digests[file.rank, file.name]
 
 
-def _item(one: SourceFile, path: str, *, adopted: bool = False) -> MergedFile:
+def _item(file: SourceFile, path: str, *, adopted: bool = False) -> MergedFile:
     entry = None
-    if adopted and one.entry is not None:
-        # Its bytes are no longer shared with what they were shared with at the old place.
-        old = one.entry
+    if adopted and file.entry is not None:
+        # At the new place its bytes are shared with no other checkpoint.
+        old = file.entry
         entry = FileEntry(
             path=path, size=old.size, digest=old.digest, role=old.role, writer=old.writer, chunks=old.chunks
         )
-    return MergedFile(path=path, rank=one.rank, source=one.source, size=one.size, movable=one.movable, entry=entry)
+    return MergedFile(path=path, rank=file.rank, source=file.source, size=file.size, movable=file.movable, entry=entry)
 
 
 def _about_names(renamed: Mapping[str, Sequence[tuple[int, str]]]) -> list[str]:
     if not renamed:
         return []
-    told = []
+    shown_names = []
     for name, places in sorted(renamed.items())[:_NAMED]:
         (keeper, _), *others = places
         shown = ", ".join(path for _, path in others[:_NAMED]) + (" and more" if len(others) > _NAMED else "")
-        told.append(f"{name} is that of rank {keeper}, the others are {shown}")
+        shown_names.append(f"{name} is that of rank {keeper}, the others are {shown}")
     more = f" (and {len(renamed) - _NAMED} more names)" if len(renamed) > _NAMED else ""
     return [
-        f"several ranks reported different files under one name, so all were kept: {'; '.join(told)}{more}. "
+        f"several ranks reported different files under one name, so all were kept: {'; '.join(shown_names)}{more}. "
         "Give files that differ between ranks distinct names, such as model-rank3.pt"
     ]
 
@@ -277,7 +278,9 @@ def _about_metadata(found: Sequence[tuple[int, bytes]]) -> list[str]:
 
 
 def _about_checkpoints(order: Sequence[Contents]) -> list[str]:
-    apart = [one.rank for one in order[1:] if one.manifest is not None and one.manifest != order[0].manifest]
+    apart = [
+        source.rank for source in order[1:] if source.manifest is not None and source.manifest != order[0].manifest
+    ]
     if not apart:
         return []
     return [

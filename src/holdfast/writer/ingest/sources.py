@@ -1,4 +1,4 @@
-"""What is in the directories that ranks report: every file, where its bytes are, and what may be done with it."""
+"""The contents of reported directories: every file, where its bytes are, and whether it may be moved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.errors import (
 from holdfast.format.manifest import MAX_FOLDERS, MAX_MANIFEST_BYTES, FileEntry, Manifest
 from holdfast.format.names import MANIFEST_NAME, REMOVING_NAME, SIDECARS, check_path
 from holdfast.format.parts import is_passing
-from holdfast.run.sidecar import METRICS_FILE
+from holdfast.run.record import METRICS_FILE
 from holdfast.storage.base import TEMPORARY
 from holdfast.storage.local.ops import errors_of
 
@@ -34,12 +34,12 @@ class SourceFile:
     """One file of a source.
 
     Attributes:
-        rank: whose it is.
+        rank: the rank that reported it.
         name: path inside the source, with "/".
         source: absolute path of its bytes.
         size: in bytes.
-        movable: the file itself may be taken away: it is owned and not reached through a link.
-        entry: what the manifest of a source that is a checkpoint says about it.
+        movable: the file may be moved instead of copied: it is owned and not reached through a link.
+        entry: its entry in the manifest of a source that is a checkpoint.
     """
 
     rank: int
@@ -52,11 +52,11 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """Everything in one source.
+    """The contents of a source.
 
     Attributes:
-        rank: whose it is.
-        files: in order of their names, without what belongs to no checkpoint (below).
+        rank: the rank that reported it.
+        files: in order of their names, without the files of the attributes below.
         metadata: bytes of its `.metadata.json`.
         manifest: the manifest of a source that is a Holdfast checkpoint.
         manifest_file: that manifest as a file.
@@ -74,7 +74,7 @@ class Contents:
 def scan(source: IngestSource) -> Contents:
     """List a source. Reads names and sizes, its metadata and, if it has one, its manifest.
 
-    Links are resolved: what they lead to is part of the source. Directories without files are named.
+    Links are resolved: what they lead to is part of the source. Directories that hold nothing are listed too.
 
     Raises:
         CheckpointNotFoundError: there is nothing.
@@ -88,9 +88,9 @@ def scan(source: IngestSource) -> Contents:
         head, name = os.path.split(root)
         if name in (MANIFEST_NAME, REMOVING_NAME, *SIDECARS):
             raise ConfigError(f"{root} (rank {source.rank}): checkpoints keep something of their own under this name")
-        one = SourceFile(rank=source.rank, name=name, source=root, size=os.stat(root).st_size, movable=movable)
+        file = SourceFile(rank=source.rank, name=name, source=root, size=os.stat(root).st_size, movable=movable)
         metadata = _read(f"{head}/.{name}{METADATA}")
-        return check_contents(root, Contents(rank=source.rank, files=(one,), metadata=metadata))
+        return check_contents(root, Contents(rank=source.rank, files=(file,), metadata=metadata))
     if not os.path.isdir(root):
         raise CheckpointNotFoundError(
             f"rank {source.rank} reported {root}, and there is no such directory: it must stay until report() has "
@@ -99,11 +99,11 @@ def scan(source: IngestSource) -> Contents:
     with errors_of("read", root):
         bare: list[str] = []
         walk = _walk(source, root, "", movable, (os.path.realpath(root),), bare)
-        found = sorted(walk, key=lambda one: one.name)
+        found = sorted(walk, key=lambda file: file.name)
     manifest = _manifest(source, found)
     metadata = _read(os.path.join(root, METADATA))
     if manifest is None:
-        files = tuple(one for one in found if one.name != METADATA)
+        files = tuple(file for file in found if file.name != METADATA)
         return check_contents(
             root, Contents(rank=source.rank, files=files, metadata=metadata, bare=tuple(sorted(bare)))
         )
@@ -116,7 +116,7 @@ def scan(source: IngestSource) -> Contents:
             files=contents,
             metadata=metadata,
             manifest=manifest,
-            manifest_file=next(one for one in found if one.name == MANIFEST_NAME),
+            manifest_file=next(file for file in found if file.name == MANIFEST_NAME),
             bare=tuple(bare),
         ),
     )
@@ -162,8 +162,8 @@ def _walk(
 
 
 def _manifest(source: IngestSource, found: list[SourceFile]) -> Manifest | None:
-    """Read the manifest of a source that is a checkpoint of ours; refuse files that only look like parts of one."""
-    names = {one.name: one for one in found}
+    """Read the manifest of a source that is a Holdfast checkpoint; refuse files with names that checkpoints reserve."""
+    names = {file.name: file for file in found}
     where = os.path.join(source.path, MANIFEST_NAME)
     manifest = None
     if MANIFEST_NAME in names:
@@ -188,9 +188,9 @@ def _manifest(source: IngestSource, found: list[SourceFile]) -> Manifest | None:
 
 
 def _of_checkpoint(source: IngestSource, found: list[SourceFile], manifest: Manifest) -> tuple[SourceFile, ...]:
-    """Put files and the manifest that lists them together; leave out what belongs to the old place only."""
+    """Add to each file its entry in the manifest; leave out files that belong to the old place only."""
     listed = {entry.path: entry for entry in manifest.files}
-    names = {one.name: one for one in found}
+    names = {file.name: file for file in found}
     for path, entry in listed.items():
         there = names.get(path)
         if there is None or there.size != entry.size:
@@ -201,27 +201,27 @@ def _of_checkpoint(source: IngestSource, found: list[SourceFile], manifest: Mani
                 file=path,
             )
     kept = []
-    for one in found:
-        own = one.name in (MANIFEST_NAME, METRICS_FILE, METADATA) or one.name.startswith(TEMPORARY)
-        if one.name in listed:
+    for file in found:
+        own = file.name in (MANIFEST_NAME, METRICS_FILE, METADATA) or file.name.startswith(TEMPORARY)
+        if file.name in listed:
             # Not `dataclasses.replace`: ten thousand files would take 30 ms.
             kept.append(
                 SourceFile(
-                    rank=one.rank,
-                    name=one.name,
-                    source=one.source,
-                    size=one.size,
-                    movable=one.movable,
-                    entry=listed[one.name],
+                    rank=file.rank,
+                    name=file.name,
+                    source=file.source,
+                    size=file.size,
+                    movable=file.movable,
+                    entry=listed[file.name],
                 )
             )
-        elif not own and not is_passing(one.name):
-            kept.append(one)
+        elif not own and not is_passing(file.name):
+            kept.append(file)
     return tuple(kept)
 
 
 def check_contents(where: str, contents: Contents) -> Contents:
-    """Return contents of which no name is one that no checkpoint can have.
+    """Refuse names that no checkpoint can have; return the contents.
 
     Args:
         where: the source, for messages.
@@ -231,7 +231,7 @@ def check_contents(where: str, contents: Contents) -> Contents:
         ConfigError: a file or directory has such a name, or too many directories hold nothing.
     """
     bad = []
-    for name in (*[one.name for one in contents.files], *contents.bare):
+    for name in (*[file.name for file in contents.files], *contents.bare):
         try:
             check_path(name, where=where)
         except CorruptCheckpointError:

@@ -1,21 +1,145 @@
-"""One end of a connection of the control channel: frames (`frame_codec`) over a socket that never blocks."""
+"""A connection of the control channel: how it begins, what may be said on it, and how many a process may have.
+
+A member proves that it belongs to the run before anything it sends is parsed. All messages of this hello have a fixed
+size, and nothing secret travels: both sides know the token of the run and show it by an HMAC over random numbers of
+both (challenge and response; the labels keep one side's proof from being the other's). What follows on the connection
+is neither encrypted nor authenticated: SECURITY.md says what that means.
+
+    server -> member   challenge: magic, 32 random bytes
+    member -> server   answer:    magic, rank (4 bytes, big endian), 32 random bytes, HMAC(token, "member" + all before)
+    server -> member   proof:     HMAC(token, "server" + challenge + answer)
+
+Then frames (`frames`) go both ways, over a socket that never blocks. The fields of what a member says are checked
+before anything acts on them: what goes wrong behind that check is a mistake of ours, not of the member.
+"""
 
 from __future__ import annotations
 
+import hmac
+import os
+import resource
 import socket
+import struct
+from collections.abc import Mapping
 from typing import Any
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import ConfigError, HoldfastError
 
-from ..frame_codec import FrameDecoder, encode
+from ..frames import FrameDecoder, encode
 
-__all__ = ["MAX_MESSAGE", "Link", "Message"]
+__all__ = [
+    "ANSWER_BYTES",
+    "CHALLENGE_BYTES",
+    "MAX_MESSAGE",
+    "PROOF_BYTES",
+    "Link",
+    "Message",
+    "allow_connections",
+    "check_connections",
+    "check_word",
+    "make_answer",
+    "make_challenge",
+    "make_proof",
+    "read_answer",
+]
 
+_MAGIC = b"holdfast control 2\n"
+_NONCE_BYTES = 32
+_RANK = struct.Struct(">I")
+PROOF_BYTES = 32
+CHALLENGE_BYTES = len(_MAGIC) + _NONCE_BYTES
+ANSWER_BYTES = len(_MAGIC) + _RANK.size + _NONCE_BYTES + PROOF_BYTES
+_Kinds = tuple[type, ...]
+_INT, _STR, _BOOL, _DICT = (int,), (str,), (bool,), (dict,)
+_INT_OR_NONE, _DICT_OR_NONE = (int, type(None)), (dict, type(None))
+
+_WORDS: dict[str, dict[str, _Kinds]] = {
+    "hello": {"standing": _DICT, "judged": _DICT_OR_NONE},
+    "beat": {"step": _INT, "stopped": _BOOL},
+    "begun": {"save": _STR, "directory": _STR, "step": _INT_OR_NONE},
+    "stored": {"save": _STR, "part": _DICT_OR_NONE},
+    "failed": {"save": _STR, "error": _DICT},
+    "uploaded": {"save": _STR, "error": _DICT_OR_NONE},
+    "heard": {"save": _STR, "value": _DICT_OR_NONE, "error": _DICT_OR_NONE},
+    "want": {"kind": _STR},
+    "ack": {"step": _INT},
+    "nack": {"step": _INT, "at": _INT},
+    "acted": {"step": _INT},
+    "ask": {"about": _STR},
+    "left": {"why": _STR},
+    "bye": {"why": _STR},
+    "held": {},
+}
+_STANDING = {"done": _INT, "acted": _INT, "target": _INT_OR_NONE, "armed": _BOOL, "kind": _STR}
+_JUDGED = {"about": _STR, "go": _BOOL}
+_WISHES = ("settle", "save", "stop")
+_OTHER_FILES = 64  # files of a save, shared memory, logs, connections that have not proved yet who they are
 MAX_MESSAGE = 64 << 20
 _CHUNK = 1 << 18
 _TURN_BYTES = 8 << 20  # what one connection may say before the others are heard
 
 Message = dict[str, Any]
+
+
+def make_challenge() -> bytes:
+    """Make what the server says first, to each connection another."""
+    return _MAGIC + os.urandom(_NONCE_BYTES)
+
+
+def make_answer(token: str, challenge: bytes, rank: int) -> bytes | None:
+    """Make the member's answer; None if what has come is no challenge of this version."""
+    if len(challenge) != CHALLENGE_BYTES or not challenge.startswith(_MAGIC):
+        return None
+    body = _MAGIC + _RANK.pack(rank) + os.urandom(_NONCE_BYTES)
+    return body + _sign(token, b"member", challenge + body)
+
+
+def read_answer(token: str, challenge: bytes, answer: bytes) -> int | None:
+    """Return the rank that a member has proved to be; None for one without the token."""
+    body, signature = answer[:-PROOF_BYTES], answer[-PROOF_BYTES:]
+    # The signature first: until it is right, nothing of the answer means anything.
+    if not hmac.compare_digest(signature, _sign(token, b"member", challenge + body)) or not body.startswith(_MAGIC):
+        return None
+    rank: int = _RANK.unpack_from(body, len(_MAGIC))[0]
+    return rank
+
+
+def make_proof(token: str, challenge: bytes, answer: bytes) -> bytes:
+    """Make the server's proof that it has the token too; a member compares it with its own."""
+    return _sign(token, b"server", challenge + answer)
+
+
+def _sign(token: str, label: bytes, data: bytes) -> bytes:
+    return hmac.digest(token.encode(), label + b"\0" + data, "sha256")
+
+
+def check_word(message: dict[str, Any]) -> None:
+    """Refuse a message that no member sends.
+
+    Raises:
+        HoldfastError: naming what is wrong with it.
+    """
+    what = message["do"]
+    fields = _WORDS.get(what)
+    if fields is None:
+        raise HoldfastError(f"a message on the control channel is of an unknown kind, {what[:40]!a}")
+    _check(what, message, fields)
+    if what == "hello":
+        _check("standing", message["standing"], _STANDING)
+        if message["standing"].keys() - _STANDING:
+            raise HoldfastError("a 'standing' on the control channel has unknown fields")
+        if message.get("judged") is not None:
+            _check("judged", message["judged"], _JUDGED)
+    wish = message["standing"]["kind"] if what == "hello" else message.get("kind", "save")
+    if wish not in _WISHES:
+        raise HoldfastError(f"a {what!r} on the control channel wants {wish[:40]!a}")
+
+
+def _check(what: str, message: dict[str, Any], fields: Mapping[str, _Kinds]) -> None:
+    for name, kinds in fields.items():
+        value = message.get(name)
+        if type(value) not in kinds:
+            raise HoldfastError(f"a {what!r} on the control channel has no good {name!r}")
 
 
 class Link:
@@ -130,3 +254,37 @@ def _checked(message: Message) -> Message:
     if not isinstance(message.get("do"), str):
         raise HoldfastError("what came over the control channel is no message: it does not say what to do")
     return message
+
+
+# ---- how many files a process may have open: rank 0's writer has a connection to the writer of every rank
+
+
+def check_connections(num_ranks: int) -> None:
+    """Refuse more ranks than a process may have connections; for the trainer, which can still refuse a run.
+
+    The soft limit is 1 024 on most systems, for the sake of programs that call ``select``; the hard one counts.
+
+    Raises:
+        ConfigError: not even the hard limit is enough.
+    """
+    needed = num_ranks + _OTHER_FILES
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if not _enough(hard, needed):
+        raise ConfigError(
+            f"{num_ranks} ranks need {needed} open files in rank 0's writer, which has a connection to each, and a "
+            f"process may have {hard} (hard limit): raise it (`ulimit -Hn`, LimitNOFILE= of the service, --ulimit "
+            "nofile= of the container), or train with fewer ranks"
+        )
+
+
+def allow_connections(num_ranks: int) -> None:
+    """Raise our soft limit to the hard one if it is not enough for so many ranks; for rank 0's writer."""
+    needed = num_ranks + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if not _enough(soft, needed):
+        # Without a hard limit some systems still refuse an unlimited soft one.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else hard, hard))
+
+
+def _enough(limit: int, needed: int) -> bool:
+    return limit == resource.RLIM_INFINITY or limit >= needed

@@ -1,4 +1,4 @@
-"""A writer's end of the control channel: joins rank 0's, keeps the board of its trainer, passes everything else on."""
+"""A writer's end of the control channel: connects to rank 0, keeps its trainer's board, passes other messages on."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import Any
 from holdfast._log import get_logger
 from holdfast.errors import HoldfastError
 
-from .hello import CHALLENGE_BYTES, PROOF_BYTES, make_answer, make_proof
-from .link import Link, Message
+from .link import CHALLENGE_BYTES, PROOF_BYTES, Link, Message, make_answer, make_proof
 from .server import BEAT_S, ENDED_S, STALE_S
 from .step_mailbox import NEVER, StepMailbox
 
@@ -30,7 +29,7 @@ _SETTLE_S = 0.001
 
 
 class ControlMember:
-    """One thread with one connection, made anew when it breaks.
+    """A thread with a connection to rank 0's writer, which is made anew when it breaks.
 
     Args:
         rank: ours.
@@ -39,9 +38,9 @@ class ControlMember:
         board: shared with the trainer.
         hear: called on the thread with each "outcome", "verdict", "upload", "clear", and once with
             {"do": "lost", "why"} when there is nothing more to come.
-        again: gives what has to be said again after a new connection.
-        stopped: tells whether the trainer is stopped by the system.
-        hold: has the trainer keep a connection open too (`Answers.hold`).
+        again: returns the messages to be repeated after a new connection.
+        stopped: returns whether the system has stopped the trainer.
+        hold: has the trainer keep a connection open too (`DeferredAnswers.hold`).
         beat_s: seconds between signs of life.
         stale_s: silence after which rank 0's writer counts as lost, and time to find it again.
     """
@@ -65,8 +64,8 @@ class ControlMember:
         self._beat_s, self._stale_s = beat_s, stale_s
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._wake, self._woken = socket.socketpair()
-        for one in (self._wake, self._woken):
-            one.setblocking(False)
+        for end in (self._wake, self._woken):
+            end.setblocking(False)
         self._link: Link | None = None
         self._judged: Message | None = None  # the last verdict
         self._heard = time.monotonic()
@@ -78,7 +77,7 @@ class ControlMember:
     # -- from other threads
 
     def say(self, message: Message) -> None:
-        """Send a message; one that is lost with its connection is in `again`."""
+        """Send a message; a message that is lost with its connection is repeated by ``again``."""
         self._outbox.put(message)
         self._stir()
 
@@ -113,21 +112,21 @@ class ControlMember:
                         "was made: see what it logs, and whether all nodes run the same version of holdfast"
                     )
                     break
-                time.sleep(_PAUSE_S[0])  # whoever turns us away at once is not asked without end
+                time.sleep(_PAUSE_S[0])  # a server that ends connections at once is not asked without pause
         except Exception as error:  # noqa: BLE001 - a thread edge: saves that wait must not wait for ever
             _LOG.exception("the connection to rank 0's writer has failed")
             self.lost = f"the connection to rank 0's writer has failed: {error!r}"
         finally:
-            for one in (self._link, self._wake, self._woken):
-                if one is not None:
-                    one.close()
+            for end in (self._link, self._wake, self._woken):
+                if end is not None:
+                    end.close()
             if self.lost is not None:
                 self._board.break_up()
                 self._board.withdraw()
                 self._hear({"do": "lost", "why": self.lost})
 
     def _connect(self) -> bool:
-        """Connect, for as long as there is hope; False when there is none (`lost`), or nobody wants it any more."""
+        """Connect, and try again within `stale_s`; False after that (`lost`), or when this member was closed."""
         begun = time.monotonic()
         pause_s = _PAUSE_S[0]
         problem = ""
@@ -197,7 +196,7 @@ class ControlMember:
             if self.lost is not None:
                 return True
         link.close()
-        self._heard = time.monotonic()  # from now on it is looked for
+        self._heard = time.monotonic()  # the search for it begins
         return False
 
     def _shake_hands(self, link: Link) -> bool | None:
@@ -216,25 +215,25 @@ class ControlMember:
                 self.lost = f"rank 0's writer gives no sign of life for {self._stale_s:g} s"
                 return True
             if self._closing is not None and now - self._closing > _CONNECT_S:
-                return True  # nobody waits for our farewell any longer
+                return True  # `close` waits no longer
             # What is to be said waits in the outbox; it is not looked at before we may speak.
             ready = _ready([link], [link] if link.unsent else [], self._beat_s)
             if not link.flush():
                 return False
             if link not in ready:
                 continue
-            told = link.receive_raw(PROOF_BYTES if answer else CHALLENGE_BYTES)
-            if told is None:
+            received = link.receive_raw(PROOF_BYTES if answer else CHALLENGE_BYTES)
+            if received is None:
                 return False
-            if told and answer:
-                if hmac.compare_digest(told, make_proof(self._token, challenge, answer)):
+            if received and answer:
+                if hmac.compare_digest(received, make_proof(self._token, challenge, answer)):
                     self._heard = time.monotonic()
                     return None
                 _LOG.warning("what answers at the address of rank 0's writer does not belong to this run")
                 time.sleep(_PAUSE_S[1])
                 return False
-            if told:
-                challenge, answer = told, make_answer(self._token, told, self._rank) or b""
+            if received:
+                challenge, answer = received, make_answer(self._token, received, self._rank) or b""
                 if not answer or not link.send_raw(answer):
                     return False
 
@@ -277,9 +276,9 @@ class ControlMember:
                 self._judged = {"about": message["about"], "go": message["go"]}
             self._hear(message)
         elif kind == "welcome":
-            # The trainer lets go of the connection before: not earlier, for rank 0 has to know of this one by then.
+            # The trainer closes its copy of the connection before only now, when rank 0 knows of this one.
             held: list[Message] = [{"do": "held"}] if self._hold(link.fileno()) else []
-            return all(link.send(one) for one in (*held, *self._again()))
+            return all(link.send(again) for again in (*held, *self._again()))
         elif kind == "propose":
             return link.send(self._show(message["step"], message["kind"]))
         elif kind == "arm":
@@ -321,7 +320,7 @@ class ControlMember:
 def _ready(reading: Sequence[Link | socket.socket], writing: Sequence[Link], timeout_s: float) -> list[Any]:
     """Wait, and return what can be read; unlike `select.select` also where a thousand files are open."""
     with selectors.DefaultSelector() as selector:
-        for one in dict.fromkeys([*reading, *writing]):
-            events = (selectors.EVENT_READ if one in reading else 0) | (selectors.EVENT_WRITE if one in writing else 0)
-            selector.register(one, events)
+        for end in dict.fromkeys([*reading, *writing]):
+            events = (selectors.EVENT_READ if end in reading else 0) | (selectors.EVENT_WRITE if end in writing else 0)
+            selector.register(end, events)
         return [key.fileobj for key, events in selector.select(timeout_s) if events & selectors.EVENT_READ]

@@ -1,7 +1,7 @@
-"""Saves that all ranks make together: what rank 0's writer knows of them, as a pure object. Events in, actions out.
+"""Saves that all ranks make together, as rank 0's writer sees them: a pure object, events in, actions out.
 
-A save is *begun* by a rank when its writer has the job, *stored* when its part is durable; when all have stored it is
-to be committed. Its outcome is the same for all ranks: the commit, or the first thing that went wrong, with the rank.
+A save is *begun* by a rank when its writer has the job, and *stored* when its part is durable. When all ranks have
+stored it, it is committed. All ranks get the same outcome: the commit, or the first error with the rank it came from.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class CommitSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOutcome:
-    """Tell how a save ended.
+    """The outcome of a save, to be sent to ranks.
 
     Attributes:
-        save: which one.
+        save: id of the save.
         error: why it failed (`error_to_json`), None if it is committed.
-        value: what the commit brought.
+        value: result of the commit: "deleted" and "warnings".
         discard: whether each writer removes the part it has stored.
-        ranks: who is told, None for all.
+        ranks: those it is sent to, None for all.
     """
 
     save: str
@@ -45,7 +45,7 @@ class SaveOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveVerdict:
-    """Answer what a rank has asked: the same for all ranks."""
+    """The answer to a question of a rank; all ranks get the same."""
 
     rank: int
     about: str
@@ -70,7 +70,7 @@ class JointSaves:
 
     Args:
         world_size: number of ranks.
-        timeout_s: how long after the first rank the last one may come.
+        timeout_s: seconds from the first rank that begins a save until it is given up.
     """
 
     def __init__(self, world_size: int, *, timeout_s: float) -> None:
@@ -78,7 +78,7 @@ class JointSaves:
         self._saves: dict[str, _Save] = {}
         self._ended: dict[str, SaveOutcome] = {}
         self._verdicts: dict[str, tuple[bool, set[int]]] = {}  # by question, with the ranks that have not asked yet
-        self._last_verdict: tuple[str, bool] | None = None  # the last one that all have asked for
+        self._last_verdict: tuple[str, bool] | None = None  # the last that all ranks have asked for
         self._left: dict[int, str] = {}  # ranks that begin no more saves, and why
         self._stopped: set[int] = set()  # ranks whose trainer the system has stopped
 
@@ -90,56 +90,56 @@ class JointSaves:
     @property
     def deadline(self) -> float | None:
         """When `expire` has something to do."""
-        return min((one.deadline for one in self._saves.values() if not one.committing), default=None)
+        return min((state.deadline for state in self._saves.values() if not state.committing), default=None)
 
     def begun(self, rank: int, save: str, directory: str, step: int | None, now: float) -> list[Action]:
-        """A rank's writer has the job of this save."""
+        """Note that a rank's writer has the job of this save."""
         if (ended := self._ended.get(save)) is not None:
             return [_only(ended, rank)]
-        one = self._saves.get(save)
-        if one is None:
-            one = self._saves[save] = _Save(place=(directory, step), first=rank, deadline=now + self._timeout_s)
-        one.begun.add(rank)
-        if (directory, step) != one.place:
-            if self._left:  # the others stop wherever they are when they hear of it: that is what has to be said
+        state = self._saves.get(save)
+        if state is None:
+            state = self._saves[save] = _Save(place=(directory, step), first=rank, deadline=now + self._timeout_s)
+        state.begun.add(rank)
+        if (directory, step) != state.place:
+            if self._left:  # the others stop at different steps because a rank has left: that is the cause to report
                 other = min(self._left)
-                return self._fail(save, named_error("HoldfastError", _gone(one.place, other, self._left[other])))
-            return self._fail(save, named_error("CheckpointError", _disagreement(rank, (directory, step), one)))
+                return self._fail(save, named_error("HoldfastError", _gone(state.place, other, self._left[other])))
+            return self._fail(save, named_error("CheckpointError", _disagreement(rank, (directory, step), state)))
         for other, why in self._left.items():
-            if other not in one.begun:
-                return self._fail(save, named_error("HoldfastError", _gone(one.place, other, why)))
+            if other not in state.begun:
+                return self._fail(save, named_error("HoldfastError", _gone(state.place, other, why)))
         return []
 
     def stored(self, rank: int, save: str) -> list[Action]:
-        """The part of a rank is durable."""
+        """Note that the part of a rank is durable."""
         if (ended := self._ended.get(save)) is not None:
             return [_only(ended, rank)]
-        one = self._saves.get(save)
-        if one is None or one.committing:
+        state = self._saves.get(save)
+        if state is None or state.committing:
             return []
-        one.begun.add(rank)
-        one.stored.add(rank)
-        if len(one.stored) < self._world_size:
+        state.begun.add(rank)
+        state.stored.add(rank)
+        if len(state.stored) < self._world_size:
             return []
-        one.committing = True
+        state.committing = True
         return [CommitSave(save=save)]
 
     def failed(self, rank: int, save: str, error: dict[str, Any]) -> list[Action]:
-        """A rank could not store its part; ``error`` as in `error_to_json`. It may be the first that is heard."""
+        """Note that a rank could not store its part, perhaps before any has begun; ``error`` as in `error_to_json`."""
         if (ended := self._ended.get(save)) is not None:
             return [_only(ended, rank)]
-        one = self._saves.get(save)
-        if one is not None and one.committing:
+        state = self._saves.get(save)
+        if state is not None and state.committing:
             return []
         return self._fail(save, {**error, "message": f"rank {rank}: {error['message']}"})
 
     def committed(self, save: str, *, value: dict[str, Any] | None, error: dict[str, Any] | None) -> list[Action]:
-        """The commit has ended, well or not; it removes what it could not commit."""
+        """Note that the commit has ended, with or without an error; it has removed what it could not commit."""
         self._saves.pop(save, None)
         return [self._end(SaveOutcome(save=save, value=value, error=error))]
 
     def heard(self, save: str, *, value: dict[str, Any] | None, error: dict[str, Any] | None) -> list[Action]:
-        """A rank knows how a save ended: an earlier writer of rank 0 told it before it died."""
+        """Note an outcome that a rank got from an earlier writer of rank 0, which has died."""
         if save in self._ended:
             return []
         under_way = self._saves.pop(save, None) is not None
@@ -147,44 +147,44 @@ class JointSaves:
         return [outcome] if under_way else []
 
     def left(self, rank: int, why: str) -> list[Action]:
-        """A rank begins no more saves: its trainer is done or dead. Those it has begun, its writer finishes."""
+        """Note that a rank begins no more saves: its trainer is done or dead. Its writer finishes those begun."""
         self._left.setdefault(rank, why)
-        return self._give_up(rank, why, [save for save, one in self._saves.items() if rank not in one.begun])
+        return self._give_up(rank, why, [save for save, state in self._saves.items() if rank not in state.begun])
 
     def lost(self, rank: int, why: str) -> list[Action]:
-        """Nothing more will come from a rank. Parts it has stored still count."""
+        """Note that nothing more will come from a rank. Parts that it has stored still count."""
         self._left.setdefault(rank, why)
-        return self._give_up(rank, why, [save for save, one in self._saves.items() if rank not in one.stored])
+        return self._give_up(rank, why, [save for save, state in self._saves.items() if rank not in state.stored])
 
     def stopped(self, rank: int, *, on: bool) -> None:
-        """Learn whether the system has stopped a rank's trainer (SIGSTOP, a debugger); only said in errors."""
+        """Note whether the system has stopped a rank's trainer (SIGSTOP, a debugger); used in error messages only."""
         (self._stopped.add if on else self._stopped.discard)(rank)
 
     def expire(self, now: float) -> list[Action]:
         """Give up saves whose time is up."""
         actions: list[Action] = []
-        for save, one in list(self._saves.items()):
-            if not one.committing and now >= one.deadline:
-                actions += self._fail(save, named_error("HoldfastError", self._overdue(one)))
+        for save, state in list(self._saves.items()):
+            if not state.committing and now >= state.deadline:
+                actions += self._fail(save, named_error("HoldfastError", self._overdue(state)))
         return actions
 
     def ask(self, rank: int, about: str, *, now: bool) -> list[Action]:
-        """Decide something once for all ranks: as it is ``now``, when the first of them asks.
+        """Answer a question once for all ranks: with ``now``, when the first of them asks.
 
-        A rank that is cut off before it hears the answer asks again, and nobody asks for the next thing before it has
-        heard of this one: so the last answer that all have asked for is kept, and no other.
+        A rank whose connection breaks before the answer arrives asks again, and a rank asks its next question after the
+        answer to the one before. So the last answer that all ranks have asked for is kept, and none before it.
         """
         if self._last_verdict is not None and self._last_verdict[0] == about:
             return [SaveVerdict(rank=rank, about=about, go=self._last_verdict[1])]
         go, waiting = self._verdicts.setdefault(about, (now, set(range(self._world_size))))
         waiting.discard(rank)
-        if not waiting:  # until then it is kept, however far ahead the others are
+        if not waiting:  # until then the answer is kept, however far ahead the others are
             del self._verdicts[about]
             self._last_verdict = (about, go)
         return [SaveVerdict(rank=rank, about=about, go=go)]
 
     def judged(self, rank: int, about: str, *, go: bool) -> None:
-        """A rank knows an answer: an earlier writer of rank 0 gave it before it died."""
+        """Note an answer that a rank got from an earlier writer of rank 0, which has died."""
         self.ask(rank, about, now=go)
 
     # -- inside
@@ -206,19 +206,19 @@ class JointSaves:
             del self._ended[next(iter(self._ended))]
         return outcome
 
-    def _overdue(self, one: _Save) -> str:
+    def _overdue(self, state: _Save) -> str:
         ranks = range(self._world_size)
         parts = []
-        never = [rank for rank in ranks if rank not in one.begun]
+        never = [rank for rank in ranks if rank not in state.begun]
         if never:
             stopped = [rank for rank in never if rank in self._stopped]
             note = f" (the process of {rank_list(stopped)} is stopped, as by SIGSTOP)" if stopped else ""
             parts.append(f"{rank_list(never)} did not come to it{note}")
-        writing = [rank for rank in ranks if rank in one.begun and rank not in one.stored]
+        writing = [rank for rank in ranks if rank in state.begun and rank not in state.stored]
         if writing:
             parts.append(f"the part of {rank_list(writing)} is not durable yet")
         return (
-            f"{_place(one.place)} was not saved within {self._timeout_s:g} s: {'; '.join(parts)}. Every rank has to "
+            f"{_place(state.place)} was not saved within {self._timeout_s:g} s: {'; '.join(parts)}. Every rank has to "
             "make every save; for one that only some ranks make (`if rank == 0:`) use holdfast.save(ranks='this')"
         )
 
@@ -237,10 +237,10 @@ def _gone(place: tuple[str, int | None], rank: int, why: str) -> str:
     return f"{_place(place)} was not saved: rank {rank}: {why}; the checkpoint before stays"
 
 
-def _disagreement(rank: int, place: tuple[str, int | None], one: _Save) -> str:
+def _disagreement(rank: int, place: tuple[str, int | None], state: _Save) -> str:
     return (
-        f"the ranks do not save the same: rank {rank} saves {_place(place)} where rank {one.first} saves "
-        f"{_place(one.place)}; all ranks have to make the same saves in the same order (ranks='this' saves alone)"
+        f"the ranks do not save the same: rank {rank} saves {_place(place)} where rank {state.first} saves "
+        f"{_place(state.place)}; all ranks have to make the same saves in the same order (ranks='this' saves alone)"
     )
 
 

@@ -15,13 +15,11 @@ from typing import Any
 
 from holdfast._log import get_logger
 
-from ..frame_codec import encode
-from .hello import ANSWER_BYTES, make_challenge, make_proof, read_answer
-from .link import Link, Message
+from ..frames import encode
+from .link import ANSWER_BYTES, Link, Message, check_word, make_challenge, make_proof, read_answer
 from .saves import CommitSave, JointSaves, SaveOutcome, SaveVerdict
 from .steps import RankStanding, StepAgreement
 from .uploads import JointUploads
-from .words import check_word
 
 __all__ = ["BEAT_S", "ENDED_S", "STALE_S", "ControlServer"]
 
@@ -119,7 +117,7 @@ class ControlServer:
         self._soon(lambda: self._send_all(message))
 
     def parts(self, save: str) -> list[Message]:
-        """Return what all ranks have told of their parts of a staged save that is to be committed, by rank."""
+        """Return the parts of a staged save that is to be committed, as the ranks have described them, by rank."""
         return [part for _, part in sorted(self._parts.get(save, {}).items())]
 
     def close(self, why: str) -> None:
@@ -377,7 +375,7 @@ class ControlServer:
         self._act(self.saves.heard(message["save"], value=message["value"], error=message["error"]))
 
     def _on_want(self, rank: int, message: Message) -> None:
-        self._post(self.steps.want(message["kind"]))
+        self._post(self.steps.want(message["kind"], rank))
 
     def _on_ack(self, rank: int, message: Message) -> None:
         self._post(self.steps.acknowledged(rank, message["step"]))
@@ -418,9 +416,9 @@ class ControlServer:
                 self._send(action.rank, {"do": "verdict", "about": action.about, "go": action.go})
             else:
                 self._parts.pop(action.save, None)
-                told: Message = {"do": "outcome", "save": action.save, "error": action.error}
-                told |= {"value": action.value, "discard": action.discard}
-                self._send_all(told, action.ranks)
+                message: Message = {"do": "outcome", "save": action.save, "error": action.error}
+                message |= {"value": action.value, "discard": action.discard}
+                self._send_all(message, action.ranks)
                 if action.error is not None and action.ranks is None:
                     # Ranks hear of it at different times; so that they raise it at the same step, they agree on one.
                     self._post(self.steps.want("settle"))

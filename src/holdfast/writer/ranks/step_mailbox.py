@@ -24,7 +24,7 @@ class StepMailbox:
         memory: at least `BOARD_BYTES` of shared memory, all zero at first.
 
     Example:
-        >>> board = Board(memoryview(bytearray(BOARD_BYTES)))
+        >>> board = StepMailbox(memoryview(bytearray(BOARD_BYTES)))
         >>> board.clear(step=3)
         >>> board.propose(9, "stop")
         >>> (board.target, board.armed, board.kind, board.done)

@@ -73,15 +73,21 @@ class StepAgreement:
         """Tell whether a wish of this kind waits, or is being carried out."""
         return self._next == kind or (self.step is not None and self.kind == kind)
 
-    def want(self, kind: str) -> list[Sent]:
-        """Somebody wants all ranks to do ``kind`` at a step; wishes of a kind that is on its way count once."""
+    def want(self, kind: str, rank: int | None = None) -> list[Sent]:
+        """A rank, or the server itself (None), wants all ranks to do ``kind`` at a step.
+
+        Wishes of a kind that is on its way count once. A rank that has acted at the armed step means another one: the
+        others may be on their way to it still. What the server wants may be news to those who have acted, so it counts
+        as a wish for another step as well.
+        """
         if self._broken:
             return []
         if self.step is None and self._gathered:
             return self._propose(kind)
         if self.step is not None and not self.armed and _URGENCY[kind] > _URGENCY[self.kind]:
             return self._propose(kind)
-        known = [one for one in (self.kind if self.step is not None else None, self._next) if one is not None]
+        is_under_way = self.step is not None and (not self.armed or rank in self._waiting)
+        known = [one for one in (self.kind if is_under_way else None, self._next) if one is not None]
         if all(_URGENCY[kind] > _URGENCY[one] for one in known):
             self._next = kind
         return []

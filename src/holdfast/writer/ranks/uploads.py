@@ -99,8 +99,8 @@ class JointUploads:
                 f"{directory} cannot be completed: the part of {rank_list(lost)} is on the disk of its own machine "
                 f"alone, and rank {rank}: {why}"
             )
-        for rank, told in sorted(self._errors.items()):
-            error = error_from_json(told)
+        for rank, described in sorted(self._errors.items()):
+            error = error_from_json(described)
             kind = type(error) if isinstance(error, (CheckpointError, StorageError)) else StorageError
             raise kind(f"rank {rank}: {error}")
         return not self._missing

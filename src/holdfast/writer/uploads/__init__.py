@@ -2,5 +2,5 @@
 
 `queue` is the one queue; its sources are the checkpoints of a mirrored run (`mirror`, which calls `remote` step by
 step), saves of ranks that share no disk (`staged_run`, with `staged_part` on each rank), and checkpoints and files that
-a trainer names (`files`). `plan` decides, `start` puts the two sides of a mirrored run together. Start with `queue`.
+a trainer names (`files`). Start with `queue`.
 """

@@ -5,6 +5,7 @@ What was asked for is done although the trainer dies: the names, the order of po
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -12,21 +13,27 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from holdfast._log import get_logger
 from holdfast.copying.transfer import TransferStopped, copy_checkpoint, copy_file
 from holdfast.errors import HoldfastError, StorageError, StorageNotFoundError, StoragePermissionError
+from holdfast.format.names import MANIFEST_NAME, join
 from holdfast.storage.base import Storage
 
-from .plan import MirrorLimits
+from ..messages import MirrorLimits
 from .queue import Stop, UploadQueue
 
-__all__ = ["FileUploads", "UploadJob", "UploadPointer"]
+__all__ = ["FileUploads", "UploadJob", "UploadPointer", "remove_copy"]
 
 _LOG = get_logger("writer")
-_LAST_S = 600.0  # no lease waits for them, and whoever starts the training again sends the newest once more
+_LAST_S = 600.0  # no lease waits for them, and the next training sends the newest once more
 _LOOK_S = 0.2
+_CLOCKS_S = 60.0  # that the clock of a store may be behind ours
+_Found = tuple["str | None", int, float]
+"""Etag, size and time of an object: whatever of it a store tells."""
+_OURS: _Found = (None, -1, 0.0)  # sent from here, and the store did not answer when it was looked at
 _LIMITS = MirrorLimits(when_behind="wait", warn_after_s=math.inf)
 
 
@@ -37,7 +44,7 @@ class UploadPointer:
     Attributes:
         path: of the pointer, at the target.
         text: what it is to hold: the path of the upload in its bucket.
-        order: (attempt, step, name) of what it means; an older one never takes the place of a newer one.
+        order: (attempt, step, name) of the upload; an older pointer never replaces a newer one.
     """
 
     path: str
@@ -63,7 +70,7 @@ class UploadJob:
         path: where to, at the target.
         name: of the checkpoint or the file, at the source; None where only the pointer is sent.
         kind: "checkpoint" (a directory), "file", or "copy": a file in a directory of its own, both of which go when it
-            was uploaded, or when nobody will ask for it again.
+            was uploaded, or when it will not be tried again.
         pointer: sent after it; None for none.
         num_attempts: how often it is tried.
     """
@@ -102,7 +109,7 @@ class FileUploads:
 
     Attributes:
         uri: of the target.
-        lost: never: nobody holds a lease there.
+        lost: always None, for there is no lease at the target.
     """
 
     lost: HoldfastError | None = None
@@ -116,6 +123,11 @@ class FileUploads:
         self._pointed: dict[str, tuple[int, int, str]] = {}
         self._held: dict[str, bytes | None] = {}  # what a pointer held when we last looked
         self._alone = False
+        self._is_store = target.num_parallel > 1  # objects are there whole or not at all; elsewhere they grow in place
+        self._paths: dict[str, threading.Lock] = {}  # jobs of one path go one after another
+        self._died_at = math.inf
+        self._looking = threading.Lock()
+        self._found: dict[str, _Found | None] = {}  # by path: what was there when the trainer died; None for nothing
         self._queue = UploadQueue(self, _LIMITS, num_workers=num_workers)
 
     def add(self, source: Storage, job: UploadJob, done: Callable[[BaseException | None], object]) -> None:
@@ -126,14 +138,25 @@ class FileUploads:
         self._queue.add(key)
 
     def trainer_gone(self) -> None:
-        """Only this writer is left: another trainer may upload to the same place from now on."""
+        """Only this writer is left: another trainer may upload to the same place from now on.
+
+        It starts after this call, so what is at the target now is not its own. What it uploads is newer than anything
+        that waits here, and stays. If the target does not answer now, the first try of each job looks, and takes what
+        is younger than the death of the trainer for another trainer's.
+        """
+        self._died_at = time.time()
+        if self._is_store:
+            with contextlib.suppress(StorageError):
+                for asked in list(self._asked.values()):
+                    if asked.job.name is not None:
+                        self._look(asked.job)
         self._alone = True
 
     def close(self) -> None:
         """Upload what was asked for, within ten minutes."""
         self._queue.close(_LAST_S, "they are where they were saved")
         for asked in list(self._asked.values()) if self._alone else ():
-            self._clear(asked)
+            remove_copy(asked.source, asked.job)
 
     # ---- for the queue: see `Source`
 
@@ -145,19 +168,19 @@ class FileUploads:
         asked = self._asked[key]
         problem: Exception | None = None
         try:
-            if self._alone and asked.job.kind != "copy" and self._target.num_parallel == 1:
+            if self._alone and asked.job.kind != "copy" and not self._is_store:
                 raise HoldfastError("the trainer died, and files there are written in place: the next one sends it")
             self._try(asked, stop)
         except TransferStopped:
             raise
-        except Exception as error:  # noqa: BLE001 - a thread edge: the trainer hears of it
+        except Exception as error:  # noqa: BLE001 - a thread edge: the trainer gets the error
             problem = error
         if problem is not None and self._alone:
             _LOG.error("%s is not uploaded to %s: %s", asked.job.path, self.uri, problem)
         del self._asked[key]
         asked.done(problem)  # first: if this writer dies now, the next one is not asked for what is removed here
         if problem is None or self._alone:
-            self._clear(asked)
+            remove_copy(asked.source, asked.job)
 
     def _try(self, asked: _Asked, stop: Stop) -> None:
         job = asked.job
@@ -178,12 +201,65 @@ class FileUploads:
             self._look_at(job.pointer)
         if job.name is None:
             pass
-        elif job.kind == "checkpoint":
-            copy_checkpoint(source, job.name, target, job.path, overwrite=True, stop=stop)
         else:
-            copy_file(source, job.name, target, job.path, stop=stop)
+            with self._paths.setdefault(job.path, threading.Lock()):
+                self._check_ours(job)
+                # No store completes a big upload on a condition, so this looks once more before the last step.
+                last = partial(self._check_ours, job)
+                if job.kind == "checkpoint":
+                    copy_checkpoint(source, job.name, target, job.path, overwrite=True, stop=stop, last=last)
+                else:
+                    copy_file(source, job.name, target, job.path, stop=stop, last=last)
+                self._note_ours(job)
         if job.pointer is not None:
             self._point(job.pointer)
+
+    def _look(self, job: UploadJob) -> None:
+        """Note what was at the target of a job when the trainer died, unless that is known.
+
+        Raises:
+            StorageError: the target does not answer.
+        """
+        with self._looking:
+            if job.path in self._found:
+                return
+            found = self._at_target(job)
+            if self._alone and found is not None and not 0 < found[2] < self._died_at - _CLOCKS_S:
+                found = None  # looked at too late to know: it counts as another trainer's
+            self._found[job.path] = found
+
+    def _note_ours(self, job: UploadJob) -> None:
+        """Note what was just sent, so that the next job of its path may replace it."""
+        if not (self._is_store and self._died_at < math.inf):
+            return
+        try:
+            found = self._at_target(job)
+        except StorageError:
+            found = _OURS
+        with self._looking:
+            self._found[job.path] = found
+
+    def _check_ours(self, job: UploadJob) -> None:
+        """Refuse to replace what came to the target after the trainer had died and was not sent from here.
+
+        Raises:
+            HoldfastError: there is such a thing.
+            StorageError: the target does not answer.
+        """
+        if not (self._alone and self._is_store):
+            return
+        self._look(job)
+        found = self._at_target(job)
+        if found is not None and self._found[job.path] not in (found, _OURS):
+            raise HoldfastError("another trainer has uploaded something of this name since this one died, which stays")
+
+    def _at_target(self, job: UploadJob) -> _Found | None:
+        path = join(job.path, MANIFEST_NAME) if job.kind == "checkpoint" else job.path
+        try:
+            about = self._target.stat(path)
+        except StorageNotFoundError:
+            return None
+        return about.etag, about.size, about.modified
 
     def _look_at(self, pointer: UploadPointer) -> None:
         with self._pointing:
@@ -208,11 +284,12 @@ class FileUploads:
         except StorageNotFoundError:
             return None
 
-    def _clear(self, asked: _Asked) -> None:
-        """Remove a copy that was made for its upload alone."""
-        root = asked.source.local_root
-        if asked.job.kind == "copy" and asked.job.name is not None and root is not None:
-            shutil.rmtree(os.path.dirname(root / asked.job.name), ignore_errors=True)
+
+def remove_copy(source: Storage, job: UploadJob) -> None:
+    """Remove a copy that was made for its upload alone; of other jobs nothing."""
+    root = source.local_root
+    if job.kind == "copy" and job.name is not None and root is not None:
+        shutil.rmtree(os.path.dirname(root / job.name), ignore_errors=True)
 
 
 def _pause(seconds: float, stop: Stop) -> None:

@@ -6,19 +6,103 @@ The working thread of the writer tells of commits; a thread of the queue calls `
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from holdfast.errors import HoldfastError
-from holdfast.run.record import Record
+from holdfast.config import Keep
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.run.candidates import MirrorView
+from holdfast.run.catalog import Catalog
+from holdfast.run.record import Record, pack
+from holdfast.storage.base import Storage
 
-from .plan import MirrorLimits, done_with
+from ..messages import MirrorLimits
 from .queue import END_S, Stop, UploadQueue
 from .remote import RemoteRun
 
-__all__ = ["ON_LOCAL_DISK", "Mirroring"]
+__all__ = ["ON_LOCAL_DISK", "Mirroring", "RemoteSide", "await_upload", "done_with", "start_mirror"]
 
 ON_LOCAL_DISK = "they are on the local disk only; the next start with the same local_dir brings them there"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSide:
+    """Where a run is mirrored to.
+
+    Attributes:
+        storage: the remote run.
+        keep: which checkpoints stay there.
+        limits: how far it may be behind.
+    """
+
+    storage: Storage
+    keep: Keep | None
+    limits: MirrorLimits
+
+    @classmethod
+    def from_told(cls, storage: Storage, told: Mapping[str, Any]) -> RemoteSide:
+        """Rebuild what the trainer told."""
+        keep = told["keep"]
+        return cls(storage=storage, keep=keep and Keep.from_json(keep), limits=MirrorLimits(**told["limits"]))
+
+    def open(
+        self, local: Storage, owner: Mapping[str, Any], *, wait_s: float, pause: Callable[[float], None]
+    ) -> RemoteRun:
+        """Take its lease and look at what is there; see `RemoteRun.open`."""
+        if not owner.get("start_id"):
+            raise ConfigError("open_run needs an owner with a start_id")
+        return RemoteRun.open(self.storage, local, owner=owner, keep=self.keep, wait_s=wait_s, pause=pause)
+
+
+def start_mirror(
+    remote: RemoteRun, catalog: Catalog, limits: MirrorLimits, *, changed: Callable[[], object]
+) -> tuple[Mirroring, dict[str, Any]]:
+    """Write the attempt down at the remote, sweep there, and make the queue of uploads, which begins with its `go`.
+
+    Args:
+        remote: the opened remote side, whose lives the local index has taken over.
+        catalog: the local side, with the new attempt.
+        limits: how far the remote may be behind.
+        changed: see `Mirroring`.
+
+    Returns:
+        The mirror, and the fields of `RunOpened` that the two sides make different.
+    """
+    here, there = catalog.records(), remote.catalog.records()
+    dead = remote.catalog.dead
+    waiting = [record for record in await_upload(here, there) if record.name not in dead]
+    swept = remote.register(waiting)
+    sides = MirrorView.join(here, there)
+    both = [name for name, place in sides.places.items() if place == "both"]
+    if limits.delete_after_upload:
+        both = [name for name in both if remote.is_whole(name)]  # soon it will be the only one
+    remote.both.update(both)
+    mirror = Mirroring(remote, limits, waiting=waiting, uploaded=both, changed=changed)
+    bad = {**remote.catalog.index.quarantined, **catalog.index.quarantined}
+    told = {
+        "records": tuple(pack(record) for record in sides.records),
+        "quarantined": {name: why for name, why in bad.items() if name not in sides.places},
+        "taken": tuple(sorted({*catalog.taken(), *remote.catalog.taken()})),
+        "swept": tuple(swept),
+        "remote": {"places": dict(sides.places), "waiting": sorted(mirror.queue.needed())},
+    }
+    return mirror, told
+
+
+def await_upload(local: Iterable[Record], remote: Iterable[Record]) -> list[Record]:
+    """List the local checkpoints that the remote has yet to get, oldest first.
+
+    Those are the ones newer than anything the remote has: what is older was left out on purpose, by a policy or
+    because another life went on from elsewhere.
+    """
+    newest = max((record.order for record in remote), default=(-1, -1, ""))
+    return sorted((record for record in local if record.order > newest), key=lambda record: record.order)
+
+
+def done_with(local: Collection[str], uploaded: Collection[str], limits: MirrorLimits) -> list[str]:
+    """List the local checkpoints that need not stay now that the remote has them."""
+    return sorted(set(local) & set(uploaded)) if limits.delete_after_upload else []
 
 
 class Mirroring:

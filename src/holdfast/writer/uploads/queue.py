@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,15 +23,17 @@ from holdfast.copying.transfer import TransferStopped
 from holdfast.errors import CheckpointError, HoldfastError
 from holdfast.run.record import Record
 
-from .plan import MirrorLimits, given_up, pause_s
+from ..messages import MirrorLimits
 
-__all__ = ["END_S", "Source", "UploadQueue"]
+__all__ = ["END_S", "Source", "UploadQueue", "given_up", "pause_s"]
 
 _LOG = get_logger("writer")
 END_S = 20.0
 """How long uploads of a run go on after its trainer is gone: a successor waits three times as long for the lease."""
 _BETWEEN_S = 15.0  # reports and what the run says about itself
 _ARRIVED = 64  # names told to a follower, which asks again after each change
+_PAUSE_S = 1.0
+_MAX_PAUSE_S = 60.0
 _GRACE_S = 5.0  # after the end of uploads, for the last words and the lease
 
 Follower = Callable[[dict[str, Any]], None]
@@ -419,3 +421,20 @@ class UploadQueue:
             self._source.uri, format_duration(now - self._arrival), len(self._waiting),
             f": {self._error}" if self._error else "",
         )  # fmt: skip
+
+
+# ---- what it decides: pure functions
+
+
+def given_up(waiting: Sequence[str], limits: MirrorLimits, in_flight: Collection[str] = ()) -> list[str]:
+    """List what is left out when too many wait: the oldest ones, but neither the newest nor what is under way."""
+    if limits.when_behind != "skip":
+        return []
+    spare = [name for name in waiting[:-1] if name not in in_flight]
+    return spare[: max(0, len(waiting) - limits.max_behind)]
+
+
+def pause_s(failures: int, chance: float) -> float:
+    """Give the seconds before the next try after ``failures`` of them in a row; ``chance`` is random in [0, 1)."""
+    longest = min(_MAX_PAUSE_S, _PAUSE_S * 2.0 ** min(failures - 1, 16))
+    return longest * (0.5 + chance / 2)

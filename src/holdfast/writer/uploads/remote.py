@@ -21,17 +21,14 @@ from holdfast.errors import (
 from holdfast.format.commit import read_manifest, sweep
 from holdfast.format.names import MANIFEST_NAME, join
 from holdfast.run.catalog import Catalog
-from holdfast.run.heartbeat import Heartbeat
+from holdfast.run.heartbeat import Heartbeat, draw_fence
 from holdfast.run.index import RunIndex
 from holdfast.run.lease import Lease
-from holdfast.run.record import Record
+from holdfast.run.record import Record, Sidecar, read_sidecar
 from holdfast.run.remains import sweep_hidden
 from holdfast.run.reports import REPORTS, highest_attempt
 from holdfast.run.retention import Verdict
-from holdfast.run.sidecar import Sidecar, read_sidecar
 from holdfast.storage.base import Storage
-
-from ..fencing import draw_fence
 
 __all__ = ["RemoteRun"]
 

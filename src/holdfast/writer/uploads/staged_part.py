@@ -21,7 +21,7 @@ from holdfast.format.parts import part_name, read_part, remove_part
 from holdfast.storage.base import Storage
 
 from ..messages import error_to_json
-from ..previous_save import MAX_REUSES
+from ..pipeline import MAX_REUSES
 from ..ranks.link import Message
 
 __all__ = ["StagedParts", "files_in_front"]

@@ -24,11 +24,11 @@ from holdfast.run.heartbeat import Heartbeat
 from holdfast.run.record import Record, record_from_manifest
 from holdfast.storage.base import Storage
 
+from ..messages import MirrorLimits
 from ..open_run import Run
-from ..outcome import committed_already
 from ..ranks.server import ControlServer
+from ..save import committed_already
 from .mirror import ON_LOCAL_DISK
-from .plan import MirrorLimits
 from .queue import END_S, Stop, UploadQueue
 from .staged_part import files_in_front
 

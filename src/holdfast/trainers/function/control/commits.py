@@ -24,10 +24,9 @@ from .actions import (
     StopValidation,
     Validate,
 )
-from .heard import Heard
 from .known_checkpoints import KnownCheckpoints, without_marks
 from .plan import RunSpec
-from .report_ledger import LedgerEntry, ReportLedger, Stage
+from .report_ledger import Heard, LedgerEntry, ReportLedger, Stage
 from .validation import WANTED, Validations, status_of
 
 __all__ = ["Commits", "epoch_of"]
@@ -45,11 +44,13 @@ class Commits:
         board: reports of the group that runs.
         validations: those that wait or run.
         heard: what callbacks hear of reports.
-        untold: (rank, error) of background saves that failed when the rank could not be told any more.
+        undelivered: (rank, error) of background saves that failed when the rank took no message any more.
         attempt: number of the attempt that runs.
         size: number of its workers.
         just_saved: whether each commit of this group since the last look was an agreed save.
         agreed_failed: an agreed save of this group has failed since the last look.
+        longest_s: how long the slowest save of this group took, from its first rank to the commit; None: there was
+            none yet by ranks that call `should_save`.
     """
 
     def __init__(self, plan: RunSpec, out: list[Action]) -> None:
@@ -59,10 +60,11 @@ class Commits:
         self.board = ReportLedger(plan.num_workers)
         self.validations = Validations(timeout_s=plan.limits.validation_s)
         self.heard = Heard(plan.num_workers, wanted=plan.has_callbacks)
-        self.untold: list[tuple[int, BaseException]] = []
+        self.undelivered: list[tuple[int, BaseException]] = []
         self.attempt = 0
         self.just_saved: list[bool] = []
         self.agreed_failed = False
+        self.longest_s: float | None = None
         self._under_way: dict[str, tuple[LedgerEntry, ReportLedger]] = {}
         self._wanted: set[str] = set()
         self._ranking: set[str] = set()  # validated; what their metrics cost others is not known yet
@@ -74,8 +76,9 @@ class Commits:
 
     def begin(self, board: ReportLedger, *, run_id: str, attempt: int, start_id: str, parent: str | None) -> None:
         """Begin with the reports of a new group."""
-        self.board, self.untold, self.attempt, self._start_id = board, [], attempt, start_id
+        self.board, self.undelivered, self.attempt, self._start_id = board, [], attempt, start_id
         self.size, self.just_saved, self.agreed_failed = len(board.entered), [], False
+        self.longest_s = None
         self.heard.begin(self.size)
         self._newest, self._parents = parent, {}
         self._fields = {
@@ -135,7 +138,7 @@ class Commits:
         """Commit a report, or fail it if that is impossible.
 
         Args:
-            report: one that nobody has to bring anything to any more.
+            report: nobody has to bring anything to it any more.
             wait_s: how long parts of dead workers are waited for.
         """
         problem = self._problem(report)
@@ -178,7 +181,7 @@ class Commits:
             )
         return None
 
-    def done(self, action: Commit, result: SaveResult | None, error: BaseException | None) -> None:
+    def done(self, action: Commit, result: SaveResult | None, error: BaseException | None, now: float) -> None:
         """Take the outcome of a commit; it may belong to a group that is gone."""
         report, board = self._under_way.pop(action.save_id)
         self._parents.pop(action.save_id, None)
@@ -190,6 +193,8 @@ class Commits:
         if board is self.board:
             self._newest = fields["checkpoint_id"]
             self.just_saved.append(report.agreed)
+            if all(entry.asks for entry in report.entries.values()):
+                self.longest_s = max(self.longest_s or 0.0, now - report.since)
         self.deleted(gone for gone, _ in result.deleted)
         self.shelf.committed(
             Record(
@@ -208,8 +213,8 @@ class Commits:
             entry = report.entries.get(rank)
             if entry is not None and entry.call is not None and not report.in_parts:
                 self._out.append(Answer(rank=rank, call=entry.call, value={"checkpoint": location}))
-            told = {"do": "committed", "index": report.index, "checkpoint": location}
-            self._out.append(Send(rank=rank, header=told))
+            message = {"do": "committed", "index": report.index, "checkpoint": location}
+            self._out.append(Send(rank=rank, header=message))
         if name in self._wanted:
             self._wanted.discard(name)
             self.validations.add(name, report.validation)
@@ -228,7 +233,7 @@ class Commits:
         Args:
             report: the report.
             error: why.
-            ranks: who is told; default: all that brought something.
+            ranks: those that get it; default: all that brought something.
             board: where the report belongs if not to the group that runs.
         """
         owner = board or self.board
@@ -244,7 +249,7 @@ class Commits:
         self.agreed_failed = self.agreed_failed or report.agreed
         for rank in sorted(report.entries if ranks is None else ranks):
             if rank in owner.finished:
-                self.untold.append((rank, error))
+                self.undelivered.append((rank, error))
             else:
                 self.tell(rank, None if report.in_parts else report.entries[rank].call, report.index, error)
 
@@ -265,9 +270,9 @@ class Commits:
 
     def resume_validations(self, wanted: Mapping[str, Any]) -> None:
         """Take up validations that an earlier driver did not come to, by checkpoint."""
-        for name, told in wanted.items():
+        for name, options in wanted.items():
             if self._plan.validates and name in self.shelf.kept:
-                self.validations.add(name, told)
+                self.validations.add(name, options)
         if self.validations.pending:
             self._protect()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from holdfast._ranks import rank_list
 from holdfast.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -33,29 +34,29 @@ from .actions import (
     NextAttempt,
     Note,
     OpenRun,
+    RunState,
     Say,
     StartGroup,
     StopRequested,
     StopValidation,
     StoreRows,
     Validate,
+    check_transition,
 )
 from .commits import Commits
-from .ending import Ending, Teardown
+from .ending import Ending, Handover, Teardown, find_trouble, gather_s, next_check
 from .finder import RunContents
-from .handover import Handover
 from .plan import RunSpec
 from .policy import Cause, GiveUp
 from .report_ledger import ReportLedger
 from .reports import Reports
 from .room import Room
 from .starts import Start, choose_start
-from .states import RunState, check_transition
-from .watch import find_trouble, next_check
 from .worker_group import Clock, Crew, first_line, training_failed
 
 __all__ = ["Controller"]
 _HANDOVERS = 3  # agreed saves that are tried for one move
+_MOST_PAST = 100
 
 
 class Controller:
@@ -81,6 +82,7 @@ class Controller:
         self.reports = Reports(plan, self.commits, self._out)
         self.attempt = self.restarts = 0
         self._run_id = self._start_id = ""
+        self._past: list[str] = []  # start ids of attempts that have ended, the newest last
         self._crew: Crew | None = None
         self._teardown: Teardown | None = None
         self._stop: str | None = None
@@ -117,10 +119,11 @@ class Controller:
         elif isinstance(event, StopRequested):
             self._on_stop(event.why)
         elif isinstance(event, Capacity):
-            self._room.told(event, now)
+            self._room.update(event, now)
         elif isinstance(event, Draining):
             if self._crew is not None and self._teardown is None:
-                self._hand_over(self._crew, Cause.PREEMPTION, event.detail)
+                wait_s = gather_s(event.left_s, self.commits.longest_s)
+                self._hand_over(self._crew, Cause.PREEMPTION, event.detail, wait_s=wait_s)
         elif isinstance(event, Unable):
             self._fatal(event.error)
         elif isinstance(event, (Placed, Started, Received, Exited)):
@@ -139,6 +142,8 @@ class Controller:
             times.append(next_check(self._crew, self.reports, self.commits, self._limits, self._last_sign))
             times.append(self._ending.deadline if self._ending is not None else None)
             times.append(self._growth(self._crew))
+            if self._handover is not None and self._crew.running_since is not None and not self._handover.is_asked:
+                times.append(self._handover.due)
         elif self._waiting:
             room = self._room.deadline()
             times.append(self._not_before if room is None or self._now < self._not_before else room)
@@ -152,7 +157,7 @@ class Controller:
             self._fatal(error)  # the lease is lost: somebody else writes to the run now
         if isinstance(action, Commit):
             self._last_sign = self._now  # workers may have waited for this
-            self.commits.done(action, value, error)
+            self.commits.done(action, value, error, self._now)
         elif isinstance(action, Validate):
             self.commits.validated(value, error)
         elif isinstance(action, LateMetrics):
@@ -185,13 +190,14 @@ class Controller:
             self.commits.shelf.number = max(self.commits.shelf.number, noted)
         self._ask(FindStart())
 
-    def _registered(self, told: dict[str, Any]) -> None:
-        self.attempt, self._start_id = told["attempt"], told["start_id"]
+    def _registered(self, attempt: dict[str, Any]) -> None:
+        self.attempt, self._start_id = attempt["attempt"], attempt["start_id"]
         self._ask(FindStart())
 
     def _found(self, found: RunContents) -> None:
         self.commits.shelf.refresh(found.kept, taken=found.taken, set_aside=found.set_aside)
         self.commits.resume_validations(found.unvalidated)
+        self._past = [start for start in found.starts if start != self._start_id][-_MOST_PAST:]
         if self._suspect is not None:
             (suspect, crew), self._suspect = self._suspect, None
             self._decide(crew, free=any(name == suspect for name, _ in found.skipped))
@@ -255,6 +261,7 @@ class Controller:
                 placed=crew.placed.get(rank),
                 attempt=self.attempt,
                 start_id=self._start_id,
+                past=self._past,
             )
             self._out.append(begin)
             return
@@ -266,8 +273,6 @@ class Controller:
                 self._clock.end("start", self._now)
                 self._room.satisfied()
                 crew.running_since = self._now
-                if self._handover is not None:
-                    self._handover.begin(self._out)
                 self._become(RunState.RUNNING)
         elif on == "finished":
             crew.finished.add(rank)
@@ -275,8 +280,8 @@ class Controller:
                 crew.left.add(rank)
             self.reports.board.finished.add(rank)
         elif on == "failed":
-            told = error_from_wire(header["error"], attachments[0] if attachments else b"")
-            self._fail(rank, told, settle_s=self._limits.settle_s)
+            error = error_from_wire(header["error"], attachments[0] if attachments else b"")
+            self._fail(rank, error, settle_s=self._limits.settle_s)
         elif on == "at":
             if self._handover is not None:
                 self._handover.at(rank, header["calls"], self._out)
@@ -296,14 +301,17 @@ class Controller:
 
     # -- moves -----------------------------------------------------------------------------------------------------
 
-    def _hand_over(self, crew: Crew, cause: Cause, why: str, *, tries: int = _HANDOVERS) -> None:
-        """Have all ranks save at one step; the group is ended after that."""
-        if self._handover is not None or crew.finished:
+    def _hand_over(self, crew: Crew, cause: Cause, why: str, *, tries: int = _HANDOVERS, wait_s: float = 0.0) -> None:
+        """Have all ranks save at one step, after ``wait_s`` at most; the group is ended after that."""
+        if crew.finished:
+            return
+        due = self._now + wait_s
+        if (handover := self._handover) is not None:
+            if cause is Cause.PREEMPTION:  # one restart does for both; the sooner of the two says when
+                handover.cause, handover.due = cause, min(handover.due, due)
             return
         self._say(f"{why}: the workers save and are started again")
-        self._handover = Handover(cause=cause, why=why, size=crew.size, tries=tries)
-        if crew.running_since is not None:
-            self._handover.begin(self._out)
+        self._handover = Handover(cause=cause, why=why, size=crew.size, tries=tries, due=due)
 
     def _growth(self, crew: Crew) -> float | None:
         """When the group should be ended in order to grow; None: not as things are."""
@@ -322,11 +330,16 @@ class Controller:
             self._handover = None  # a later move may be agreed on anew
             if handover.cause is Cause.PREEMPTION and handover.tries > 1:
                 self._hand_over(crew, handover.cause, f"{handover.why}; the save was lost", tries=handover.tries - 1)
-            return
-        if handover is not None and any(handover.is_served(agreed=agreed) for agreed in saved):
+        elif handover is not None and any(handover.is_served(agreed=agreed) for agreed in saved):
             crew.moved = (handover.cause, handover.why)
             self._clock.begin(self._now)
             self._tear_down()
+            return
+        if self._handover is not None and crew.finished and not self._handover.is_asked:
+            self._say(f"{self._handover.why}: {rank_list(sorted(crew.finished))} finished meanwhile, the others go on")
+            self._handover = None  # who has finished would never answer
+        if self._handover is not None and crew.running_since is not None and self._now >= self._handover.due:
+            self._handover.begin(self._out)
 
     # -- failures ------------------------------------------------------------------------------------------------
 
@@ -366,11 +379,11 @@ class Controller:
 
     def _decide(self, crew: Crew, *, free: bool = False) -> None:
         """Ask the policy what follows the end of the group; ``free``: its cause has been removed."""
-        cause, told = crew.cause, crew.told()
+        cause, failures = crew.cause, crew.descriptions()
         reason, ended = crew.summary(), crew.ended_before(self.reports.board.entered)
         ended_how = "moves" if crew.moved is not None else "told to go" if crew.preempted else "failed"
         self._say(f"{ended_how}: {reason}{ended and f' ({ended})'}")
-        details = {"failures": told, "cause": cause.value, "seconds": dict(self._clock.seconds)}
+        details = {"failures": failures, "cause": cause.value, "seconds": dict(self._clock.seconds)}
         if self._plan.has_callbacks:
             self._out.append(Call(hook="after_exception", arguments={"worker_exceptions": dict(crew.causes)}))
         self._idle_starts += not self.reports.board.any_report

@@ -6,9 +6,13 @@ Everything that takes time goes on elsewhere and comes back as an event.
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from types import FrameType, TracebackType
+from typing import Any
 
 from holdfast._log import get_logger
 from holdfast.checkpointer.run_session import RunSession
@@ -16,17 +20,18 @@ from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
 
 from ..engine import TaskEnded, Woken
-from .actions import Action, End, Input, StartGroup, StopRequested, Tick
+from .actions import Action, End, Input, RunState, StartGroup, StopRequested, Tick
 from .controller import Controller
 from .execute import Executor, ExecutorOptions, LocalWorkers
 from .messages import end_line, say, start_block
 from .plan import RunSpec
-from .states import RunState
 
-__all__ = ["Driver", "ExecutorOptions"]
+__all__ = ["Driver", "ExecutorOptions", "Stops"]
 
 _LOG = get_logger("runtime")
 _OP_S = 120.0  # that the writer may take for anything that is waited for
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ENOUGH = 3
 
 
 class Driver:
@@ -130,3 +135,59 @@ class Driver:
         if session.is_open and found is not None:
             keep, use_gpu = self._options.keep, self._options.use_gpu
             say(*start_block(self._plan, session.opened, found, self.controller.first, keep=keep, use_gpu=use_gpu))
+
+
+class Stops:
+    """Calls ``stop`` for signals in place of what they did before; the third signal is let through.
+
+    Only where signals can be handled at all: in the main thread.
+
+    Args:
+        stop: called with the name of the signal.
+
+    Attributes:
+        received: the first signal that came.
+    """
+
+    def __init__(self, stop: Callable[[str], None]) -> None:
+        self._stop = stop
+        self._count = 0
+        self._before: dict[signal.Signals, Any] = {}
+        self.received: signal.Signals | None = None
+
+    def __enter__(self) -> Stops:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                before = signal.getsignal(number)
+                if before is not signal.SIG_IGN and before is not None:
+                    self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._restore()
+
+    def raise_again(self) -> None:
+        """Do what the signal that came would have done.
+
+        Raises:
+            KeyboardInterrupt: it was Ctrl-C.
+            SystemExit: it was SIGTERM.
+        """
+        if self.received is signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.received is signal.SIGTERM:
+            raise SystemExit(128 + signal.SIGTERM)
+
+    def _restore(self) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before = {}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number)
+        self._count += 1
+        if self._count < _ENOUGH:
+            self._stop(signal.Signals(number).name)
+        else:
+            self._restore()
+            self.raise_again()

@@ -1,19 +1,84 @@
-"""How a group of workers ends: in order, when train_func has returned everywhere, or torn down before its time."""
+"""How a group of workers ends: in order, torn down before its time, or moved after a save that all ranks agree on.
+
+What ends it without any event is here too: ranks that do not report, do not start, or give no sign of life.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast._ranks import rank_list
-from holdfast.errors import TrainingError, TrainingFailedError
+from holdfast.errors import TrainingError, TrainingFailedError, WorkerHangError
 
-from .actions import Action, KillGroup
+from .actions import Action, KillGroup, Send
 from .commits import Commits
 from .plan import WaitLimits
+from .policy import Cause
 from .reports import Reports
 from .worker_group import Crew, first_line
 
-__all__ = ["Ending", "Teardown"]
+__all__ = ["Ending", "Handover", "Teardown", "find_trouble", "gather_s", "next_check"]
+
+_GATHER_S = 6.0
+_SAVES = 4  # the time of so many saves, and half of all there is, is left after the wait
+
+
+def gather_s(left_s: float, save_s: float | None) -> float:
+    """Say how long a save before a preemption may wait for notices about other nodes: one restart does for all.
+
+    The workers train on meanwhile. Without a save whose time is known there is no wait, and none where `should_save` is
+    never called: the next checkpoint that is reported has to do there.
+
+    Args:
+        left_s: seconds until the first node goes.
+        save_s: how long the slowest save took; None: not known.
+    """
+    return 0.0 if save_s is None else max(0.0, min(_GATHER_S, left_s / 2 - _SAVES * save_s))
+
+
+@dataclass(slots=True)
+class Handover:
+    """From the wish to move until a checkpoint is committed.
+
+    Attributes:
+        cause: a preemption, or another size.
+        why: for people.
+        size: number of ranks.
+        due: when the ranks are asked where they are.
+        is_asked: they have been.
+        calls: how often each rank has called `should_save`, as they answer.
+        tries: agreed saves that may be made in all before it is given up.
+        is_sent: all have answered and know the call to save at.
+    """
+
+    cause: Cause
+    why: str
+    size: int
+    tries: int = 1
+    due: float = 0.0
+    is_asked: bool = False
+    calls: dict[int, int] = field(default_factory=dict)
+    is_sent: bool = False
+
+    def begin(self, out: list[Action]) -> None:
+        """Ask every rank where it is, once."""
+        if self.is_asked:
+            return
+        self.is_asked = True
+        for rank in range(self.size):
+            out.append(Send(rank=rank, header={"do": "save_soon"}))
+
+    def at(self, rank: int, calls: int, out: list[Action]) -> None:
+        """Take the answer of one rank; the last one settles the call."""
+        self.calls[rank] = calls
+        if len(self.calls) == self.size and not self.is_sent:
+            self.is_sent = True
+            for each in range(self.size):
+                out.append(Send(rank=each, header={"do": "save_at", "call": max(self.calls.values()) + 1}))
+
+    def is_served(self, *, agreed: bool) -> bool:
+        """Whether a commit is what was waited for: the agreed one, or any where nobody calls `should_save`."""
+        return agreed or (self.is_sent and not any(self.calls.values()))
 
 
 @dataclass(slots=True)
@@ -44,7 +109,7 @@ class Teardown:
         """Go on; True when no worker is left, or none that could be waited for."""
         if self.kill_until is None:
             left = self.drain_until - now
-            busy = reports.salvage(crew.dead, left)
+            busy = reports.salvage(crew.dead, left, lost=crew.lost)
             if (busy and left > 0) or (now < self.settle_until and not crew.is_explained):
                 return False
             self.kill_until = now + limits.grace_s + limits.stop_s
@@ -89,14 +154,14 @@ class Ending:
         self, now: float, crew: Crew, reports: Reports, commits: Commits, limits: WaitLimits, out: list[Action]
     ) -> bool | BaseException:
         """Go on; True when everything is done, an error if it cannot be."""
-        if commits.untold:
-            failures = dict(commits.untold)
+        if commits.undelivered:
+            failures = dict(commits.undelivered)
             text = "; ".join(f"rank {rank}: {first_line(error)}" for rank, error in failures.items())
             message = f"train_func has ended, but its last checkpoint could not be saved: {text}"
             return TrainingFailedError(message, failures=failures)
         if self.commit_until is not None:
             left = self.commit_until - now
-            if reports.salvage(crew.exited, left) or reports.board.reports:
+            if reports.salvage(crew.exited, left, lost=crew.lost) or reports.board.reports:
                 if left > 0:
                     return False
                 return TrainingError(
@@ -111,6 +176,54 @@ class Ending:
                 self.killed, self.exit_until = True, now + limits.grace_s + limits.stop_s
                 out.append(KillGroup(grace_s=limits.grace_s))
                 return False
-        # All is safe, so one that even SIGKILL does not end (it hangs in the kernel) is left behind.
+        # All is safe, so a process that even SIGKILL does not end (it hangs in the kernel) is left behind.
         self.exit_until = None
         return not commits.pending_validation
+
+
+def find_trouble(
+    now: float, crew: Crew, reports: Reports, commits: Commits, limits: WaitLimits, last_sign: float
+) -> tuple[list[int], TrainingError] | None:
+    """Give the ranks that something is wrong with, and what.
+
+    Args:
+        now: the time.
+        crew: the workers.
+        reports: their reports.
+        commits: what is being committed.
+        limits: bounds of all waits.
+        last_sign: when anything was last heard of or done for any of them.
+    """
+    if (found := reports.mismatch(now)) is not None:
+        return found
+    if not crew.all_running:
+        if now < crew.since + limits.start_s:
+            return None
+        slow = [rank for rank in range(crew.size) if rank not in crew.running]
+        text = f"train_func did not begin on {rank_list(slow)} within {limits.start_s:g} s; see the logs of the attempt"
+        return slow, TrainingError(text)
+    if limits.hang_s is None or not _may_hang(crew, reports, commits) or now < last_sign + limits.hang_s:
+        return None
+    last = ", ".join(
+        f"rank {rank} {now - crew.heard[rank]:.1f} s ago (report {reports.board.entered[rank]})"
+        for rank in crew.unfinished
+    )
+    return crew.unfinished, WorkerHangError(
+        f"no worker has given a sign of life for {now - last_sign:.1f} s (hang_timeout_s={limits.hang_s:g}); last "
+        f"heard of {last}. Every report, with or without a checkpoint, is a sign of life"
+    )
+
+
+def next_check(crew: Crew, reports: Reports, commits: Commits, limits: WaitLimits, last_sign: float) -> float | None:
+    """When `find_trouble` may find something if nothing happens."""
+    times = [reports.next_deadline()]
+    if not crew.all_running:
+        times.append(crew.since + limits.start_s)
+    elif limits.hang_s is not None and _may_hang(crew, reports, commits):
+        times.append(last_sign + limits.hang_s)
+    return min((time for time in times if time is not None), default=None)
+
+
+def _may_hang(crew: Crew, reports: Reports, commits: Commits) -> bool:
+    """Whether silence would mean that workers are stuck; not while they may be waiting for storage."""
+    return not (crew.all_finished or commits.busy or reports.board.is_storing)

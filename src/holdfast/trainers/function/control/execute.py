@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +20,15 @@ from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.run_session import RunSession
 from holdfast.config import Keep, ValidationConfig
-from holdfast.errors import HoldfastError
+from holdfast.copying.transfer import copy_file
+from holdfast.errors import CheckpointError, ConfigError, HoldfastError
+from holdfast.format.names import MANIFEST_NAME, join
 from holdfast.run.names import LOGS
-from holdfast.writer.messages import IngestJob, IngestSource, PartsJob
+from holdfast.storage.base import Storage
+from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.writer.ingest.incoming import read_incoming, remove_incoming
+from holdfast.writer.ingest.merge import suffixed
+from holdfast.writer.messages import IngestJob, IngestSource, PartsJob, is_incoming
 
 from ..engine import Engine, GroupSpec, TaskEnded
 from ..failure import error_to_wire
@@ -44,6 +51,7 @@ from .actions import (
     Note,
     OpenRun,
     Protect,
+    ReportedDirectory,
     Resumed,
     Say,
     Send,
@@ -52,14 +60,13 @@ from .actions import (
     StoreRows,
     Validate,
 )
-from .beside import bring_beside
 from .finder import RunContents, find_start
 from .log_copies import LogCopies
 from .messages import say
 from .plan import RunSpec
 from .validation import TaskRunner, pack_validation
 
-__all__ = ["Executor", "ExecutorOptions", "LocalWorkers"]
+__all__ = ["Executor", "ExecutorOptions", "LocalWorkers", "bring_beside"]
 
 _LOG = get_logger("runtime")
 
@@ -205,11 +212,11 @@ class Executor:
 
     def _ingest(self, action: Ingest | CommitUploaded) -> None:
         """Take directories in; what was uploaded has none: it is committed where it lies."""
-        told = action.sources if isinstance(action, Ingest) else ()
+        sources = action.sources if isinstance(action, Ingest) else ()
         job = IngestJob(
             directory=action.directory,
             save_id=action.save_id,
-            sources=tuple(IngestSource(rank=one.rank, path=one.path, owned=one.owned) for one in told),
+            sources=tuple(IngestSource(rank=one.rank, path=one.path, owned=one.owned) for one in sources),
             manifest=_dated(action.manifest),
         )
         self._follow(action, self._session.client.ingest(self._storage, job))
@@ -253,7 +260,7 @@ class Executor:
         )
 
     def _logs(self) -> Path:
-        """Give the folder of the logs: in the run itself, or one that is copied there."""
+        """Give the folder of the logs: in the run itself, or a folder that is copied there."""
         root = self._storage.local_root
         if root is not None:
             return root / LOGS
@@ -279,8 +286,8 @@ class Executor:
         if error is None:
             self._engine.send(rank, header)
             return
-        told, data = error_to_wire(error)
-        self._engine.send(rank, {**header, "error": told}, (data,))
+        description, data = error_to_wire(error)
+        self._engine.send(rank, {**header, "error": description}, (data,))
 
     # -- validations and callbacks -------------------------------------------------------------------------------
 
@@ -323,3 +330,73 @@ class Executor:
 
 def _dated(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {**manifest, "created": datetime.now(timezone.utc).isoformat(timespec="milliseconds")}
+
+
+def bring_beside(storage: Storage, directory: str, sources: Sequence[ReportedDirectory]) -> None:
+    """Copy the files of reported directories into ``directory``, where files lie already.
+
+    One name, one content, as everywhere: a file that is there with the same bytes is left out, one with others gets the
+    rank in its name. What is brought and never committed is swept like all of an upload that failed.
+
+    Args:
+        storage: root of the run.
+        directory: the uploaded directory.
+        sources: what ranks reported; owned ones are removed afterwards.
+
+    Raises:
+        ConfigError: both are Holdfast checkpoints.
+        HoldfastError: something could not be read or stored.
+    """
+    skip = len(directory) + 1
+    taken = {info.path[skip:] for info in storage.list(directory)}
+    for source in sources:
+        here, names = _files(storage, source)
+        if MANIFEST_NAME in names:
+            raise ConfigError(
+                f"rank {source.rank} reported {source.path}, a Holdfast checkpoint, while another rank uploaded files "
+                "by itself: report both in one way"
+            )
+        for name, path in names.items():
+            target = name
+            if name in taken:
+                if storage.read(join(directory, name)) == here.read(path):
+                    continue
+                target = suffixed(name, source.rank, taken)
+                _LOG.warning(
+                    "%s: %s of rank %d differs from the file there and is kept as %s; give files that differ between "
+                    "ranks distinct names", directory, name, source.rank, target,
+                )  # fmt: skip
+            copy_file(here, path, storage, join(directory, target))
+            taken.add(target)
+    for source in sources:
+        if is_incoming(source.path):
+            remove_incoming(storage, source.path)
+        elif source.owned:
+            LocalStorage(os.path.dirname(source.path)).delete_tree(os.path.basename(source.path))
+
+
+def _files(storage: Storage, source: ReportedDirectory) -> tuple[Storage, dict[str, str]]:
+    """Give where the files of a source are, and the path of each there by its name."""
+    path = source.path
+    if is_incoming(path):
+        contents = read_incoming(storage, path, source.rank).contents
+        last = contents.manifest_file
+        return storage, {one.name: one.source for one in (*contents.files, *(() if last is None else (last,)))}
+    if os.path.isfile(path):
+        head, name = os.path.split(path)
+        return LocalStorage(head), {name: name}
+    try:
+        found = [
+            os.path.relpath(os.path.join(place, name), path)
+            for place, _, names in os.walk(path, onerror=_fail, followlinks=True)
+            for name in names
+        ]
+        # The next attempt renames a directory before it removes it: what is still there was listed whole.
+        os.lstat(path)
+    except OSError as error:
+        raise CheckpointError(f"what rank {source.rank} reported in {path} could not be listed: {error}") from error
+    return LocalStorage(path), {name: name for name in sorted(found)}
+
+
+def _fail(error: OSError) -> None:
+    raise error

@@ -9,7 +9,8 @@ from typing import Any
 from holdfast.checkpoint.verify import verify
 from holdfast.errors import CheckpointError, StorageError
 from holdfast.format.commit import read_manifest
-from holdfast.run.newest_good import GONE, newest_good
+from holdfast.run.candidates import GONE, newest_good
+from holdfast.run.index import RunIndex
 from holdfast.run.record import Record, unpack
 from holdfast.storage.base import Storage
 
@@ -31,6 +32,7 @@ class RunContents:
         taken: every name under the run.
         set_aside: names of damaged checkpoints, found now or earlier.
         unvalidated: validations that were asked for and have no result, by checkpoint.
+        starts: start ids of all attempts so far, the current one included, oldest first.
     """
 
     kept: tuple[Record, ...] = ()
@@ -39,6 +41,7 @@ class RunContents:
     taken: frozenset[str] = frozenset()
     set_aside: frozenset[str] = frozenset()
     unvalidated: Mapping[str, Any] = field(default_factory=dict)
+    starts: tuple[str, ...] = ()
 
 
 def find_start(
@@ -97,6 +100,7 @@ def find_start(
         taken=frozenset(info.path.rstrip("/") for info in storage.list("", recursive=False)),
         set_aside=frozenset({*bad, *dead}),
         unvalidated=find_unvalidated(storage, usable) if validations else {},
+        starts=tuple(one.start_id for one in RunIndex.load(storage, head_only=True).attempts),
     )
 
 
@@ -107,9 +111,9 @@ def find_unvalidated(storage: Storage, kept: Iterable[Record]) -> dict[str, Any]
         if VALIDATED in one.metrics:
             continue
         try:
-            told = read_manifest(storage, one.name).extra.get("validation")
+            validation = read_manifest(storage, one.name).extra.get("validation")
         except (CheckpointError, StorageError):
             continue  # gone meanwhile, or damaged: whoever uses it will say so
-        if told:
-            wanted[one.name] = told
+        if validation:
+            wanted[one.name] = validation
     return wanted

@@ -68,7 +68,7 @@ class KnownCheckpoints:
         """Give the directory of a new checkpoint and reserve it.
 
         Args:
-            name: what the user chose; None numbers it. In place of one that was set aside it gets a number behind it.
+            name: what the user chose; None numbers it. In place of a checkpoint that was set aside it gets a number.
             score: of a dict checkpoint on its way to the disk.
             uploaded: the directory is there already.
 
@@ -87,7 +87,7 @@ class KnownCheckpoints:
         return name
 
     def skip(self) -> str:
-        """Give the name of one that is not written: it counts all the same."""
+        """Give the name of a checkpoint that is not written: it counts all the same."""
         self.number += 1
         return f"checkpoint_{self.number:06d}"
 

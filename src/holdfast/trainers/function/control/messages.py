@@ -9,10 +9,10 @@ from holdfast._units import format_duration
 from holdfast.config import Keep
 from holdfast.writer.messages import RunOpened
 
+from .actions import RunState
 from .finder import RunContents
 from .plan import RunSpec
 from .starts import Start
-from .states import RunState
 
 __all__ = ["end_line", "listed", "say", "start_block"]
 

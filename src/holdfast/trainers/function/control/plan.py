@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .policy import FailurePolicy
-from .scaling import ScalingPolicy
+from .policy import FailurePolicy, ScalingPolicy
 from .validation import DEFAULT_TIMEOUT_S
 
 __all__ = ["RunSpec", "WaitLimits"]

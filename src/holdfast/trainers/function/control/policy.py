@@ -1,4 +1,4 @@
-"""Decisions without side effects: whether to try again after a failure, and whether a dict checkpoint is written."""
+"""Decisions without side effects: whether to try again, with how many workers, and whether values are written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-__all__ = ["Cause", "FailurePolicy", "GiveUp", "Restart", "ended_by_preemption", "is_worth_writing"]
+__all__ = ["Cause", "FailurePolicy", "GiveUp", "Restart", "ScalingPolicy", "ended_by_preemption", "is_worth_writing"]
 
 PREEMPTED_EXIT = 85  # the exit status with which a script asks its scheduler to start it again
 _SIGTERM = 15
@@ -74,7 +74,7 @@ def ended_by_preemption(exit_code: int | None, signal: int | None) -> bool:
 def is_worth_writing(score: Any, kept: Iterable[Any], *, num_to_keep: int | None, order: str) -> bool:
     """Decide whether a checkpoint of `save_checkpoint` goes to disk.
 
-    With ``num_to_keep`` on disk, only one that is strictly better than the worst of them does.
+    With ``num_to_keep`` on disk, only a checkpoint that is strictly better than the worst of them does.
 
     Args:
         score: of the new one, None if it has none.
@@ -95,3 +95,35 @@ def _place(score: Any, order: str) -> tuple[int, float]:
     if not isinstance(score, (int, float)) or score != score:  # noqa: PLR0124  NaN is what differs from itself
         return (0, 0.0)
     return (1, score if order == "max" else -score)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingPolicy:
+    """Between two sizes, as many workers as there is room for.
+
+    Attributes:
+        least: fewer are not started.
+        most: more are not started.
+        settle_s: how long room for fewer than ``most`` has to be unchanged before it is taken: nodes come and go one
+            after another.
+    """
+
+    least: int
+    most: int
+    settle_s: float = 0.0
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether groups may differ in size."""
+        return self.least < self.most
+
+    def size(self, room: int, unchanged_s: float) -> int | None:
+        """Choose the size of the group to start now; None: wait.
+
+        Args:
+            room: number of workers that there are places for.
+            unchanged_s: for how long that has been so.
+        """
+        if room >= self.most:
+            return self.most
+        return room if room >= self.least and unchanged_s >= self.settle_s else None

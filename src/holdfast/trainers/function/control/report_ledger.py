@@ -6,14 +6,18 @@ brings data is complete when all ranks have entered it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from holdfast._ranks import rank_list
 
-__all__ = ["Ask", "Entry", "LedgerEntry", "ReportLedger", "Stage"]
+from .actions import Call
+
+__all__ = ["Ask", "Entry", "Heard", "LedgerEntry", "ReportLedger", "Stage"]
+
+_MAX_WAITING = 10_000
 
 
 class Stage(Enum):
@@ -35,6 +39,7 @@ class Entry:
         owned: the directory has been taken over and may be moved.
         coming: the directory is not there yet: its rank says when it is.
         location: where an uploaded one lies.
+        asks: its train_func calls `should_save`.
     """
 
     rank: int
@@ -44,6 +49,7 @@ class Entry:
     owned: bool = False
     coming: bool = False
     location: Mapping[str, Any] | None = None
+    asks: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +66,8 @@ class LedgerEntry:
         directory: the directory it is committed in, once that is settled.
         validation: False, True, or arguments of the validation.
         sealed: ranks whose writer has all of their part.
-        staged: ranks whose part goes by a disk of their node, which is lost with its worker.
+        staged: ranks whose part goes by a disk of their node.
+        left: ranks whose node finishes what they have handed over if they die.
         durable: ranks whose part is stored, or whose directory has come.
         agreed: it is the save that all ranks agreed on before they move.
     """
@@ -75,6 +82,7 @@ class LedgerEntry:
     validation: Any = False
     sealed: set[int] = field(default_factory=set)
     staged: set[int] = field(default_factory=set)
+    left: set[int] = field(default_factory=set)
     durable: set[int] = field(default_factory=set)
     stage: Stage = Stage.OPEN
     agreed: bool = False
@@ -217,7 +225,7 @@ class ReportLedger:
                 missing = self.missing(index)
                 yield index, report.since, missing, [rank for rank in missing if rank in self.finished]
         for ask in self.asks:
-            # One that has finished brings nothing more: nobody has to wait for it.
+            # A rank that has finished brings nothing more: nobody has to wait for it.
             missing = [rank for rank in self.missing(ask.upto) if rank not in self.finished]
             if missing:
                 yield ask.upto, ask.since, missing, []
@@ -228,8 +236,8 @@ class ReportLedger:
         """Say why a complete report cannot be committed: its ranks did not do the same thing."""
         kinds = sorted({entry.kind for entry in report.entries.values()})
         if len(kinds) > 1 and kinds != ["directory", "uploaded"]:
-            told = ", ".join(f"rank {rank}: {report.entries[rank].kind}" for rank in sorted(report.entries))
-            return f"ranks reported different kinds of checkpoints ({told}); all that bring one must do it in one way"
+            found = ", ".join(f"rank {rank}: {report.entries[rank].kind}" for rank in sorted(report.entries))
+            return f"ranks reported different kinds of checkpoints ({found}); all that bring one must do it in one way"
         absent = [rank for rank in range(len(self.entered)) if rank not in report.entries]
         if kinds == ["state"] and absent:
             return (
@@ -252,14 +260,18 @@ class ReportLedger:
             and not report.coming
         ]
 
-    def salvageable(self, dead: Iterable[int]) -> tuple[list[LedgerEntry], list[LedgerEntry]]:
+    def salvageable(self, dead: Iterable[int], lost: Container[int]) -> tuple[list[LedgerEntry], list[LedgerEntry]]:
         """What can still be committed after ranks have died.
+
+        Args:
+            dead: those ranks.
+            lost: ranks whose node is lost too: it finishes nothing.
 
         Returns:
             Reports whose missing parts nobody but writers that outlive their workers has to finish, and those which
-            living workers may still seal, or bring.
+            living workers, or the nodes of dead ones, may still seal or bring.
         """
-        gone = set(dead)
+        ended = set(dead)
         sure: list[LedgerEntry] = []
         possible: list[LedgerEntry] = []
         for _, report in sorted(self.reports.items()):
@@ -267,6 +279,7 @@ class ReportLedger:
                 continue
             if self.disagreement(report):
                 continue
+            gone = {rank for rank in ended if rank not in report.left or rank in lost}
             if report.coming:
                 possible += [report] if gone.isdisjoint(report.coming) else []
             elif report.is_sealed:
@@ -287,3 +300,58 @@ class ReportLedger:
             if index <= ask.upto and waits:
                 return False
         return True
+
+
+class Heard:
+    """Gathers metrics by report and rank until ``after_report`` can be called with all of them.
+
+    Args:
+        world_size: number of ranks.
+        wanted: there are callbacks; without, nothing is gathered.
+    """
+
+    def __init__(self, world_size: int, *, wanted: bool) -> None:
+        self._size, self._wanted = world_size, wanted
+        self._waiting: dict[int, dict[int, Mapping[str, Any]]] = {}
+
+    def begin(self, world_size: int) -> None:
+        """Begin with the reports of a new group of so many ranks."""
+        self._size, self._waiting = world_size, {}
+
+    def note(self, index: int, rank: int, metrics: Mapping[str, Any]) -> None:
+        """Take the metrics of one rank for report ``index``."""
+        if self._wanted:
+            self._waiting.setdefault(index, {})[rank] = metrics
+
+    def complete(self, board: ReportLedger) -> list[Call]:
+        """Give the calls for reports without data that no rank will add anything to, in order.
+
+        Ranks that never make a report (they have ended, or are ten thousand reports behind) have no metrics in it.
+        Those with data are called when they are committed.
+        """
+        if not self._waiting:
+            return []
+        behind = [at for rank, at in enumerate(board.entered) if rank not in board.finished]
+        reached = min(behind, default=max(board.entered))
+        calls = []
+        for index in sorted(self._waiting):
+            if index > reached and len(self._waiting) <= _MAX_WAITING:
+                break
+            if index not in board.reports:
+                calls.append(self._call(self._waiting.pop(index), None))
+        return calls
+
+    def committed(self, report: LedgerEntry, location: Mapping[str, Any], *, current: bool) -> list[Call]:
+        """Give the call for a report whose checkpoint is committed; ``current``: it is of the group that runs."""
+        if not self._wanted:
+            return []
+        others = self._waiting.pop(report.index, {}) if current else {}
+        return [self._call({**others, 0: report.metrics}, location)]
+
+    def forget(self, index: int) -> None:
+        """Forget a report that came to nothing."""
+        self._waiting.pop(index, None)
+
+    def _call(self, metrics: Mapping[int, Mapping[str, Any]], location: Mapping[str, Any] | None) -> Call:
+        by_rank = [dict(metrics.get(rank, {})) for rank in range(self._size)]
+        return Call(hook="after_report", arguments={"metrics": by_rank, "checkpoint": location})

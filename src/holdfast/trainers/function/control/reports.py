@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from holdfast._ranks import rank_list
@@ -66,8 +66,8 @@ class Reports:
             return False
         return True
 
-    def _rows(self, rank: int, first: int, told: Iterable[Mapping[str, Any]]) -> None:
-        rows = [_row(first + place, row["metrics"], row["time"]) for place, row in enumerate(told)]
+    def _rows(self, rank: int, first: int, given: Iterable[Mapping[str, Any]]) -> None:
+        rows = [_row(first + place, row["metrics"], row["time"]) for place, row in enumerate(given)]
         if rank == 0:
             self._out.append(StoreRows(rows=rows))
         for row in rows:
@@ -84,6 +84,7 @@ class Reports:
             owned=bool(source.get("owned", False)),
             coming=bool(source.get("coming", False)),
             location=header.get("location"),
+            asks=bool(header.get("asks")),
         )
         metrics = header.get("metrics") or {}
         self._commits.heard.note(index, rank, metrics)
@@ -96,6 +97,8 @@ class Reports:
         report = self.board.bring(index, entry, now)
         if rank == 0:
             report.metrics = metrics
+        if header.get("unfinished"):
+            report.left.add(rank)
         report.agreed = report.agreed or bool(header.get("agreed"))
         report.validation = report.validation or header.get("validation") or False
         try:
@@ -150,6 +153,8 @@ class Reports:
             report.sealed.add(rank)
         elif header["on"] == "staged":
             report.staged.add(rank)
+            if header.get("unfinished"):
+                report.left.add(rank)
         elif "error" in header:
             error = error_from_wire(header["error"], attachments[0] if attachments else b"")
             self._commits.fail(report, error, ranks=report.entries.keys() - {rank})  # the rank itself knows
@@ -206,11 +211,17 @@ class Reports:
             f"report of {counts}); every rank must call report equally often, those without a checkpoint too"
         )
 
-    def salvage(self, dead: Iterable[int], wait_s: float) -> bool:
-        """Commit what is complete although ranks are dead; True while there is something to wait for."""
+    def salvage(self, dead: Iterable[int], wait_s: float, *, lost: Container[int]) -> bool:
+        """Commit what is complete although ranks are dead; True while there is something to wait for.
+
+        Args:
+            dead: ranks that say nothing more.
+            wait_s: how long parts of theirs are waited for.
+            lost: ranks whose node is lost too.
+        """
         for report in self.board.committable():
             self._commits.commit(report)
-        sure, possible = self.board.salvageable(dead)
+        sure, possible = self.board.salvageable(dead, lost)
         for report in sure:
             self._commits.commit(report, wait_s=max(wait_s, 0.1))
         return bool(possible) or self._commits.busy

@@ -13,13 +13,13 @@ _QUIET_S = 2.0  # a wait as short as this needs no word
 
 
 class Room:
-    """What an engine has told of its room. One that tells nothing (a single machine) has room for every worker.
+    """How much room an engine says that it has; one machine, which says nothing, has room for every worker.
 
     Args:
         plan: of the run.
 
     Attributes:
-        num_workers: how many workers there is room for; None: not told yet.
+        num_workers: how many workers there is room for; None: not known yet.
     """
 
     def __init__(self, plan: RunSpec) -> None:
@@ -30,7 +30,7 @@ class Room:
         self._waiting_since: float | None = None
         self._said: str | None = None
 
-    def told(self, event: Capacity, now: float) -> None:
+    def update(self, event: Capacity, now: float) -> None:
         """Take in what the engine says."""
         if event.num_workers != self.num_workers:
             self._since = now

@@ -1,8 +1,8 @@
-"""What a group of workers starts from, and what its ranks are told."""
+"""What a group of workers starts from, and the first message to its ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,15 @@ class Start:
     words: str = "the beginning"
 
     def begin(
-        self, plan: RunSpec, rank: int, *, size: int, placed: Placed | None, attempt: int, start_id: str
+        self,
+        plan: RunSpec,
+        rank: int,
+        *,
+        size: int,
+        placed: Placed | None,
+        attempt: int,
+        start_id: str,
+        past: Sequence[str] = (),
     ) -> Begin:
         """Make the message that sets a worker going.
 
@@ -48,6 +56,7 @@ class Start:
             placed: where it was started; None: all are on the driver's machine.
             attempt: number of the attempt.
             start_id: id of the attempt.
+            past: ids of earlier attempts of the run, which have ended.
         """
         storage = dict(plan.storage)
         header = {
@@ -66,6 +75,7 @@ class Start:
             "run_root": {"storage": storage, "uri": plan.uri, "name": ""},
             "attempt": attempt,
             "start_id": start_id,
+            "past": list(past),
             "strategy": None if plan.strategy is None else dict(plan.strategy),
             "score": None if plan.score is None else dict(plan.score),
             "report_timeout_s": plan.limits.report_s,

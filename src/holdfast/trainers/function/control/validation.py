@@ -65,7 +65,7 @@ class Validations:
     """First come, first served, one at a time.
 
     Attributes:
-        running: the one that runs.
+        running: the validation that runs.
         deadline: when it has run for too long.
     """
 
@@ -96,18 +96,18 @@ class Validations:
         """
         if name in self.pending:
             return
-        told = dict(wanted) if isinstance(wanted, Mapping) else {}
-        timeout_s = told.get("timeout_s")
+        options = dict(wanted) if isinstance(wanted, Mapping) else {}
+        timeout_s = options.get("timeout_s")
         self._queue.append(
             Waiting(
                 name=name,
                 timeout_s=self._timeout_s if timeout_s is None else float(timeout_s),
-                arguments=dict(told.get("fn_kwargs") or {}),
+                arguments=dict(options.get("fn_kwargs") or {}),
             )
         )
 
     def forget(self, name: str) -> None:
-        """Drop one that waits: its checkpoint is gone."""
+        """Drop a validation that waits: its checkpoint is gone."""
         self._queue = deque(one for one in self._queue if one.name != name)
 
     def start(self, now: float) -> Waiting | None:
@@ -119,7 +119,7 @@ class Validations:
         return self.running
 
     def is_overdue(self, now: float) -> bool:
-        """Tell once that the running one has to be stopped."""
+        """Whether the running validation has to be stopped; True once."""
         if self.deadline is None or now < self.deadline:
             return False
         self.deadline, self.expired = None, True

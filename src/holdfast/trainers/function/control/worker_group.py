@@ -38,7 +38,7 @@ class Clock:
         self.since = now
 
     def end(self, phase: str, now: float) -> None:
-        """End a phase and begin the next; one that has ended already counts no more."""
+        """End a phase and begin the next; a phase that has ended already counts no more."""
         if phase not in self.seconds:
             self.seconds[phase] = round(now - self.since, 4)
             self.since = now
@@ -99,6 +99,11 @@ class Crew:
     def dead(self) -> set[int]:
         """Ranks that will say nothing more."""
         return {*self.exited, *self.failures}
+
+    @property
+    def lost(self) -> set[int]:
+        """Ranks whose node is lost too, or was given up: nobody there finishes what they have handed over."""
+        return {rank for rank, exited in self.exited.items() if exited.reason not in ("process", "garbled")}
 
     @property
     def unfinished(self) -> list[int]:
@@ -165,12 +170,12 @@ class Crew:
         roots = [rank for rank in self.causes if rank in self.died or not self.died]
         return "; ".join(f"{self.label(rank)}: {first_line(self.failures[rank])[:_MAX_SHOWN]}" for rank in roots)
 
-    def told(self) -> dict[str, str]:
+    def descriptions(self) -> dict[str, str]:
         """Describe the failures in one line each, for the index of the run."""
         return {str(rank): first_line(error) for rank, error in self.causes.items()}
 
     def label(self, rank: int) -> str:
-        """Name a rank; one that failed by itself with its node, for only there a disk may be full, say."""
+        """Name a rank; with its node if it failed by itself, for a disk may be full only there, say."""
         placed = self.placed.get(rank) if rank not in self.died else None
         return f"rank {rank}" if placed is None else f"rank {rank} on {placed.where}"
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from holdfast._fork import after_fork_in_child
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import ValidationTaskConfig
 from holdfast.errors import ConfigError, SessionError
@@ -56,14 +56,19 @@ class Session:
         on_gone: Callable[[], None] = end_process,
     ) -> None:
         global _current
-        told = begin["run_root"]
-        root = None if told["storage"] is None else open_root(told)
-        uri = root.uri if root is not None else f"{told['uri'].rstrip('/')}/{told['name']}".rstrip("/")
+        location = begin["run_root"]
+        root = None if location["storage"] is None else open_root(location)
+        uri = root.uri if root is not None else f"{location['uri'].rstrip('/')}/{location['name']}".rstrip("/")
         self.rank: int = begin["rank"]
         self._begin, self._memory = begin, memory or None
         self._lock = threading.RLock()  # re-entrant: a signal handler may report too
         self._place = HandoffArea(
-            root=root, uri=uri, start_id=begin["start_id"], rank=self.rank, apart=begin.get("apart", False)
+            root=root,
+            uri=uri,
+            start_id=begin["start_id"],
+            rank=self.rank,
+            apart=begin.get("apart", False),
+            past=frozenset(begin.get("past", ())),
         )
         local = self._place.local
         self.context = Context(
@@ -183,8 +188,8 @@ class Session:
         """What every rank began with; nobody has to be asked for it."""
         if self._memory is not None:
             return unpack_checkpoint(self._memory)
-        told = self._begin["checkpoint"]
-        return None if told is None else checkpoint_at(told)
+        location = self._begin["checkpoint"]
+        return None if location is None else checkpoint_at(location)
 
     def get_all_reported_checkpoints(
         self, consistency_mode: Any = "validated", timeout_s: float | None = None
@@ -276,11 +281,9 @@ def current_session(function: str) -> Session:
     return _current
 
 
+@after_fork_in_child
 def _after_fork_in_child() -> None:
     global _current
     if _current is not None:
         _current.forget_in_child()
         _current = None
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

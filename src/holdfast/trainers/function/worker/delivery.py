@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.checkpoint.handle import Checkpoint, without_prefix
-from holdfast.errors import ConfigError, SessionError
+from holdfast.errors import CheckpointError, ConfigError, SessionError
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage
 from holdfast.writer.frames import Message
@@ -20,6 +20,7 @@ from holdfast.writer.serial_executor import SerialExecutor
 
 from ..location import describe_location, open_root
 from ..types import CheckpointUploadMode
+from ..unfinished import left_directory
 from ..values import TIMESTAMP, pack_checkpoint, score_of
 from .handoff import HandoffArea, Taken, check_source, name_in_run, remove_local, take
 from .link import ControllerLink
@@ -76,17 +77,17 @@ class Delivery:
     def save_values(self, values: dict[str, Any], index: int) -> Finish | None:
         """Enter report ``index`` of `save_checkpoint` on rank 0; returns what is left to wait for."""
         header, stripped = self._values_header(values, index), without_prefix(values)
-        told = self._link.answer(self._link.call(header), index).header["value"]
-        if told.get("memory"):
+        answer = self._link.answer(self._link.call(header), index).header["value"]
+        if answer.get("memory"):
             try:
                 packed = pack_checkpoint(Checkpoint.from_dict(stripped))
             except BaseException as error:
                 self._link.part_failed(index, error)  # so that nobody waits for them
                 raise
             self._link.memory(index, packed)
-        if not told.get("go"):
+        if not answer.get("go"):
             return None
-        self._submit("values", stripped, told["go"], index)
+        self._submit("values", stripped, answer["go"], index)
         return partial(self._link.committed, index)
 
     def abandon(self, timeout_s: float) -> None:
@@ -113,7 +114,7 @@ class Delivery:
         taken = take(checkpoint, self._place, index, delete=request.delete, asynchronous=asynchronous)
         if self._place.is_sent:
             later = asynchronous and taken.safe
-            return self._send(request, index, lambda: taken, later=later, undo=taken.failed)
+            return self._send(request, index, lambda: taken, later=later, undo=taken.failed, on_disk=taken)
         header = self._header(request, index, "directory") | {"source": taken.source()}
         if asynchronous and taken.safe:
             self._link.tell(header, undo=taken.failed)
@@ -128,6 +129,7 @@ class Delivery:
         *,
         later: bool,
         undo: Callable[[], object] = lambda: None,
+        on_disk: Taken | None = None,
     ) -> Finish | None:
         """Enter a report, and bring its files into the store, from where the driver's writer takes them.
 
@@ -137,10 +139,15 @@ class Delivery:
             find: gives the files; may take time.
             later: in the background.
             undo: puts them back if that fails.
+            on_disk: the same files, if they are known now: this node brings them if this worker dies.
         """
         home = self._place.incoming_object(index)
         source = {"path": home, "owned": True, "coming": True}
         header = self._header(request, index, "directory") | {"source": source}
+        if on_disk is not None:
+            header["unfinished"] = left_directory(
+                home=home, path=on_disk.path, rank=self._place.rank, owned=on_disk.owned
+            )
         if later:
             brought: list[Taken] = []
             self._link.tell(header, undo=undo, done=partial(self._run_soon, partial(_remove_owned, brought)))
@@ -173,7 +180,9 @@ class Delivery:
     def _bring_later(self, index: int, find: Callable[[], Taken], home: str, brought: list[Taken]) -> None:
         """Bring files into the store. They stay here until the commit: until then there is no other copy that lasts."""
         if not self._link.is_expected(index):
-            return  # it has failed meanwhile, and its files are back in their place
+            # It has failed meanwhile, and its files are back in their place.
+            self._link.bringing_failed(index, CheckpointError(f"report {index} failed before its files were brought"))
+            return
         try:
             taken = find()
             self._bring(taken, home)
@@ -240,7 +249,7 @@ class Delivery:
         return self._header(request, index, "uploaded") | {"location": where}
 
     def _downloaded(self, request: Request, index: int, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Bring what is no local directory (a dictionary, another storage) into one that the writer can take."""
+        """Copy what is no local directory (a dictionary, another storage) into a directory that the writer can take."""
         path = checkpoint.to_directory(self._place.incoming(index))
         return self._header(request, index, "directory") | {"source": {"path": path, "owned": True}}
 
@@ -248,7 +257,7 @@ class Delivery:
 
     def _state(self, request: Request, index: int) -> None:
         assert request.state is not None
-        self._root()  # before anybody is told, for it may be out of reach
+        self._root()  # before the report is entered, for it may be out of reach
         header = self._header(request, index, "state")
         go = self._link.answer(self._link.call(header), index).header["value"]["go"]
         self._submit("state", request.state, go, index)
@@ -316,6 +325,7 @@ class Delivery:
             "name": request.name,
             "validation": request.validation,
             **({"agreed": True} if self._link.agreement.reached else {}),
+            **({"asks": True} if self._link.agreement.is_used else {}),
         }
 
 

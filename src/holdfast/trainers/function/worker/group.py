@@ -30,7 +30,7 @@ _current: Group | None = None
 class Group:
     """The ranks of the default process group, which come together before it is used and before it is taken down.
 
-    A rank that leaves closes its connections. One that is still connecting to others then fails, so nobody begins
+    A rank that leaves closes its connections. A rank that is still connecting to others then fails, so nobody begins
     before all are connected; and one that still trains may make another group, for which it needs the store of rank 0.
     """
 

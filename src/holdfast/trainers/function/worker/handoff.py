@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from holdfast._log import get_logger
 from holdfast.checkpoint.handle import METADATA_FILE, Checkpoint
-from holdfast.copying.private_directory import private_directory
+from holdfast.copying.local import clone_tree, private_directory
 from holdfast.errors import CheckpointNotFoundError, ConfigError
 from holdfast.format.names import MANIFEST_NAME
 from holdfast.run.names import is_checkpoint_name
@@ -26,11 +27,10 @@ from holdfast.storage.base import Storage
 from holdfast.writer.ingest.sources import scan
 from holdfast.writer.messages import IngestSource
 
-from .reflink import clone_tree
-
 __all__ = ["HandoffArea", "Taken", "check_source", "name_in_run", "remove_local", "take"]
 
 _LOG = get_logger("runtime")
+_SIBLING = re.compile(r"\.holdfast-(?P<start>[0-9a-f]{8,64})-(?P<index>[0-9a-f]+)-(?P<rank>\d+)(\.doomed)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,8 @@ class HandoffArea:
         start_id: of this attempt.
         rank: of this worker.
         apart: the driver is on another machine: it sees what is in the run, and nothing else that is here.
+        past: start ids of earlier attempts of this run, which have ended.
+        swept: directories in which nothing of those is left.
     """
 
     root: Storage | None
@@ -50,6 +52,8 @@ class HandoffArea:
     start_id: str
     rank: int
     apart: bool = False
+    past: frozenset[str] = frozenset()
+    swept: set[str] = field(default_factory=set, compare=False)
 
     @property
     def local(self) -> str | None:
@@ -79,6 +83,40 @@ class HandoffArea:
     def sibling(self, path: str, index: int) -> str:
         """A hidden place beside the caller's directory: on the same file system, whatever that is."""
         return os.path.join(os.path.dirname(path), f".holdfast-{self.start_id}-{index:x}-{self.rank}")
+
+    def sweep_siblings(self, path: str) -> None:
+        """Remove what workers of earlier attempts have taken over beside ``path`` and never delivered."""
+        folder = os.path.dirname(path)
+        if not self.past or folder in self.swept:
+            return
+        self.swept.add(folder)
+        try:
+            names = os.listdir(folder)
+        except OSError as error:  # one may enter it and not list it
+            _LOG.debug("%s is not looked through: %s", folder, error)
+            return
+        for name in names:
+            found = _SIBLING.fullmatch(name)
+            if found is not None and found["start"] in self.past and os.path.lexists(os.path.join(folder, name)):
+                _LOG.warning(
+                    "%s is removed: rank %s of an earlier start has reported it (report %d), and died before it was "
+                    "stored", os.path.join(folder, name), found["rank"], int(found["index"], 16),
+                )  # fmt: skip
+                _remove_at_once(os.path.join(folder, name))
+
+
+def _remove_at_once(path: str) -> None:
+    """Remove a directory that the driver may still be reading: it finds all of it at its place, or nothing."""
+    doomed = path if path.endswith(".doomed") else f"{path}.doomed"
+    if doomed != path:
+        try:
+            os.rename(path, doomed)
+        except FileNotFoundError:  # another rank was faster
+            return
+        except OSError as error:
+            _LOG.warning("%s is not needed any more and stays there: %s", path, error)
+            return
+    remove_local(doomed)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,6 +186,8 @@ def take(checkpoint: Checkpoint, place: HandoffArea, index: int, *, delete: bool
         # What no checkpoint can hold is refused now: afterwards the files would lie somewhere else.
         scan(IngestSource(rank=place.rank, path=path))
         beside = place.sibling(path, index) if place.is_sent or not place.apart else None
+        if beside is not None:
+            place.sweep_siblings(path)
         for target in filter(None, (incoming, beside)):
             moved = _move(path, target)
             if moved:

@@ -1,27 +1,34 @@
-"""One worker's link to its controller: what goes out in order, what comes back, and what is still on its way."""
+"""One worker's link to its controller: what goes out in order, what comes back, and what is still on its way.
+
+Two things of it stand on their own: uploads in the background, whose reports keep their place among the others
+(`BackgroundUploads`), and saves that all ranks agree on (`Agreement`).
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
 from holdfast._log import get_logger
 from holdfast.errors import SessionError
 from holdfast.writer.frames import Channel, Message
+from holdfast.writer.serial_executor import SerialExecutor
 
 from ..failure import error_to_wire
-from .agreement import Agreement
 from .answers import ControllerAnswers, end_process
 from .report_queue import ReportQueue
-from .uploads import BackgroundUploads
 
-__all__ = ["ControllerLink"]
+__all__ = ["Agreement", "BackgroundUploads", "ControllerLink"]
 
 _LOG = get_logger("runtime")
 _CLOSE_S = 1.0
+_MAX_WAITING = 4
+_HOLD_S = 60.0
 
 
 class ControllerLink:
@@ -93,9 +100,9 @@ class ControllerLink:
         """Tell that this rank's writer has its part and will finish it whatever happens here."""
         self._outbox.send_now({"on": "sealed", "index": index})
 
-    def staged(self, index: int) -> None:
-        """Tell that this rank's part is on its way, by a disk of this node."""
-        self._outbox.send_now({"on": "staged", "index": index})
+    def staged(self, index: int, left: Mapping[str, Any]) -> None:
+        """Tell that this rank's part is on its way, by a disk of this node; ``left`` says where it is."""
+        self._outbox.send_now({"on": "staged", "index": index, "unfinished": dict(left)})
 
     def part_ended(self, index: int, error: BaseException | None) -> None:
         """Tell that this rank's part is durable, or has failed: then the next call here raises it."""
@@ -114,9 +121,12 @@ class ControllerLink:
         return self._answers.is_expected(index)
 
     def bringing_failed(self, index: int, error: BaseException) -> None:
-        """Tell that files could not be brought, unless the report has ended already; the next call here raises it."""
-        if self._answers.fail_here(index, error):
-            self._tell_failure(index, error)
+        """Tell that files are not brought; the next call here raises it, unless the report has ended already.
+
+        It is told in any case: the node would go on with these files when this worker has ended.
+        """
+        self._answers.fail_here(index, error)
+        self._tell_failure(index, error)
 
     def undo_all(self) -> None:
         """Put back the files of every report in the background that has not ended."""
@@ -128,8 +138,8 @@ class ControllerLink:
         self._answers.forget(index)
 
     def _tell_failure(self, index: int, error: BaseException) -> None:
-        told, blob = error_to_wire(error)
-        self._outbox.send({"on": "part", "index": index, "error": told}, (blob,))  # after the report itself
+        description, blob = error_to_wire(error)
+        self._outbox.send({"on": "part", "index": index, "error": description}, (blob,))  # after the report itself
 
     # -- answers -------------------------------------------------------------------------------------------------
 
@@ -197,3 +207,118 @@ class ControllerLink:
         """Let go of the channel in a forked child, so that the driver still sees this worker's end."""
         self._closed = True
         self._channel.forget_in_child()
+
+
+class BackgroundUploads:
+    """Runs one piece of work after another on one thread and sends what it returns, in the place held for it.
+
+    A failure stays: nothing behind it is sent any more, and `check` raises it again and again, for a report of this
+    rank is missing for good.
+    """
+
+    def __init__(self, outbox: ReportQueue) -> None:
+        self._outbox = outbox
+        self._side: SerialExecutor | None = None
+        self._closed = False
+        self._waiting: deque[Future[None]] = deque()
+        self._failure: BaseException | None = None
+
+    def submit(self, work: Callable[[], dict[str, Any]]) -> None:
+        """Run ``work`` later; its message goes before everything that is sent from now on.
+
+        Waits while four others wait.
+        """
+        while len(self._waiting) >= _MAX_WAITING:
+            wait([self._waiting.popleft()])
+        self.check()
+        if self._side is None:
+            self._side = SerialExecutor("holdfast-upload")
+        slot = self._outbox.hold()
+
+        def run() -> None:
+            if self._failure is not None or self._closed:
+                return
+            try:
+                self._outbox.fill(slot, work())
+            except BaseException as error:  # noqa: BLE001 - a thread edge: `check` raises it
+                self._failure = error
+
+        self._waiting.append(self._side.run(run))
+
+    def check(self) -> None:
+        """Raise what an earlier piece of work raised."""
+        if self._failure is not None:
+            raise self._failure
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait for all of it; False when that took longer than ``timeout_s``."""
+        return not wait(self._waiting, timeout=timeout_s).not_done
+
+    def close(self) -> None:
+        """Drop what has not begun; idempotent."""
+        self._closed = True
+        if self._side is not None:
+            self._side.close(wait=False)
+
+
+class Agreement:
+    """One rank's part in `should_save`: all ranks answer yes at the same call, without waiting for one another before.
+
+    The controller asks how many calls each rank has made. From then on the next call of that rank waits; when all have
+    answered, the first call that no rank has made yet is the one, which takes two messages and no collective. After it
+    the workers are about to be ended: one call more waits for that.
+
+    Args:
+        tell: sends a message to the controller.
+        hold_s: how long a call waits for the verdict, or for the end of this worker, before it answers no.
+
+    Attributes:
+        reached: the agreed call was made: what is reported now is the agreed save.
+    """
+
+    def __init__(self, tell: Callable[[dict[str, Any]], None], *, hold_s: float = _HOLD_S) -> None:
+        self._tell, self._hold_s = tell, hold_s
+        self._changed = threading.Condition()
+        self._calls = 0
+        self._waits = False
+        self._at: int | None = None
+        self._over = False
+        self.reached = False
+
+    @property
+    def is_used(self) -> bool:
+        """Whether train_func has called `should_save`."""
+        return self._calls > 0
+
+    def take(self, header: Mapping[str, Any]) -> bool:
+        """Take a message of the controller; False if it is not about this. Called on the receiving thread."""
+        if header["do"] == "save_soon":
+            with self._changed:
+                self._waits, self._at = True, None
+                self._tell({"on": "at", "calls": self._calls})
+        elif header["do"] == "save_at":
+            with self._changed:
+                self._at = header["call"]
+                self._changed.notify_all()
+        else:
+            return False
+        return True
+
+    def ask(self) -> bool:
+        """Answer one call of `should_save`."""
+        with self._changed:
+            self._calls += 1
+            if self.reached:  # saved; whatever is trained now would be lost
+                self._changed.wait_for(lambda: self._over, self._hold_s)
+                self.reached, self._waits, self._at = False, False, None
+                return False
+            if self._waits and not self._changed.wait_for(lambda: self._at is not None or self._over, self._hold_s):
+                self._waits = False  # the next calls do not wait again, and heed a verdict that comes late
+            self.reached = self._calls == self._at
+            return self.reached
+
+    def end(self) -> None:
+        """Release whoever waits: the controller is gone, or this worker ends."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()

@@ -1,4 +1,7 @@
-"""The main of a worker: take the function, join the process group, run it, and say how it ended."""
+"""The main of a worker: take the function, join the process group, run it, and say how it ended.
+
+`run` does that in a process of its own, `run_here` in that of the driver, without a process group.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import cloudpickle
 
+from holdfast._fork import after_fork_in_child
 from holdfast.errors import HoldfastError
 from holdfast.writer.frames import Channel, Message
 
@@ -19,7 +23,7 @@ from ..location import learn_secrets
 from ..transit import takes_config, unpack_call
 from .group import ALONE_S, process_group
 
-__all__ = ["FLUSH_S", "MakeSession", "WorkerSession", "call", "fail", "run", "run_task"]
+__all__ = ["FLUSH_S", "MakeSession", "WorkerSession", "call", "fail", "run", "run_here", "run_task"]
 
 FLUSH_S = 30.0
 
@@ -99,12 +103,12 @@ def _session(channel: Channel, begin: dict[str, Any], memory: bytes | None) -> W
 
 def _receive(channel: Channel, what: str) -> Message:
     # Processes that we fork (loader workers) must not keep this conversation open when we are gone.
-    os.register_at_fork(after_in_child=channel.forget_in_child)
+    after_fork_in_child(channel.forget_in_child)
     message = channel.receive()
     if message is None:  # the driver is gone
         os._exit(1)
     if message.header.get("do") != what:
-        raise HoldfastError(f"a worker was told {message.header.get('do')!r} before {what!r}")
+        raise HoldfastError(f"a worker received {message.header.get('do')!r} before {what!r}")
     return message
 
 
@@ -126,11 +130,11 @@ def fail(channel: Channel, session: WorkerSession | None, error: BaseException) 
     traceback.print_exception(error)
     if session is not None:
         session.abandon()
-    told, data = error_to_wire(error)
+    description, data = error_to_wire(error)
     # What is not installed here may be elsewhere: a cluster can leave this node out.
     module = {"module": error.name or ""} if isinstance(error, ModuleNotFoundError) else {}
     with contextlib.suppress(OSError):  # the driver is gone
-        channel.send({"on": "failed", "error": told, **module}, [data])
+        channel.send({"on": "failed", "error": description, **module}, [data])
 
 
 def _begin_at_user(error: BaseException) -> None:
@@ -139,3 +143,49 @@ def _begin_at_user(error: BaseException) -> None:
     while frames is not None and frames.tb_frame.f_globals.get("__name__") == __name__ and frames.tb_next is not None:
         frames = frames.tb_next
     error.__traceback__ = frames
+
+
+def run_here(
+    channel: Channel,
+    function: Callable[..., Any],
+    config: Mapping[str, Any] | None,
+    *,
+    ended: Callable[[int, BaseException | None], None],
+) -> None:
+    """Run a train function as the controller at the other end of ``channel`` asks.
+
+    Nothing is pickled: breakpoints, closures and globals are those of the caller.
+
+    Args:
+        channel: to the controller; closed at the end.
+        function: the train function.
+        config: what it gets.
+        ended: called before the channel is closed, with the status that a worker process would have ended with and what
+            the function raised.
+    """
+    from ._session import Session
+
+    begin = channel.receive()
+    if begin is None:
+        ended(1, None)
+        channel.close()
+        return
+    session: Session | None = None
+    raised: BaseException | None = None
+    try:
+        memory = (*begin.attachments[1:2], None)[0]
+        session = Session(channel, begin.header, memory, on_gone=lambda: None)
+        channel.send({"on": "running"})
+        arguments = ({} if config is None else config,) if takes_config(function) else ()
+        status, left = call(function, arguments)
+        session.drain()
+        if not status:
+            channel.send({"on": "finished", "left": left})
+    except BaseException as error:  # noqa: BLE001 - the edge of a worker: the controller decides what it means
+        raised, status = error, 1
+        fail(channel, session, error)
+    channel.flush(FLUSH_S)
+    ended(status, raised)
+    if session is not None:
+        session.close()
+    channel.close()

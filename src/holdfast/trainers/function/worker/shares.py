@@ -43,7 +43,7 @@ class Shares:
         go: Mapping[str, Any],
         *,
         sealed: Callable[[], None],
-        staged: Callable[[], None],
+        staged: Callable[[Mapping[str, Any]], None],
         ended: Callable[[BaseException | None], None],
     ) -> None:
         """Copy this rank's share and hand it over; the caller may change the state when this returns.
@@ -53,7 +53,7 @@ class Shares:
             go: "directory", "save_id" and "manifest" of the checkpoint.
             sealed: called when the writer has everything and will finish even if this process dies; never, where the
                 share is stored on this node first.
-            staged: called instead of it there.
+            staged: called instead of it there, with what the node needs in order to finish it if this process dies.
             ended: called, on another thread, with None when the share is durable, else with the error.
 
         Raises:
@@ -96,8 +96,8 @@ class Shares:
             sealed()
             submitted.future.add_done_callback(lambda done: ended(done.exception()))
         else:
-            staged()
             staging = self._staging
+            staged(staging.left(go))
             submitted.future.add_done_callback(lambda done: _staged(staging, go, ended, done.exception()))
 
     def wait_for_staged(self, timeout_s: float) -> None:
@@ -117,7 +117,7 @@ class Shares:
         self._snapshotter.close()
 
     def _wait(self) -> None:
-        """Wait for the arena, and for room to stage; how those saves ended is told by their callbacks."""
+        """Wait for the arena, and for room to stage; their callbacks say how those saves ended."""
         stuck = self._pending is not None and not wait([self._pending], timeout=self._timeout_s).done
         if stuck or (self._staging is not None and not self._staging.wait(self._timeout_s)):
             raise HoldfastError(

@@ -1,26 +1,28 @@
 """`RunConfig(local_dir=...)`: this rank's shares of states are stored on a disk of its node first, and brought behind.
 
-So the memory that a state was copied into is free again at the speed of the disk. A share that its node loses before it
-is brought costs that save; the next start on the node removes what is left of it.
+So the memory that a state was copied into is free again at the speed of the disk. If this worker dies, its node brings
+what is stored (`holdfast.trainers.function.unfinished`). If the node dies, that save is lost; the next start there
+removes what is left of it, and says so.
 """
 
 from __future__ import annotations
 
-import queue
 import re
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeAlias
 
 import xxhash
 
 from holdfast._log import get_logger
-from holdfast.copying.transfer import send_entries
-from holdfast.errors import CheckpointError, HoldfastError
-from holdfast.format.parts import put_part, read_part, remove_part
+from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
+from holdfast.writer.serial_executor import SerialExecutor
+
+from ..unfinished import bring_share, left_share
 
 __all__ = ["Staging"]
 
@@ -49,13 +51,11 @@ class Staging:
     def __init__(self, folder: str, remote: Storage, *, rank: int, start_id: str, sweeps: bool) -> None:
         home = LocalStorage(folder).child(xxhash.xxh3_64_hexdigest(remote.uri.encode()))
         if sweeps:
-            _sweep(home, start_id)
+            _sweep(home, start_id, remote)
         self.local = home.child(start_id)
         self._remote, self._rank = remote, rank
         self._room = threading.BoundedSemaphore(_MOST)
-        self._stored: queue.SimpleQueue[tuple[str, str, Ended] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="holdfast-staging", daemon=True)
-        self._thread.start()
+        self._side = SerialExecutor("holdfast-staging")
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until there is room for another share, and take it; False if that takes longer."""
@@ -65,9 +65,15 @@ class Staging:
         """Give room back that nothing came of."""
         self._room.release()
 
+    def left(self, go: Mapping[str, Any]) -> dict[str, Any]:
+        """Say where the share of a checkpoint will be, for the node to finish it if this worker dies."""
+        return left_share(
+            folder=str(self.local.local_root), directory=go["directory"], save_id=go["save_id"], rank=self._rank
+        )
+
     def bring(self, directory: str, save_id: str, ended: Ended) -> None:
         """Bring a share that is stored here; ``ended`` is called on another thread, with the error if there is one."""
-        self._stored.put((directory, save_id, ended))
+        self._side.run(partial(self._bring, directory, save_id, ended))
 
     def wait_until_idle(self, timeout_s: float) -> bool:
         """Wait until everything stored here has been brought; False if that takes longer."""
@@ -80,42 +86,30 @@ class Staging:
         return taken == _MOST
 
     def close(self) -> None:
-        """Bring what is stored, and end. Idempotent."""
-        self._stored.put(None)
+        """Bring what is stored, and end, without waiting for that. Idempotent."""
+        self._side.close(wait=False)
 
-    def _work(self) -> None:
-        while (one := self._stored.get()) is not None:
-            directory, save_id, ended = one
-            try:
-                self._bring(directory, save_id)
-            except Exception as error:  # noqa: BLE001 - a thread edge: the report fails with it
-                ended(error)
-            else:
-                ended(None)
-            self._room.release()
-
-    def _bring(self, directory: str, save_id: str) -> None:
+    def _bring(self, directory: str, save_id: str, ended: Ended) -> None:
         try:
-            part = read_part(self.local, directory, save_id, self._rank)
-            if part is None:
-                raise CheckpointError(
-                    f"what rank {self._rank} has stored in {self.local.uri} is gone: local_dir has to keep its files; "
-                    "this save is lost"
-                )
-            send_entries(self.local, self._remote, directory, part.files)
-            put_part(self._remote, directory, save_id, part)
-        finally:
-            try:
-                remove_part(self.local, directory, save_id, self._rank)
-            except HoldfastError as error:
-                _LOG.warning("what is not needed any more in %s stays there for now: %s", self.local.uri, error)
+            bring_share(self.local, self._remote, directory=directory, save_id=save_id, rank=self._rank)
+        except Exception as error:  # noqa: BLE001 - a thread edge: the report fails with it
+            ended(error)
+        else:
+            ended(None)
+        self._room.release()
 
 
-def _sweep(home: Storage, start_id: str) -> None:
+def _sweep(home: Storage, start_id: str, remote: Storage) -> None:
     try:
         for info in home.list("", recursive=False):
             found = _START.fullmatch(info.path)
             if found is not None and found[1] != start_id:
+                lost = sorted({one.path.split("/")[1] for one in home.list(found[1])})
                 home.delete_tree(info.path.rstrip("/"))
+                if lost:
+                    _LOG.warning(
+                        "%s: shares of %s were stored by an earlier start and never brought to %s; they are removed",
+                        home.uri, ", ".join(lost), remote.uri,
+                    )  # fmt: skip
     except HoldfastError as error:
         _LOG.warning("what an earlier start has left in %s stays there: %s", home.uri, error)

@@ -14,7 +14,6 @@ import torch
 from holdfast._log import get_logger
 from holdfast.checkpointer.identity import manifest_fields
 from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S
-from holdfast.checkpointer.stats import Stats
 from holdfast.checkpointer.transient import TRANSIENT_ERRORS, LostSaves, state_of
 from holdfast.errors import HoldfastError, StorageError, StorageFullError, UnsupportedStateError
 from holdfast.state.save.snapshot import SaveRequest, Snapshotter
@@ -63,7 +62,6 @@ class AsyncSaver:
         self._pending: Future[None] | None = None
         self._parent = parent  # the newest checkpoint of this training that is durable
         self._next_parent: str | None = None  # the one under way
-        self.stats = Stats()
         self.lost = LostSaves()
         self._held_s = 0.0  # by the save under way
 
@@ -119,7 +117,6 @@ class AsyncSaver:
             self._leave_out(error)
             return
         self._held_s = time.perf_counter() - begun
-        self.stats.seconds_blocked += self._held_s
         if durable is None:
             after()
             return
@@ -143,7 +140,7 @@ class AsyncSaver:
         )  # fmt: skip
         self._next_parent = checkpoint_id
         in_run = "/" not in name  # the index of a run knows what lies directly in it
-        with contextlib.nullcontext() if folder.team is None else folder.team.told(save_id):
+        with contextlib.nullcontext() if folder.team is None else folder.team.broadcast_errors(save_id):
             request = SaveRequest(
                 storage=folder.storage, directory=name, save_id=save_id, manifest={**fields, "extra": dict(extra)},
                 overwrite=True, reuse=in_run, run=in_run and self._ranks.leads, part=joint, joint=joint,
@@ -200,11 +197,8 @@ class AsyncSaver:
                 self._room_made()  # for the next one: the state has gone on
             raise
         self._parent = self._next_parent
-        self.stats.saves += 1
-        self.stats.seconds_to_durable.append(time.perf_counter() - begun)
-        self.stats.last_durable_step = step
-        if isinstance(result, SaveResult) and self._ranks.leads:
-            self._note_cost(result.name, step, held_s)
+        if isinstance(result, SaveResult):
+            self._folder.journal_cost(result.name, step, held_s=held_s, durable_s=time.perf_counter() - begun)
         try:
             after()
         except TRANSIENT_ERRORS as error:  # the save itself is not lost
@@ -212,15 +206,6 @@ class AsyncSaver:
                 "the checkpoint of batch %d is saved, but its link, its upload or the deletion of older ones was not "
                 "done, %s (%s): the next save does that", step, state_of(error), error,
             )  # fmt: skip
-
-    def _note_cost(self, name: str, step: int, held_s: float) -> None:
-        """Tell the run's journal what the writer does not know; nobody waits for it, nothing fails for it."""
-        folder = self._folder
-        event = {"what": "cost", "time": time.time(), "attempt": folder.attempt, "name": name, "step": step}
-        event |= {"held_s": held_s, "durable_s": self.stats.seconds_to_durable[-1]}
-        if folder.client is not None:
-            with contextlib.suppress(HoldfastError):
-                folder.client.run_op("journal", events=[event])
 
     def settle(self) -> None:
         """Wait for the save under way; raises what failed.
@@ -248,7 +233,6 @@ class AsyncSaver:
             self._leave_out(error)
 
     def _leave_out(self, error: StorageError) -> None:
-        self.stats.skipped += 1
         self.lost.add(error)
         if self._ranks.leads:
             _LOG.warning(
@@ -269,5 +253,5 @@ def _in_our_words() -> Iterator[None]:
     try:
         yield
     except UnsupportedStateError as error:
-        told = str(error).replace("pass unsupported='drop' to leave it out", "leave it out by save_ignore_keys")
-        raise UnsupportedStateError(told) from None
+        text = str(error).replace("pass unsupported='drop' to leave it out", "leave it out by save_ignore_keys")
+        raise UnsupportedStateError(text) from None

@@ -10,7 +10,7 @@ import secrets
 
 import xxhash
 
-from holdfast.checkpointer.waiting import answer
+from holdfast.checkpointer.run_session import answer
 from holdfast.errors import HoldfastError
 from holdfast.storage.base import Storage
 from holdfast.writer.client import SaveFuture, WriterClient

@@ -20,16 +20,15 @@ import xxhash
 
 from holdfast.errors import ConfigError, CorruptCheckpointError
 from holdfast.format.digest import chunk_digests, file_digest
-from holdfast.format.layout import header_bytes, order_key
-from holdfast.state.save.plan import Layout
-from holdfast.state.save.signature import Signature
+from holdfast.format.tensor_file import lay_out
+from holdfast.state.save.plan import Layout, Signature
 from holdfast.state.save.staging import stage
 from holdfast.state.save.torch_file import TorchFileWriter
 from holdfast.state.tree import arrays
 from holdfast.storage.base import BLOCK, Storage
 from holdfast.storage.stream import InputStream
 from holdfast.writer.arena import Arena
-from holdfast.writer.containers import DIGEST_DIGITS, SafetensorsFile, TorchFile
+from holdfast.writer.messages import DIGEST_DIGITS, SafetensorsFile, TorchFile
 
 __all__ = ["FileImage", "read_note"]
 
@@ -62,8 +61,8 @@ class FileImage:
             value: nested plain data and tensors.
             note: what the file says about itself.
         """
-        told = _note(note, _DIGEST)
-        writer = TorchFileWriter(value, records={_NOTE: told})
+        text = _note(note, _DIGEST)
+        writer = TorchFileWriter(value, records={_NOTE: text})
         note_at = writer.place_of(_NOTE)
         records_at = -(-writer.size // BLOCK) * BLOCK  # the last page of the file is written whole
         table_bytes = _ROW_BYTES * writer.num_records
@@ -71,7 +70,7 @@ class FileImage:
         arena.view[records_at : records_at + table_bytes] = writer.lay_out(arena.view)
         self._container = TorchFile(
             size=writer.size, lease=None, num_records=writer.num_records, records_at=records_at, digested=note_at,
-            digest_at=note_at + _digits_at(told),
+            digest_at=note_at + _digits_at(text),
         )  # fmt: skip
 
     def take_weights(self, weights: Mapping[str, torch.Tensor], note: Mapping[str, Any]) -> None:
@@ -81,20 +80,21 @@ class FileImage:
             weights: tensors by name. Tied ones are stored under each of their names.
             note: what the file says about itself.
         """
-        named = sorted(weights.items(), key=lambda one: order_key(arrays.dtype_name(one[1].dtype)))
-        rows = [(name, arrays.dtype_name(t.dtype), tuple(t.shape), t.numel() * t.itemsize) for name, t in named]
-        told = _note(note, _DIGEST)
-        header = header_bytes(rows, {"format": "pt", "holdfast": told.decode()})
-        escaped = json.dumps(told.decode()).encode()  # as it stands in the header, before the names of tensors
-        offsets, at = [], len(header)
-        for _, _, _, size in rows:
-            offsets.append(at)
-            at += size
-        arena = self._copy([tensor.detach() for _, tensor in named], offsets, at)
-        arena.view[: len(header)] = header
-        self._container = SafetensorsFile(
-            size=at, lease=None, data_at=len(header), digest_at=header.index(escaped) + _digits_at(escaped)
+        rows = [
+            (name, arrays.dtype_name(t.dtype), tuple(t.shape), t.numel() * t.itemsize) for name, t in weights.items()
+        ]
+        text = _note(note, _DIGEST)
+        file = lay_out(rows, {"holdfast": text.decode()})
+        escaped = json.dumps(text.decode()).encode()  # as it stands in the header, before the names of tensors
+        tensors = list(weights.values())
+        arena = self._copy(
+            [tensors[one].detach() for one in file.order], [file.offsets[one] for one in file.order], file.size
         )
+        arena.view[: len(file.header)] = file.header
+        self._container = SafetensorsFile(
+            size=file.size, lease=None, data_at=len(file.header),
+            digest_at=file.header.index(escaped) + _digits_at(escaped),
+        )  # fmt: skip
 
     def _copy(self, tensors: list[torch.Tensor], offsets: Sequence[int], size: int) -> Arena:
         if self.arena is None or self.arena.size < size:
@@ -117,9 +117,9 @@ class FileImage:
             self.arena = None
 
 
-def _digits_at(told: bytes) -> int:
+def _digits_at(text: bytes) -> int:
     """Return where the digits of the digest begin in a note: they are the last thing that it says."""
-    return told.rindex(_DIGEST.encode()) + len(_DIGEST) - DIGEST_DIGITS
+    return text.rindex(_DIGEST.encode()) + len(_DIGEST) - DIGEST_DIGITS
 
 
 def _note(note: Mapping[str, Any], digest: str) -> bytes:
@@ -174,13 +174,13 @@ def _weights_note(stream: BinaryIO, size: int, where: str, *, verify: bool) -> d
         raise CorruptCheckpointError(f"{where} is no complete safetensors file: it has {size} bytes", file=where)
     try:
         header = json.loads(stream.read(length))
-        told = header.get("__metadata__", {}).get("holdfast")
+        text = header.get("__metadata__", {}).get("holdfast")
         ends = [row["data_offsets"][1] for name, row in header.items() if name != "__metadata__"]
     except (ValueError, AttributeError, KeyError, IndexError, TypeError) as error:
         raise CorruptCheckpointError(f"{where}: not a sound safetensors header: {error}", file=where) from error
-    if told is None:
+    if text is None:
         return None
-    note = _parsed(told, where)
+    note = _parsed(text, where)
     if 8 + length + max(ends, default=0) != size:
         raise CorruptCheckpointError(f"{where} is cut short or has bytes too many: {size}", file=where)
     if verify:

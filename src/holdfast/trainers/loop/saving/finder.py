@@ -19,9 +19,8 @@ from holdfast.errors import (
 )
 from holdfast.format.commit import read_manifest
 from holdfast.format.manifest import MANIFEST_NAME
-from holdfast.run.record import Record, timestamp
+from holdfast.run.record import Record, read_sidecar, timestamp
 from holdfast.run.remains import is_remains
-from holdfast.run.sidecar import read_sidecar
 from holdfast.storage.base import Storage
 
 from ..times.timestamp import Timestamp

@@ -149,6 +149,11 @@ class SaveFolder:
         if self._session is not None and "/" not in name and self.ranks.leads:
             self._session.quarantine(name, reason)
 
+    def journal_cost(self, name: str, step: int, *, held_s: float, durable_s: float) -> None:
+        """Note in the journal of the run how long a save held training, and when it was durable, in seconds."""
+        if (session := self._session) is not None:
+            session.journal("cost", attempt=self.attempt, name=name, step=step, held_s=held_s, durable_s=durable_s)
+
     def delete(self, one: FolderEntry, *, claim: str | None = None) -> None:
         """Delete a checkpoint; the index of the run forgets it first, so that remains of a deletion are swept.
 

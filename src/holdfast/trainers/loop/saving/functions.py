@@ -1,22 +1,24 @@
-"""`save_checkpoint`, `load_checkpoint`: one checkpoint of a `State`, at any path, now."""
+"""`save_checkpoint`, `load_checkpoint`, `LoadCheckpoint`: one checkpoint of a `State`, at any path."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from holdfast.checkpointer.functions import save
 from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S
-from holdfast.checkpointer.waiting import answer
+from holdfast.checkpointer.run_session import answer
 from holdfast.errors import ConfigError
 from holdfast.storage.resolve import resolve
 from holdfast.writer.client import WriterClient
 from holdfast.writer.messages import SaveJob
 
 from ..arguments import check_flags, check_path
+from ..callbacks import Callback, Logger
+from ..events import Event
 from ..state import State
 from ..training.metrics import metrics_of
 from ..training.parallel import is_sharded
@@ -29,7 +31,7 @@ from .naming import NameTemplate, run_variables
 from .schema import IgnoreKeys, as_torch_file, check_ignore_keys, expand, ignored
 from .uploads import as_object_store
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["LoadCheckpoint", "load_checkpoint", "save_checkpoint"]
 
 _SAVE_S = TIMEOUT_S + ANSWER_MARGIN_S
 
@@ -131,3 +133,45 @@ def load_checkpoint(
     if state.ranks.leads:
         report.show()
     return report.generators
+
+
+class LoadCheckpoint(Callback):
+    """Loads another checkpoint at an event: weights in layers, a base under an adapter.
+
+    Args:
+        load_path: path or URI.
+        load_weights_only: only the weights.
+        strict_model_weights: every weight has to be there and none may be left over.
+        ignore_keys: globs over "/"-joined paths, or a function that changes the loaded dictionary.
+        event: when; "BEFORE_LOAD" comes before ``load_path`` of the trainer.
+    """
+
+    def __init__(
+        self,
+        load_path: str | os.PathLike[str],
+        load_weights_only: bool = False,
+        strict_model_weights: bool = True,
+        ignore_keys: Sequence[str] | Any = None,
+        event: str | Event = Event.BEFORE_LOAD,
+    ) -> None:
+        self.load_path = check_path(load_path, "LoadCheckpoint(load_path)")
+        check_flags(load_weights_only=load_weights_only, strict_model_weights=strict_model_weights)
+        self.load_weights_only, self.strict_model_weights = load_weights_only, strict_model_weights
+        self.ignore_keys = check_ignore_keys(ignore_keys, "LoadCheckpoint(ignore_keys)")
+        try:
+            self.event = Event.of(event)
+        except (AttributeError, ValueError):
+            names = ", ".join(one.name for one in Event)
+            raise ConfigError(f"LoadCheckpoint(event={event!r}): there is no such event; use one of {names}") from None
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        """Load when the event has come."""
+        if event is not self.event:
+            return
+        options = LoadOptions(
+            weights_only=self.load_weights_only, strict_model_weights=self.strict_model_weights,
+            ignore_keys=self.ignore_keys,
+        )  # fmt: skip
+        report = load_path(self.load_path, state, options=options)
+        if state.ranks.leads:
+            report.show()

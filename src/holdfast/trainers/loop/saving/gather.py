@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from holdfast.state.data.seeding import generators_kept
-from holdfast.state.load.derived_generators import restore_derived
-from holdfast.state.save.torch_plain import from_plain, to_plain
+from holdfast.state.load.rank_values import restore_derived
+from holdfast.state.save.torch_file import from_plain, to_plain
 from holdfast.state.tree import rng
 from holdfast.state.tree.values import PerRank
 

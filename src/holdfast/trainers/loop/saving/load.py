@@ -17,8 +17,7 @@ import torch
 
 from holdfast._log import get_logger
 from holdfast.checkpoint._location import locate
-from holdfast.checkpointer.block import ResumeBlock
-from holdfast.checkpointer.load_bar import load_bar
+from holdfast.checkpointer.console import ResumeBlock, load_bar
 from holdfast.copying.transfer import copy_file
 from holdfast.errors import (
     CheckpointNotFoundError,
@@ -27,17 +26,17 @@ from holdfast.errors import (
     StateMismatchError,
     UnsupportedStateError,
 )
-from holdfast.format.layout import DTYPES, read_header
 from holdfast.format.manifest import MANIFEST_NAME
-from holdfast.interop.gathered import mapped_ranges
+from holdfast.format.tensor_file import DTYPES, read_header
+from holdfast.interop.foreign_files import mapped_ranges
 from holdfast.interop.unpickle import Opaque, read_torch
 from holdfast.state.load.restore import load_state, paths
 from holdfast.state.load.selection import covers
 from holdfast.state.load.stored import Stored, open_stored
-from holdfast.state.save.torch_plain import from_plain
+from holdfast.state.save.torch_file import from_plain
 from holdfast.state.tree import rng
 from holdfast.state.tree.arrays import dtype_of
-from holdfast.state.tree.metrics import is_metric
+from holdfast.state.tree.objects import is_metric
 from holdfast.state.tree.values import ObjectNode, PerRank, PerRankNode
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
@@ -257,10 +256,10 @@ def _load_plain(
     if is_composers(found):
         found = as_ours(found, state, notes)
     ranks, before = state.ranks, found.get("rng")
-    told: Any = found["state"].get("timestamp")
+    counter: Any = found["state"].get("timestamp")
     for name in ("Timestamp", "batch"):
-        told = told.get(name) if isinstance(told, Mapping) else None
-    batch = told if isinstance(told, int) else None
+        counter = counter.get(name) if isinstance(counter, Mapping) else None
+    batch = counter if isinstance(counter, int) else None
     found = of_rank(found, ranks.rank, ranks.world_size, step=batch)
     generators = found.pop("rng", None)
     stored = lay({"state": found["state"]}, uri, mapped=mapped)
@@ -334,8 +333,8 @@ def _mark_metrics(live: Any, saved: Any, per_rank: dict[str, Any]) -> Any:
 
 def _in_our_words(error: StateMismatchError, place: str, uri: str, advice: str) -> StateMismatchError:
     """Say where the checkpoint really lies, and which arguments of a trainer help."""
-    told, _, _ = str(error).replace(place, uri).partition("\n  what to do:")
-    return StateMismatchError(f"{told}\n  what to do: {advice}", problems=error.problems)
+    problem, _, _ = str(error).replace(place, uri).partition("\n  what to do:")
+    return StateMismatchError(f"{problem}\n  what to do: {advice}", problems=error.problems)
 
 
 def _contents(stored: Stored, uri: str) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from holdfast.errors import StorageNotFoundError, UnsupportedStateError
 from holdfast.format.codec import dumps
 from holdfast.format.index import Piece, TensorEntry
 from holdfast.format.manifest import Manifest
-from holdfast.interop.gathered import forget
+from holdfast.interop.foreign_files import forget
 from holdfast.state.load.stored import Stored, decode_tree
 from holdfast.state.memory import move
-from holdfast.state.save.signature import signature
+from holdfast.state.save.plan import signature
 from holdfast.state.tree.arrays import dtype_name
 from holdfast.state.tree.flatten import flatten
 from holdfast.storage.base import FileReader, FileWriter, ObjectInfo, Storage

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from string import Formatter
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast._ranks import RankInfo
 from holdfast.errors import ConfigError
 
 from ..times.timestamp import COUNTERS, Timestamp
 
-__all__ = ["NameTemplate", "is_later", "run_variables"]
+__all__ = ["Destinations", "NameTemplate", "SaverNames", "is_later", "run_variables"]
 
 RUN_VARIABLES = ("run_name", "rank", "local_rank", "world_size", "local_world_size", "node_rank")
 TIME_VARIABLES = (*(name for name in COUNTERS if name != "iteration"), "total_wct", "epoch_wct", "batch_wct")
@@ -113,6 +114,63 @@ class NameTemplate:
                 seen.add(name)
                 pieces.append(f"(?P<{name}>{r'[0-9.e+-]+' if name.endswith('wct') else '[0-9]+'})")
         return re.compile("".join(pieces))
+
+
+class Destinations(NamedTuple):
+    """Further names of a checkpoint; None for those it does not get.
+
+    Attributes:
+        latest: the link to it in its folder.
+        remote: of its upload.
+        remote_latest: of the pointer to its upload.
+    """
+
+    latest: str | None
+    remote: str | None
+    remote_latest: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaverNames:
+    """The names that one saver gives in one run.
+
+    Attributes:
+        variables: of the run, from `run_variables`.
+        file: of a checkpoint in its folder.
+        latest: of the link to the newest; None for none.
+        remote: of an upload; None if nothing is uploaded.
+        remote_latest: of the pointer to the newest upload; None for none.
+    """
+
+    variables: Mapping[str, Any]
+    file: NameTemplate
+    latest: NameTemplate | None
+    remote: NameTemplate | None
+    remote_latest: NameTemplate | None
+
+    @property
+    def shape(self) -> str:
+        """The name of a checkpoint, its counters left open."""
+        return self.file.shape(self.variables)
+
+    @property
+    def nested(self) -> bool:
+        """True when checkpoints lie in sub-folders, be it by the name of the run."""
+        return "/" in self.shape
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """Matches every name of a checkpoint in this run, counters as groups."""
+        return self.file.pattern(self.variables)
+
+    def at(self, now: Timestamp) -> str:
+        """Return the name of the checkpoint of a moment."""
+        return self.file.format(self.variables, now)
+
+    def destinations(self, now: Timestamp) -> Destinations:
+        """Return the names, apart from its own, that the checkpoint of a moment gets."""
+        templates = (self.latest, self.remote, self.remote_latest)
+        return Destinations(*(None if one is None else one.format(self.variables, now) for one in templates))
 
 
 def run_variables(run_name: str, ranks: RankInfo) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checkpoints that Composer has written, in the anatomy of ours: the same parts, told in another way."""
+"""Checkpoints that Composer has written, in the layout of ours: the same parts under other names."""
 
 from __future__ import annotations
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from holdfast._log import get_logger
 from holdfast.checkpoint.handle import Checkpoint
@@ -15,45 +14,44 @@ from holdfast.config import Keep
 from holdfast.errors import StorageError
 from holdfast.run.retention import decide
 
+from ..times.timestamp import Timestamp
 from .finder import FolderEntry, look, look_at
 from .folder import SaveFolder, link_latest
-from .naming import TIME_VARIABLES, NameTemplate
+from .naming import TIME_VARIABLES, Destinations, NameTemplate, SaverNames
 from .uploads import RemoteUploaderDownloader
 
-if TYPE_CHECKING:
-    from .saver import CheckpointSaver
-    from .saver_group import SaverGroup
-
-__all__ = ["Destinations", "PostCommit"]
+__all__ = ["PostCommit"]
 
 _LOG = get_logger("trainer")
 
 
-class Destinations(NamedTuple):
-    """Further names of a checkpoint; None for those it does not get.
-
-    Attributes:
-        latest: the link to it in its folder.
-        remote: of its upload.
-        remote_latest: of the pointer to its upload.
-    """
-
-    latest: str | None
-    remote: str | None
-    remote_latest: str | None
-
-
 class PostCommit:
-    """Follows the commits of one saver, on its thread and on those of uploads.
+    """Follows the commits of one saver, on the thread of its saves and on those of uploads.
 
     Args:
-        saver: says what stays.
-        site: says where to upload to.
-        folder: where the checkpoints lie.
+        names: of its checkpoints.
+        folder: where they lie.
+        uploaders: where they are uploaded to.
+        claim: the name of single files whose lease says that they are ours; None for directories.
+        keep: rules of retention; None keeps everything.
+        keeps_none: a checkpoint is deleted here after its upload.
+        announce: gets each committed checkpoint, once its links, its uploads and the retention are under way.
     """
 
-    def __init__(self, saver: CheckpointSaver, site: SaverGroup, folder: SaveFolder) -> None:
-        self._saver, self._site, self._folder = saver, site, folder
+    def __init__(
+        self,
+        names: SaverNames,
+        folder: SaveFolder,
+        uploaders: Sequence[RemoteUploaderDownloader],
+        *,
+        claim: str | None,
+        keep: Keep | None,
+        keeps_none: bool,
+        announce: Callable[[Checkpoint], None],
+    ) -> None:
+        self._names, self._folder, self._uploaders = names, folder, tuple(uploaders)
+        self._claim, self._keep, self._keeps_none = claim, keep, keeps_none
+        self._announce = announce
         self._lock = threading.Lock()
         self._found: list[FolderEntry] = []  # oldest first
         self._uploading: list[str] = []
@@ -75,20 +73,24 @@ class PostCommit:
 
     # -- when training goes on
 
-    def find_earlier(self, pattern: re.Pattern[str]) -> bool:
+    def find_earlier(self, now: Timestamp, *, weights_only: bool) -> bool:
         """Take over what earlier lives have left, and finish what they had begun to do with it.
 
+        Args:
+            now: the moment that training goes on from.
+            weights_only: the saver saves nothing but weights.
+
         Returns:
-            Whether the moment that training goes on from is among it.
+            Whether the checkpoint of that moment is there.
         """
-        ranks, now = self._folder.ranks, self._site.state.timestamp
-        found = ranks.lead("kept", lambda: self._earlier(pattern))
+        ranks = self._folder.ranks
+        found = ranks.lead("kept", lambda: self._earlier(weights_only=weights_only))
         with self._lock:
             self._found = [one for one in (FolderEntry(**row) for row in found) if one.step <= now.count("batch")]
             newest = next((one for one in self._found[-1:] if one.step == now.count("batch")), None)
-            if self._saver.num_to_keep == 0:  # what an earlier life has left was never uploaded
+            if self._keeps_none:  # what an earlier life has left was never uploaded
                 self._found = [newest] if newest is not None else []
-        ranks.lead("links", lambda: self._finish_begun(newest, self._saver.destinations(now)))
+        ranks.lead("links", lambda: self._finish_begun(newest, self._names.destinations(now)))
         return newest is not None
 
     def _finish_begun(self, newest: FolderEntry | None, there: Destinations) -> None:
@@ -96,20 +98,19 @@ class PostCommit:
             self._send_again(newest, there)
         self._repair_link()
 
-    def _earlier(self, pattern: re.Pattern[str]) -> list[dict[str, Any]]:
+    def _earlier(self, *, weights_only: bool) -> list[dict[str, Any]]:
         """Describe the good checkpoints of this saver that earlier lives have left, oldest first."""
-        saver = self._saver
-        found = look(self._folder.storage, nested=saver.nested, wanted=pattern.fullmatch)
+        found = look(self._folder.storage, nested=self._names.nested, wanted=self._names.pattern.fullmatch)
         good = [one for one in reversed(found) if one.problem is None and one.name not in self._folder.quarantined]
-        return [asdict(one) for one in good if one.weights_only is saver.weights_only]
+        return [asdict(one) for one in good if one.weights_only is weights_only]
 
     def _send_again(self, saved: FolderEntry, there: Destinations) -> None:
         """Upload the checkpoint of this moment, where the life that saved it did not come to that."""
-        if there.remote is None or self._saver.remote_file_name is None:
+        if there.remote is None or self._names.remote is None:
             return
-        is_unique = _has_times(self._saver.remote_file_name)
+        is_unique = _has_times(self._names.remote)
         missing = []
-        for uploader in self._site.uploads_of(self._saver):
+        for uploader in self._uploaders:
             sent = look_at(uploader.storage, uploader.path_of(there.remote)) if is_unique else None
             if sent is not None and sent.problem is None:
                 uploader.point(saved, there.remote, there.remote_latest)
@@ -121,27 +122,26 @@ class PostCommit:
 
     def _repair_link(self) -> None:
         """Let the link mean the newest checkpoint there is: a life that died may have left it behind."""
-        template, found = self._saver.latest_filename, self.all
-        if template is not None and found and self._saver.num_to_keep != 0 and not _has_times(template):
-            link_latest(self._folder.storage, template.format(self._site.variables), found[-1].name)
+        template, found = self._names.latest, self.all
+        if template is not None and found and not self._keeps_none and not _has_times(template):
+            link_latest(self._folder.storage, template.format(self._names.variables), found[-1].name)
 
     # -- after a commit, on another thread
 
     def add(self, saved: FolderEntry, there: Destinations) -> None:
-        """A checkpoint is committed.
+        """Link, upload and announce a checkpoint that is committed, and delete what the rules do not keep.
 
         Raises:
             StorageError: of the link, after all else but deletions: the link may still mean one of those.
         """
         storage, leads = self._folder.storage, self._folder.ranks.leads
-        self._site.begun |= self._saver is self._site.source
         unlinked: StorageError | None = None
-        if there.latest is not None and self._saver.num_to_keep != 0 and leads:
+        if there.latest is not None and not self._keeps_none and leads:
             try:
                 link_latest(storage, there.latest, saved.name)
             except TRANSIENT_ERRORS as error:
                 unlinked = error
-        uploaders = self._site.uploads_of(self._saver) if leads and there.remote is not None else []
+        uploaders = self._uploaders if leads and there.remote is not None else ()
         with self._lock:  # at once: an upload that ends meanwhile must not delete it
             self._found = [*(one for one in self._found if one.name != saved.name), saved]
             self._uploading += [saved.name] * len(uploaders)
@@ -150,7 +150,7 @@ class PostCommit:
             self._send(saved, uploaders, there)
             self._retain()
             if any(one.name == saved.name for one in self._found):
-                self._site.tell(Checkpoint.at(storage, saved.name))
+                self._announce(Checkpoint.at(storage, saved.name))
         if unlinked is not None:
             raise unlinked
 
@@ -186,21 +186,18 @@ class PostCommit:
 
     def _retain(self) -> None:
         """Delete what the rules do not keep, and nothing that is still being uploaded."""
-        storage, keep, number = self._folder.storage, self._saver.keep, self._saver.num_to_keep
-        if not self._folder.is_held(self._saver.claim):  # an upload that outlived the training: the next life deletes
-            return
-        if self._unlinked or (keep is None and (number < 0 or self._folder.is_remote)):
+        # After `close` (an upload may outlive the training) the next life deletes.
+        if not self._folder.is_held(self._claim) or self._unlinked or (self._keep is None and not self._keeps_none):
             return
         with self._lock:
             protect = frozenset(self._uploading)
-            if number == 0:
+            if self._keep is None:
                 doomed = {one.name for one in self._found} - protect
             else:
-                records = [one.record(storage) for one in self._found]
-                verdicts = decide(keep if keep is not None else Keep(last=number), records, protect)
+                verdicts = decide(self._keep, [one.record(self._folder.storage) for one in self._found], protect)
                 doomed = {verdict.name for verdict in verdicts if not verdict.keep}
             for one in [one for one in self._found if one.name in doomed]:
-                self._folder.delete(one, claim=self._saver.claim)
+                self._folder.delete(one, claim=self._claim)
                 self._found.remove(one)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast._log import get_logger
-from holdfast.checkpointer.block import ResumeBlock
+from holdfast.checkpointer.console import ResumeBlock
 from holdfast.checkpointer.resume import first_bad
 from holdfast.errors import (
     CheckpointNotFoundError,
@@ -17,18 +17,17 @@ from holdfast.errors import (
     IncompleteCheckpointError,
     StorageNotFoundError,
 )
+from holdfast.run.candidates import GONE, newest_good
 from holdfast.run.names import RUN_NAMES
-from holdfast.run.newest_good import GONE, newest_good
 from holdfast.storage.base import Storage
 
 from .finder import FolderEntry, look, look_at, names_in
+from .folder import SaveFolder
 from .load import LoadOptions, LoadReport, load_from, load_path
+from .saver import CheckpointSaver
+from .saver_group import SaverGroup
 from .schema import IgnoreKeys, check_ignore_keys
 from .uploads import as_object_store
-
-if TYPE_CHECKING:
-    from .saver import CheckpointSaver
-    from .saver_group import SaverGroup
 
 __all__ = ["StartingPoint"]
 
@@ -43,7 +42,7 @@ class StartingPoint:
     """Decides what is loaded before training, and loads it.
 
     Args:
-        site: folders of the trainer.
+        group: savers of the trainer.
         path: ``load_path``.
         object_store: where it lies.
         weights_only, strict, ignore_keys, progress_bar: how to load it.
@@ -51,22 +50,23 @@ class StartingPoint:
     """
 
     def __init__(
-        self, site: SaverGroup, *, path: str | None, object_store: Any, weights_only: bool, strict: bool,
+        self, group: SaverGroup, *, path: str | None, object_store: Any, weights_only: bool, strict: bool,
         ignore_keys: IgnoreKeys, autoresume: bool, progress_bar: bool,
     ) -> None:  # fmt: skip
-        self._site, self._path = site, path
+        self._group, self._context, self._path = group, group.context, path
         self._store = None if object_store is None else as_object_store(object_store)
         self._options = LoadOptions(
             weights_only=weights_only, strict_model_weights=strict,
             ignore_keys=check_ignore_keys(ignore_keys, "load_ignore_keys"), progress_bar=progress_bar,
         )  # fmt: skip
         self._saver = self._reference() if autoresume else None
-        self._resumed = False
+        self._resumed = False  # of autoresume
+        self._own: SaveFolder | None = None  # the folder among ours that holds what was loaded
 
     def _reference(self) -> CheckpointSaver:
         """Return the saver whose folder tells where an earlier start has got to: the first that saves everything."""
-        if (saver := self._site.source) is not None:
-            self._site.autoresumes = True
+        if (saver := self._group.source) is not None:
+            self._context.autoresumes = True
             return saver
         raise ConfigError(
             "autoresume=True needs save_folder, or a CheckpointSaver among the callbacks, that saves everything (not "
@@ -77,29 +77,29 @@ class StartingPoint:
         """Load; returns states of random generators for the moment when training begins."""
         report = None if self._saver is None else self._resume(self._saver)
         if report is None and self._path is not None:
-            report = load_path(self._path, self._site.state, options=self._options, object_store=self._store)
+            report = load_path(self._path, self._context.state, options=self._options, object_store=self._store)
             self._note_folder(report)
         elif report is not None and self._path is not None:
             report.notes.append(f"load_path={self._path!r} is not used: this run has got further by itself")
         if report is None:
             return None
-        self._site.parent = report.checkpoint_id if report.full else None
+        self._context.parent = report.checkpoint_id if report.full else None
         # Only a run's own checkpoints are its to clean up.
-        self._site.resumed = report.full and (self._resumed or self._site.resumed_at is not None)
-        if self._site.state.is_finished:
+        self._context.resumed = report.full and (self._resumed or self._own is not None)
+        if self._context.state.is_finished:
             report.notes.append(
-                f"this run has lasted for {self._site.state.max_duration}, as long as it should: nothing to do unless "
-                "more is asked for"
+                f"this run has lasted for {self._context.state.max_duration}, as long as it should: nothing to do "
+                "unless more is asked for"
             )
-        if self._site.ranks.leads:
+        if self._context.ranks.leads:
             report.show()
         return report.generators
 
     def _note_folder(self, report: LoadReport) -> None:
         """Find out whether what was loaded lies in the folder that will be saved to."""
-        for saver in self._site.savers:
+        for saver in self._group.savers:
             if saver.is_full and report.full and report.uri.startswith(f"{saver.place.storage.uri.rstrip('/')}/"):
-                self._site.resumed_at = saver.place
+                self._own = saver.place
                 return
 
     def _resume(self, saver: CheckpointSaver) -> LoadReport | None:
@@ -112,8 +112,8 @@ class StartingPoint:
         folder = saver.place
         # The lease first: an earlier life may be about to finish a newer one.
         saver.take_place()
-        storages = [folder.storage, *(one.storage for one in self._site.uploads_of(saver))]
-        local, ranks = folder.storage, self._site.ranks
+        storages = [folder.storage, *(one.storage for one in saver.uploaders)]
+        local, ranks = folder.storage, self._context.ranks
         candidates = ranks.lead("candidates", lambda: self._candidates(saver, storages))
         folder.rise_above(max((row["attempt"] for _, row in candidates), default=0))
         loaded: list[LoadReport] = []
@@ -145,8 +145,8 @@ class StartingPoint:
             loaded[0].notes += [
                 f"set aside {name}, its files are left alone: {why.splitlines()[0]}" for name, why in bad
             ]
-            self._resumed, self._site.begun, self._site.training = True, True, one.training
-            self._site.resumed_at = folder if storage is local else None
+            self._resumed, self._context.begun, self._context.training = True, True, one.training
+            self._own = folder if storage is local else None
             return loaded[0]
         then = f"; load_path={self._path!r} is used" if self._path is not None else ""
         headline = f"autoresume: no checkpoint under {folder.storage.uri}{then or ', a fresh start'}"
@@ -160,7 +160,7 @@ class StartingPoint:
         places: list[tuple[int, FolderEntry]] = []
         for number, storage in enumerate(storages):
             try:
-                found = look(storage, nested=saver.nested or number > 0, wanted=self._wanted(saver, storage))
+                found = look(storage, nested=saver.names.nested or number > 0, wanted=self._wanted(saver, storage))
             except StorageNotFoundError:
                 continue
             places += [(number, one) for one in found if not one.weights_only]
@@ -173,7 +173,7 @@ class StartingPoint:
         """Load a candidate; give the reason if it is bad."""
         options = replace(self._options, weights_only=False, ignore_keys=None, advice=_NO_FIT)
         try:
-            found.append(load_from(storage, name, self._site.state, options=options))
+            found.append(load_from(storage, name, self._context.state, options=options))
         except (CorruptCheckpointError, IncompleteCheckpointError, CheckpointNotFoundError) as error:
             return str(error)
         return None
@@ -181,7 +181,7 @@ class StartingPoint:
     def _not_usable(self, saver: CheckpointSaver) -> list[str]:
         """Say what lies there all the same: whoever expected a resume has to see why there is none."""
         storage = saver.place.storage
-        names = [name for name in names_in(storage, nested=saver.nested) if name not in RUN_NAMES]
+        names = [name for name in names_in(storage, nested=saver.names.nested) if name not in RUN_NAMES]
         wanted = self._wanted(saver, storage)
         other = [name for name in names if wanted is not None and not wanted(name)]
         left = [
@@ -200,5 +200,5 @@ class StartingPoint:
         if storage is saver.place.storage:
             # Whatever lies in the folder is of this run, unless the names in it say whose they are.
             named = "run_name" in saver.filename.variables
-            return saver.filename.pattern(self._site.variables).fullmatch if named else None
-        return saver.remote_names(next(one for one in self._site.uploaders if one.storage is storage))
+            return saver.names.pattern.fullmatch if named else None
+        return saver.remote_names(next(one for one in self._context.uploaders if one.storage is storage))

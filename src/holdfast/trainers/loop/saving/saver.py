@@ -6,12 +6,14 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from holdfast._log import get_logger
+from holdfast._not_here import removed
 from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S
 from holdfast.checkpointer.transient import passing_error, state_of
-from holdfast.config import Keep, _removed
+from holdfast.config import Keep
 from holdfast.errors import CheckpointExistsError, ConfigError
 from holdfast.format.manifest import MANIFEST_NAME
 from holdfast.run.names import RUN_NAMES
@@ -19,8 +21,9 @@ from holdfast.storage.base import TEMPORARY, Storage
 from holdfast.storage.resolve import split_uri
 
 from ..arguments import OF_SAVER, check_flags, check_function, check_path
-from ..callbacks import Callback
+from ..callbacks import Callback, Logger
 from ..events import Event
+from ..state import State
 from ..times.intervals import Every, parse_every
 from ..times.timestamp import Timestamp
 from ..training.metrics import metrics_of
@@ -29,15 +32,11 @@ from ..training.ranks import TIMEOUT_S
 from .async_saver import AsyncSaver
 from .finder import FolderEntry, container_of, is_in_the_way, look_at, names_in
 from .folder import SaveFolder, check_link
-from .naming import NameTemplate
-from .post_commit import Destinations, PostCommit
+from .naming import NameTemplate, SaverNames
+from .post_commit import PostCommit
+from .saver_context import SaverContext
 from .schema import check_ignore_keys, ignored
 from .uploads import RemoteUploaderDownloader
-
-if TYPE_CHECKING:
-    from ..loggers import Logger
-    from ..state import State
-    from .saver_group import SaverGroup
 
 __all__ = ["CheckpointSaver", "default_saver"]
 
@@ -46,7 +45,7 @@ _LONGEST = 240  # of a name; the counters in it, and what is added to it while i
 _FILE, _LATEST, _REMOTE = "ep{epoch}-ba{batch}-rank{rank}", "latest-rank{rank}", "{run_name}/checkpoints/"
 
 
-@_removed(**OF_SAVER)
+@removed(**OF_SAVER)
 class CheckpointSaver(Callback):
     """Saves the training at an interval into a folder. A trainer may have several.
 
@@ -112,21 +111,23 @@ class CheckpointSaver(Callback):
         )
         self.overwrite, self.num_to_keep, self.keep = bool(overwrite), num_checkpoints_to_keep, keep
         self.ignore_keys = check_ignore_keys(ignore_keys, "save_ignore_keys")
-        self._site: SaverGroup | None = None
+        self._is_source = False
+        self._context_given: SaverContext | None = None
         self._folder: SaveFolder | None = None
-        self._track: AsyncSaver | None = None
+        self._names: SaverNames | None = None
+        self._after: PostCommit | None = None
+        self._saves: AsyncSaver | None = None
         self._last_batch = -1
         self._ready = False
         self._looked: set[str] = set()
         self._said_bare = False
-        self._kept: PostCommit | None = None
 
     # -- what there is
 
     @property
     def saved_checkpoints(self) -> list[str]:
         """Paths of the checkpoints of this saver that exist, oldest first, as the folder was spelt."""
-        return [] if self._kept is None else [_join(self.place.spelling, one.name) for one in self._kept.all]
+        return [] if self._after is None else [_join(self.place.spelling, one.name) for one in self._after.all]
 
     @property
     def is_full(self) -> bool:
@@ -139,26 +140,62 @@ class CheckpointSaver(Callback):
         assert self._folder is not None
         return self._folder
 
+    @property
+    def names(self) -> SaverNames:
+        """The names it gives in this run."""
+        assert self._names is not None
+        return self._names
+
+    @property
+    def _context(self) -> SaverContext:
+        assert self._context_given is not None
+        return self._context_given
+
+    @property
+    def uploaders(self) -> list[RemoteUploaderDownloader]:
+        """Where its checkpoints are uploaded to; nowhere if they are remote already."""
+        return [] if self.remote_file_name is None or self.place.is_remote else self._context.uploaders
+
     # -- set up by the trainer
 
-    def attach(self, site: SaverGroup, folder: SaveFolder) -> None:
-        """Learn where it belongs."""
-        self._site, self._folder, self._kept = site, folder, PostCommit(self, site, folder)
+    def attach(self, context: SaverContext, folder: SaveFolder, *, is_source: bool) -> None:
+        """Take part in a training; nothing of an earlier trainer that had this saver is taken over.
+
+        Args:
+            context: what all savers of the trainer have in common.
+            folder: where to save.
+            is_source: a later life goes on from what this saver saves.
+
+        Raises:
+            ConfigError: a name leads out of the folder, the model is no single file, or nothing would stay of it.
+        """
+        self._context_given, self._folder, self._is_source = context, folder, is_source
+        self._after, self._last_batch, self._ready = None, -1, False
         for template in (self.filename, self.latest_filename):
             if template is not None:
-                _check_name(template, template.shape(site.variables), beside_run=self.container == "directory")
-        if self.container != "directory" and is_sharded(site.state.model):
+                _check_name(template, template.shape(context.variables), beside_run=self.container == "directory")
+        if self.container != "directory" and is_sharded(context.state.model):
             raise ConfigError(
                 f"save_filename={self.filename.text!r}: no rank holds the whole of a sharded model, so it cannot be "
                 "one file: use a name without suffix (a Holdfast directory), and `holdfast export` to make a file of it"
             )
+        self._names = SaverNames(
+            variables=context.variables, file=self.filename, latest=self.latest_filename,
+            remote=self.remote_file_name, remote_latest=self.latest_remote_file_name,
+        )  # fmt: skip
         if self.num_to_keep == 0 and folder.is_remote:  # nothing is written here, and a number never cleans there
             self.num_to_keep = -1
-        if self.num_to_keep == 0 and not site.uploads_of(self):
+        if self.num_to_keep == 0 and not self.uploaders:
             raise ConfigError(
                 "num_checkpoints_to_keep=0 deletes each checkpoint after its upload, and nothing is uploaded: keep at "
                 "least 1, or give a RemoteUploaderDownloader among the loggers"
             )
+        if is_source and self.claim is not None:
+            context.goes_on_from_files(f"{folder.storage.uri}/{self.claim}")
+
+    def drop_pointer(self) -> None:
+        """Write no pointer to the newest upload: another saver has its name."""
+        self._names = replace(self.names, remote_latest=None)
 
     def is_named_by_run(self, destinations: Iterable[Any]) -> bool:
         """Tell whether what it saves for a resume is found again only by the name of the run."""
@@ -168,17 +205,10 @@ class CheckpointSaver(Callback):
             names += [f"{one.file_path_format_string} {self.remote_file_name.text}" for one in uploaders]
         return any("{run_name" in name for name in names)
 
-    @property
-    def nested(self) -> bool:
-        """True when names lie in sub-folders, be it by the name of the run."""
-        assert self._site is not None
-        return "/" in self.filename.shape(self._site.variables)
-
     def remote_names(self, uploader: RemoteUploaderDownloader) -> Callable[[str], re.Match[str] | None]:
         """Return what recognises the uploads of this saver: in a bucket there may be many runs."""
-        assert self._site is not None
         assert self.remote_file_name is not None
-        pattern = self.remote_file_name.pattern(self._site.variables)
+        pattern = self.remote_file_name.pattern(self.names.variables)
         before, _, after = uploader.path_of("\0").partition("\0")
 
         def match(name: str) -> re.Match[str] | None:
@@ -193,18 +223,17 @@ class CheckpointSaver(Callback):
         Raises:
             CheckpointExistsError: naming them.
         """
-        assert self._site is not None
         if self.overwrite:
             return
-        folder, pattern = self.place, self.filename.pattern(self._site.variables)
-        names = [name for name in names_in(folder.storage, nested=self.nested) if name not in folder.quarantined]
-        later = self._in_the_way(folder.storage, names, pattern.fullmatch, now)
+        folder, context = self.place, self._context
+        names = [name for name in names_in(folder.storage, nested=self.names.nested) if name not in folder.quarantined]
+        later = self._in_the_way(folder.storage, names, self.names.pattern.fullmatch, now)
         where = folder.spelling
-        for uploader in self._site.uploads_of(self) if not later else ():
+        for uploader in self.uploaders if not later else ():
             match, where = self.remote_names(uploader), uploader.storage.uri
             later += self._in_the_way(uploader.storage, names_in(uploader.storage, nested=True), match, now)
         if later:
-            way = "go on with autoresume=True" if self._site.resumed or not self._site.autoresumes else "move them away"
+            way = "go on with autoresume=True" if context.resumed or not context.autoresumes else "move them away"
             raise CheckpointExistsError(
                 f"{where} holds {len(later)} checkpoint(s) after batch {now.count('batch')} ({', '.join(later[:5])}"
                 f"{' ...' if len(later) > 5 else ''}), and save_overwrite=False: {way}, use another save_folder or "
@@ -215,9 +244,11 @@ class CheckpointSaver(Callback):
         self, storage: Storage, names: Sequence[str], match: Callable[[str], re.Match[str] | None], now: Timestamp
     ) -> list[str]:
         """Return those of later moments, but for what this training has saved beside the saver it goes on from."""
-        assert self._site is not None
         later = {name: look_at(storage, name) for name in names if is_in_the_way(storage, name, match(name), now)}
-        own = {name: one for name, one in later.items() if one is not None and self._site.is_ahead(self, one)}
+        own: dict[str, FolderEntry] = {}
+        if not self._is_source:
+            earlier = self._context.is_of_earlier_life
+            own = {name: one for name, one in later.items() if one is not None and earlier(one)}
         if ahead := [name for name, one in own.items() if one.step > now.count("batch")]:
             _LOG.warning(
                 "%s holds %d checkpoint(s) later than batch %d, where this training goes on (%s): a life that was "
@@ -228,15 +259,13 @@ class CheckpointSaver(Callback):
 
     def check_interval(self) -> None:
         """Refuse an interval that cannot be decided with this data."""
-        assert self._site is not None
         if isinstance(self.every, Every):
-            self.every.check(self._site.state.span)
+            self.every.check(self._context.state.span)
 
     @property
     def claim(self) -> str | None:
         """The name that nobody else may give to files in its folder; None for directories, which make up a run."""
-        assert self._site is not None
-        return None if self.container == "directory" else self.filename.shape(self._site.variables)
+        return None if self.container == "directory" else self.names.shape
 
     def take_place(self) -> None:
         """Take the folder, so that no other trainer saves there under the same names; idempotent.
@@ -244,27 +273,35 @@ class CheckpointSaver(Callback):
         Raises:
             RunBusyError: another one does.
         """
-        self.place.open(claim=self.claim, nested=self.nested)
+        self.place.open(claim=self.claim, nested=self.names.nested)
 
     def open(self) -> None:
         """Get ready to save; idempotent."""
-        assert self._site is not None
-        if self._track is not None:
+        if self._saves is not None:
             return
-        folder = self.place
+        folder, context, names = self.place, self._context, self.names
         self.take_place()
-        assert self._kept is not None
-        self._track = AsyncSaver(
-            folder, self.container, claim=self.claim, parent=self._site.parent, make_room=self._kept.make_room
+        if self._after is None:
+            self._after = self._make_after(folder, context)
+        after, now = self._after, context.state.timestamp
+        self._saves = AsyncSaver(
+            folder, self.container, claim=self.claim, parent=context.parent, make_room=after.make_room
         )
-        pattern = self.filename.pattern(self._site.variables)
-        if (latest := self.latest_filename) is not None:
-            link = latest.format(self._site.variables, self._site.state.timestamp)
-            folder.ranks.lead("link", lambda: check_link(folder.storage, link))
+        if (latest := names.destinations(now).latest) is not None:
+            folder.ranks.lead("link", lambda: check_link(folder.storage, latest))
         if self.container == "directory":
-            folder.ranks.lead("sweep", lambda: folder.sweep(pattern.fullmatch, nested=self.nested))
-        if self._site.resumed and self._kept.find_earlier(pattern):
-            self._last_batch = self._site.state.timestamp.count("batch")  # this moment is safe already
+            folder.ranks.lead("sweep", lambda: folder.sweep(names.pattern.fullmatch, nested=names.nested))
+        if context.resumed and after.find_earlier(now, weights_only=self.weights_only):
+            self._last_batch = now.count("batch")  # this moment is safe already
+
+    def _make_after(self, folder: SaveFolder, context: SaverContext) -> PostCommit:
+        keep = self.keep
+        if self.num_to_keep > 0 and not folder.is_remote:  # a number never cleans a remote folder
+            keep = Keep(last=self.num_to_keep)
+        return PostCommit(
+            self.names, folder, self.uploaders, claim=self.claim, keep=keep, keeps_none=self.num_to_keep == 0,
+            announce=context.announce,
+        )  # fmt: skip
 
     # -- saving
 
@@ -277,92 +314,86 @@ class CheckpointSaver(Callback):
         self._maybe(state, Event.EPOCH_CHECKPOINT)
 
     def _maybe(self, state: State, event: Event) -> None:
-        track = self._track
-        assert track is not None
-        track.glance()
+        saves = self._saves
+        assert saves is not None
+        saves.glance()
         if self.is_due(event) if isinstance(self.every, Every) else self.every(state, event):
             self.save_now()
         elif not self._ready:  # the state of optimizers exists from the first batch on
-            track.prepare(self._live())
+            saves.prepare(self._live())
         self._ready = True
 
     def is_due(self, event: Event) -> bool:
         """Tell whether it is time by the interval; a function is not asked."""
-        assert self._site is not None
-        state, every = self._site.state, self.every
+        state, every = self._context.state, self.every
         return isinstance(every, Every) and every.due(event, state.previous_timestamp, state.timestamp, state.span)
 
     def make_up(self, event: Event) -> None:
         """Save what was due at the moment training goes on from, if the life that ended there did not come to it."""
-        assert self._site is not None
-        assert self._kept is not None
-        now = self._site.state.timestamp.count("batch")
-        if self.is_due(event) and not self._kept.has(now):
+        assert self._after is not None
+        now = self._context.state.timestamp.count("batch")
+        if self.is_due(event) and not self._after.has(now):
             self.save_now()
 
     def save_now(self) -> None:
         """Save, once for one batch."""
-        assert self._site is not None
-        assert self._track is not None
-        state, site = self._site.state, self._site
+        assert self._saves is not None
+        assert self._after is not None
+        context, after, is_source = self._context, self._after, self._is_source
+        state = context.state
         batch = state.timestamp.count("batch")
         if batch == self._last_batch:
             return
-        name = self.filename.format(site.variables, state.timestamp)
-        extra = {"content": "weights" if self.weights_only else "full", "training": site.training_of(self)}
+        content = "weights" if self.weights_only else "full"
+        extra = {"content": content, "training": context.training_of(is_source=is_source)}
         about: dict[str, Any] = {"step": batch, "epoch": state.timestamp.count("epoch"), "metrics": metrics_of(state)}
         saved = FolderEntry(
-            name=name, container=self.container, attempt=self.place.attempt, step=batch, created=time.time(),
-            weights_only=self.weights_only, epoch=about["epoch"], metrics=about["metrics"],
+            name=self.names.at(state.timestamp), container=self.container, attempt=self.place.attempt, step=batch,
+            created=time.time(), weights_only=self.weights_only, epoch=about["epoch"], metrics=about["metrics"],
         )  # fmt: skip
-        site.flush_logs()
-        kept, there = self._kept, self.destinations(state.timestamp)
-        assert kept is not None
-        self._track.save(name, self._live(), about=about, extra=extra, after=lambda: kept.add(saved, there))
+        context.flush_logs()
+        there = self.names.destinations(state.timestamp)
+
+        def committed() -> None:
+            context.begun |= is_source
+            after.add(saved, there)
+
+        self._saves.save(saved.name, self._live(), about=about, extra=extra, after=committed)
         self._last_batch = batch
 
     def retry_lost(self) -> None:
         """Try the save of this moment once more, if it was begun and lost. All ranks call it."""
-        assert self._site is not None
-        track, ranks = self._track, self._site.ranks
-        if track is None or self._last_batch != self._site.state.timestamp.count("batch"):
+        saves, ranks = self._saves, self._context.ranks
+        if saves is None or self._last_batch != self._context.state.timestamp.count("batch"):
             return
 
         def is_lost() -> bool:
-            track.settle()
-            return track.lost.error is not None
+            saves.settle()
+            return saves.lost.error is not None
 
         # Of single files rank 0 alone knows; parts of a directory are lost together.
         if ranks.lead("lost", is_lost, work_s=TIMEOUT_S + ANSWER_MARGIN_S):
-            track.settle()
+            saves.settle()
             self._last_batch = -1
             self.save_now()
 
     def _live(self) -> dict[str, Any]:
-        assert self._site is not None
-        live = self._site.state.live(weights_only=self.weights_only)
+        live = self._context.state.live(weights_only=self.weights_only)
         kept = ignored(live, self.ignore_keys, what="save_ignore_keys", looked=self._looked)
         if "model" not in kept["state"] and not self._said_bare:
             self._said_bare = True
             _LOG.warning("%s is saved without the model (state/model): nothing goes on from it", self.filename.text)
         return kept
 
-    def destinations(self, now: Timestamp) -> Destinations:
-        """Return the names, apart from its own, that a checkpoint of this moment gets."""
-        assert self._site is not None
-        run = self._site.variables
-        templates = (self.latest_filename, self.remote_file_name, self.latest_remote_file_name)
-        return Destinations(*(None if one is None else one.format(run, now) for one in templates))
-
     def settle_ended(self) -> None:
         """Take in a save that has ended; raises what failed."""
-        if self._track is not None and self._track.ended:
-            self._track.settle()
+        if self._saves is not None and self._saves.ended:
+            self._saves.settle()
 
     def settle(self) -> None:
         """Wait until everything saved is durable; raises what failed."""
-        if self._track is not None:
-            self._track.settle()
+        if self._saves is not None:
+            self._saves.settle()
 
     def check_lost(self) -> None:
         """Refuse to call a training saved whose last checkpoint found no space, or no answer.
@@ -371,7 +402,7 @@ class CheckpointSaver(Callback):
             StorageFullError: saying what is safe.
             StorageUnavailableError: the same.
         """
-        lost = None if self._track is None else self._track.lost.error
+        lost = None if self._saves is None else self._saves.lost.error
         if lost is not None:
             newest = self.saved_checkpoints[-1:] or ["none"]
             raise passing_error(
@@ -382,9 +413,9 @@ class CheckpointSaver(Callback):
 
     def release(self) -> None:
         """Give thread and memory back; `open` makes it ready again."""
-        track, self._track = self._track, None
-        if track is not None:
-            track.close()
+        saves, self._saves = self._saves, None
+        if saves is not None:
+            saves.close()
 
 
 def default_saver(folder: str | os.PathLike[str] | None, **options: Any) -> CheckpointSaver | None:

@@ -1,16 +1,12 @@
-"""What the savers of one trainer share: the folders, the uploads, and how a training ends for them."""
+"""What the savers of one trainer do together: take the folders, save, and end with the training."""
 
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
-
-import xxhash
+from typing import Any
 
 from holdfast._log import get_logger
-from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S, RankGroup
 from holdfast.errors import ConfigError, SessionError
 from holdfast.storage.resolve import resolve
@@ -19,14 +15,10 @@ from holdfast.writer.client import WriterClient
 from ..events import Event
 from ..state import State
 from ..training.ranks import TIMEOUT_S
-from .finder import FolderEntry
 from .folder import SaveFolder
-from .functions import save_checkpoint
-from .naming import NameTemplate, run_variables
-from .uploads import RemoteUploaderDownloader
-
-if TYPE_CHECKING:
-    from .saver import CheckpointSaver
+from .naming import NameTemplate
+from .saver import CheckpointSaver
+from .saver_context import SaverContext
 
 __all__ = ["SaverGroup"]
 
@@ -35,37 +27,28 @@ _SAVE_S = TIMEOUT_S + ANSWER_MARGIN_S  # that the last save of one saver may tak
 
 
 class SaverGroup:
-    """Holds the folders of all savers of a trainer.
+    """All savers of a trainer, and the folders they save to.
+
+    Args:
+        state: of the trainer.
+        savers: in their order; the first that saves everything is what autoresume goes by.
+        destinations: loggers of the trainer.
 
     Attributes:
-        state: of the trainer.
-        variables: of the run, for names.
-        savers: in their order; the first that saves everything is what autoresume goes by.
-        resumed: training goes on from a checkpoint of this very run, with everything that was in it.
-        resumed_at: the folder that checkpoint lies in, if it is one of ours.
-        autoresumes: it was looked for; else nothing of an earlier life is taken for ours.
-        training: identity of the training over all its lives, also on another machine; "" before `open`.
-        begun: the first saver that saves everything has done so: a later life knows our training.
-        parent: id of the checkpoint that training goes on from; None if it began anew, or with a single file.
+        context: what all savers know.
     """
 
     def __init__(self, state: State, savers: Sequence[CheckpointSaver], destinations: Sequence[Any]) -> None:
         self.state, self.savers, self.ranks = state, tuple(savers), state.ranks
-        self.variables = run_variables(state.run_name, self.ranks.info)
-        self.uploaders = [one for one in destinations if isinstance(one, RemoteUploaderDownloader)]
-        self._destinations = tuple(destinations)
-        self.resumed = False
-        self.resumed_at: SaveFolder | None = None
-        self.autoresumes, self.training, self.begun = False, "", False
-        self.parent: str | None = None
+        self.context = SaverContext(state, destinations)
         self._folders: dict[str, SaveFolder] = {}
         self._open = self._left = False
         self._process = 0  # that has opened the folders
         self._control: tuple[WriterClient, RankGroup] | None = None
         for saver in self.savers:
-            spelling = saver.folder.format(self.variables)
-            folder = SaveFolder(spelling, self.ranks)
-            saver.attach(self, self._folders.setdefault(folder.storage.uri, folder))
+            folder = SaveFolder(saver.folder.format(self.context.variables), self.ranks)
+            folder = self._folders.setdefault(folder.storage.uri, folder)
+            saver.attach(self.context, folder, is_source=saver is self.source)
         self._check_names()
 
     def _check_names(self) -> None:
@@ -73,13 +56,13 @@ class SaverGroup:
         seen: dict[str, str] = {}
         for saver in self.savers:
             for where, what, template in self._names_of(saver):
-                name = f"{where.rstrip('/')}/{template.shape(self.variables)}"
+                name = f"{where.rstrip('/')}/{template.shape(self.context.variables)}"
                 if name in seen and what == "latest_remote_file_name" and saver.points_by_default:
                     _LOG.warning(
                         "the pointer %s among the uploads is that of %s; the saver of %r gets none: give it a "
                         "latest_remote_file_name of its own", name, seen[name], saver.filename.text,
                     )  # fmt: skip
-                    saver.latest_remote_file_name = None
+                    saver.drop_pointer()
                 elif name in seen:
                     raise ConfigError(
                         f"{seen[name]} and {what} would be written under the same name, {name}: give them different "
@@ -89,46 +72,26 @@ class SaverGroup:
 
     def _names_of(self, saver: CheckpointSaver) -> list[tuple[str, str, NameTemplate]]:
         """Return everything a saver writes: where, under which argument, and its name."""
-        uri = saver.place.storage.uri
-        found = [(uri, "save_filename", saver.filename), (uri, "save_latest_filename", saver.latest_filename)]
-        for uploader in self.uploads_of(saver):
+        uri, names = saver.place.storage.uri, saver.names
+        found = [(uri, "save_filename", names.file), (uri, "save_latest_filename", names.latest)]
+        for uploader in saver.uploaders:
             there = f"{uploader.storage.uri.rstrip('/')} (uploads)"
-            found.append((there, "save_remote_file_name", saver.remote_file_name))
-            found.append((there, "latest_remote_file_name", saver.latest_remote_file_name))
+            found.append((there, "save_remote_file_name", names.remote))
+            found.append((there, "latest_remote_file_name", names.remote_latest))
         return [(where, what, template) for where, what, template in found if template is not None]
-
-    def uploads_of(self, saver: CheckpointSaver) -> list[RemoteUploaderDownloader]:
-        """Return where the checkpoints of a saver are uploaded to; nowhere if they are remote already."""
-        return [] if saver.remote_file_name is None or saver.place.is_remote else self.uploaders
 
     def _check_uploads(self) -> None:
         """Refuse an upload onto the checkpoint itself: what is deleted here after it would be gone."""
         for saver in self.savers:
-            here = f"{saver.place.storage.uri.rstrip('/')}/{saver.filename.shape(self.variables)}"
-            for uploader in self.uploads_of(saver):
+            here = f"{saver.place.storage.uri.rstrip('/')}/{saver.names.shape}"
+            for uploader in saver.uploaders:
                 assert saver.remote_file_name is not None
-                path = uploader.path_of(saver.remote_file_name.shape(self.variables))
+                path = uploader.path_of(saver.remote_file_name.shape(self.context.variables))
                 if f"{uploader.storage.uri.rstrip('/')}/{path}" == here:
                     raise ConfigError(
                         f"save_filename={saver.filename.text!r} would be uploaded onto itself, {here}: give the "
                         "RemoteUploaderDownloader another place, or save_remote_file_name"
                     )
-
-    def tell(self, checkpoint: Checkpoint) -> None:
-        """Tell callbacks and loggers of a commit; what they raise is logged."""
-        for one in (*self.state.callbacks, *self._destinations):
-            hear = getattr(one, "checkpoint_committed", None)
-            try:
-                if hear is not None:
-                    hear(checkpoint)
-            except Exception:  # noqa: BLE001 - the user's code must not end a training
-                _LOG.exception("%r did not take note of %s; training goes on", one, checkpoint.uri)
-
-    def flush_logs(self) -> None:
-        """Let loggers write what they keep: no checkpoint is ahead of its metrics."""
-        for one in self._destinations:
-            if callable(flush := getattr(one, "flush", None)):
-                flush()
 
     # -- life
 
@@ -154,7 +117,8 @@ class SaverGroup:
         try:
             for saver in self.savers:
                 saver.take_place()
-            self._identify()
+            source = self.source
+            self.context.identify(None if source is None or source.container != "directory" else source.place.run_id)
             if check:
                 self.ranks.lead("overwrite", self._check_overwrite)
             for saver in self.savers:
@@ -164,37 +128,10 @@ class SaverGroup:
             raise
         self._open = True
 
-    def _identify(self) -> None:
-        """Know which training this is: the one that was resumed, or the run of the folder, which is there at once."""
-        if not self.training:
-            source = self.source
-            run_id = None if source is None or source.container != "directory" else source.place.run_id
-            self.training = run_id or self.ranks.lead("training", lambda: secrets.token_hex(8))
-
     @property
     def source(self) -> CheckpointSaver | None:
         """The saver that a later life goes on from: the first that saves everything."""
         return next((saver for saver in self.savers if saver.is_full), None)
-
-    def is_ahead(self, saver: CheckpointSaver, found: FolderEntry) -> bool:
-        """Tell whether another saver than the one we go on from has saved this in an earlier life of our training."""
-        ours = self.autoresumes and saver is not self.source
-        return ours and found.training in (self.training, self._begun_at)
-
-    def training_of(self, saver: CheckpointSaver) -> str:
-        """Return what a checkpoint of ``saver`` says it belongs to.
-
-        Of single files nothing tells a later life which training this is, before the first is there to go on from:
-        what other savers save meanwhile names its place.
-        """
-        return self.training if self.begun or saver is self.source else self._begun_at
-
-    @property
-    def _begun_at(self) -> str:
-        source = self.source
-        if source is None or source.claim is None:  # the run of a folder knows its training from the start
-            return self.training
-        return f"at {xxhash.xxh3_64_hexdigest(f'{source.place.storage.uri}/{source.claim}'.encode())}"
 
     def _check_overwrite(self) -> None:
         for saver in self.savers:
@@ -203,7 +140,7 @@ class SaverGroup:
     def team(self) -> RankGroup:
         """Return the writers of all ranks, through which they agree on moments; ours is started if no folder has one.
 
-        All ranks call it, while the site is open.
+        All ranks call it, while the folders are open.
         """
         known = next((one.team for one in self._folders.values() if one.team is not None), None)
         if known is None:
@@ -228,7 +165,7 @@ class SaverGroup:
         Of several savers due at once one may have been killed before the other, which training now goes on from.
         """
         state = self.state
-        if not self.resumed or state.dataset_state.stage:  # an evaluation comes first then, and the savers after it
+        if not self.context.resumed or state.dataset_state.stage:  # in a stage an evaluation comes first, then savers
             return
         ended = state.previous_timestamp.count("epoch") != state.timestamp.count("epoch")
         for saver in self.savers:
@@ -283,7 +220,7 @@ class SaverGroup:
 
     @property
     def _waits(self) -> list[Callable[[], object]]:
-        return [one.wait for one in self.uploaders] if self.ranks.leads else []
+        return [one.wait for one in self.context.uploaders] if self.ranks.leads else []
 
     def end_after(self, error: BaseException, *, patient: bool) -> None:
         """End after an error: what is under way finishes; the error is the one to see."""
@@ -306,7 +243,7 @@ class SaverGroup:
         problem: Exception | None = None
         closes = [lambda folder=folder: folder.close(reason, patient=patient) for folder in self._folders.values()]
         waits = [*waits, lambda: self.ranks.watch(None)]
-        for act in (*waits, self.flush_logs, *(saver.release for saver in self.savers), *closes):
+        for act in (*waits, self.context.flush_logs, *(saver.release for saver in self.savers), *closes):
             try:
                 act()
             except Exception as error:  # noqa: BLE001 - raised below, after everything else has been given back
@@ -332,9 +269,3 @@ class SaverGroup:
             client, team = control
             client.close(TIMEOUT_S, why=f"it has left the training ({reason})")
             team.close()
-
-    # -- one checkpoint somewhere else
-
-    def save_at(self, name: str, *, weights_only: bool) -> str:
-        """Save once at any path; durable on return."""
-        return save_checkpoint(self.state, name, weights_only=weights_only)

@@ -12,8 +12,8 @@ from torch import nn
 from holdfast._log import get_logger
 from holdfast.errors import ConfigError
 from holdfast.state.load.selection import covers
-from holdfast.state.save.torch_plain import to_plain
-from holdfast.state.tree import metrics
+from holdfast.state.save.torch_file import to_plain
+from holdfast.state.tree import objects
 from holdfast.state.tree import optimizers as optim
 from holdfast.state.tree.names import canonical_keys, parameter_names, unwrap
 from holdfast.state.tree.values import PerRank
@@ -47,7 +47,7 @@ def expand(live: Mapping[str, Any]) -> dict[str, Any]:
     names = parameter_names(live)
 
     def walk(value: Any) -> Any:
-        if isinstance(value, nn.Module) and not metrics.is_metric(value):
+        if isinstance(value, nn.Module) and not objects.is_metric(value):
             module = unwrap(value)
             raw = module.state_dict()
             return OrderedDict(zip(canonical_keys(module, list(raw)), raw.values(), strict=True))
@@ -57,7 +57,7 @@ def expand(live: Mapping[str, Any]) -> dict[str, Any]:
             return PerRank(walk(value.value))
         if isinstance(value, Mapping):
             return {key: walk(item) for key, item in value.items()}
-        if not metrics.is_metric(value) and callable(getattr(value, "load_state_dict", None)):
+        if not objects.is_metric(value) and callable(getattr(value, "load_state_dict", None)):
             return value.state_dict()
         return value
 
@@ -173,6 +173,6 @@ def _renamed(one: Any, rename: Callable[[str], str]) -> Any:
 
 def plain_leaf(value: Any, path: str) -> Any:
     """Say how what `expand` leaves as it is goes into a file."""
-    if metrics.is_metric(value):
-        return to_plain(metrics.metric_state(value), plain_leaf, path=path)
+    if objects.is_metric(value):
+        return to_plain(objects.metric_state(value), plain_leaf, path=path)
     return NotImplemented

@@ -14,27 +14,25 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast._log import get_logger
+from holdfast._not_here import removed
 from holdfast.checkpointer.transient import MAX_LOST, TRANSIENT_ERRORS, state_of
-from holdfast.config import _removed
 from holdfast.copying.transfer import copy_file
 from holdfast.errors import CheckpointExistsError, ConfigError, StorageError
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.resolve import resolve, split_uri
 from holdfast.writer.client import WriterClient
-from holdfast.writer.uploads.files import UploadJob, UploadPointer
+from holdfast.writer.uploads.files import UploadJob, UploadPointer, remove_copy
 
 from ..arguments import OF_UPLOADER, check_path
-from ..loggers import Logger, LoggerDestination
+from ..callbacks import Logger, LoggerDestination
+from ..state import State
 from .finder import FolderEntry
 from .folder import storage_prefix
 from .load import Locator
-
-if TYPE_CHECKING:
-    from ..state import State
 
 __all__ = ["RemoteUploaderDownloader"]
 
@@ -62,7 +60,7 @@ def _nothing() -> None:
     pass
 
 
-@_removed(**OF_UPLOADER)
+@removed(**OF_UPLOADER)
 class RemoteUploaderDownloader(LoggerDestination):
     """Among the loggers: uploads every checkpoint that a saver has committed locally.
 
@@ -187,6 +185,8 @@ class RemoteUploaderDownloader(LoggerDestination):
         """Take an answer, on the thread that hears the writer, where nobody may wait."""
         thread = self._thread
         pointer = upload.job.pointer
+        if error is not None and (self._abandoned or not isinstance(error, TRANSIENT_ERRORS)):
+            remove_copy(upload.source, upload.job)  # nobody tries it again
         if error is None and pointer is not None:
             self._pointed[pointer.path] = max(pointer.order, self._pointed.get(pointer.path, pointer.order))
         if error is None and upload.after is not _nothing and thread is not None:
@@ -268,9 +268,12 @@ class RemoteUploaderDownloader(LoggerDestination):
                 _LOG.error("%d more upload(s) to %s are missing: %s", len(self._left), self.storage.uri, passing)
             raise lasting
         if passing is not None:
+            copies = [f"{one.source.local_root}/{one.job.name}" for one in self._left if one.job.kind == "copy"]
+            kept = f"; of files given to upload_file there are copies: {', '.join(copies)}" if copies else ""
             raise type(passing)(
                 f"{len(self._left)} upload(s) to {self.storage.uri} are missing, {state_of(passing)} ({passing}); the "
                 "checkpoints are in their local folder: when it takes them again, copy them there (holdfast push)"
+                + kept
             )
 
     def _settle_all(self) -> tuple[StorageError | None, BaseException | None]:
@@ -311,7 +314,7 @@ def _settle(upload: _Upload, error: BaseException | None) -> None:
 
 
 def _check_format(text: str) -> None:
-    """Refuse a path of which nobody could be told what is to be filled in, or that all uploads would have."""
+    """Refuse a path that cannot be filled in, or that all uploads would share."""
     try:
         filled = text.format(remote_file_name="\0", run_name="")
     except (AttributeError, ValueError, KeyError, IndexError):

@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.errors import ConfigError
-from holdfast.state.data.batches import ResumableBatches, batch_length
-from holdfast.state.data.position import elsewhere, of_this_rank, said, with_ranks_apart
+from holdfast.state.data.batches import ResumableBatches, batch_length, elsewhere, of_this_rank, said, with_ranks_apart
 
 if TYPE_CHECKING:
     from .evaluator import DataSpec

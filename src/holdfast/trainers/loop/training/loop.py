@@ -11,9 +11,9 @@ import torch
 from holdfast.errors import ConfigError
 from holdfast.state.data.batches import ResumableBatches
 
+from ..callbacks import Logger
 from ..engine import EventEngine
 from ..events import Event
-from ..loggers import Logger
 from ..state import State
 from ..times.intervals import Every, When
 from .data import num_batches, num_tokens, on_device
@@ -232,9 +232,9 @@ class TrainingLoop:
 
 
 def _refuse_uneven(counts: list[int], epoch: int) -> None:
-    told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
+    listed = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
     raise ConfigError(
-        f"the training data of epoch {epoch} give ranks unequal numbers of batches ({told}): ranks train in step, so "
+        f"the training data of epoch {epoch} give ranks unequal numbers of batches ({listed}): ranks train in step, so "
         "give all of them equally many (the same data set and batch size on every rank, drop_last alike)"
     )
 

@@ -9,7 +9,7 @@ import torch
 
 from holdfast.checkpointer.identity import plain_metrics
 from holdfast.errors import ConfigError
-from holdfast.state.tree.metrics import is_metric
+from holdfast.state.tree.objects import is_metric
 
 from .ranks import Ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ..loggers import Logger, LoggerDestination
+from ..callbacks import Logger, LoggerDestination
 
 if TYPE_CHECKING:
     from ..state import State

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from holdfast.checkpointer.distributed_policy import agreed
 from holdfast.checkpointer.rank_group import RankGroup
+from holdfast.checkpointer.save_policy import agreed
 from holdfast.checkpointer.signals import StopSignals
 from holdfast.errors import HoldfastError
 
@@ -26,14 +26,14 @@ _WORD_S = 10.0
 _OF_GROUP = ("gloo", "nccl", "connection", "distributed")  # in the errors of collectives whose partner is gone
 
 
-def make_pace(signals: StopSignals, state: State, site: SaverGroup, evals: Sequence[When]) -> StopPolicy:
+def make_pace(signals: StopSignals, state: State, group: SaverGroup, evals: Sequence[When]) -> StopPolicy:
     """Return what decides in a training; with several ranks they all call this, and what they save to is open."""
     if state.ranks.world_size == 1:
         return StopPolicy(signals)
-    every = [one for one in (*evals, *(saver.every for saver in site.savers)) if isinstance(one, Every)]
+    every = [one for one in (*evals, *(saver.every for saver in group.savers)) if isinstance(one, Every)]
     times = [*(one.interval for one in every), state.max_duration]
     seconds = [one.value for one in times if one is not None and one.unit is TimeUnit.SECOND]
-    return DistributedStopPolicy(signals, state.ranks, site.team(), intervals_s=seconds, settle=site.settle_ended)
+    return DistributedStopPolicy(signals, state.ranks, group.team(), intervals_s=seconds, settle=group.settle_ended)
 
 
 class StopPolicy:

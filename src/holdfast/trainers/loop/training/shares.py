@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from holdfast.state.data.clone import clone_of
+from holdfast.state.data.loaders import clone_of
 from holdfast.state.data.seeding import generators_kept, seed_all
 from holdfast.state.data.split import knows_its_rank
 

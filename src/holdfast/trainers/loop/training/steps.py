@@ -12,9 +12,9 @@ from holdfast.errors import ConfigError
 from holdfast.state.data.batches import batch_length
 from holdfast.state.data.seeding import generators_kept
 
+from ..callbacks import Logger
 from ..engine import EventEngine
 from ..events import Event
-from ..loggers import Logger
 from ..state import State
 from ..times.timestamp import Timestamp
 from .data import microbatches, on_device

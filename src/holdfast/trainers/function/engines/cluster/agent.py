@@ -2,9 +2,9 @@
 
 It ends, with everything it started, when the connection to the driver ends or is silent for long.
 
-Driver to agent: {"do": "probe" | "prepare" | "listen" | "fork" | "keep" | "send" | "kill" | "limit" | "beat" |
-"close"}. Agent to driver: {"on": "here" | "probed" | "listening" | "started" | "message" | "ended" | "output" |
-"closed" | "beat"}. ``child`` in them is the driver's number of a process.
+Driver to agent: {"do": "probe" | "prepare" | "listen" | "fork" | "keep" | "send" | "kill" | "limit" | "give_up" |
+"beat" | "close"}. Agent to driver: {"on": "here" | "probed" | "listening" | "started" | "message" | "ended" |
+"output" | "closed" | "beat"}. ``child`` in them is the driver's number of a process.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from typing import Any
 
 from holdfast._log import get_logger
 from holdfast.errors import HoldfastError
+from holdfast.storage.base import Storage
 from holdfast.storage.resolve import from_description
+from holdfast.trainers.function.unfinished import Unfinished
 from holdfast.writer.frames import Channel, Message
-from holdfast.writer.ranks.hello import CHALLENGE_BYTES, PROOF_BYTES, make_answer, make_proof
+from holdfast.writer.ranks.link import CHALLENGE_BYTES, PROOF_BYTES, make_answer, make_proof
 
-from ..local.child import Child
-from ..local.inbox import Inbox
+from ..local.child import Child, Inbox
 from ..local.launch import threads_for
 from ..local.supervisor import Supervisor
 from .nodes import AgentCall
 
-__all__ = ["BEAT_S", "Agent", "connect", "join_cluster", "run_agent", "version"]
+__all__ = ["BEAT_S", "Agent", "connect", "join_cluster", "look_at_storage", "run_agent", "version"]
 
 _LOG = get_logger("runtime")
 BEAT_S = 2.0
@@ -103,6 +104,11 @@ class Agent:
         self._children: dict[int, Child] = {}
         self._numbers: dict[int, int] = {}  # the supervisor's number of a child -> the driver's
         self._kept: dict[str, bytes] = {}
+        self._killed: set[int] = set()  # the driver's numbers of those that it wants to end
+        self._unfinished = Unfinished(
+            lambda child, header, parts: self._tell({"on": "message", "child": child, "header": header}, parts),
+            lambda line: self._tell({"on": "output", "child": 0, "stream": 1}, (f"{line}\n".encode(),)),
+        )
         self._listener: socket.socket | None = None
         self._heard = time.monotonic()
         self._ended: str | None = None
@@ -115,6 +121,7 @@ class Agent:
             "send": self._send,
             "kill": self._kill,
             "limit": self._limit,
+            "give_up": lambda _: self._unfinished.give_up(),
             "beat": lambda _: None,
             "close": lambda _: self._end("the driver closed it"),
         }
@@ -134,6 +141,7 @@ class Agent:
                     self._end(f"the driver has said nothing for {self._silence_s:.0f} s")
         finally:
             self._supervisor.close()
+            self._unfinished.close()
             if self._listener is not None:
                 self._listener.close()
             self._channel.flush(_HOLD_S)
@@ -155,11 +163,12 @@ class Agent:
 
     def _probe(self, message: Message) -> None:
         """Say whether this node sees the run's storage as the driver does; in a thread, it may be slow."""
+        question = message.header
 
         def work() -> None:
-            told = message.header
             try:
-                why = _look_at(told)
+                storage = self._unfinished.storage = from_description(question["storage"], question["secrets"])
+                why = look_at_storage(storage, marker=question["marker"], node=question["node"])
             except Exception as error:  # noqa: BLE001 - a thread edge: the driver hears of it
                 why = f"{type(error).__name__}: {error}"
             self._tell({"on": "probed", "why": why})
@@ -172,30 +181,30 @@ class Agent:
             self._listener.close()
         host = self._sock.getsockname()[0]
         self._listener = socket.create_server((host, 0), family=self._sock.family, backlog=1024)
-        told = {"on": "listening", "group": message.header["group"], "host": host}
-        self._tell({**told, "port": self._listener.getsockname()[1]})
+        answer = {"on": "listening", "group": message.header["group"], "host": host}
+        self._tell({**answer, "port": self._listener.getsockname()[1]})
 
     def _fork(self, message: Message) -> None:
-        told = message.header
-        number = told["child"]
+        request = message.header
+        number = request["child"]
         environment = {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
-        environment["OMP_NUM_THREADS"] = str(threads_for(told["local_size"]))
+        environment["OMP_NUM_THREADS"] = str(threads_for(request["local_size"]))
         try:
-            self._supervisor.prepare(told["local_size"])
+            self._supervisor.prepare(request["local_size"])
             child = self._supervisor.fork(
-                told["name"],
-                told["entry"],
-                environment={**environment, **told["environment"]},
+                request["name"],
+                request["entry"],
+                environment={**environment, **request["environment"]},
                 sinks=(_Sink(self._tell, number, 0), _Sink(self._tell, number, 1)),
-                arguments=told["arguments"],
-                listener=self._listener if told["listen"] else None,
-                use_gpu=told["use_gpu"],
+                arguments=request["arguments"],
+                listener=self._listener if request["listen"] else None,
+                use_gpu=request["use_gpu"],
             )
         except (HoldfastError, OSError) as error:
             why = f"it could not be started: {error}; check the limits on processes and open files of the node"
             self._tell({"on": "ended", "child": number, "status": None, "why": why})
             return
-        if told["listen"] and self._listener is not None:
+        if request["listen"] and self._listener is not None:
             self._listener.close()  # the worker has it
             self._listener = None
         self._children[number] = child
@@ -216,6 +225,7 @@ class Agent:
     def _kill(self, message: Message) -> None:
         child = self._children.get(message.header["child"])
         if child is not None:
+            self._killed.add(message.header["child"])
             self._supervisor.kill(child, message.header["grace_s"])
 
     def _limit(self, message: Message) -> None:
@@ -229,13 +239,16 @@ class Agent:
         self._tell({"on": "started", "child": self._numbers[child.number], "pid": child.pid})
 
     def _on_message(self, child: Child, message: Message) -> None:
-        told = {"on": "message", "child": self._numbers[child.number], "header": message.header}
-        self._tell(told, message.attachments)
+        number = self._numbers[child.number]
+        self._unfinished.note(number, message.header)
+        self._tell({"on": "message", "child": number, "header": message.header}, message.attachments)
 
     def _on_end(self, child: Child, why: str) -> None:
         number = self._numbers.pop(child.number)
         del self._children[number]
         self._tell({"on": "ended", "child": number, "status": child.status, "why": why})
+        self._unfinished.end(number, finish=number not in self._killed)
+        self._killed.discard(number)
 
     def _tell(self, header: dict[str, Any], attachments: tuple[bytes, ...] = ()) -> None:
         with contextlib.suppress(OSError):  # the driver is gone, which the next read tells
@@ -279,17 +292,21 @@ def _facts() -> dict[str, Any]:
     }
 
 
-def _look_at(told: dict[str, Any]) -> str:
-    """Say what is wrong with the storage as seen from here; "" if nothing is."""
-    storage = from_description(told["storage"], told["secrets"])
-    marker: str = told["marker"]
+def look_at_storage(storage: Storage, *, marker: str, node: str) -> str:
+    """Say what is wrong with the storage as seen from here; "" if nothing is.
+
+    Args:
+        storage: root of the run.
+        marker: a file that the driver has written there.
+        node: id of this node.
+    """
     until = time.monotonic() + _SEEN_S
     while not storage.exists(marker):  # a network file system may show it a little later
         if time.monotonic() < until:
             time.sleep(0.25)
             continue
         return "what the driver has written there is not seen from this node: it is another disk"
-    mine = f"{marker}-{told['node'][:16]}"
+    mine = f"{marker}-{node[:16]}"
     storage.put(mine, b"seen")
     storage.delete(mine)
     return ""

@@ -139,9 +139,15 @@ class Agents:
         return next((link for link in found if link is not None), None)
 
     def tell_to(self, node: str, header: dict[str, Any]) -> None:
-        """Say something to a node's agent; one that is gone hears nothing."""
+        """Send a message to a node's agent, if it is connected."""
         if node in self._links:
             self._links[node].tell(header)
+
+    def tell_all(self, header: dict[str, Any]) -> None:
+        """Send a message to every agent that can start workers."""
+        for link in self._links.values():
+            if link.ready:
+                link.tell(header)
 
     def capacity(self) -> Capacity | None:
         """Say how many workers there is room for; None: nothing is known yet."""
@@ -301,7 +307,7 @@ class Agents:
             listed = placed | set(self._spares)
             self._suspects &= listed
             self._again = {node: due for node, due in self._again.items() if node in listed}
-            # One that is listed and not about to go any more stays after all; one that is gone was drained.
+            # A node that is listed and not about to go any more stays after all; a node that is gone was drained.
             self._drained = (self._drained | event.draining.keys()) - (placed - event.draining.keys())
             new = event.draining.keys() - self._draining
             self._draining = set(event.draining)

@@ -106,6 +106,7 @@ class ClusterEngine:
             weakref.finalize(self, os.close, fd)  # as in the local engine: `wake` may be called at any time
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._children: dict[int, _Child] = {}
+        self._ended_ranks: dict[int, int] = {}  # children of this group that died by themselves -> rank
         self._outputs: dict[tuple[str, int], tuple[LogText, LogText]] = {}
         self._silent: set[tuple[str, int, int]] = set()  # streams that have ended while their other one has not
         self._tasks: dict[int, tuple[_Child, bytes, dict[str, str]]] = {}
@@ -114,7 +115,7 @@ class ClusterEngine:
         self._absent: set[str] = set()  # modules that are missing on those too
         self._group: _Group | None = None
         self._numbers = 0
-        self._told: Capacity | None = None
+        self._announced: Capacity | None = None
         self._closed = False
         self._attended = time.monotonic()
         self._agents = Agents(
@@ -133,6 +134,8 @@ class ClusterEngine:
             left = sorted(self._group.ranks)
             raise HoldfastError(f"ranks {left} of the earlier group have not exited: kill them first")
         number = self._number()
+        self._ended_ranks.clear()
+        self._agents.tell_all({"do": "give_up"})  # nobody takes what is left of the group before
         group = self._group = _Group(spec=spec, number=number, until=time.monotonic() + _PLACE_S)
         for rank in range(spec.num_workers):
             path = None if spec.log_directory is None else spec.log_directory / f"rank-{rank}.log"
@@ -143,7 +146,7 @@ class ClusterEngine:
         self._advance()
 
     def send(self, rank: int, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
-        """Send a message without blocking; one to a worker that has ended is dropped."""
+        """Send a message without blocking; a message to a worker that has ended is dropped."""
         child = self._group.ranks.get(rank) if self._group is not None else None
         if child is None:
             return
@@ -183,7 +186,7 @@ class ClusterEngine:
         return child.number
 
     def kill_task(self, task: int, grace_s: float = 0.0) -> None:
-        """End a task; its TaskEnded still comes. One that has ended is left alone."""
+        """End a task; its TaskEnded still comes. A task that has ended is left alone."""
         if task not in self._tasks:
             return
         child = self._tasks[task][0]
@@ -275,7 +278,10 @@ class ClusterEngine:
         elif on == "closed":
             self._close_output(link, header["child"], header["stream"])
         elif child is None:
-            return  # of a process that was given up
+            rank = self._ended_ranks.get(header.get("child", 0))
+            if on == "message" and rank is not None:  # its agent has finished what it had handed over
+                passed = Message(header=header["header"], attachments=message.attachments)
+                self._ready.append(Received(rank=rank, message=passed))
         elif on == "started":
             if child.rank is not None:
                 self._ready.append(Started(rank=child.rank, pid=header["pid"]))
@@ -320,6 +326,8 @@ class ClusterEngine:
         del group.ranks[rank]
         self._children.pop(child.number, None)
         self._waiting.pop(child.number, None)
+        if reason == "process":
+            self._ended_ranks[child.number] = rank
         words = "\n".join(line for line in child.sinks[1].tail if line.strip())
         detail = "\n".join(part for part in (why, words) if part)
         self._ready.append(
@@ -361,7 +369,7 @@ class ClusterEngine:
         ranks = () if group is None else tuple(rank for rank, child in group.ranks.items() if child.node in leaving)
         if ranks:
             soon = ", ".join(f"{node_name(node)} goes in {leaving[node]:.0f} s" for node in sorted(leaving))
-            self._ready.append(Draining(ranks=ranks, detail=soon))
+            self._ready.append(Draining(ranks=ranks, detail=soon, left_s=min(leaving.values())))
 
     def _lose(self, node: str, why: str, reason: Reason) -> None:
         """Every process on a node is gone, for all that we can know."""
@@ -423,14 +431,14 @@ class ClusterEngine:
             self._agents.tell_to(group.ranks[0].node, {"do": "listen", "group": group.number})
 
     def _tell_capacity(self) -> None:
-        told = self._agents.capacity()
-        if told is not None and told != self._told:
-            self._told = told
-            self._ready.append(told)
+        capacity = self._agents.capacity()
+        if capacity is not None and capacity != self._announced:
+            self._announced = capacity
+            self._ready.append(capacity)
 
-    def _fork_all(self, told: Mapping[str, Any]) -> None:
+    def _fork_all(self, listening: Mapping[str, Any]) -> None:
         group = self._group
-        if group is None or group.places is None or group.number != told["group"] or group.forked:
+        if group is None or group.places is None or group.number != listening["group"] or group.forked:
             return
         if len(group.ranks) < group.spec.num_workers:
             return  # some are lost already: the controller kills the others
@@ -438,7 +446,7 @@ class ClusterEngine:
         travel = {name: value for name, value in os.environ.items() if name.startswith(_TRAVEL)}
         for place, placed in group.places:
             gpus = [gpu for other, _ in group.places if other.node == place.node for gpu in other.gpus]
-            variables = rank_environment(group.spec, placed, master=(told["host"], told["port"]), gpus=gpus)
+            variables = rank_environment(group.spec, placed, master=(listening["host"], listening["port"]), gpus=gpus)
             child = group.ranks[placed.rank]
             self._fork(
                 child,
@@ -464,9 +472,9 @@ class ClusterEngine:
         child.forked = True
         self._children[child.number] = child
         self._outputs[child.node, child.number] = child.sinks
-        told = {"child": child.number, "name": child.name, "entry": entry, "environment": dict(environment)}
-        told |= {"listen": listen, "local_size": size, "use_gpu": gpu, "arguments": list(sys.argv)}
-        self._agents.tell_to(child.node, {"do": "fork", **told})
+        request = {"child": child.number, "name": child.name, "entry": entry, "environment": dict(environment)}
+        request |= {"listen": listen, "local_size": size, "use_gpu": gpu, "arguments": list(sys.argv)}
+        self._agents.tell_to(child.node, {"do": "fork", **request})
         for header, attachments in self._waiting.pop(child.number, ()):
             self._pass_on(child, header, attachments)
 

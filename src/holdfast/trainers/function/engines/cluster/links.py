@@ -15,9 +15,9 @@ import xxhash
 from holdfast._log import get_logger
 from holdfast.errors import HoldfastError
 from holdfast.writer.frames import Channel
-from holdfast.writer.ranks.hello import ANSWER_BYTES, make_challenge, make_proof, read_answer
+from holdfast.writer.ranks.link import ANSWER_BYTES, make_challenge, make_proof, read_answer
 
-from ..local.inbox import Inbox
+from ..local.child import Inbox
 from .agent import connect
 
 __all__ = ["AgentLink", "Door"]
@@ -56,7 +56,7 @@ class AgentLink:
         return self._channel.fileno()
 
     def tell(self, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
-        """Send without blocking; what is sent to one that is gone is dropped, its end is seen elsewhere."""
+        """Send without blocking; dropped if the agent is gone, which the reading side notices."""
         try:
             self._channel.send(header, attachments)
         except OSError as error:
@@ -126,7 +126,7 @@ class Door:
             threading.Thread(target=self._greet, args=(sock,), name="holdfast-hello", daemon=True).start()
 
     def _greet(self, sock: socket.socket) -> None:
-        """Check one that connects. Anybody may connect; nothing of him is parsed before he has proved the token."""
+        """Check who connects. Anybody may; nothing is parsed before the token is proved."""
         deadline = time.monotonic() + _HELLO_S
         try:
             sock.settimeout(_HELLO_S)

@@ -39,7 +39,7 @@ class PlacesChanged:
         places: all of them.
         missing: why there are not more, for people.
         draining: nodes that are about to go: seconds until then, when that was seen. Nothing is started there any more.
-        spares: nodes without a place on which an agent may get ready for one that comes later.
+        spares: nodes without a place, on which an agent may get ready for a place that comes later.
     """
 
     places: Sequence[NodePlace]

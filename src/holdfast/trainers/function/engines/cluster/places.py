@@ -1,4 +1,4 @@
-"""Which rank runs where, and what it is told of that: pure functions."""
+"""Which rank runs where, and which variables it gets for that: pure functions."""
 
 from __future__ import annotations
 

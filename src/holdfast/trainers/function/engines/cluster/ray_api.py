@@ -151,6 +151,21 @@ class RayApi:
             return {}
         return found
 
+    def shrinks(self) -> bool:
+        """Tell whether an autoscaler may remove idle nodes, as far as this Ray tells.
+
+        A node with an actor is never idle to it, however little the actor reserves: a worker process that is in use
+        makes the node busy. Ray keeps the autoscaler's configuration only where that reports it (the same is read by
+        Ray Data for this question); that of ``ray up`` and of KubeRay does not.
+        """
+        try:
+            config = self._state.get_cluster_config()
+            groups = config.node_group_configs if config is not None else ()
+            return any(group.max_count == -1 or group.max_count > group.min_count for group in groups)
+        except Exception as error:  # noqa: BLE001 - private to Ray, and not in every version; the run does not need it
+            _LOG.debug("this Ray does not tell whether the cluster autoscales: %s", error)
+            return False
+
     @property
     def can_exclude(self) -> bool:
         """Whether a placement group can keep off certain nodes."""
@@ -266,7 +281,7 @@ class _Keeper:
         self._ray = ray
         self._listener = socket.create_server((host, 0))
         options = {"num_cpus": 0, "lifetime": "detached", "namespace": "holdfast", "name": f"keeper-{uuid.uuid4().hex}"}
-        # Beside this process: another node that dies must not take what this one has asked for.
+        # On the node of this process: the death of another node must not end what this process has asked for.
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
         )

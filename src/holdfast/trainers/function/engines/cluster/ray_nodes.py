@@ -40,7 +40,8 @@ class Wanted:
         resources: of each worker, amounts by name.
         strategy: of Ray's placement groups.
         labels: of nodes that may be used; None: all.
-        spares: nodes at most on which an agent gets ready for a place that is lost.
+        spares: nodes at most on which an agent gets ready for a place that is lost; none where an autoscaler would
+            remove such a node.
     """
 
     least: int
@@ -98,8 +99,9 @@ class RayNodes:
         self._doubted: list[str] = []
         self._refused: set[str] = set()  # nodes that cannot run workers
         self._used: frozenset[int] = frozenset()
-        self._leaving: set[int] = set()  # first numbers of groups that nobody is told of any more
+        self._leaving: set[int] = set()  # first numbers of groups that are announced no more
         self._spares: tuple[str, ...] = ()
+        self._has_spares = False
         self._busy_since: dict[str, float] = {}
         self._gone: set[str] = set()  # nodes that do not answer, while Ray holds them alive
         self._slots: dict[int, _Slot] = {}
@@ -107,7 +109,7 @@ class RayNodes:
         self._launches: list[tuple[str, AgentCall]] = []
         self._agents: dict[int, tuple[str, Any, Any]] = {}  # number -> node, actor, what its end will be
         self._ends: list[int] = []
-        self._told: PlacesChanged | None = None
+        self._announced: PlacesChanged | None = None
         self._rounds, self._trouble = 0, ""
         self._stop, self._poke = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="holdfast-ray", daemon=True)
@@ -158,6 +160,7 @@ class RayNodes:
     def _work(self) -> None:
         try:
             self._reserve()
+            self._has_spares = self._wanted.spares > 0 and not self._api.shrinks()
             while not self._stop.is_set():
                 try:
                     self._round()
@@ -167,7 +170,7 @@ class RayNodes:
                 except Exception as error:  # noqa: BLE001 - Ray's own; `_watch` says when it has been too long
                     self._trouble = f" ({type(error).__name__}: {_words(error)})"
                     _LOG.debug("the cluster did not answer: %s", error)
-                waits = self._told is None or self._told.missing
+                waits = self._announced is None or self._announced.missing
                 self._poke.wait(_LOOK_S if waits else _IDLE_S)
                 self._poke.clear()
         except HoldfastError as error:
@@ -241,7 +244,7 @@ class RayNodes:
     def _balance(self, held: Sequence[Reservation], nodes: Mapping[str, NodeFacts], out: Set[str]) -> Changes:
         """Ask for places that are lacking, give back those that are too many; what was decided.
 
-        What is given back is not told of for a round before that: a group may be about to take it.
+        What is given back is not announced for a round before that: a group may be about to take it.
         """
         changes = plan_changes(
             held,
@@ -267,8 +270,8 @@ class RayNodes:
         return changes
 
     def _choose_spares(self, nodes: Mapping[str, NodeFacts], able: Set[str]) -> None:
-        """Choose spare nodes; one that somebody else fills for long is let go."""
-        if not self._wanted.spares:
+        """Choose spare nodes; a node that somebody else fills for long is given back."""
+        if not self._has_spares:
             return
         wanted, now = self._wanted.resources, time.monotonic()
         able = {
@@ -316,12 +319,12 @@ class RayNodes:
                         places.append(NodePlace(**where, number=number, gpus=gpus, extra=extra))
         alive = {node: facts for node, facts in nodes.items() if node not in self._gone}
         missing = self._missing(alive) if len(changes.usable) < self._wanted.most else ""
-        told = PlacesChanged(places=tuple(places), missing=missing, draining=draining, spares=self._spares)
+        news = PlacesChanged(places=tuple(places), missing=missing, draining=draining, spares=self._spares)
         # Seconds that go by are no news.
-        known = self._told
-        if known is None or replace(told, draining=known.draining) != known or draining.keys() != known.draining.keys():
-            self._told = told
-            self._post(told)
+        known = self._announced
+        if known is None or replace(news, draining=known.draining) != known or draining.keys() != known.draining.keys():
+            self._announced = news
+            self._post(news)
 
     def _gpus(self, number: int, group: Any, bundle: int, node: str) -> tuple[str, ...] | None:
         """Return the accelerators of a place; None: not known yet."""

@@ -143,7 +143,7 @@ def choose_spares(count: int, *, known: Sequence[str], able: Set[str], free: Set
 
 
 def matches(selector: Mapping[str, str] | None, labels: Mapping[str, str]) -> bool:
-    """Whether a node with these labels is one that a label selector of Ray means."""
+    """Whether a label selector of Ray selects a node with these labels."""
     return all(_is_meant(wanted, labels.get(name)) for name, wanted in (selector or {}).items())
 
 

@@ -1,4 +1,4 @@
-"""One forked process as its driver sees it: what connects them, and how it ends."""
+"""One forked process as its driver sees it: what connects them, and how it ends with all that it has started."""
 
 from __future__ import annotations
 
@@ -9,12 +9,54 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.writer.frames import Channel
+from holdfast.errors import HoldfastError
+from holdfast.writer.frames import Channel, FrameDecoder, Message
 
-from .inbox import Inbox
 from .logs import LogStream, Sink
 
-__all__ = ["Child"]
+__all__ = ["Child", "Inbox", "end_session"]
+
+_READ = 1 << 20
+_CHUNK = 1 << 18
+_ROUNDS = 5
+
+
+class Inbox:
+    """Takes what a socket has and gives the messages that are complete. No descriptors travel this way.
+
+    Attributes:
+        ended: the stream is at its end, or nothing after this can be understood.
+        broken: why nothing can be understood; "" as long as all could.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._decoder = FrameDecoder("a worker")
+        self.ended = False
+        self.broken = ""
+
+    def read(self) -> list[Message]:
+        """Return the messages completed by what is there now, after at most about 1 MiB; never waits.
+
+        Sets `ended` at the end of the stream; an incomplete message before it is dropped. So it does where what was
+        sent does not come from Holdfast, and says so in `broken`: one worker's fault is not that of its reader.
+        """
+        messages: list[Message] = []
+        taken = 0
+        while taken < _READ and not self.ended:
+            try:
+                data = self._sock.recv(_CHUNK, socket.MSG_DONTWAIT)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:  # reset by a dead peer
+                data = b""
+            self.ended = not data
+            taken += len(data)
+            try:
+                messages += self._decoder.feed(data)
+            except HoldfastError as error:
+                self.ended, self.broken = True, str(error)
+        return messages
 
 
 class Child:
@@ -102,3 +144,49 @@ class Child:
             if fd >= 0:
                 os.close(fd)
         self.pidfd = self._out = self._err = self.logs[0].fd = self.logs[1].fd = -1
+
+
+def end_session(leader: int) -> None:
+    """Send SIGKILL to every process of a session but its leader, which has ended.
+
+    Call it while the leader is a zombie or members of the session live: only then is the number not free for others.
+    """
+    with contextlib.suppress(OSError):
+        os.killpg(leader, signal.SIGKILL)
+    known: set[int] = set()
+    for _ in range(_ROUNDS):  # what forks while it is being looked for is found in the next round
+        found = _members(leader) - known
+        if not found:
+            return
+        known |= found
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _members(leader: int) -> set[int]:
+    found: set[int] = set()
+    try:
+        names = os.listdir("/proc")
+    except OSError:  # other systems: the process group has to do
+        return found
+    for name in names:
+        if not name.isdigit():
+            continue
+        try:
+            # Plain calls: this runs between a death and the restart, over every process of the machine.
+            fd = os.open(f"/proc/{name}/stat", os.O_RDONLY)
+            try:
+                stat = os.read(fd, 512)
+            finally:
+                os.close(fd)
+            # The command name in parentheses may hold spaces and parentheses itself.
+            state, _, _, session = stat[stat.rindex(b")") + 1 :].split(None, 4)[:4]
+        except (OSError, ValueError):  # it has just ended
+            continue
+        if int(session) != leader or state in (b"Z", b"X"):
+            continue
+        if int(name) == leader:  # our leader has ended: this one only has its number
+            return set()
+        found.add(int(name))
+    return found

@@ -7,13 +7,17 @@ import signal
 import socket
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast._log import get_logger
 from holdfast.errors import HoldfastError, TrainingError
+from holdfast.storage.base import Storage
 from holdfast.trainers.function.engine import Event, Exited, GroupSpec, Reason, Received, Started, TaskEnded, Woken
 from holdfast.trainers.function.failure import error_from_wire
+from holdfast.trainers.function.unfinished import Unfinished
 from holdfast.writer.frames import Message
 
 from .child import Child
@@ -23,6 +27,7 @@ from .supervisor import Supervisor
 
 __all__ = ["LocalEngine"]
 
+_LOG = get_logger("runtime")
 _WORKER = "holdfast.trainers.function.worker.main:run"
 _TASK = "holdfast.trainers.function.worker.main:run_task"
 _TASK_END_S = 10.0  # for a task that has given its result but does not end
@@ -36,14 +41,21 @@ class LocalEngine:
 
     Args:
         num_workers: how many workers are expected; sizes the thread pools of the zygote.
+        storage: root of the run, where what a dead worker has left is brought; None: nothing is.
         prepare: start the zygote now, so that torch is loaded while the driver does other things.
         entry: "module:function" that workers run, called with the `Channel` to this engine and the keywords
             ``listen_fd`` (a listening socket on MASTER_PORT for rank 0, else -1) and ``use_gpu``; returns the exit
             status.
     """
 
-    def __init__(self, *, num_workers: int = 1, prepare: bool = True, entry: str = _WORKER) -> None:
+    def __init__(
+        self, *, num_workers: int = 1, prepare: bool = True, entry: str = _WORKER, storage: Storage | None = None
+    ) -> None:
         self._entry = entry
+        self._posted: deque[Received] = deque()  # by other threads
+        self._killed: set[int] = set()  # numbers of children that the driver wants to end
+        self._ended_ranks: dict[int, int] = {}  # children of this group that died by themselves -> rank
+        self._unfinished = Unfinished(self._post, _LOG.warning, storage=storage)
         self._ready: list[Event] = []
         self._ranks: dict[int, Child] = {}
         self._places: dict[int, int] = {}  # number of a child -> rank
@@ -69,6 +81,8 @@ class LocalEngine:
         """
         if self._ranks:
             raise HoldfastError(f"ranks {sorted(self._ranks)} of the earlier group have not exited: kill them first")
+        self._ended_ranks.clear()
+        self._unfinished.give_up()
         self._supervisor.prepare(spec.num_workers)
         try:
             self._fork_all(spec)
@@ -97,7 +111,7 @@ class LocalEngine:
                 self._places[child.number] = rank
 
     def send(self, rank: int, header: dict[str, Any], attachments: Sequence[bytes] = ()) -> None:
-        """Send a message without blocking; one to a worker that has ended is dropped."""
+        """Send a message without blocking; a message to a worker that has ended is dropped."""
         child = self._ranks.get(rank)
         if child is not None:
             child.send(header, attachments)
@@ -107,6 +121,7 @@ class LocalEngine:
         for rank in list(self._ranks) if ranks is None else list(ranks):
             child = self._ranks.get(rank)
             if child is not None:
+                self._killed.add(child.number)
                 self._supervisor.kill(child, grace_s)
 
     # ---- tasks
@@ -143,7 +158,7 @@ class LocalEngine:
         return child.number
 
     def kill_task(self, task: int, grace_s: float = 0.0) -> None:
-        """End a task; its TaskEnded still comes. One that has ended is left alone."""
+        """End a task; its TaskEnded still comes. A task that has ended is left alone."""
         child = self._tasks.get(task)
         if child is not None:
             self._supervisor.kill(child, grace_s)
@@ -175,12 +190,22 @@ class LocalEngine:
     def close(self) -> None:
         """End everything that still runs and let go of all resources. Idempotent; takes seconds at most."""
         self._supervisor.close()
+        self._unfinished.close()
         self._ranks.clear()
         self._tasks.clear()
 
     def _on_wake(self) -> None:
         os.read(self._woken, 1 << 16)
         self._ready.append(Woken())
+        while self._posted:
+            self._ready.append(self._posted.popleft())
+
+    def _post(self, child: int, header: dict[str, Any], attachments: tuple[bytes, ...]) -> None:
+        """Give the controller a message in place of a worker that has died; called from another thread."""
+        rank = self._ended_ranks.get(child)
+        if rank is not None:
+            self._posted.append(Received(rank=rank, message=Message(header=header, attachments=attachments)))
+            self.wake()
 
     def _on_start(self, child: Child) -> None:
         rank = self._places.get(child.number)
@@ -190,6 +215,7 @@ class LocalEngine:
     def _on_message(self, child: Child, message: Message) -> None:
         rank = self._places.get(child.number)
         if rank is not None:
+            self._unfinished.note(child.number, message.header)
             self._ready.append(Received(rank=rank, message=message))
         else:
             self._outcomes[child.number] = message
@@ -203,6 +229,9 @@ class LocalEngine:
             detail = "\n".join(part for part in (why, child.last_words()) if part)
             reason: Reason = "garbled" if child.inbox.broken else "process"
             self._ready.append(Exited(rank=rank, exit_code=code, signal=number, detail=detail, reason=reason))
+            self._ended_ranks[child.number] = rank
+            self._unfinished.end(child.number, finish=child.number not in self._killed)
+            self._killed.discard(child.number)
             return
         del self._tasks[child.number]
         outcome = self._outcomes.pop(child.number, None)

@@ -66,10 +66,10 @@ def launch_zygote(num_workers: int) -> Launched:
     ours, theirs = socket.socketpair()
     out, out_write = os.pipe()
     err, err_write = os.pipe()
-    told = json.dumps({"socket": theirs.fileno(), "paths": import_paths()})
+    request = json.dumps({"socket": theirs.fileno(), "paths": import_paths()})
     try:
         process = subprocess.Popen(
-            [sys.executable, *_args_from_interpreter_flags(), "-c", _BOOT, told],
+            [sys.executable, *_args_from_interpreter_flags(), "-c", _BOOT, request],
             stdin=subprocess.DEVNULL,
             stdout=out_write,
             stderr=err_write,

@@ -12,24 +12,22 @@ import socket
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 
+from holdfast._fork import after_fork_in_child
 from holdfast._log import get_logger
 from holdfast.errors import HoldfastError
 from holdfast.writer.frames import Channel, Message
 
-from .child import Child
+from .child import Child, end_session
 from .launch import import_paths, launch_zygote
 from .logs import LogStream, Sink, shown_and_kept
-from .sweep import end_session
 
 __all__ = ["Supervisor"]
 
 _LOG = get_logger("runtime")
 _STATUS_S = 5.0  # how long the zygote may take to tell the status of a process that is gone
 _END_S = 5.0
-_LIVE: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 
 class Supervisor:
@@ -57,7 +55,7 @@ class Supervisor:
         self._zygote: _Zygote | None = None
         self._zygote_sinks = zygote_sinks
         self._closed = False
-        _LIVE.add(self)
+        after_fork_in_child(self.forget_in_child)
 
     # ---- asking
 
@@ -127,7 +125,7 @@ class Supervisor:
         return child
 
     def kill(self, child: Child, grace_s: float) -> None:
-        """SIGTERM now and SIGKILL after the grace; one that is still being started is killed when it exists."""
+        """Send SIGTERM now and SIGKILL after the grace; a child that is still being started is killed later."""
         if grace_s > 0:
             child.signal(signal.SIGTERM)
         self.limit(child, grace_s if child.pid is not None else 0.0)
@@ -323,12 +321,3 @@ def _ended_within(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
         return bool(select.select([fd], [], [], timeout_s)[0])
     finally:
         os.close(fd)
-
-
-def _after_fork_in_child() -> None:
-    for supervisor in list(_LIVE):
-        supervisor.forget_in_child()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

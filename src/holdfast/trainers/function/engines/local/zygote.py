@@ -23,8 +23,8 @@ import warnings
 
 from holdfast.writer.frames import Channel, Message
 
+from .child import end_session
 from .forked import Birth
-from .sweep import end_session
 
 __all__ = ["Zygote", "main"]
 
@@ -130,14 +130,14 @@ class Zygote:
         return None
 
     def _tell_forked(self, number: int, pid: int) -> None:
-        told = {"on": "forked", "id": number, "pid": pid}
+        answer = {"on": "forked", "id": number, "pid": pid}
         try:
             # Opened here, where the child cannot be reaped before: the number cannot mean another process.
             pidfd = os.pidfd_open(pid)
         except (AttributeError, OSError):  # old kernels, other systems
-            self._tell(told)
+            self._tell(answer)
             return
-        self._tell(told, (pidfd,))
+        self._tell(answer, (pidfd,))
         os.close(pidfd)
 
     def _tell(self, header: dict[str, object], fds: tuple[int, ...] = ()) -> None:

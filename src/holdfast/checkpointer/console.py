@@ -1,0 +1,105 @@
+"""What a run prints on stderr: the block at its start, the line at its stop, and the bar of a long load."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from holdfast._progress import progress_bar
+from holdfast.errors import CheckpointError, StorageError
+from holdfast.format.commit import read_manifest
+from holdfast.storage.base import Storage
+
+from .progress import RESERVED
+
+__all__ = ["ResumeBlock", "listed", "load_bar", "show_stop"]
+
+_SHOWN = 8
+_OWN = {f"{RESERVED}/progress": "step, epoch and data position", f"{RESERVED}/rng": "random generators"}
+_AFTER_S = 2.0
+
+
+@dataclass(slots=True)
+class ResumeBlock:
+    """Collects what happened at start and prints it once, on stderr.
+
+    Attributes:
+        headline: "resumed from ... at step ..." or "fresh start: ...".
+        notes: one line each: fallbacks, leases waited for, numbers that changed.
+        restored: paths that were restored.
+        put_back: paths of plain values that are in ``ck.state`` again.
+        not_restored: (path, why).
+    """
+
+    headline: str = ""
+    notes: list[str] = field(default_factory=list)
+    restored: Sequence[str] = ()
+    put_back: Sequence[str] = ()
+    not_restored: Sequence[tuple[str, str]] = ()
+
+    def lines(self) -> list[str]:
+        """Return the lines of the block."""
+        lines = [f"holdfast: {self.headline}"]
+        if self.restored:
+            lines.append(f"  restored      {listed([_OWN.get(path, path) for path in self.restored])}")
+        if self.put_back:
+            lines.append(f"  restored into ck.state: {listed(self.put_back)}")
+        shown = self.not_restored[:_SHOWN]
+        lines.extend(f"  NOT restored  {_OWN.get(path, path)}: {why}" for path, why in shown)
+        if len(shown) < len(self.not_restored):
+            lines.append(f"  NOT restored  ... and {len(self.not_restored) - len(shown)} more")
+        lines.extend(f"  {note}" for note in self.notes)
+        return lines
+
+    def show(self) -> None:
+        """Print the block."""
+        print("\n".join(self.lines()), file=sys.stderr, flush=True)  # noqa: T201 - the one thing a run prints
+
+
+def show_stop(signal: str | None, step: int, storage: Storage, exit_code: int) -> None:
+    """Print, on stderr, how a run ended that was asked to stop, and how to go on.
+
+    Args:
+        signal: name of the signal; None for the deadline.
+        step: newest step that is safe, -1 if there is none.
+        storage: where the run is.
+        exit_code: exit status of the process.
+    """
+    safe = f"step {step} is saved in {storage.uri}" if step >= 0 else f"there was nothing to save in {storage.uri}"
+    ResumeBlock(
+        headline=f"stopped by {signal or 'the deadline'}: {safe}; the same command goes on from there "
+        f"(exit status {exit_code})"
+    ).show()
+
+
+def listed(names: Iterable[str]) -> str:
+    """Join names for a line of the block; many are cut short."""
+    every = list(names)
+    more = f", ... and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    return ", ".join(every[:_SHOWN]) + more
+
+
+def load_bar(storage: Storage, *, show: bool | None = None) -> AbstractContextManager[Callable[[int], None]]:
+    """Give what `holdfast.state.load.restore.load_state` takes as ``progress``, in a ``with``.
+
+    Args:
+        storage: rooted at the checkpoint.
+        show: True draws from the start, False never; None draws if the checkpoint is remote, stderr is a terminal and
+            two seconds have passed.
+
+    Example:
+        >>> with load_bar(storage) as progress:                                         # doctest: +SKIP
+        ...     load_state(storage, state, progress=progress)
+    """
+
+    def total() -> int | None:
+        try:
+            return read_manifest(storage, "").total_bytes
+        except (CheckpointError, StorageError):
+            return None  # loading will raise the error
+
+    name = storage.uri.rstrip("/").rpartition("/")[2]
+    wanted = False if show is None and storage.local_root is not None else show
+    return progress_bar(f"load {name}", total, show=wanted, after_s=_AFTER_S if show is None else 0.0)

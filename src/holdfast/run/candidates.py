@@ -1,0 +1,87 @@
+"""The checkpoints a start may go on from: both sides of a mirrored run as one list, and the newest good one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from holdfast.errors import CorruptCheckpointError
+
+from .record import Record
+
+__all__ = ["GONE", "MirrorView", "newest_good"]
+
+GONE = "gone meanwhile"
+
+Candidate = TypeVar("Candidate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorView:
+    """The checkpoints of both sides as one list.
+
+    Attributes:
+        records: one for each name, newest first. Where the sides have different checkpoints under one name it is the
+            newer of the two.
+        places: for each of these names "local", "remote" or "both".
+    """
+
+    records: tuple[Record, ...]
+    places: Mapping[str, str]
+
+    @classmethod
+    def join(cls, local: Iterable[Record], remote: Iterable[Record]) -> MirrorView:
+        """Put the records of both sides together."""
+        here = {record.name: record for record in local}
+        there = {record.name: record for record in remote}
+        records = {**there, **here}
+        places = {name: "local" if name in here else "remote" for name in records}
+        for name in here.keys() & there.keys():
+            one, other = here[name], there[name]
+            if one.checkpoint_id == other.checkpoint_id:
+                places[name] = "both"
+            elif one.order < other.order:
+                records[name], places[name] = other, "remote"
+        newest_first = sorted(records.values(), key=lambda record: record.order, reverse=True)
+        return cls(records=tuple(newest_first), places=places)
+
+
+def newest_good(
+    candidates: Iterable[tuple[str, Candidate]],
+    check: Callable[[Candidate], str | None],
+    *,
+    bad: Mapping[str, str],
+    where: str,
+    advice: str,
+) -> tuple[Candidate | None, list[tuple[str, str]]]:
+    """Return the first candidate that is good, and (name, reason) of those before it that are not.
+
+    Args:
+        candidates: (name, what ``check`` gets), newest first.
+        check: returns None for a good candidate; else sets it aside and returns the reason why it is bad; `GONE` if it
+            is not there any more.
+        bad: reasons against candidates that earlier starts have set aside, by name; these are not checked again.
+        where: the run, for the error.
+        advice: what the user may do if none is good, beside repairing one.
+
+    Raises:
+        CorruptCheckpointError: there are checkpoints and none of them is good.
+    """
+    found: list[tuple[str, str]] = []
+    for name, candidate in candidates:
+        if name in bad:
+            continue
+        reason = check(candidate)
+        if reason is None:
+            return candidate, found
+        if reason is not GONE:
+            found.append((name, reason or "no reason is known"))
+    every = {**bad, **dict(found)}
+    if every:
+        rows = "\n".join(f"  {one}: {reason}" for one, reason in every.items())
+        raise CorruptCheckpointError(
+            f"{where} has {len(every)} checkpoint(s) and none of them is good; not starting from zero:\n{rows}\n"
+            f"what to do: repair or copy one back, {advice}"
+        )
+    return None, found

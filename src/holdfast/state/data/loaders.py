@@ -1,0 +1,121 @@
+"""torch's own `DataLoader`, made to draw the same in every life.
+
+`clone_of` makes a loader that takes its indices from us and draws no global random numbers. `PersistentWorkerSeeds` is
+for loaders that a script iterates itself: torch draws the seed of their workers from its global generator when it makes
+an iterator, in each epoch, or with ``persistent_workers=True`` once in the life of the process
+(`torch.utils.data.dataloader`, as of torch 2.13). A resumed process makes it again, so the generator that training
+draws from would move in one life and not in the other. While a run is open, such loaders draw that one number from a
+generator of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from .seeding import SeededDataset
+
+__all__ = ["IndexFeed", "PersistentWorkerSeeds", "clone_of"]
+
+
+class IndexFeed:
+    """What the clone of a loader takes its indices from; refilled for each epoch, so that workers can stay."""
+
+    def __init__(self) -> None:
+        self.source: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.source
+
+
+# Clones whose workers persist, by loader and seeding; they live as long as the loader.
+_Clone = tuple[DataLoader[Any], IndexFeed]
+_clones: weakref.WeakKeyDictionary[DataLoader[Any], dict[bool, _Clone]] = weakref.WeakKeyDictionary()
+
+
+def clone_of(loader: DataLoader[Any], *, seeded: bool) -> _Clone:
+    """Return a loader like ``loader`` that takes its indices from a feed and draws no global random numbers."""
+    cached = _clones.get(loader, {}).get(seeded)
+    if cached is not None:
+        return cached
+    feed = IndexFeed()
+    options: dict[str, Any] = {}
+    if loader.num_workers > 0:
+        options["prefetch_factor"] = loader.prefetch_factor
+        options["persistent_workers"] = loader.persistent_workers
+        options["multiprocessing_context"] = loader.multiprocessing_context
+    if loader.pin_memory_device:
+        options["pin_memory_device"] = loader.pin_memory_device
+    if loader.batch_sampler is not None:
+        options["batch_sampler"] = feed
+    else:
+        options["batch_size"] = None
+        options["sampler"] = feed
+    clone: DataLoader[Any] = DataLoader(
+        SeededDataset(loader.dataset) if seeded else loader.dataset,  # type: ignore[arg-type]
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        generator=torch.Generator(),
+        **options,
+    )
+    if clone.persistent_workers:
+        _clones.setdefault(loader, {})[seeded] = (clone, feed)
+    return clone, feed
+
+
+_lock = threading.Lock()
+_users = 0
+_before: Any = None
+
+
+class PersistentWorkerSeeds:
+    """Keeps the worker seeds of loaders with persistent workers out of torch's global generator, from `begin` to `end`.
+
+    Runs may overlap; the last run that ends puts torch's own method back.
+    """
+
+    def __init__(self) -> None:
+        self._open = False
+
+    def begin(self) -> None:
+        """Take part; idempotent."""
+        global _users, _before
+        with _lock:
+            if self._open:
+                return
+            self._open = True
+            _users += 1
+            if _users == 1:
+                _before = DataLoader._get_iterator
+                DataLoader._get_iterator = _get_iterator  # type: ignore[method-assign, assignment]
+
+    def end(self) -> None:
+        """Leave; idempotent."""
+        global _users
+        with _lock:
+            if not self._open:
+                return
+            self._open = False
+            _users -= 1
+            if _users == 0 and DataLoader._get_iterator is _get_iterator:
+                DataLoader._get_iterator = _before  # type: ignore[method-assign]
+
+
+def _get_iterator(loader: DataLoader[Any]) -> Any:
+    own = loader.persistent_workers and loader.num_workers > 0 and loader.generator is None
+    if not own:
+        return _before(loader)
+    # Only the seed of the workers comes from here: a sampler that shuffles draws from its own generator in each epoch.
+    loader.generator = torch.Generator().manual_seed(torch.initial_seed() & ((1 << 63) - 1))
+    try:
+        return _before(loader)
+    finally:
+        loader.generator = None

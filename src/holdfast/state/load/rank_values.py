@@ -1,0 +1,159 @@
+"""What each rank has for itself, generators and `PerRank` values, loaded by as many ranks as have saved or by others.
+
+The generators of four ranks are no generators for three: each rank gets new ones, a function of the state of rank 0's
+in the checkpoint, of the step, the number of ranks and the rank, so that the same resume always gives the same
+numbers and no two ranks draw alike. Generators that all ranks kept in step (the same seed everywhere and the same
+draws, for decisions that ranks take together) stay in step: all ranks take that of rank 0.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+
+from ..data.seeding import mix
+from ..tree import rng
+from ..tree.values import PerRank, PerRankNode
+from .match_plan import MatchPlan
+
+__all__ = ["match_per_rank", "match_rng", "restore_derived"]
+
+_BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")  # NumPy's own
+
+
+def match_rng(plan: MatchPlan, saved: Any, path: str) -> Any:
+    """Plan to restore the generators of this process, last of all."""
+    stored = plan.stored
+    parts = stored.per_rank
+    if not plan.takes(path):
+        return rng.RNG
+    if not (isinstance(saved, PerRankNode) and saved.rng):
+        plan.not_restored.append((path, "the checkpoint holds no generator states"))
+    elif stored.resized is not None and (first := (stored.part(0) or {}).get(saved.key)) is not None:
+        # The neighbour and the last rank show what was in step on all of them: groups of ranks may be among themselves.
+        some = ({1, stored.manifest.world_size - 1} - {0}) & stored.parts.keys()
+        others = ((stored.part(rank) or {}).get(saved.key) for rank in sorted(some))
+        states = [plan.fresh(one["rng"], path) for one in (first, *others) if one is not None]
+        plan.last.append(lambda: _derive(plan, states, path))
+        plan.restored.append(path)
+    elif parts is None or saved.key not in parts or stored.borrowed:
+        plan.not_restored.append((path, "the checkpoint holds no generator states of this rank"))
+    else:
+        state = plan.fresh(parts[saved.key]["rng"], path)
+        plan.last.append(lambda: plan.not_restored.extend((path, why) for why in rng.restore(plan.filled(state))))
+        plan.restored.append(path)
+    return rng.RNG
+
+
+def _derive(plan: MatchPlan, states: list[Any], path: str) -> None:
+    """Give this rank generators that follow from those of rank 0; the other states show what was in step."""
+    manifest, now = plan.stored.manifest, plan.stored.resized or 1
+    first, *others = map(plan.filled, states)
+    in_step, problems = restore_derived(first, others, step=manifest.step, rank=plan.rank, world_size=now)
+    note = f"random generators: derived for {now} rank(s) (the checkpoint has {manifest.world_size})"
+    if in_step:
+        note += f"; those in step on all ranks go on in step: {', '.join(in_step)}"
+    plan.notes.append(note)
+    plan.not_restored.extend((path, why) for why in problems)
+
+
+def match_per_rank(plan: MatchPlan, live: PerRank, saved: Any, path: str) -> Any:
+    """Match the value of this rank; one that was not there when the checkpoint was saved keeps what it has."""
+    stored, before = plan.stored, plan.stored.manifest.world_size
+    parts, now = stored.per_rank, stored.resized
+    if not isinstance(saved, PerRankNode) or parts is None or saved.key not in parts:
+        plan.not_restored.append((path, "the checkpoint has no part for this rank"))
+        return live
+    if now is not None:
+        fate = f"those of ranks {now} to {before - 1} go to nobody" if now < before else "new ranks keep what they have"
+        plan.notes.append(f"{path}: a value for each of {before} rank(s), {now} now: {fate}")
+    if stored.borrowed:
+        why = f"there was no rank {plan.rank}, saved by {before}: it keeps what it has"
+        plan.not_restored.append((path, why))
+        return live
+    return PerRank(plan.match(live.value, parts[saved.key], path))
+
+
+def restore_derived(
+    first: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *, step: int | None, rank: int, world_size: int
+) -> tuple[list[str], list[str]]:
+    """Set every generator of this process for a rank that goes on in a world of another size.
+
+    Args:
+        first: what `rng.capture` gave on rank 0.
+        others: the same of some other ranks: a generator that is alike on all of these was kept in step.
+        step: the step of the checkpoint.
+        rank: this rank.
+        world_size: number of ranks now.
+
+    Returns:
+        The names of the generators that stay in step, and one line for each that could not be set.
+    """
+    place = mix(step or 0, world_size, rank)
+    in_step: list[str] = []
+    derived: dict[str, Any] = {}
+    problems: list[str] = []
+    for name in ("python", "numpy", "torch"):
+        if name not in first:
+            continue
+        try:
+            alike = bool(others) and all(_bytes(one.get(name)) == _bytes(first[name]) for one in others)
+            derived[name] = first[name] if alike else _derived(name, first[name], mix(_hash(first[name]), place))
+        except rng.REFUSALS as error:
+            problems.append(f"{name} generator: {type(error).__name__}: {error}")
+            continue
+        if alike:
+            in_step.append(name)
+    damaged = {problem.split(" ", 1)[0] for problem in problems}
+    said = rng.restore(derived, devices=False)
+    problems += [one for one in said if one.split(" ", 1)[0] not in damaged]
+    return in_step, problems + _set_devices(first, others, place, in_step)
+
+
+def _set_devices(
+    first: Mapping[str, Any], others: Sequence[Mapping[str, Any]], place: int, in_step: list[str]
+) -> list[str]:
+    problems: list[str] = []
+    devices = first.get("devices")
+    for kind, states in (devices if isinstance(devices, Mapping) else {}).items():
+        try:
+            # Each process lists all devices it sees and uses one of them, not the same one: the order says nothing.
+            seen = set(map(_bytes, states))
+            theirs = ((one.get("devices") or {}).get(kind) or () for one in others)
+            alike = bool(others) and all(set(map(_bytes, one)) == seen for one in theirs)
+            problems += rng.set_devices(str(kind), states[0] if alike else mix(_hash(states[0]), place))
+        except rng.REFUSALS as error:
+            problems.append(f"{kind} generators: {type(error).__name__}: {error}")
+            continue
+        if alike:
+            in_step.append(str(kind))
+    return problems
+
+
+def _derived(name: str, state: Any, seed: int) -> Any:
+    """Return the state of a generator of the same kind that was seeded with ``seed``."""
+    if name == "torch":
+        return torch.Generator().manual_seed(seed).get_state()
+    if name == "python":
+        return rng.python_entry(random.Random(seed).getstate())
+    import numpy as np
+
+    name = str(state["bit_generator"])
+    if name not in _BIT_GENERATORS:
+        raise ValueError(f"unknown bit generator {name!r}")
+    kind = getattr(np.random, name)
+    return {**rng.plain(kind(seed).state), "has_gauss": 0, "gauss": 0.0}
+
+
+def _hash(state: Any) -> int:
+    return xxhash.xxh3_64_intdigest(_bytes(state))
+
+
+def _bytes(state: Any) -> bytes:
+    if isinstance(state, torch.Tensor):
+        return state.cpu().numpy().tobytes()
+    return repr(sorted(state.items()) if isinstance(state, Mapping) else state).encode()

@@ -1,0 +1,94 @@
+"""What a run prints: the block of a start, with what was restored and what was not, and the bar of a long load."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import run_kit as kit
+import torch
+
+import holdfast as hf
+from holdfast import _progress
+from holdfast.checkpointer.console import ResumeBlock, load_bar
+from holdfast.state.load.restore import load_state
+from holdfast.storage.resolve import resolve
+
+
+def test_the_block_of_a_resume_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On stderr, once: headline, restored entries in words, size and space; nothing on stdout."""
+    kit.train(tmp_path, 4)
+    capsys.readouterr()
+    kit.train(tmp_path, 6)
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert lines[:3] == [
+        f"holdfast: resumed from {tmp_path}/step_00000004 at step 4, epoch 0 (attempt 2)",
+        "  restored      model, optimizer, step, epoch and data position, random generators",
+        "  this run had finished (step 4): nothing to do unless more is asked for",
+    ]
+    assert lines[3].startswith("  one checkpoint takes about 5.2 KiB; ")
+    assert lines[3].endswith(" are free")
+    assert len(lines) == 4
+
+
+def test_the_block_of_a_fresh_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The estimate holds the optimizer state that the first step will create."""
+    kit.train(tmp_path / "run", 1)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"holdfast: fresh start: no checkpoint under {tmp_path}/run"
+    assert "one checkpoint takes about 5.2 KiB" in lines[1]
+
+
+def test_long_lists_are_cut() -> None:
+    """A hundred entries do not fill the screen: the first ones, and how many more."""
+    block = ResumeBlock(
+        headline="resumed",
+        restored=[f"item{number}" for number in range(100)],
+        not_restored=[(f"lost{number}", "why") for number in range(20)],
+    )
+    lines = block.lines()
+    assert len(lines) == 11
+    assert lines[1].endswith("item7, ... and 92 more")
+    assert lines[2] == "  NOT restored  lost0: why"
+    assert lines[-1] == "  NOT restored  ... and 12 more"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_slow_load_of_a_remote_checkpoint_is_shown(tmp_path, monkeypatch) -> None:
+    """Bytes of all that is read; a local checkpoint stays silent, one asked for does not."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "120")
+    times = iter(range(0, 1_000_000, 10))  # each look at the clock is ten seconds later
+    monkeypatch.setattr(_progress, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    remote, local = f"memory://{tmp_path.name}/c", str(tmp_path / "c")
+    for place, show, shown in ((local, None, False), (remote, None, True), (local, True, True), (remote, False, False)):
+        hf.save(place, {"w": torch.zeros(3 << 20)}, overwrite=True, ranks="this")
+        terminal.seek(0)
+        terminal.truncate()
+        with load_bar(resolve(place), show=show) as progress:
+            loaded = load_state(resolve(place), progress=progress)
+        assert loaded.bytes_read >= 12 << 20
+        assert ("load c" in terminal.getvalue() and "12.0/12.0 MiB" in terminal.getvalue()) == shown
+
+
+def test_a_resume_shows_it(tmp_path, monkeypatch) -> None:
+    """The Checkpointer uses it for a run on a remote."""
+    uri, model = f"memory://{tmp_path.name}/run", torch.nn.Linear(500, 500)
+    with hf.Checkpointer(uri, {"model": model}, every=1) as ck:
+        ck.step()
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr("holdfast.checkpointer.console._AFTER_S", -1.0)
+    with hf.Checkpointer(uri, {"model": model}, every=None) as ck:
+        assert ck.resumed_from is not None
+    assert "load step_00000001" in terminal.getvalue()
