@@ -91,12 +91,12 @@ def fail(how: str, which: int) -> None:
 def learn(config: dict[str, Any]) -> None:
     """Train a small model with DDP and report its state, sharded among the ranks."""
     import torch
-    from torch.nn.parallel import DistributedDataParallel
+
+    from holdfast.torch import prepare_model
 
     torch.manual_seed(0)
     model: Any = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
-    if hf.get_context().get_world_size() > 1:
-        model = DistributedDataParallel(model)
+    model = prepare_model(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer, "step": 0}
     if (checkpoint := hf.get_checkpoint()) is not None:

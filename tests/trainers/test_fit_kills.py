@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import holdfast as hf
 from holdfast.testing import assert_state_equal
 
 MARK = "HOLDFAST_TEST_RUN"
-CONFIG = {"steps": 30, "sleep": 0.03}
+CONFIG = {"steps": 60, "sleep": 0.05}
 
 
 def processes(ident: str) -> list[int]:
@@ -36,17 +37,34 @@ def processes(ident: str) -> list[int]:
     return found
 
 
-def kill_until_done(root: Path, seed: int, monkeypatch: pytest.MonkeyPatch, *, budget_s: float = 30.0) -> int:
-    """Start the script again and again, kill something every second or so; after the budget let it finish."""
+def newest(root: Path) -> str:
+    return max((path.name for path in (root / "run").glob("checkpoint_*")), default="")
+
+
+def await_progress(driver: subprocess.Popen[str], root: Path, *, limit_s: float = 10.0) -> None:
+    """Wait until training is a checkpoint further on, so that what goes on later has something to go on from."""
+    before, until = newest(root), time.monotonic() + limit_s
+    while driver.poll() is None and newest(root) == before and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def kill_until_done(root: Path, seed: int, monkeypatch: pytest.MonkeyPatch, *, budget_s: float = 30.0) -> list[int]:
+    """Start the script again and again, and kill something of it; after the budget let it finish.
+
+    Returns how many processes were killed, and how often training went on from a checkpoint.
+    """
     ident = uuid.uuid4().hex
     monkeypatch.setenv(MARK, ident)
-    chance, kills, deadline = random.Random(seed), 0, time.monotonic() + budget_s
+    chance, kills, resumed, deadline = random.Random(seed), 0, 0, time.monotonic() + budget_s
     while True:
         driver = start_script(root, learn=True, workers=3, failures=-1, **CONFIG)
         while True:
+            if chance.random() < 0.6:
+                await_progress(driver, root)
             over = time.monotonic() > deadline
             try:
-                driver.communicate(timeout=LIMIT_S if over else chance.uniform(0.2, 1.5))
+                _, printed = driver.communicate(timeout=LIMIT_S if over else chance.uniform(0.1, 1.5))
+                resumed += len(re.findall(r"from checkpoint_\d", printed))
                 break
             except subprocess.TimeoutExpired:
                 assert not over, f"the driver did not end within {LIMIT_S} s"
@@ -61,7 +79,7 @@ def kill_until_done(root: Path, seed: int, monkeypatch: pytest.MonkeyPatch, *, b
             break
     for pid in processes(ident):  # writers of killed drivers end by themselves
         assert wait_gone(pid)
-    return kills
+    return [kills, resumed]
 
 
 @pytest.mark.slow
@@ -70,7 +88,9 @@ def kill_until_done(root: Path, seed: int, monkeypatch: pytest.MonkeyPatch, *, b
 def test_killed_at_random(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, optimizer state and every metric are bitwise those of a training that nobody disturbed."""
     calm = make(tmp_path, learn, name="calm", workers=3, train_loop_config=CONFIG).fit()
-    assert kill_until_done(tmp_path, seed, monkeypatch) > 3
+    kills, resumed = kill_until_done(tmp_path, seed, monkeypatch)
+    assert kills > 3
+    assert resumed > 0
     killed = hf.Result.from_path(tmp_path / "run")
     assert killed.checkpoint is not None
     assert calm.checkpoint is not None

@@ -16,10 +16,11 @@ from holdfast.config import Keep
 from holdfast.errors import StorageFullError
 from holdfast.run.catalog import Catalog
 from holdfast.run.process import memory_name
+from holdfast.state.gradient_order import INEXACT, fix_gradient_order, parallel_modules
 from holdfast.state.load.put_back import put_back
 from holdfast.state.load.selection import Selection
 from holdfast.state.save.snapshot import Snapshotter
-from holdfast.state.tree.groups import group_of, ranks_alike
+from holdfast.state.tree.groups import group_of, parallel_group, ranks_alike
 from holdfast.storage.base import Storage
 from holdfast.writer.messages import RunOpened
 
@@ -102,13 +103,35 @@ def start_run(
     ready = meeting.agree("ready", need, check, work_s=_CALLS * options.timeout_s)
     if meeting.world_size > 1:
         progress.first_seed = ready["seed"]
+    inexact = _fix_gradient_orders(live, meeting)
     finished, before = None, session.opened.finished
     if mine and before and before.get("step") == progress.step:
         finished = int(before.get("epoch", 0))
     if session.leads:
-        _start_block(session, outcome, progress, finished=finished, room=ready["room"], options=options).show()
+        block = _start_block(session, outcome, progress, finished=finished, room=ready["room"], options=options)
+        block.notes.extend(inexact)
+        block.show()
     has_generators = outcome.loaded is not None and f"{RESERVED}/rng" in outcome.loaded.restored
     return StartedRun(outcome.checkpoint, has_generators, finished)
+
+
+def _fix_gradient_orders(live: Mapping[Any, Any], meeting: Meeting) -> list[str]:
+    """Let DDP add gradients in one order from the first step on, see `fix_gradient_order`; return notes for the block.
+
+    A module is left alone unless all ranks of its process group have it in their states: it would wait for the others.
+    """
+    if meeting.world_size < 3:
+        return []
+    found = parallel_modules(live)
+    mine: list[Any] = [[path, list(parallel_group(one) or ())] for path, one in found.items()]
+
+    def decide(given: list[Any]) -> list[Any]:
+        known = [module for modules in given for module in modules]
+        return [[path, ranks] for path, ranks in known if all([path, ranks] in given[rank] for rank in ranks)]
+
+    shared = meeting.agree("gradients", lambda: mine, decide)
+    fixed = {path: fix_gradient_order(found[path]) for path, ranks in mine if [path, ranks] in shared}
+    return [f"{path}: {INEXACT}" for path in found if not fixed.get(path, False)]
 
 
 def _open(session: RunSession, options: CheckpointerOptions) -> None:

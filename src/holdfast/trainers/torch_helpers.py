@@ -20,14 +20,17 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from holdfast._log import get_logger
 from holdfast._ranks import RankInfo, current_ranks
 from holdfast.errors import ConfigError
 from holdfast.state.data.split import DealtSampler, knows_its_rank
+from holdfast.state.gradient_order import INEXACT, fix_gradient_order
 
 from .loader import PreparedLoader
 
 __all__ = ["enable_reproducibility", "get_device", "get_devices", "prepare_data_loader", "prepare_model"]
 
+_LOG = get_logger("trainer")
 _seed: int | None = None  # what `enable_reproducibility` was given
 
 
@@ -51,8 +54,9 @@ def prepare_model(
 ) -> nn.Module:
     """Move a model to this worker's device and, with more than one worker, wrap it for data-parallel training.
 
-    Every rank calls it. Holdfast stores names without the wrapper's ``module.``, so checkpoints fit any number of
-    workers.
+    Every rank calls it. DDP then adds gradients in one order from the first step on, so that a resume is exact with any
+    number of workers (docs/parallel.md). Holdfast stores names without the wrapper's ``module.``, so checkpoints fit
+    any number of workers.
 
     Args:
         model: the model; one that is wrapped already is only moved.
@@ -84,7 +88,10 @@ def prepare_model(
     options: dict[str, Any] = {}
     if device is not None and device.type == "cuda":
         options = {"device_ids": [device], "output_device": device}
-    return DistributedDataParallel(model, **{**options, **(parallel_strategy_kwargs or {})})
+    wrapped = DistributedDataParallel(model, **{**options, **(parallel_strategy_kwargs or {})})
+    if not fix_gradient_order(wrapped) and ranks.rank == 0:
+        _LOG.warning(INEXACT)
+    return wrapped
 
 
 def prepare_data_loader(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from loop_kit import Crash, Points, Seen, accuracy, everything, loader, plain, rich
+from loop_kit import Crash, CrashAt, Points, Seen, accuracy, everything, loader, plain, rich
 
 import holdfast as hf
 from holdfast.callbacks import Callback, CheckpointSaver, LoadCheckpoint
@@ -68,6 +69,26 @@ def train(folder: str, *, crash_at: int | None = None, suffix: str = "", **optio
     if not crashed:
         trainer.close()
     return {**found, "crashed": crashed}
+
+
+def wide(folder: str, crash_at: int | None = None, *, given: bool = False) -> dict[str, Any]:
+    """A training in which the order of additions shows in the last bits; what its parameters came to."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    data = torch.utils.data.TensorDataset(torch.randn(96, 64), torch.randn(96, 64))
+    trainer = plain(
+        folder, model=DistributedDataParallel(model) if given else model, train_dataloader=DataLoader(data, 8),
+        loss_fn=functional.mse_loss, optimizers=torch.optim.Adam(model.parameters(), lr=0.01), save_interval="1ba",
+        autoresume=True, seed=3, callbacks=[] if crash_at is None else [CrashAt(crash_at)],
+    )  # fmt: skip
+    try:
+        trainer.fit()
+        trainer.close()
+    except (Crash, hf.HoldfastError):  # the first rank to die may be gone before the other comes to it
+        if crash_at is None:
+            raise
+    bits = b"".join(one.detach().numpy().tobytes() for one in model.parameters())
+    return {"digest": hashlib.sha256(bits).hexdigest(), "batch": int(trainer.state.timestamp.batch)}
 
 
 def loads_by_function(folder: str, suffix: str) -> dict[str, Any]:

@@ -58,6 +58,17 @@ def test_twins(ranks: Any, tmp_path: Path, suffix: str) -> None:
 
 
 @slow
+@pytest.mark.parametrize("given", [False, True])
+def test_three_ranks_that_die_end_as_if_nobody_had_died(ranks: Any, tmp_path: Path, given: bool) -> None:
+    """From three ranks on it matters in which order DDP adds; also where the user has wrapped the model."""
+    whole = ranks.checked(f"{CASES}wide", str(tmp_path / "whole"), given=given, world_size=3)
+    crashed = ranks.checked(f"{CASES}wide", str(tmp_path / "twin"), 3, given=given, world_size=3)
+    assert max(one["batch"] for one in crashed) == 3  # the others may notice before they come so far
+    again = ranks.checked(f"{CASES}wide", str(tmp_path / "twin"), given=given, world_size=3)
+    assert {one["digest"] for one in again} == {one["digest"] for one in whole}
+    assert again[0]["batch"] == whole[0]["batch"] > 3
+
+
 @pytest.mark.parametrize("suffix", ["", ".pt"])
 def test_a_function_that_changes_what_is_loaded(ranks: Any, tmp_path: Path, suffix: str) -> None:
     """With load_ignore_keys=function each rank gets its own generators and metrics all the same."""

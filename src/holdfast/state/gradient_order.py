@@ -1,0 +1,119 @@
+"""Gradients that DDP adds up in the same order in every step, the first step after a start included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["INEXACT", "fix_gradient_order", "parallel_modules"]
+
+# Said where `fix_gradient_order` returns False.
+INEXACT = (
+    "DDP adds its gradients in another order in the first step after a start, so with three or more ranks a resume "
+    "differs in the last bits: see docs/parallel.md"
+)
+
+
+def parallel_modules(state: Any) -> dict[str, DistributedDataParallel]:
+    """Return the modules of a state that are wrapped in DDP, by their paths, in the order of the paths."""
+    return dict(sorted(_parallel(state, "", ())))
+
+
+def _parallel(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, DistributedDataParallel]]:
+    if isinstance(value, nn.Module):
+        for name, one in value.named_modules():
+            if type(one) is DistributedDataParallel:
+                yield f"{path}/{name}".strip("/"), one
+    elif isinstance(value, (Mapping, list, tuple)) and id(value) not in above:
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _parallel(item, f"{path}/{key}", (*above, id(value)))
+
+
+def fix_gradient_order(model: DistributedDataParallel) -> bool:
+    """Let DDP lay out its buckets of gradients now, instead of after the first step of this process.
+
+    DDP fills its buckets in the order of ``parameters()`` for one step, then lays them out anew in the order in which
+    the gradients arrived (``Reducer::rebuild_buckets`` of PyTorch). An all-reduce of three or more ranks adds in an
+    order that depends on the place in the bucket, and float addition is not associative. So the first step after a
+    start differs in the last bits from the same step in the middle of a training, and a resume is not exact. One
+    backward pass that gives zeros to all parameters, last parameter first, fixes the layout before the first step.
+
+    All ranks of the model's process group call it, before the first step. Parameters and buffers stay as they are.
+
+    Args:
+        model: no forward pass was done with it yet.
+
+    Returns:
+        False where the layout cannot be fixed: with hooks on parameters, which would take the zeros for gradients of
+        the training, with sparse gradients, ``static_graph=True`` or ``mixed_precision``. True otherwise, also where
+        there is nothing to do: with one or two ranks, or ``find_unused_parameters=True``.
+    """
+    if model.process_group.size() < 3 or model.find_unused_parameters:
+        return True
+    parameters = [one for one in model.module.parameters() if one.requires_grad]
+    if model.static_graph or model.mixed_precision is not None or _has_hooks(parameters) or _has_sparse(model.module):
+        return False
+    with torch.enable_grad(), _set_aside(model, parameters):
+        model(torch.zeros(())).backward()
+    return True
+
+
+def _has_hooks(parameters: list[nn.Parameter]) -> bool:
+    # What `register_hook` and `register_post_accumulate_grad_hook` keep; torch has no public way to ask.
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(one, name, None) for one in parameters for name in names)
+
+
+def _has_sparse(module: nn.Module) -> bool:
+    return any(getattr(one, "sparse", False) is True for one in module.modules())
+
+
+@contextmanager
+def _set_aside(model: DistributedDataParallel, parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Let DDP call zeros instead of its module; gradients and buffers stay as they are."""
+    module, syncs, before = model.module, model.require_forward_param_sync, [one.grad for one in parameters]
+    model.module, model.require_forward_param_sync = _Zeros(module, parameters), False
+    try:
+        for one in parameters:
+            one.grad = None
+        yield
+    finally:
+        model.module, model.require_forward_param_sync = module, syncs
+        for one, grad in zip(parameters, before, strict=True):
+            one.grad = grad
+
+
+class _Zeros(nn.Module):
+    """A scalar that has all parameters as its inputs, with gradients of zeros."""
+
+    def __init__(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self._given = (module, parameters)  # a tuple: they do not become parts of this module
+
+    def named_buffers(self, *args: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._given[0].named_buffers(*args, **options)
+
+    def forward(self, scalar: torch.Tensor) -> Any:
+        add: Any = _ZeroGradient.apply  # torch gives it no types
+        for one in self._given[1]:
+            scalar = add(scalar.to(one.device), one)
+        return scalar
+
+
+class _ZeroGradient(torch.autograd.Function):
+    """One link of a chain. Backward goes from the last link to the first, so the last parameter is ready first."""
+
+    @staticmethod
+    def forward(ctx: Any, scalar: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(parameter)
+        return scalar.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        (parameter,) = ctx.saved_tensors
+        return gradients[0], torch.zeros_like(parameter)
