@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast as hf
@@ -52,11 +53,16 @@ def differing(kind: str, fix: bool) -> dict[str, Any]:
     return {"fixed": fixed, "untouched": untouched, "differ": count}
 
 
-def hooked() -> dict[str, Any]:
-    """An optimizer that steps in hooks of the parameters: it must not see gradients that nobody trained with."""
+def hooked(kind: str) -> dict[str, Any]:
+    """Hooks, such as those of an optimizer that steps in them: they must not see gradients that nobody trained with."""
     model, calls = wrapped(), []
-    for one in model.parameters():
-        one.register_post_accumulate_grad_hook(calls.append)
+    if kind == "parameter":
+        for one in model.parameters():
+            one.register_post_accumulate_grad_hook(calls.append)
+    elif kind == "module":
+        model.register_forward_hook(lambda *given: calls.append(given))
+    else:
+        model.register_comm_hook(None, lambda state, bucket: (calls.append(bucket), allreduce_hook(None, bucket))[1])
     return {"fixed": fix_gradient_order(model), "calls": len(calls)}
 
 

@@ -27,11 +27,15 @@ def test_models_that_need_nothing(ranks):
     assert all(one["fixed"] and one["differ"] == 0 for one in found)
 
 
+@pytest.mark.parametrize("kind", ["parameter", "module", "communication"])
+def test_hooks_see_no_zeros(ranks, kind):
+    assert ranks.checked(f"{CASES}:hooked", kind, world_size=3) == [{"fixed": False, "calls": 0}] * 3
+
+
 def test_what_cannot_be_fixed_is_left_alone(ranks):
     for one in ranks.checked(f"{CASES}:differing", "static", True, world_size=3):
         assert one["fixed"] is False
         assert one["untouched"]
-    assert ranks.checked(f"{CASES}:hooked", world_size=3) == [{"fixed": False, "calls": 0}] * 3
 
 
 def test_a_killed_run_of_three_ranks_goes_on_bit_exact(ranks, tmp_path):

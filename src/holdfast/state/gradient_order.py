@@ -12,6 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["INEXACT", "fix_gradient_order", "parallel_modules"]
 
+# Where torch keeps hooks, and whether it reduces in Python; it has no public way to ask.
+_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_MODULES = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_comm_hooks",
+    "_use_python_reducer",
+)  # fmt: skip
 # Said where `fix_gradient_order` returns False.
 INEXACT = (
     "DDP adds its gradients in another order in the first step after a start, so with three or more ranks a resume "
@@ -49,24 +55,25 @@ def fix_gradient_order(model: DistributedDataParallel) -> bool:
         model: no forward pass was done with it yet.
 
     Returns:
-        False where the layout cannot be fixed: with hooks on parameters, which would take the zeros for gradients of
-        the training, with sparse gradients, ``static_graph=True`` or ``mixed_precision``. True otherwise, also where
-        there is nothing to do: with one or two ranks, or ``find_unused_parameters=True``.
+        False where the layout cannot be fixed: with hooks on parameters or on the wrapper and hooks of communication,
+        which would take the zeros for gradients of the training, with sparse gradients, ``static_graph=True`` or
+        ``mixed_precision``. True otherwise, also where there is nothing to do: with one or two ranks, or
+        ``find_unused_parameters=True``.
     """
     if model.process_group.size() < 3 or model.find_unused_parameters:
         return True
     parameters = [one for one in model.module.parameters() if one.requires_grad]
-    if model.static_graph or model.mixed_precision is not None or _has_hooks(parameters) or _has_sparse(model.module):
+    if model.static_graph or getattr(model, "mixed_precision", None) is not None or _has_sparse(model.module):
+        return False
+    if _has_hooks(model, _OF_MODULES) or any(_has_hooks(one, _OF_PARAMETERS) for one in parameters):
         return False
     with torch.enable_grad(), _set_aside(model, parameters):
         model(torch.zeros(())).backward()
     return True
 
 
-def _has_hooks(parameters: list[nn.Parameter]) -> bool:
-    # What `register_hook` and `register_post_accumulate_grad_hook` keep; torch has no public way to ask.
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return any(getattr(one, name, None) for one in parameters for name in names)
+def _has_hooks(holder: Any, kinds: tuple[str, ...]) -> bool:
+    return any(getattr(holder, kind, None) for kind in kinds)
 
 
 def _has_sparse(module: nn.Module) -> bool:
