@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -122,16 +124,21 @@ def _fix_gradient_orders(live: Mapping[Any, Any], meeting: Meeting) -> list[str]
     """
     if meeting.world_size < 3:
         return []
-    found = parallel_modules(live)
-    mine: list[Any] = [[path, list(parallel_group(one) or ())] for path, one in found.items()]
+    found = {path: one for path, one in parallel_modules(live).items() if one.process_group.size() > 2}
+    keys = {path: _key_of(path, parallel_group(one) or ()) for path, one in found.items()}
 
-    def decide(given: list[Any]) -> list[Any]:
-        known = [module for modules in given for module in modules]
-        return [[path, ranks] for path, ranks in known if all([path, ranks] in given[rank] for rank in ranks)]
+    def decide(given: list[Any]) -> list[str]:
+        counts = Counter(key for keys in given for key in keys)
+        return [key for key, count in counts.items() if count == int(key.partition(" ")[0])]
 
-    shared = meeting.agree("gradients", lambda: mine, decide)
-    fixed = {path: fix_gradient_order(found[path]) for path, ranks in mine if [path, ranks] in shared}
+    shared = set(meeting.agree("gradients", lambda: list(keys.values()), decide))
+    fixed = {path: fix_gradient_order(found[path]) for path, key in keys.items() if key in shared}
     return [f"{path}: {INEXACT}" for path in found if not fixed.get(path, False)]
+
+
+def _key_of(path: str, ranks: tuple[int, ...]) -> str:
+    """Return a short name for a module and the ranks that have it, which begins with their number."""
+    return f"{len(ranks)} {hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]} {path}"
 
 
 def _open(session: RunSession, options: CheckpointerOptions) -> None:

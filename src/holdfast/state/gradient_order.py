@@ -63,7 +63,7 @@ def fix_gradient_order(model: DistributedDataParallel) -> bool:
     if model.process_group.size() < 3 or model.find_unused_parameters:
         return True
     parameters = [one for one in model.module.parameters() if one.requires_grad]
-    if model.static_graph or getattr(model, "mixed_precision", None) is not None or _has_sparse(model.module):
+    if model.static_graph or model.mixed_precision is not None or _has_sparse(model.module):
         return False
     if _has_hooks(model, _OF_MODULES) or any(_has_hooks(one, _OF_PARAMETERS) for one in parameters):
         return False
