@@ -36,16 +36,16 @@ def free_name(step: int, *, attempt: int, taken: Collection[str]) -> str:
 
 def manifest_fields(
     *,
-    run_id: str | None,
     checkpoint_id: str,
-    parent: str | None,
-    attempt: int,
     step: int | None,
     epoch: float | None,
     metrics: Mapping[str, Any],
+    run_id: str | None = None,
+    parent: str | None = None,
+    attempt: int = 1,
     world_size: int = 1,
 ) -> dict[str, Any]:
-    """Return the fields of a manifest that the trainer knows."""
+    """Return the fields of a manifest that the trainer knows; the defaults are those of a save without a run."""
     return {
         "run_id": run_id,
         "checkpoint_id": checkpoint_id,

@@ -104,10 +104,7 @@ class SaveTarget:
         joint = self.team is not None
         self._check_free(overwrite=overwrite)
         fields = manifest_fields(
-            run_id=None,
             checkpoint_id=uuid.uuid4().hex,
-            parent=None,
-            attempt=1,
             step=step,
             epoch=None,
             metrics=metrics or {},

@@ -211,10 +211,7 @@ def write_alone(
         part = writer.write(rows, aliases)
         state = writer.state(dumps(tree))
         fields = manifest_fields(
-            run_id=None,
             checkpoint_id=uuid.uuid4().hex,
-            parent=None,
-            attempt=1,
             step=step,
             epoch=epoch,
             metrics={},

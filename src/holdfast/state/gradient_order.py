@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["INEXACT", "fix_gradient_order", "parallel_modules"]
+from holdfast._log import get_logger
+
+__all__ = ["INEXACT", "fix_gradient_order", "fix_or_warn", "parallel_modules"]
+
+_LOG = get_logger("trainer")
 
 # Where torch keeps hooks, and whether it reduces in Python; it has no public way to ask.
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -23,6 +28,8 @@ INEXACT = (
     "DDP adds its gradients in another order in the first step after a start, so with three or more ranks a resume "
     "differs in the last bits: see docs/parallel.md"
 )
+
+_tried: WeakKeyDictionary[DistributedDataParallel, bool] = WeakKeyDictionary()  # and whether it is fixed
 
 
 def parallel_modules(state: Any) -> dict[str, DistributedDataParallel]:
@@ -50,6 +57,7 @@ def fix_gradient_order(model: DistributedDataParallel) -> bool:
     backward pass that gives zeros to all parameters, last parameter first, fixes the layout before the first step.
 
     All ranks of the model's process group call it, before the first step. Parameters and buffers stay as they are.
+    Called again it only says how the first call ended.
 
     Args:
         model: no forward pass was done with it yet.
@@ -60,6 +68,19 @@ def fix_gradient_order(model: DistributedDataParallel) -> bool:
         ``mixed_precision``. True otherwise, also where there is nothing to do: with one or two ranks, or
         ``find_unused_parameters=True``.
     """
+    if model not in _tried:
+        _tried[model] = _fix(model)
+    return _tried[model]
+
+
+def fix_or_warn(model: DistributedDataParallel, *, leads: bool) -> None:
+    """Fix the order of a model; rank 0, which ``leads``, warns once where that cannot be done."""
+    is_new = model not in _tried
+    if not fix_gradient_order(model) and is_new and leads:
+        _LOG.warning(INEXACT)
+
+
+def _fix(model: DistributedDataParallel) -> bool:
     if model.process_group.size() < 3 or model.find_unused_parameters:
         return True
     parameters = [one for one in model.module.parameters() if one.requires_grad]

@@ -20,17 +20,15 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from holdfast._log import get_logger
 from holdfast._ranks import RankInfo, current_ranks
 from holdfast.errors import ConfigError
 from holdfast.state.data.split import DealtSampler, knows_its_rank
-from holdfast.state.gradient_order import INEXACT, fix_gradient_order
+from holdfast.state.gradient_order import fix_or_warn
 
 from .loader import PreparedLoader
 
 __all__ = ["enable_reproducibility", "get_device", "get_devices", "prepare_data_loader", "prepare_model"]
 
-_LOG = get_logger("trainer")
 _seed: int | None = None  # what `enable_reproducibility` was given
 
 
@@ -89,8 +87,7 @@ def prepare_model(
     if device is not None and device.type == "cuda":
         options = {"device_ids": [device], "output_device": device}
     wrapped = DistributedDataParallel(model, **{**options, **(parallel_strategy_kwargs or {})})
-    if not fix_gradient_order(wrapped) and ranks.rank == 0:
-        _LOG.warning(INEXACT)
+    fix_or_warn(wrapped, leads=ranks.rank == 0)
     return wrapped
 
 

@@ -13,16 +13,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast._log import get_logger
 from holdfast.errors import ConfigError
-from holdfast.state.gradient_order import INEXACT, fix_gradient_order
+from holdfast.state.gradient_order import fix_or_warn
 from holdfast.state.tree.sharded import is_spread
 
 from .ranks import Ranks
 
 __all__ = ["Parallel", "bare", "is_sharded"]
 
-_LOG = get_logger("trainer")
 _INSTEAD = "; the trainer gives every rank its own part of the data: use holdfast.Checkpointer in a loop of your own"
 
 
@@ -50,7 +48,6 @@ class Parallel:
     def __init__(self, given: nn.Module, ranks: Ranks) -> None:
         self._given, self._ranks = given, ranks
         self._wrapped: nn.Module | None = given if isinstance(given, DistributedDataParallel) else None
-        self._is_new = True  # the user's DDP has not trained here
         self._plain: list[nn.Parameter] = []  # whole on every rank, in a model that is sharded otherwise
         self._fsdp: list[Any] = []  # what gathers gradients by itself
         if ranks.world_size > 1:
@@ -62,8 +59,7 @@ class Parallel:
         if self._ranks.world_size == 1:
             return
         if self._wrapped is not None and bare(self._wrapped) is model:
-            if self._is_new:
-                self._fix_order()
+            self._fix_order()
             return
         self._wrapped, self._plain, self._fsdp = None, [], []
         if is_sharded(model):
@@ -80,10 +76,8 @@ class Parallel:
         self._fix_order()
 
     def _fix_order(self) -> None:
-        self._is_new = False
-        wrapped = self._wrapped
-        if isinstance(wrapped, DistributedDataParallel) and not fix_gradient_order(wrapped) and self._ranks.leads:
-            _LOG.warning(INEXACT)
+        if isinstance(self._wrapped, DistributedDataParallel):
+            fix_or_warn(self._wrapped, leads=self._ranks.leads)
 
     def _ready_sharded(self, model: nn.Module) -> None:
         """Let what `fully_shard` was not given begin alike; DDP would do that, and average its gradients."""
