@@ -69,9 +69,9 @@ def test_a_disk_full_later_follows_the_policy(
             for _ in range(3):
                 state["weights"] += 1
                 ck.step()
-                if not ck._session.busy:
+                if not ck._session.saves.busy:
                     continue
-                ck._session._pending[0].future.exception()
+                ck._session.saves._pending[0].future.exception()
             if policy == "skip":
                 _fill(storage, 32 << 20)
     except hf.StorageFullError as error:

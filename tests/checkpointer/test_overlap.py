@@ -16,7 +16,7 @@ import run_kit as kit
 import torch
 
 import holdfast as hf
-from holdfast.checkpointer import run_session
+from holdfast.checkpointer import pending_saves
 from holdfast.storage.base import FileWriter
 from holdfast.storage.memory import MemoryStorage
 from holdfast.testing import FaultyStorage
@@ -95,13 +95,13 @@ def test_when_busy_wait_holds_the_loop_until_the_save_before_is_done(
     with hf.Checkpointer(gated, {"w": torch.zeros(4)}, every=1, keep=None) as ck:
         gated.gate.clear()
         ck.step()
-        real = run_session.wait
+        real = pending_saves.wait
 
         def wait(*arguments: Any, **options: Any) -> Any:
             threading.Timer(0.2, gated.gate.set).start()  # not before it waits, however busy the machine is
             return real(*arguments, **options)
 
-        monkeypatch.setattr(run_session, "wait", wait)
+        monkeypatch.setattr(pending_saves, "wait", wait)
         ck.step()
         monkeypatch.undo()
         assert ck.stats.last_durable_step == 1
@@ -141,7 +141,7 @@ def test_a_failed_save_raises_at_the_next_step_and_the_run_can_go_on() -> None:
     with hf.Checkpointer(storage, {"w": torch.zeros(4)}, every=1, keep=None) as ck:
         ck.step()
         ck.step()
-        ck._session._pending[0].future.exception()
+        ck._session.saves._pending[0].future.exception()
         with pytest.raises(hf.StorageError, match="no step_00000002"):
             ck.step()
         ck.step()

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.checkpointer.run_session import RunSave, RunSession
+from holdfast.checkpointer.pending_saves import RunSave
+from holdfast.checkpointer.run_session import RunSession
 from holdfast.run.catalog import Catalog
 from holdfast.state.save.snapshot import Snapshotter
 from holdfast.storage.base import Storage
@@ -52,14 +53,14 @@ def test_states_and_directories_are_one_line_of_checkpoints(tmp_path: Path) -> N
     save(session, snapshotter, 1)
     session.settle()
     add(session, tmp_path / "a", 2)
-    assert (session.last_step, session.last_name, session.num_pending) == (2, "step_00000002", 1)
+    assert (session.last_step, session.last_name, len(session.saves)) == (2, "step_00000002", 1)
     save(session, snapshotter, 3)  # waits for the directory
     session.settle()
     end(session)
     snapshotter.close()
     again = opened(storage)
     assert "step_00000003" in again.names
-    again.parent = hf.Checkpoint(tmp_path / "run" / "step_00000003").manifest.checkpoint_id  # type: ignore[union-attr]
+    again.saves.parent = hf.Checkpoint(tmp_path / "run" / "step_00000003").manifest.checkpoint_id  # type: ignore[union-attr]
     add(again, tmp_path / "b", 3)  # the name is taken
     again.settle()
     end(again)
@@ -93,12 +94,12 @@ def test_a_lost_save_costs_itself(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert session.last_step == 2
     session.settle()
     session.wait_for_notes()
-    assert (session.last_step, session.lost.in_a_row, session.stats.skipped) == (1, 1, 1)
+    assert (session.last_step, session.saves.lost.in_a_row, session.stats.skipped) == (1, 1, 1)
     assert "training goes on (save 1 in a row)" in caplog.text
     assert "metrics were not bound, the save of their step was lost" in caplog.text
     add(session, tmp_path / "c", 2)
     session.settle()
-    assert session.lost.in_a_row == 0
+    assert session.saves.lost.in_a_row == 0
     end(session)
     newest, before = Catalog(resolve(tmp_path / "run")).records()
     assert (newest.name, before.name) == ("step_00000002", "step_00000001")
@@ -115,7 +116,7 @@ def test_lost_saves_in_a_row_end_the_training(tmp_path: Path, on_full: str, lost
     add(session, tmp_path / "last", lost, nbytes=100_000)
     with pytest.raises(hf.StorageFullError):
         session.settle()
-    assert session.lost.total == lost
+    assert session.saves.lost.total == lost
     end(session)
 
 

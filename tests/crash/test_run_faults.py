@@ -280,7 +280,7 @@ def test_a_hang_is_bounded(tmp_path):
             ops.go.clear()
             # Not from the start: a busy machine may need longer for what is no hang.
             ck.options = dataclasses.replace(ck.options, timeout_s=0.5)
-            ck._session.timeout_s = 0.5
+            ck._session.timeout_s = ck._session.saves.timeout_s = 0.5
             begun = time.monotonic()
             ck.save()
             ck.wait()

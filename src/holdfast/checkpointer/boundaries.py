@@ -158,7 +158,7 @@ class StepBoundary:
             session.settle()
         elif session.unsettled:
             session.glance()
-        if session.wants_retry:
+        if session.saves.wants_retry:
             self._save_when_space()
         elif call == "save":
             self.save()
@@ -166,7 +166,7 @@ class StepBoundary:
     @property
     def wants_attention(self) -> bool:
         """True before the first step was attended to, and while a save waits for space."""
-        return not self._warm or self._session.wants_retry
+        return not self._warm or self._session.saves.wants_retry
 
     @property
     def save_s(self) -> float:
@@ -198,7 +198,9 @@ class StepBoundary:
         session, progress = self._session, self._progress
         step, team = progress.step, session.team
         may_skip = self._options.when_busy == "skip" and not force
-        if may_skip and (session.busy if team is None else not team.may_save(step)):  # the same answer on all ranks
+        if may_skip and (
+            session.saves.busy if team is None else not team.may_save(step)
+        ):  # the same answer on all ranks
             session.stats.skipped += 1
             session.journal("skipped", step=step)
             _LOG.info(
@@ -276,16 +278,16 @@ class StepBoundary:
         session = self._session
         until = time.monotonic() + self._options.timeout_s
         tries = int(self._options.timeout_s / _FULL_RETRY_S)  # counted, where all ranks have to try equally often
-        while session.wants_retry:
+        while session.saves.wants_retry:
             self.save(force=True)
             session.settle()
-            if not session.wants_retry:
+            if not session.saves.wants_retry:
                 return
             if self.pace.must_end(tries):
                 self.stop()
             tries -= 1
             if tries < 1 or (session.team is None and time.monotonic() + _FULL_RETRY_S > until):
-                session.on_full = "raise"
+                session.saves.on_full = "raise"
             time.sleep(_FULL_RETRY_S)
 
     # -- the end
@@ -301,12 +303,12 @@ class StepBoundary:
         if step > 0 and session.last_step != step:
             self.save(force=True)
             session.settle()
-            if session.wants_retry:
+            if session.saves.wants_retry:
                 self._save_when_space()
         self.wait()
         self._say_lost()
         if step > 0 and session.last_step != step:
-            error = session.lost.error
+            error = session.saves.lost.error
             lost = f"the final step {step} was NOT saved, {state_of(error)} ({error}); {self._newest_safe()}"
             raise passing_error(error, lost)
         self._wait_for_remote()
@@ -335,7 +337,7 @@ class StepBoundary:
 
     def _say_lost(self) -> None:
         """Log how many saves were lost because the storage was full or did not answer."""
-        if lost := self._session.lost.total:
+        if lost := self._session.saves.lost.total:
             _LOG.warning(
                 "%d save(s) of this run were lost, the storage was full or did not answer; %s", lost,
                 self._newest_safe(),

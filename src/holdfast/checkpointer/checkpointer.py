@@ -257,7 +257,7 @@ class Checkpointer:
         assert session is not None
         assert course is not None
         self._step_s = step_s = entered - self._left - course.held_s
-        session.clock.step(step_s, draining=session.busy)
+        session.clock.step(step_s, draining=session.saves.busy)
         progress.stepped()
         if metrics:
             course.log.add(progress.step, progress.epoch, metrics)

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from threading import Event
+from functools import partial
 from typing import Any
 
 from holdfast._log import get_logger
@@ -28,42 +28,38 @@ from holdfast.writer.messages import IngestJob, IngestSource, RunOpened, SaveRes
 
 from .announce import Announcer, Listener
 from .identity import free_name, manifest_fields, new_start_id
-from .rank_group import ANSWER_MARGIN_S, RankGroup
+from .pending_saves import PendingSaves, RunSave, failed
+from .rank_group import RankGroup
 from .remote import RemoteWatch
 from .rendezvous import Alone, Meeting
 from .stats import Stats, StepClock
-from .transient import MAX_LOST, TRANSIENT_ERRORS, LostSaves, state_of
+from .transient import TRANSIENT_ERRORS, state_of
 
-__all__ = ["RunSave", "RunSession", "answer"]
+__all__ = ["NamedSave", "RunSession", "answer"]
 
 _LOG = get_logger("checkpointer")
 _LEASE_S = 60.0  # that the writer of a dead trainer may still take to finish
 _VISIBLE_S = 5.0  # that a network file system may take to show a file
 
 
-@dataclass(slots=True, kw_only=True)
-class RunSave:
-    """A save on its way into a run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedSave:
+    """A save whose name its owner gives, and which that owner follows itself.
 
     Attributes:
-        name: of the checkpoint.
-        step: of the training.
-        checkpoint_id: of the checkpoint.
-        future: resolves when it is committed.
-        begun: when the save began, by `time.perf_counter`.
-        durable: when it had ended, well or not; 0.0 before. Set by another thread.
-        committed: called, in `RunSession.settle`, with the outcome of a good end.
-        lost: called there with the error of a bad end; returns what is logged, if training goes on.
+        name: path of the checkpoint in the run; one that is there is replaced when the save commits. Only what lies
+            directly in the run is in its index.
+        extra: for the manifest.
+        saves: those that it follows.
+        follow: gets the future of the commit; returns the future of what its owner does at once after the commit.
+        lost: see `RunSave`.
     """
 
     name: str
-    step: int
-    checkpoint_id: str
-    future: Future[Any]
-    begun: float
-    committed: Callable[[RunSave, SaveResult], object]
+    extra: Mapping[str, str]
+    saves: PendingSaves
+    follow: Callable[[Future[SaveResult]], Future[SaveResult]]
     lost: Callable[[RunSave, BaseException], str]
-    durable: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +80,7 @@ class _Note:
 class RunSession:
     """Holds a run: starts its writer, takes its lease, follows saves, gives the run back. Used by a single thread.
 
-    Saves are taken in, in their order, by `settle`. One that the storage did not take costs itself, the tenth in a row
-    raises; any other failure raises.
+    Saves are taken in, in their order, by `settle`, see `PendingSaves`.
 
     Args:
         storage: where saves go; the root of the run, unless `open` is given another.
@@ -106,9 +101,7 @@ class RunSession:
         opened: what opening the run has found.
         quarantined: reasons of the checkpoints that were set aside, by name.
         names: names that are taken under the run.
-        parent: id of the newest durable checkpoint, or of the checkpoint that training goes on from.
-        lost: counts the saves that the storage did not take.
-        wants_retry: ``on_full="wait"``, and the last save found no space, or no answer.
+        saves: those on their way, but for the ones that are followed by their owner.
         stats: what saving has cost.
         clock: measures steps; fed by the owner.
         remote_watch: follows the uploads of a mirrored run.
@@ -126,34 +119,27 @@ class RunSession:
         timeout_name: str = "timeout_s",
     ) -> None:
         self.storage = self.root = storage
-        self.remote, self.on_full, self.timeout_s = remote, on_full, timeout_s
+        self.remote, self.timeout_s = remote, timeout_s
         self._bound = f" ({timeout_name})" if timeout_name else ""
         self.meeting: Meeting = meeting or Alone()
         self.leads = self.meeting.rank == 0
         self.staged = False
         self.quarantined: dict[str, str] = {}
         self.names: set[str] = set()
-        self.parent: str | None = None
-        self.lost = LostSaves()
-        self.wants_retry = False
         self.stats, self.clock = Stats(), StepClock()
         self.remote_watch: RemoteWatch | None = None
         self.announcer = Announcer(())
         self._opened: RunOpened | None = None
-        self._newest: tuple[int, str | None] = (-1, None)  # step and name of the newest durable checkpoint
-        self._pending: list[RunSave] = []  # oldest first
         self._notes: list[_Note] = []
-        self._gone: set[str] = set()  # names of saves that were lost
-        self._ended = Event()  # something that `settle` has to take in
         self._number = 0
         self._counted = (0.0, 0.0)  # seconds blocked and lost that the run's journal has
-        self._stuck = False  # the time for a save was up: it is not waited for as long again
         self.client = WriterClient.start(storage, remote=remote)
         self.start_id = new_start_id()
         self.team: RankGroup | None = None
         if self.meeting.world_size > 1:
             self.team = self._join()
             self.start_id = self.team.start_id
+        self.saves = self.pending(on_full=on_full)
 
     def _join(self) -> RankGroup:
         try:
@@ -161,6 +147,13 @@ class RunSession:
         except BaseException as error:
             self.client.close(self.timeout_s, why=f"did not start: {type(error).__name__}")
             raise
+
+    def pending(self, *, on_full: str = "skip") -> PendingSaves:
+        """Return what follows saves into this run, see `PendingSaves`."""
+        return PendingSaves(
+            self.storage.uri, timeout_s=self.timeout_s, bound=self._bound,
+            rank=None if self.team is None else self.team.rank, on_full=on_full, held=self._held,
+        )  # fmt: skip
 
     # -- the run
 
@@ -277,7 +270,7 @@ class RunSession:
             name: of its checkpoint, which belongs to this run.
             checkpoint_id: parent of the next checkpoint.
         """
-        self.parent, self._newest = checkpoint_id, (step, name)
+        self.saves.resume_at(step, name=name, checkpoint_id=checkpoint_id)
         self.stats.last_durable_step = step
 
     def announce(self, listeners: Sequence[Listener], *, mirror: Mirror | None = None) -> None:
@@ -305,7 +298,8 @@ class RunSession:
         step: int,
         epoch: int,
         metrics: Mapping[str, Any],
-        announce: Callable[[str], object],
+        announce: Callable[[str], object] | None = None,
+        named: NamedSave | None = None,
     ) -> None:
         """Copy a state and hand it to the writer; waits for the saves before. The state may change afterwards.
 
@@ -316,39 +310,56 @@ class RunSession:
             epoch: current epoch.
             metrics: of this step.
             announce: called with the name of the checkpoint before the save is handed over.
+            named: the name and the owner of the save; None: the session names and follows it.
 
         Raises:
-            HoldfastError: an earlier save failed, or this save cannot begin.
+            HoldfastError: an earlier save failed, or this save cannot begin. A storage that is full or does not answer
+                is a lost save, which `settle` takes in.
         """
-        self.settle()
+        saves = self.saves if named is None else named.saves
+        if named is None:
+            self.settle()
+        else:
+            saves.settle()
         begun = time.perf_counter()
-        name, save_id = free_name(step, attempt=self.opened.attempt, taken=self.names), self.next_save_id()
-        checkpoint_id, joint = uuid.uuid4().hex, self.team is not None
-        with contextlib.nullcontext() if self.team is None else self.team.broadcast_errors(save_id):
-            if self.remote_watch is not None:
-                self.remote_watch.make_room(self.timeout_s)
-            # Metrics first: a trainer killed right after the hand-over has its save committed all the same.
-            announce(name)
-            fields = self._manifest(checkpoint_id, step, epoch, metrics, world_size=self.meeting.world_size)
-            request = SaveRequest(
-                storage=self.storage, directory=name, save_id=save_id, manifest=fields, reuse=True, run=self.leads,
-                part=joint, joint=joint,
-            )  # fmt: skip
-            submitted = snapshotter.submit(state(), self.client, request, lazy=True)
+        name = free_name(step, attempt=self.opened.attempt, taken=self.names) if named is None else named.name
+        save_id, checkpoint_id, joint = self.next_save_id(), uuid.uuid4().hex, self.team is not None
+        in_run = "/" not in name  # the index of a run knows what lies directly in it
+        future: Future[Any]
+        try:
+            with contextlib.nullcontext() if self.team is None else self.team.broadcast_errors(save_id):
+                if self.remote_watch is not None:
+                    self.remote_watch.make_room(self.timeout_s)
+                # Metrics first: a trainer killed right after the hand-over has its save committed all the same.
+                if announce is not None:
+                    announce(name)
+                fields = self._manifest(
+                    checkpoint_id, step, epoch, metrics, parent=saves.parent, world_size=self.meeting.world_size
+                )
+                if named is not None:
+                    fields["extra"] = dict(named.extra)
+                request = SaveRequest(
+                    storage=self.storage, directory=name, save_id=save_id, manifest=fields,
+                    overwrite=named is not None, reuse=in_run, run=in_run and self.leads, part=joint, joint=joint,
+                )  # fmt: skip
+                future = snapshotter.submit(state(), self.client, request, lazy=True).future
+        except TRANSIENT_ERRORS as error:
+            future = failed(error)
 
         def committed(save: RunSave, result: SaveResult) -> None:
-            self._note_cost(save)
+            self._note_cost(save, steps_measured=named is None)
             snapshotter.observe(result.unchanged)
             if self.leads and not self.staged:  # a staged save is announced when it has arrived at the remote
                 self.announcer.tell(Checkpoint.at(self.storage, result.directory))
 
         self._begin(
             RunSave(
-                name=name, step=step, checkpoint_id=checkpoint_id, future=submitted.future, begun=begun,
-                committed=committed, lost=_lost_state,
-            )
+                name=name, step=step, checkpoint_id=checkpoint_id, future=future, begun=begun, committed=committed,
+                lost=_lost_state if named is None else named.lost,
+            ),
+            saves, follow=None if named is None else named.follow,
         )  # fmt: skip
-        self._held(begun)
+        self._held(time.perf_counter() - begun)
 
     def save_directory(
         self,
@@ -377,18 +388,19 @@ class RunSession:
         Raises:
             HoldfastError: they cannot be handed over.
         """
+        checkpoint_id = uuid.uuid4().hex
         save = RunSave(
             name=free_name(step, attempt=self.opened.attempt, taken=self.names), step=step,
-            checkpoint_id=uuid.uuid4().hex, future=Future(), begun=time.perf_counter(), committed=committed, lost=lost,
+            checkpoint_id=checkpoint_id, future=Future(), begun=time.perf_counter(), committed=committed, lost=lost,
         )  # fmt: skip
-        fields = self._manifest(save.checkpoint_id, step, epoch, metrics, world_size=world_size)
+        fields = self._manifest(checkpoint_id, step, epoch, metrics, parent=self.saves.parent, world_size=world_size)
         try:
             job = IngestJob(directory=save.name, save_id=save_id, sources=tuple(sources), manifest=fields)
             save.future = self.client.ingest(self.storage, job)
         except BaseException as error:
             lost(save, error)
             raise
-        self._begin(save)
+        self._begin(save, self.saves)
         return save
 
     def next_save_id(self) -> str:
@@ -397,62 +409,61 @@ class RunSession:
         return f"{self.start_id}-{self._number:x}"
 
     def _manifest(
-        self, checkpoint_id: str, step: int, epoch: float | None, metrics: Mapping[str, Any], *, world_size: int
+        self,
+        checkpoint_id: str,
+        step: int,
+        epoch: float | None,
+        metrics: Mapping[str, Any],
+        *,
+        parent: str | None,
+        world_size: int,
     ) -> dict[str, Any]:
         opened = self.opened
         return manifest_fields(
-            run_id=opened.run_id, checkpoint_id=checkpoint_id, parent=self.parent, attempt=opened.attempt, step=step,
+            run_id=opened.run_id, checkpoint_id=checkpoint_id, parent=parent, attempt=opened.attempt, step=step,
             epoch=epoch, metrics=metrics, world_size=world_size,
         )  # fmt: skip
 
-    def _begin(self, save: RunSave) -> None:
+    def _begin(
+        self,
+        save: RunSave,
+        saves: PendingSaves,
+        *,
+        follow: Callable[[Future[SaveResult]], Future[SaveResult]] | None = None,
+    ) -> None:
         def ended(_: Future[Any]) -> None:
             save.durable = time.perf_counter()
-            self._ended.set()
 
-        self.names.add(save.name)
-        self._pending.append(save)
+        save.committed, save.lost = partial(self._committed, save.committed), partial(self._lost, save.lost)
         save.future.add_done_callback(ended)
+        if follow is not None:
+            save.future = follow(save.future)
+        self.names.add(save.name)
+        saves.add(save)
 
     @property
     def last_step(self) -> int:
         """Newest step with a save that is durable or on its way; -1 before the first."""
-        return self._pending[-1].step if self._pending else self._newest[0]
+        return self.saves.last_step
 
     @property
     def last_name(self) -> str | None:
         """Name of the checkpoint of `last_step`."""
-        return self._pending[-1].name if self._pending else self._newest[1]
-
-    @property
-    def num_pending(self) -> int:
-        """Saves that `settle` has not taken in."""
-        return len(self._pending)
-
-    @property
-    def busy(self) -> bool:
-        """True while a save is being written."""
-        return bool(self._pending) and any(not save.durable for save in self._pending)  # asked at each step
+        return self.saves.last_name
 
     # -- what became of them
 
     @property
     def unsettled(self) -> bool:
         """True when a save or a note has ended and `settle` has work to do; costs next to nothing."""
-        return self._ended.is_set()
+        return self.saves.ended.is_set()
 
     def glance(self) -> None:
-        """Process, between saves, what has ended.
-
-        Of saves of many ranks only good ends: a failure changes what is done next, so all ranks take it in at the same
-        step: the next save, or a step they agree on.
-        """
+        """Process, between saves, what has ended; see `PendingSaves.glance`."""
         if self.team is None:
-            self.settle(leave=len(self._pending))
-            return
-        self._ended.clear()
-        while self._pending and self._pending[0].future.done() and self._pending[0].future.exception() is None:
-            self._settle_saves(leave=len(self._pending) - 1)
+            self.settle(leave=len(self.saves))
+        else:
+            self.saves.glance()
 
     def settle(self, *, leave: int = 0) -> None:
         """Process what has ended; wait until at most ``leave`` saves are on their way.
@@ -460,10 +471,10 @@ class RunSession:
         Raises:
             HoldfastError: a save, or something noted on the side, failed.
         """
-        self._ended.clear()
+        self.saves.ended.clear()
         # Collected before the saves: a note that failed because its checkpoint is missing is processed after that save.
         done = [note for note in self._notes if note.future.done()]
-        self._settle_saves(leave=leave)
+        self.saves.settle(leave=leave)
         self._settle_notes(done)
 
     def finish(self) -> None:
@@ -471,51 +482,15 @@ class RunSession:
         self.settle()
         self.wait_for_notes()
 
-    def _settle_saves(self, *, leave: int) -> None:
-        while self._pending:
-            save = self._pending[0]
-            if not save.future.done():
-                if len(self._pending) <= leave:
-                    return
-                self._wait(save)
-            del self._pending[0]
-            self._stuck = False
-            self._settle_save(save)
+    def _committed(self, committed: Callable[[RunSave, SaveResult], object], save: RunSave, result: SaveResult) -> None:
+        self._count(save, result)
+        committed(save, result)
 
-    def _wait(self, save: RunSave) -> None:
-        begun = time.perf_counter()
-        limit_s = self.timeout_s + (0.0 if self.team is None else ANSWER_MARGIN_S)
-        wait([save.future], timeout=0.0 if self._stuck else limit_s)
-        self._held(begun)
-        self._stuck = not save.future.done()
-        if self._stuck:
-            whose = "" if self.team is None else f"rank {self.team.rank}: "
-            raise HoldfastError(
-                f"{whose}the save of step {save.step} is not durable after {limit_s:.0f} s (timeout_s): "
-                f"{self.storage.uri} is stuck or very slow; training cannot count on it"
-            )
-
-    def _settle_save(self, save: RunSave) -> None:
-        error = save.future.exception()
-        if error is None:
-            result: SaveResult = save.future.result()
-            self.lost.durable()
-            self.wants_retry = False
-            self.parent, self._newest = save.checkpoint_id, (save.step, save.name)
-            self._count(save, result)
-            save.committed(save, result)
-            return
-        # Its step is not saved: the final save must not count it as done, nor the next save take it as its parent.
-        self._gone.add(save.name)
+    def _lost(self, lost: Callable[[RunSave, BaseException], str], save: RunSave, error: BaseException) -> str:
         self._free(save.name)
-        message = save.lost(save, error)
-        if not isinstance(error, TRANSIENT_ERRORS):
-            raise error
-        self.stats.skipped += 1
-        # "wait" tries the same step again; its own timeout bounds that.
-        self.lost.add(error, limit={"raise": 1, "wait": None}.get(self.on_full, MAX_LOST))
-        _LOG.warning("%s (save %d in a row)", message, self.lost.in_a_row)
-        self.wants_retry = self.on_full == "wait"
+        if isinstance(error, TRANSIENT_ERRORS):
+            self.stats.skipped += 1
+        return lost(save, error)
 
     def _free(self, name: str) -> None:
         """Let the next try use the name of a save that failed, unless it committed after all."""
@@ -529,8 +504,7 @@ class RunSession:
 
     # -- what it cost
 
-    def _held(self, begun: float) -> None:
-        seconds = time.perf_counter() - begun
+    def _held(self, seconds: float) -> None:
         self.stats.seconds_blocked += seconds
         self.stats.seconds_lost += seconds
 
@@ -544,12 +518,12 @@ class RunSession:
         stats.last_durable_step = max(stats.last_durable_step, save.step)
         stats.seconds_lost += self.clock.take_lost()
 
-    def _note_cost(self, save: RunSave) -> None:
+    def _note_cost(self, save: RunSave, *, steps_measured: bool) -> None:
         held, lost = self.stats.seconds_blocked, self.stats.seconds_lost
-        self.journal(
-            "cost", step=save.step, name=save.name, durable_s=self.stats.seconds_to_durable[-1],
-            held_s=held - self._counted[0], lost_s=lost - self._counted[1],
-        )  # fmt: skip
+        cost = {"durable_s": self.stats.seconds_to_durable[-1], "held_s": held - self._counted[0]}
+        if steps_measured:
+            cost["lost_s"] = lost - self._counted[1]
+        self.journal("cost", step=save.step, name=save.name, **cost)
         self._counted = (held, lost)
 
     def journal(self, what: str, **about: Any) -> None:
@@ -572,7 +546,7 @@ class RunSession:
         """
         future = self.client.run_op(op, **args)
         self._notes.append(_Note(future=future, about=about, what=what))
-        future.add_done_callback(lambda _: self._ended.set())
+        future.add_done_callback(lambda _: self.saves.ended.set())
 
     def wait_for_notes(self) -> None:
         """Wait for everything noted, and for no save; raises what failed.
@@ -580,7 +554,7 @@ class RunSession:
         Raises:
             HoldfastError: it failed, or takes longer than ``timeout_s``.
         """
-        wait([note.future for note in self._notes], timeout=0.0 if self._stuck else self.timeout_s)
+        wait([note.future for note in self._notes], timeout=0.0 if self.saves.stuck else self.timeout_s)
         self._settle_notes([note for note in self._notes if note.future.done()])
         if self._notes:
             raise HoldfastError(f"metrics are not durable after {self.timeout_s:.0f} s: {self.storage.uri} is stuck")
@@ -589,16 +563,14 @@ class RunSession:
         self._notes = [note for note in self._notes if note not in done]
         for note in done:
             error = note.future.exception()
-            if isinstance(error, TRANSIENT_ERRORS) and self.on_full != "raise":
+            if isinstance(error, TRANSIENT_ERRORS) and self.saves.on_full != "raise":
                 _LOG.warning("%s, %s: %s", note.what, state_of(error), error)
-            elif isinstance(error, CheckpointNotFoundError) and self._is_lost(note.about):
+            elif (
+                isinstance(error, CheckpointNotFoundError) and note.about is not None and self.saves.is_lost(note.about)
+            ):
                 _LOG.warning("metrics were not bound, the save of their step was lost: %s", error)
             elif error is not None:
                 raise error
-
-    def _is_lost(self, name: str | None) -> bool:
-        ended = (save for save in self._pending if save.name == name and save.future.done())
-        return name in self._gone or any(save.future.exception() is not None for save in ended)
 
     # -- the end
 

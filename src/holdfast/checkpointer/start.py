@@ -84,13 +84,13 @@ def start_run(
     probes = _begin_probes(session) if session.leads else {}
     outcome = _resume(session, live, home, replace(options.fit, apart=apart), options)
     mine = outcome.checkpoint is not None and any(is_within(outcome.checkpoint, side) for side in session.sides)
-    session.parent = _take_progress(outcome, progress)
+    session.saves.parent = _take_progress(outcome, progress)
     resumed = None
     if outcome.checkpoint is not None:
         name = outcome.checkpoint.name if mine else outcome.checkpoint.uri
         resumed = {"name": name, "step": progress.step}
         if mine:  # its step is safe; saving it again would only make a copy
-            session.resume_at(progress.step, name=name, checkpoint_id=session.parent)
+            session.resume_at(progress.step, name=name, checkpoint_id=session.saves.parent)
 
     def need() -> list[Any]:
         own = snapshotter.plan(live).tensor_bytes

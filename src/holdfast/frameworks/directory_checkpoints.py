@@ -13,8 +13,9 @@ from holdfast._log import get_logger
 from holdfast._ranks import current_ranks
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.checkpointer.options import check_root
+from holdfast.checkpointer.pending_saves import RunSave
 from holdfast.checkpointer.rendezvous import Meeting, meet
-from holdfast.checkpointer.run_session import RunSave, RunSession
+from holdfast.checkpointer.run_session import RunSession
 from holdfast.config import Keep
 from holdfast.copying.local import clone_or_link_tree
 from holdfast.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, HoldfastError
@@ -289,7 +290,7 @@ class DirectoryCheckpoints:
         if current_ranks().rank == 0:
             session, manifest = self._run(), checkpoint.manifest
             step = (manifest.step if manifest is not None else None) or 0
-            session.parent = None if manifest is None else manifest.checkpoint_id
+            session.saves.parent = None if manifest is None else manifest.checkpoint_id
             session.ask("resumed", name=checkpoint.name, step=step)
 
     def _committed(self, staged: str | None, save: RunSave, result: SaveResult) -> None:

@@ -105,7 +105,7 @@ class ShardCheckpoints(DirectoryCheckpoints):
     # -- inside
 
     def _let_go(self) -> Lost | None:
-        under_way = self._session is not None and self._session.num_pending > 0
+        under_way = self._session is not None and len(self._session.saves) > 0
         lost = super()._let_go()
         claimed, self._claimed, self._home = self._claimed, None, None
         # What the writer still reads, or a lost one that could not be moved, is left to the sweep of a later process.

@@ -195,7 +195,7 @@ def test_metrics_of_a_lost_one(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     keeper._session.client.run_op = lambda *_, **__: down  # type: ignore[union-attr,method-assign]
     keeper.report(2, {"loss": 0.5})
     assert "metrics of step 2 were not bound, the storage does not answer: no answer" in caplog.text
-    keeper._session.on_full = "raise"  # type: ignore[union-attr]
+    keeper._session.saves.on_full = "raise"  # type: ignore[union-attr]
     with pytest.raises(StorageUnavailableError):
         keeper.report(2, {"loss": 0.5})
     del keeper._session.client.run_op  # type: ignore[union-attr]

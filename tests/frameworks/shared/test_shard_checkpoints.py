@@ -68,7 +68,7 @@ def test_a_lost_one_costs_itself(tmp_path: Path) -> None:
     keeper.storage = FaultyStorage(tmp_path / "run", disk_bytes=40_000)
     with write(keeper, 1, metrics={"what does not fit": "x" * 100_000}):
         pass
-    assert isinstance(keeper._session._pending[0].future.exception(), StorageFullError)
+    assert isinstance(keeper._session.saves._pending[0].future.exception(), StorageFullError)
     with pytest.raises(StorageFullError), write(keeper, 2):
         pass
     keeper.wait()

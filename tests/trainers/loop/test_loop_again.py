@@ -17,6 +17,9 @@ import holdfast as hf
 from holdfast.callbacks import Callback, CheckpointSaver, LoadCheckpoint
 from holdfast.core import Time
 from holdfast.loggers import JSONLLogger, RemoteUploaderDownloader
+from holdfast.run.catalog import Catalog
+from holdfast.run.costs import saves
+from holdfast.storage.resolve import resolve
 
 
 @pytest.mark.parametrize("suffix", ["", ".pt"])
@@ -363,3 +366,24 @@ def test_a_scheduler_steps_before_the_optimizer_of_a_later_life(tmp_path: Path) 
     again.fit()
     assert int(again.state.timestamp.batch) == 6
     assert again.state.optimizers[0].param_groups[0]["lr"] == 0.5
+
+
+def test_checkpoints_of_a_training_are_one_line(tmp_path: Path) -> None:
+    """Each names the one before as its parent: over a second `fit` of the trainer, and over a resume."""
+    options: dict[str, Any] = {"save_filename": "ep{epoch}", "save_interval": "1ep", "autoresume": True}
+    with plain(tmp_path / "runs", run_name="it", max_duration="2ep", **options) as trainer:
+        trainer.fit()
+        trainer.fit(duration="1ep")
+    plain(tmp_path / "runs", run_name="it", max_duration="4ep", **options).fit()
+    line = [hf.Checkpoint(tmp_path / "runs" / f"ep{epoch}").manifest for epoch in (1, 2, 3, 4)]
+    assert [one.parent for one in line if one] == [None, *(one.checkpoint_id for one in line[:-1] if one)]
+    assert [one.attempt for one in line if one] == [1, 1, 2, 3]
+
+
+def test_costs_of_saves_are_in_the_journal(tmp_path: Path) -> None:
+    """`holdfast stats` finds how long a save held training; what steps lost meanwhile this trainer does not measure."""
+    plain(tmp_path / "runs", max_duration="2ep", save_filename="ep{epoch}").fit()
+    catalog = Catalog(resolve(tmp_path / "runs"))
+    rows = saves(catalog.index.read_history().events, catalog.records())
+    assert [row.name for row in rows] == ["ep1", "ep2"]
+    assert all(row.durable_s and row.held_s and row.lost_s is None for row in rows)

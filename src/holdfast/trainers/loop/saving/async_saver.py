@@ -1,23 +1,22 @@
-"""The saves of one saver, one after another: copy, write, and what comes after the commit."""
+"""The saves of one saver, one after another: copy, hand over, and what its owner does right after the commit."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 
 from holdfast._log import get_logger
-from holdfast.checkpointer.identity import manifest_fields
-from holdfast.checkpointer.rank_group import ANSWER_MARGIN_S
+from holdfast.checkpointer.pending_saves import RunSave, failed
+from holdfast.checkpointer.run_session import NamedSave
 from holdfast.checkpointer.transient import TRANSIENT_ERRORS, LostSaves, state_of
-from holdfast.errors import HoldfastError, StorageError, StorageFullError, UnsupportedStateError
-from holdfast.state.save.snapshot import SaveRequest, Snapshotter
-from holdfast.writer.messages import SaveResult
+from holdfast.errors import StorageFullError, UnsupportedStateError
+from holdfast.state.save.snapshot import Snapshotter
 
 from ..training.ranks import TIMEOUT_S
 from .files import FileImage
@@ -59,25 +58,18 @@ class AsyncSaver:
         )  # fmt: skip
         self._image = FileImage()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-saves")
-        self._pending: Future[None] | None = None
-        self._parent = parent  # the newest checkpoint of this training that is durable
-        self._next_parent: str | None = None  # the one under way
-        self.lost = LostSaves()
-        self._held_s = 0.0  # by the save under way
-
-    def glance(self) -> None:
-        """Take in a save that has ended; costs nothing while none has.
-
-        With several ranks a failure is left to `settle`, which all of them do at the same batch.
-        """
-        pending = self._pending
-        if pending is not None and pending.done() and (self._ranks.world_size == 1 or pending.exception() is None):
-            self.settle()
+        self._saves = folder.pending(claim)
+        self._saves.parent = parent
 
     @property
-    def ended(self) -> bool:
-        """True when the save under way has ended, so that `settle` returns at once."""
-        return self._pending is not None and self._pending.done()
+    def parent(self) -> str | None:
+        """Id of the checkpoint that the next save goes on from."""
+        return self._saves.parent
+
+    @property
+    def lost(self) -> LostSaves:
+        """The saves that the storage did not take."""
+        return self._saves.lost
 
     def prepare(self, live: Mapping[str, Any]) -> None:
         """Get ready for a first save that is not due yet: memory for a directory is got meanwhile.
@@ -87,8 +79,7 @@ class AsyncSaver:
         """
         with _in_our_words():
             if self._container == "directory":
-                assert self._folder.client is not None
-                self._snapshotter.prepare(live, self._folder.client)
+                self._snapshotter.prepare(live, self._folder.session.client)
             elif self._container == "torch" and self._ranks.world_size == 1:  # with more of them it takes a meeting
                 as_torch_file(gathered(expand(live), self._ranks) or {})
 
@@ -108,97 +99,65 @@ class AsyncSaver:
         Raises:
             HoldfastError: the save before, or this one, failed.
         """
-        self.settle()
-        begun = time.perf_counter()
-        try:
-            with _in_our_words():
-                durable = self._hand_over(name, live, about, extra)
-        except TRANSIENT_ERRORS as error:
-            self._leave_out(error)
-            return
-        self._held_s = time.perf_counter() - begun
-        if durable is None:
-            after()
-            return
-        if self._claim is None and "/" in name:  # not of the run's index: nobody else asks whether it still is ours
-            durable = self._thread.submit(self._confirm, durable)
-        self._pending = self._thread.submit(self._follow, durable, begun, about["step"], after)
-
-    def _hand_over(
-        self, name: str, live: Mapping[str, Any], about: Mapping[str, Any], extra: Mapping[str, str]
-    ) -> Future[Any] | None:
-        """Copy the state; None where another rank stores it."""
-        if self._container != "directory":
-            return self._hand_over_file(name, live, about, extra)
-        folder = self._folder
-        assert folder.client is not None
-        checkpoint_id, save_id = uuid.uuid4().hex, folder.next_save_id()
-        joint = folder.team is not None
-        fields = manifest_fields(
-            run_id=folder.run_id, checkpoint_id=checkpoint_id, parent=self._parent, attempt=folder.attempt,
-            world_size=self._ranks.world_size, **about,
-        )  # fmt: skip
-        self._next_parent = checkpoint_id
-        in_run = "/" not in name  # the index of a run knows what lies directly in it
-        with contextlib.nullcontext() if folder.team is None else folder.team.broadcast_errors(save_id):
-            request = SaveRequest(
-                storage=folder.storage, directory=name, save_id=save_id, manifest={**fields, "extra": dict(extra)},
-                overwrite=True, reuse=in_run, run=in_run and self._ranks.leads, part=joint, joint=joint,
+        with _in_our_words():
+            if self._container != "directory":
+                self._save_file(name, live, about=about, extra=extra, after=after)
+                return
+            finish = partial(self._finish, name, about["step"], after)
+            named = NamedSave(
+                name=name, extra=extra, saves=self._saves, lost=_say_lost,
+                follow=lambda durable: self._thread.submit(finish, durable),
             )  # fmt: skip
-            return self._snapshotter.submit(live, folder.client, request).future
+            self._folder.session.save_state(lambda: live, self._snapshotter, **about, named=named)
 
-    def _hand_over_file(
-        self, name: str, live: Mapping[str, Any], about: Mapping[str, Any], extra: Mapping[str, str]
-    ) -> Future[Any] | None:
-        folder = self._folder
+    def _save_file(
+        self, name: str, live: Mapping[str, Any], *, about: Mapping[str, Any], extra: Mapping[str, str],
+        after: Callable[[], object],
+    ) -> None:  # fmt: skip
+        """Copy the state into a file in memory, and let the writer of rank 0 store it."""
+        self._saves.settle()
+        begun = time.perf_counter()
         note = {
-            "attempt": folder.attempt, "step": about["step"], "epoch": about["epoch"], "created": time.time(),
+            "attempt": self._folder.attempt, "step": about["step"], "epoch": about["epoch"], "created": time.time(),
             "metrics": about["metrics"], "weights_only": extra["content"] == "weights", "training": extra["training"],
         }  # fmt: skip
         found = gathered(expand(live), self._ranks)
-        if found is None:
-            return None
+        if found is None:  # rank 0 stores it
+            after()
+            return
         if self._container == "torch":
             self._image.take_torch(as_torch_file(found), note)
         else:
             model = found["state"]["model"]
-            self._image.take_weights({key: one for key, one in model.items() if torch.is_tensor(one)}, note)
-        return self._thread.submit(self._stored, name, self._submit(name))
+            self._image.take_weights({key: value for key, value in model.items() if torch.is_tensor(value)}, note)
+        future: Future[Any]
+        try:
+            future = self._submit(name)
+        except TRANSIENT_ERRORS as error:
+            future = failed(error)
+        future = self._thread.submit(self._finish, name, about["step"], after, future)
+        self._saves.add(
+            RunSave(
+                name=name, step=about["step"], checkpoint_id=None, future=future, begun=begun,
+                committed=lambda save, result: None, lost=_say_lost,
+            )
+        )  # fmt: skip
 
     def _submit(self, name: str) -> Future[Any]:
         assert self._claim is not None
         return self._folder.claims.submit(self._claim, name, self._image)
 
-    def _confirm(self, durable: Future[Any]) -> None:
-        durable.result()
-        self._folder.confirm()
-
-    def _stored(self, name: str, durable: Future[Any]) -> None:
-        """Wait until a file is there; where there was no space for it, it is stored once more after making room."""
-        try:
-            durable.result()
-        except StorageFullError:
-            if not self._room_made():
-                raise
-            self._submit(name).result()
-
-    def _room_made(self) -> bool:
-        made = self._make_room()
-        if made:
-            _LOG.warning("%s is full: old checkpoints were removed by the rules of retention", self._folder.spelling)
-        return made
-
-    def _follow(self, durable: Future[Any], begun: float, step: int, after: Callable[[], object]) -> None:
-        held_s = self._held_s
+    def _finish(self, name: str, step: int, after: Callable[[], object], durable: Future[Any]) -> Any:
+        """Wait for the commit, and do what comes after it. Runs on our thread."""
         try:
             result = durable.result()
         except StorageFullError:
-            if self._container == "directory":
-                self._room_made()  # for the next one: the state has gone on
-            raise
-        self._parent = self._next_parent
-        if isinstance(result, SaveResult):
-            self._folder.journal_cost(result.name, step, held_s=held_s, durable_s=time.perf_counter() - begun)
+            made = self._room_made()
+            if self._container == "directory" or not made:  # the room is for the next one: the state has gone on
+                raise
+            result = self._submit(name).result()
+        if self._claim is None and "/" in name:  # not of the run's index: nobody else asks whether it still is ours
+            self._folder.confirm()
         try:
             after()
         except TRANSIENT_ERRORS as error:  # the save itself is not lost
@@ -206,6 +165,22 @@ class AsyncSaver:
                 "the checkpoint of batch %d is saved, but its link, its upload or the deletion of older ones was not "
                 "done, %s (%s): the next save does that", step, state_of(error), error,
             )  # fmt: skip
+        return result
+
+    def _room_made(self) -> bool:
+        made = self._make_room()
+        if made:
+            _LOG.warning("%s is full: old checkpoints were removed by the rules of retention", self._folder.spelling)
+        return made
+
+    def glance(self) -> None:
+        """Take in a save that has ended; costs nothing while none has. See `PendingSaves.glance`."""
+        if self._saves.ended.is_set():
+            self._saves.glance()
+
+    def settle_ended(self) -> None:
+        """Take in a save that has ended, well or not; all ranks call it at the same batch. Raises like `settle`."""
+        self._saves.settle(leave=len(self._saves))
 
     def settle(self) -> None:
         """Wait for the save under way; raises what failed.
@@ -216,36 +191,18 @@ class AsyncSaver:
             HoldfastError: it failed, or takes for ever.
             StorageError: it was the tenth in a row that the storage did not take.
         """
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        wait([pending], timeout=TIMEOUT_S if self._ranks.world_size == 1 else TIMEOUT_S + ANSWER_MARGIN_S)
-        if not pending.done():
-            self._pending = pending
-            raise HoldfastError(
-                f"a save is not durable after {TIMEOUT_S:.0f} s: {self._folder.storage.uri} is stuck or very slow; "
-                "training cannot count on it"
-            )
-        try:
-            pending.result()
-            self.lost.durable()
-        except TRANSIENT_ERRORS as error:
-            self._leave_out(error)
-
-    def _leave_out(self, error: StorageError) -> None:
-        self.lost.add(error)
-        if self._ranks.leads:
-            _LOG.warning(
-                "a checkpoint was NOT saved, %s (%s); older ones are untouched, training goes on (save %d in a row)",
-                state_of(error), error, self.lost.in_a_row,
-            )  # fmt: skip
+        self._saves.settle()
 
     def close(self) -> None:
         """Give memory and thread back; what is under way goes on."""
         self._thread.shutdown(wait=False)
-        if self._pending is None or self._pending.done():
+        if not self._saves.busy:
             self._snapshotter.close()
             self._image.close()
+
+
+def _say_lost(save: RunSave, error: BaseException) -> str:
+    return f"a checkpoint was NOT saved, {state_of(error)} ({error}); older ones are untouched, training goes on"
 
 
 @contextlib.contextmanager

@@ -8,8 +8,10 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
+from holdfast.checkpointer.pending_saves import PendingSaves
 from holdfast.checkpointer.rank_group import RankGroup
 from holdfast.checkpointer.run_session import RunSession
 from holdfast.errors import ConfigError, HoldfastError, StorageError, StorageNotFoundError
@@ -22,7 +24,6 @@ from holdfast.storage.local.beneath import OpenDirectory as OpenFolder
 from holdfast.storage.local.local_tree import make_durable
 from holdfast.storage.local.ops import POSIX, errors_of
 from holdfast.storage.resolve import resolve, split_uri
-from holdfast.writer.client import WriterClient
 
 from ..training.ranks import TIMEOUT_S, Ranks
 from .file_leases import FileLeases
@@ -44,7 +45,6 @@ class SaveFolder:
         storage: the folder.
         attempt: number of this life; every checkpoint of it is newer than all of those before.
         run_id: identity of the run, where the folder holds directories.
-        start_id: of this life, part of file names.
         quarantined: names that were set aside, with reasons.
         claims: the names of single files that only this trainer writes.
     """
@@ -56,10 +56,9 @@ class SaveFolder:
         self.claims = FileLeases(self.storage, self.ranks)
         self.attempt = 0
         self.run_id: str | None = None
-        self.start_id = secrets.token_hex(4)
         self.quarantined: dict[str, str] = {}
         self._session: RunSession | None = None
-        self._number = self._above = 0
+        self._above = 0
         root = self.storage.local_root
         if root is not None and root.is_file():
             raise ConfigError(f"save_folder={spelling!r} is a file: give a directory")
@@ -70,9 +69,15 @@ class SaveFolder:
         return split_uri(self.spelling)[0] not in ("file",)
 
     @property
-    def client(self) -> WriterClient | None:
-        """Our writer, while the folder is open for directories."""
-        return None if self._session is None else self._session.client
+    def session(self) -> RunSession:
+        """Our hold on the run, while the folder is open for directories.
+
+        Raises:
+            HoldfastError: the folder was closed: others may have taken it since.
+        """
+        if self._session is None:
+            raise HoldfastError(f"{self.storage.uri} was closed: nothing can be saved or deleted there any more")
+        return self._session
 
     @property
     def team(self) -> RankGroup | None:
@@ -108,8 +113,8 @@ class SaveFolder:
             session.close("closed")
             raise
         self._session = session
-        self.run_id, self.start_id, self.quarantined = opened.run_id, opened.start_id, dict(opened.quarantined)
-        self.attempt = max(self.attempt, opened.attempt, self._above + 1)
+        self.run_id, self.quarantined = opened.run_id, dict(opened.quarantined)
+        self._number_life(opened.attempt)
 
     def _look_for_attempt(self, *, nested: bool) -> None:
         """Number this life by what lies there, and see that the folder can be written to before any training."""
@@ -120,16 +125,28 @@ class SaveFolder:
                 return 1 + max((one.attempt for one in look(self.storage, nested=nested)), default=0)
             return 1
 
-        self.attempt = max(self.attempt, self._above + 1, self.ranks.lead("attempt", look_here))
+        self._number_life(self.ranks.lead("attempt", look_here))
 
     def rise_above(self, attempt: int) -> None:
         """Number this life after another one, which only uploads may know of: this folder may be a new one."""
         self._above = max(self._above, attempt)
-        self.attempt = max(self.attempt, self._above + 1)
+        self._number_life(self.attempt)
+
+    def _number_life(self, at_least: int) -> None:
+        self.attempt = max(self.attempt, at_least, self._above + 1)
+        if (session := self._session) is not None:
+            session.opened = replace(session.opened, attempt=self.attempt)
+
+    def pending(self, claim: str | None) -> PendingSaves:
+        """Return what follows the saves of one saver here, after `open`; for ``claim`` see there."""
+        if claim is None:
+            return self.session.pending()
+        rank = None if self.ranks.world_size == 1 else self.ranks.rank
+        return PendingSaves(self.storage.uri, timeout_s=TIMEOUT_S, rank=rank)
 
     def _probe(self) -> None:
         """See that this folder takes a file, and gives it up; remove such files of killed lives."""
-        mine = f"{PROBE}{self.start_id}"
+        mine = f"{PROBE}{secrets.token_hex(4)}"
         self.storage.put(mine, b"")
         self.storage.delete(mine)
         for info in list(self.storage.list("", recursive=False)):
@@ -138,21 +155,11 @@ class SaveFolder:
                 with contextlib.suppress(StorageError):  # another user's, perhaps
                     self.storage.delete(info.path)
 
-    def next_save_id(self) -> str:
-        """Return an id for one save, unique over all lives."""
-        self._number += 1
-        return f"{self.start_id}-{self._number:x}"
-
     def quarantine(self, name: str, reason: str) -> None:
         """Set a bad checkpoint aside: it is never picked again, its files stay."""
         self.quarantined[name] = reason
         if self._session is not None and "/" not in name and self.ranks.leads:
             self._session.quarantine(name, reason)
-
-    def journal_cost(self, name: str, step: int, *, held_s: float, durable_s: float) -> None:
-        """Note in the journal of the run how long a save held training, and when it was durable, in seconds."""
-        if (session := self._session) is not None:
-            session.journal("cost", attempt=self.attempt, name=name, step=step, held_s=held_s, durable_s=durable_s)
 
     def delete(self, one: FolderEntry, *, claim: str | None = None) -> None:
         """Delete a checkpoint; the index of the run forgets it first, so that remains of a deletion are swept.
@@ -170,9 +177,8 @@ class SaveFolder:
                 self.claims.confirm(claim)
             self.storage.delete(one.name)
             return
-        if self._session is None:
-            raise HoldfastError(f"{self.storage.uri} was closed: nothing can be deleted there any more")
-        if "/" not in one.name and self._session.ask("discard", names=[one.name], why="not kept by its saver"):
+        session = self.session
+        if "/" not in one.name and session.ask("discard", names=[one.name], why="not kept by its saver"):
             return
         self.confirm(one.name)  # not in the index of the run: said all the same before it goes
         remove(self.storage, one.name)
@@ -211,7 +217,7 @@ class SaveFolder:
         session, self._session = self._session, None
         # Another trainer may save here from now on: what comes after that is another attempt.
         self._above = max(self._above, self.attempt)
-        self.start_id, self.attempt, self._number = secrets.token_hex(4), 0, 0
+        self.attempt = 0
         try:
             self.claims.release(patient=patient)
         finally:
@@ -220,8 +226,8 @@ class SaveFolder:
 
     def _end_session(self, session: RunSession, reason: str, *, patient: bool) -> None:
         try:
-            if patient and self.ranks.leads and not session.client.closed:
-                session.ask("close_run", reason=reason)
+            if patient and not session.client.closed:
+                session.end(reason)
         finally:
             session.close(f"it has left the training ({reason})", timeout_s=TIMEOUT_S if patient else 0.0)
 

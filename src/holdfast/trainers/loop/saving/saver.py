@@ -117,6 +117,7 @@ class CheckpointSaver(Callback):
         self._names: SaverNames | None = None
         self._after: PostCommit | None = None
         self._saves: AsyncSaver | None = None
+        self._parent: str | None = None
         self._last_batch = -1
         self._ready = False
         self._looked: set[str] = set()
@@ -170,7 +171,7 @@ class CheckpointSaver(Callback):
             ConfigError: a name leads out of the folder, the model is no single file, or nothing would stay of it.
         """
         self._context_given, self._folder, self._is_source = context, folder, is_source
-        self._after, self._last_batch, self._ready = None, -1, False
+        self._after, self._last_batch, self._ready, self._parent = None, -1, False, None
         for template in (self.filename, self.latest_filename):
             if template is not None:
                 _check_name(template, template.shape(context.variables), beside_run=self.container == "directory")
@@ -285,7 +286,7 @@ class CheckpointSaver(Callback):
             self._after = self._make_after(folder, context)
         after, now = self._after, context.state.timestamp
         self._saves = AsyncSaver(
-            folder, self.container, claim=self.claim, parent=context.parent, make_room=after.make_room
+            folder, self.container, claim=self.claim, parent=self._parent or context.parent, make_room=after.make_room
         )
         if (latest := names.destinations(now).latest) is not None:
             folder.ranks.lead("link", lambda: check_link(folder.storage, latest))
@@ -387,8 +388,8 @@ class CheckpointSaver(Callback):
 
     def settle_ended(self) -> None:
         """Take in a save that has ended; raises what failed."""
-        if self._saves is not None and self._saves.ended:
-            self._saves.settle()
+        if self._saves is not None:
+            self._saves.settle_ended()
 
     def settle(self) -> None:
         """Wait until everything saved is durable; raises what failed."""
@@ -415,6 +416,7 @@ class CheckpointSaver(Callback):
         """Give thread and memory back; `open` makes it ready again."""
         saves, self._saves = self._saves, None
         if saves is not None:
+            self._parent = saves.parent  # a later training of this trainer goes on from there
             saves.close()
 
 

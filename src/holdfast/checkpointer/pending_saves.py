@@ -1,0 +1,212 @@
+"""`PendingSaves`: the saves of one owner on their way, taken in one after another by the thread that trains.
+
+Each front door follows its saves with one of these: what a good end means for the next save, what a lost one costs, how
+long anybody waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from threading import Event
+from typing import Any
+
+from holdfast._log import get_logger
+from holdfast.errors import HoldfastError
+
+from .rank_group import ANSWER_MARGIN_S
+from .transient import MAX_LOST, TRANSIENT_ERRORS, LostSaves
+
+__all__ = ["PendingSaves", "RunSave", "failed"]
+
+_LOG = get_logger("checkpointer")
+
+
+@dataclass(slots=True, kw_only=True)
+class RunSave:
+    """A save on its way.
+
+    Attributes:
+        name: of the checkpoint.
+        step: of the training.
+        checkpoint_id: of the checkpoint; None for a file, which has none.
+        future: resolves when it is committed, and what its owner does at once after the commit is done.
+        begun: when the save began, by `time.perf_counter`.
+        durable: when it had ended, well or not; 0.0 before. Set by another thread.
+        committed: called, in `PendingSaves.settle`, with the outcome of a good end.
+        lost: called there with the error of a bad end; returns what is logged, if training goes on.
+    """
+
+    name: str
+    step: int
+    checkpoint_id: str | None
+    future: Future[Any]
+    begun: float
+    committed: Callable[[RunSave, Any], object]
+    lost: Callable[[RunSave, BaseException], str]
+    durable: float = 0.0
+
+
+class PendingSaves:
+    """Saves that follow one another, oldest first. Used by a single thread.
+
+    One that the storage did not take costs itself, the tenth in a row raises; any other failure raises.
+
+    Args:
+        uri: of their storage, for messages.
+        timeout_s: how long to wait for one save, in seconds; may be changed.
+        bound: names the user's argument that ``timeout_s`` is, for messages; "" if no argument does.
+        rank: of this process, where several ranks save together: then a failure is taken in by `settle` alone, which
+            all of them call at the same step; None for a process alone.
+        on_full: when the storage is full or does not answer: "skip" a save, "wait" (the owner tries again, see
+            `wants_retry`) or "raise".
+        held: called with the seconds that a wait held the caller.
+
+    Attributes:
+        ended: set when something has ended that `settle` has to take in.
+        parent: id of the newest durable checkpoint, or of the checkpoint that training goes on from.
+        lost: counts the saves that the storage did not take.
+        wants_retry: ``on_full="wait"``, and the last save found no space, or no answer.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        *,
+        timeout_s: float,
+        bound: str = "",
+        rank: int | None = None,
+        on_full: str = "skip",
+        held: Callable[[float], object] = lambda seconds: None,
+    ) -> None:
+        self._uri, self.timeout_s, self._bound = uri, timeout_s, bound
+        self._rank, self._held = rank, held
+        self.on_full = on_full
+        self.ended = Event()
+        self.parent: str | None = None
+        self.lost = LostSaves()
+        self.wants_retry = False
+        self.stuck = False  # the time for a save was up: it is not waited for as long again
+        self._newest: tuple[int, str | None] = (-1, None)  # step and name of the newest durable checkpoint
+        self._pending: list[RunSave] = []  # oldest first
+        self._gone: set[str] = set()  # names of saves that were lost
+
+    def resume_at(self, step: int, *, name: str | None, checkpoint_id: str | None) -> None:
+        """Begin at a step whose checkpoint is durable already.
+
+        Args:
+            step: of the training.
+            name: of its checkpoint.
+            checkpoint_id: parent of the next checkpoint.
+        """
+        self.parent, self._newest = checkpoint_id, (step, name)
+
+    def add(self, save: RunSave) -> None:
+        """Follow a save that was handed over."""
+
+        def ended(_: Future[Any]) -> None:
+            save.durable = save.durable or time.perf_counter()
+            self.ended.set()
+
+        self._pending.append(save)
+        save.future.add_done_callback(ended)
+
+    # -- what there is
+
+    @property
+    def last_step(self) -> int:
+        """Newest step with a save that is durable or on its way; -1 before the first."""
+        return self._pending[-1].step if self._pending else self._newest[0]
+
+    @property
+    def last_name(self) -> str | None:
+        """Name of the checkpoint of `last_step`."""
+        return self._pending[-1].name if self._pending else self._newest[1]
+
+    def __len__(self) -> int:
+        """Return the number of saves that `settle` has not taken in."""
+        return len(self._pending)
+
+    @property
+    def busy(self) -> bool:
+        """True while a save is being written."""
+        return bool(self._pending) and any(not save.durable for save in self._pending)  # asked at each step
+
+    def is_lost(self, name: str) -> bool:
+        """Tell whether the save of this name was lost, as far as its writer has said."""
+        ended = (save for save in self._pending if save.name == name and save.future.done())
+        return name in self._gone or any(save.future.exception() is not None for save in ended)
+
+    # -- what became of them
+
+    def glance(self) -> None:
+        """Process, between saves, what has ended.
+
+        Of saves of many ranks only good ends: a failure changes what is done next, so all ranks take it in at the same
+        step: the next save, or a step they agree on.
+        """
+        if self._rank is None:
+            self.settle(leave=len(self._pending))
+            return
+        self.ended.clear()
+        while self._pending and self._pending[0].future.done() and self._pending[0].future.exception() is None:
+            self._take_in(self._pending.pop(0))
+
+    def settle(self, *, leave: int = 0) -> None:
+        """Process what has ended; wait until at most ``leave`` saves are on their way.
+
+        Raises:
+            HoldfastError: a save failed, or takes too long.
+            StorageError: the storage did not take the tenth save in a row.
+        """
+        self.ended.clear()
+        while self._pending:
+            save = self._pending[0]
+            if not save.future.done():
+                if len(self._pending) <= leave:
+                    return
+                self._wait(save)
+            del self._pending[0]
+            self.stuck = False
+            self._take_in(save)
+
+    def _wait(self, save: RunSave) -> None:
+        begun = time.perf_counter()
+        limit_s = self.timeout_s + (0.0 if self._rank is None else ANSWER_MARGIN_S)
+        wait([save.future], timeout=0.0 if self.stuck else limit_s)
+        self._held(time.perf_counter() - begun)
+        self.stuck = not save.future.done()
+        if self.stuck:
+            whose = "" if self._rank is None else f"rank {self._rank}: "
+            raise HoldfastError(
+                f"{whose}the save of step {save.step} is not durable after {limit_s:.0f} s{self._bound}: {self._uri} "
+                "is stuck or very slow; training cannot count on it"
+            )
+
+    def _take_in(self, save: RunSave) -> None:
+        error = save.future.exception()
+        if error is None:
+            self.lost.durable()
+            self.wants_retry = False
+            self.parent, self._newest = save.checkpoint_id or self.parent, (save.step, save.name)
+            save.committed(save, save.future.result())
+            return
+        # Its step is not saved: the final save must not count it as done, nor the next save take it as its parent.
+        self._gone.add(save.name)
+        message = save.lost(save, error)
+        if not isinstance(error, TRANSIENT_ERRORS):
+            raise error
+        # "wait" tries the same step again; its own timeout bounds that.
+        self.lost.add(error, limit={"raise": 1, "wait": None}.get(self.on_full, MAX_LOST))
+        if not self._rank:  # rank 0, or alone: all ranks lose the same save
+            _LOG.warning("%s (save %d in a row)", message, self.lost.in_a_row)
+        self.wants_retry = self.on_full == "wait"
+
+
+def failed(error: BaseException) -> Future[Any]:
+    """Return the future of a save that the storage refused before the writer had it."""
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
