@@ -1,9 +1,9 @@
 """A run from its start to its end: puts storage, run, format, writer and state together.
 
 Start with `run_session`, which holds a run for every front door, and `pending_saves`, which follows its saves; then
-`checkpointer` (your own loop), `boundaries`, `start` and `resume`; `functions` are `save`, `save_async` and `load`. Public: `Checkpointer`, `save`, `save_async`,
-`load`, `SaveHandle`, `PerRank`, `attrs`, `RNG`. Nothing below this layer imports it, except `Checkpoint.load`, which
-reaches up lazily.
+`checkpointer` (your own loop), `boundaries`, `start` and `resume`; `functions` are `save`, `save_async` and `load`.
+Public: `Checkpointer`, `save`, `save_async`, `load`, `SaveHandle`, `PerRank`, `attrs`, `RNG`. Nothing below this layer
+imports it, except `Checkpoint.load`, which reaches up lazily.
 """
 
 from __future__ import annotations
