@@ -44,22 +44,24 @@ _VISIBLE_S = 5.0  # that a network file system may take to show a file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedSave:
-    """A save whose name its owner gives, and which that owner follows itself.
+    """A save with a name, and what follows it.
 
     Attributes:
-        name: path of the checkpoint in the run; one that is there is replaced when the save commits. Only what lies
-            directly in the run is in its index.
+        name: path of the checkpoint below the root of the run. The index of the run knows what lies directly there.
+        saves: those that this one comes after.
+        overwrite: a checkpoint of this name is replaced when the save commits.
         extra: for the manifest.
-        saves: those that it follows.
-        follow: gets the future of the commit; returns the future of what its owner does at once after the commit.
-        lost: see `RunSave`.
+        follow: gets the future of the commit; returns the future of what its owner does at once after the commit. None:
+            nothing is done, the session gave the name, and steps are measured by its clock.
+        lost: see `RunSave`; None: the step is named in the log.
     """
 
     name: str
-    extra: Mapping[str, str]
     saves: PendingSaves
-    follow: Callable[[Future[SaveResult]], Future[SaveResult]]
-    lost: Callable[[RunSave, BaseException], str]
+    overwrite: bool = False
+    extra: Mapping[str, str] | None = None
+    follow: Callable[[Future[SaveResult]], Future[SaveResult]] | None = None
+    lost: Callable[[RunSave, BaseException], str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,13 +318,12 @@ class RunSession:
             HoldfastError: an earlier save failed, or this save cannot begin. A storage that is full or does not answer
                 is a lost save, which `settle` takes in.
         """
-        saves = self.saves if named is None else named.saves
         if named is None:
             self.settle()
+            named = NamedSave(name=self._free_name(step), saves=self.saves)
         else:
-            saves.settle()
-        begun = time.perf_counter()
-        name = free_name(step, attempt=self.opened.attempt, taken=self.names) if named is None else named.name
+            named.saves.settle()
+        begun, name, follow = time.perf_counter(), named.name, named.follow
         save_id, checkpoint_id, joint = self.next_save_id(), uuid.uuid4().hex, self.team is not None
         in_run = "/" not in name  # the index of a run knows what lies directly in it
         future: Future[Any]
@@ -334,20 +335,20 @@ class RunSession:
                 if announce is not None:
                     announce(name)
                 fields = self._manifest(
-                    checkpoint_id, step, epoch, metrics, parent=saves.parent, world_size=self.meeting.world_size
+                    checkpoint_id, step, epoch, metrics, parent=named.saves.parent, world_size=self.meeting.world_size
                 )
-                if named is not None:
+                if named.extra is not None:
                     fields["extra"] = dict(named.extra)
                 request = SaveRequest(
                     storage=self.storage, directory=name, save_id=save_id, manifest=fields,
-                    overwrite=named is not None, reuse=in_run, run=in_run and self.leads, part=joint, joint=joint,
+                    overwrite=named.overwrite, reuse=in_run, run=in_run and self.leads, part=joint, joint=joint,
                 )  # fmt: skip
                 future = snapshotter.submit(state(), self.client, request, lazy=True).future
         except TRANSIENT_ERRORS as error:
             future = failed(error)
 
         def committed(save: RunSave, result: SaveResult) -> None:
-            self._note_cost(save, steps_measured=named is None)
+            self._note_cost(save, steps_measured=follow is None)
             snapshotter.observe(result.unchanged)
             if self.leads and not self.staged:  # a staged save is announced when it has arrived at the remote
                 self.announcer.tell(Checkpoint.at(self.storage, result.directory))
@@ -355,9 +356,9 @@ class RunSession:
         self._begin(
             RunSave(
                 name=name, step=step, checkpoint_id=checkpoint_id, future=future, begun=begun, committed=committed,
-                lost=_lost_state if named is None else named.lost,
+                lost=named.lost or _lost_state,
             ),
-            saves, follow=None if named is None else named.follow,
+            named.saves, follow=follow,
         )  # fmt: skip
         self._held(time.perf_counter() - begun)
 
@@ -390,8 +391,8 @@ class RunSession:
         """
         checkpoint_id = uuid.uuid4().hex
         save = RunSave(
-            name=free_name(step, attempt=self.opened.attempt, taken=self.names), step=step,
-            checkpoint_id=checkpoint_id, future=Future(), begun=time.perf_counter(), committed=committed, lost=lost,
+            name=self._free_name(step), step=step, checkpoint_id=checkpoint_id, future=Future(),
+            begun=time.perf_counter(), committed=committed, lost=lost,
         )  # fmt: skip
         fields = self._manifest(checkpoint_id, step, epoch, metrics, parent=self.saves.parent, world_size=world_size)
         try:
@@ -402,6 +403,9 @@ class RunSession:
             raise
         self._begin(save, self.saves)
         return save
+
+    def _free_name(self, step: int) -> str:
+        return free_name(step, attempt=self.opened.attempt, taken=self.names)
 
     def next_save_id(self) -> str:
         """Return an id for one save, unique over all lives of the run."""
@@ -434,11 +438,13 @@ class RunSession:
         def ended(_: Future[Any]) -> None:
             save.durable = time.perf_counter()
 
-        save.committed, save.lost = partial(self._committed, save.committed), partial(self._lost, save.lost)
+        save.committed = partial(self._committed, save.committed)
+        save.lost = partial(self._lost, save.lost, name_is_ours=follow is None)
         save.future.add_done_callback(ended)
-        if follow is not None:
+        if follow is None:
+            self.names.add(save.name)
+        else:
             save.future = follow(save.future)
-        self.names.add(save.name)
         saves.add(save)
 
     @property
@@ -486,8 +492,16 @@ class RunSession:
         self._count(save, result)
         committed(save, result)
 
-    def _lost(self, lost: Callable[[RunSave, BaseException], str], save: RunSave, error: BaseException) -> str:
-        self._free(save.name)
+    def _lost(
+        self,
+        lost: Callable[[RunSave, BaseException], str],
+        save: RunSave,
+        error: BaseException,
+        *,
+        name_is_ours: bool,
+    ) -> str:
+        if name_is_ours:
+            self._free(save.name)
         if isinstance(error, TRANSIENT_ERRORS):
             self.stats.skipped += 1
         return lost(save, error)

@@ -96,7 +96,7 @@ def test_an_end_while_it_is_read(tmp_path: Path) -> None:
     keeper._session.client.ingest = lambda storage, job: Future()  # type: ignore[union-attr,method-assign]
     with write(keeper, 1):
         pass
-    keeper._session.timeout_s = 0.2  # type: ignore[union-attr]
+    keeper._session.timeout_s = keeper._session.saves.timeout_s = 0.2  # type: ignore[union-attr]
     with pytest.raises(HoldfastError, match="not durable"):
         keeper.close()
     assert [path.read_text() for path in (tmp_path / "work").rglob("shard")] == ["1"]

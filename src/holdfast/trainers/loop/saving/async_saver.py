@@ -105,7 +105,7 @@ class AsyncSaver:
                 return
             finish = partial(self._finish, name, about["step"], after)
             named = NamedSave(
-                name=name, extra=extra, saves=self._saves, lost=_say_lost,
+                name=name, saves=self._saves, overwrite=True, extra=extra, lost=_say_lost,
                 follow=lambda durable: self._thread.submit(finish, durable),
             )  # fmt: skip
             self._folder.session.save_state(lambda: live, self._snapshotter, **about, named=named)
