@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from nodes_kit import FakeNodes
+from object_kit import moto_bucket
 from session_kit import START_ID, Pair, begin, make
 
 import holdfast as hf
@@ -28,9 +28,6 @@ from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
 from holdfast.trainers.function.types import CheckpointUploadMode
 from holdfast.trainers.function.unfinished import Unfinished
 from holdfast.writer.ingest.incoming import put_incoming
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "storage"))
-from object_kit import moto_bucket
 
 SYNC, ASYNC = CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC
 HOME = f".incoming-{START_ID}/1-0"

@@ -104,7 +104,7 @@ print("done", flush=True)
 @pytest.mark.long
 def test_sigterm_at_random(tmp_path: Path) -> None:
     """Stopped again and again at any moment, evaluations too: each life saves and leaves with 85, nothing is lost."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{Path(__file__).parent}"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests/kits'}"}
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path), ""]
     rng = torch.Generator().manual_seed(7)
     lives = 0
@@ -149,7 +149,7 @@ def test_killed_at_random(tmp_path: Path, suffix: str) -> None:
     Every link leads to a complete checkpoint, each start goes on, and the end is that of a training nobody
     killed.
     """
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{Path(__file__).parent}"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests/kits'}"}
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path), suffix]
     rng = torch.Generator().manual_seed(11)
     for _ in range(7):

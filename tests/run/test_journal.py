@@ -11,8 +11,8 @@ import time
 
 import pytest
 import torch
-from build import small
 from catalog_kit import Far, begin
+from checkpoint_kit import small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
