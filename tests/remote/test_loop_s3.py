@@ -233,6 +233,10 @@ def test_a_killed_trainer_is_uploaded_all_the_same(proxy: FaultProxy, tmp_path: 
         lambda: there.exists(pointer := "checkpoints/latest-rank0.symlink") and there.read(pointer) == newest
     )
     assert there.exists("notes.txt")
+    end = suffix or "/manifest.json"
+    sent = [one.path for one in proxy.exchanges if one.method == "PUT" and one.status == 200]
+    whole = [path.removesuffix(end).rpartition("/")[2] for path in sent if path.endswith(end) and "/ba" in path]
+    assert whole == ["ba4", "ba8", "ba12"]
     for batch in (4, 8, 12):
         again = plain(None, load_path=f"{bucket}/r/checkpoints/ba{batch}{suffix}")
         assert int(again.state.timestamp.batch) == batch

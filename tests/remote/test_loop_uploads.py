@@ -147,7 +147,7 @@ def test_one_upload_that_is_refused_hides_no_other(
     assert all(text in caplog.text for text in ("b: nobody answers", "c is refused", "d: nobody answers"))
     uploader.wait()
     assert sorted(info.path for info in bucket.list("")) == ["b", "d"]
-    wait_until(lambda: not list(copies.iterdir()))
+    assert wait_until(lambda: not list(copies.iterdir()))
     uploader.close(None, None)  # type: ignore[arg-type]
 
 
@@ -217,18 +217,34 @@ def test_damage_here_is_made_good_from_there(tmp_path: Path, suffix: str, capsys
     assert names(tmp_path / "remote" / "r" / "checkpoints")[:3] == [f"ba2{suffix}", f"ba4{suffix}", f"ba6{suffix}"]
 
 
+FAILS = """
+import os, sys
+import holdfast as hf
+from holdfast.loggers import RemoteUploaderDownloader
+from holdfast.storage.memory import MemoryStorage
+from loop_kit import plain
+
+class Down(MemoryStorage):
+    def create(self, path, size):
+        raise hf.StorageUnavailableError("down")
+
+os.chdir(sys.argv[1])
+by_thread, by_process = (RemoteUploaderDownloader(os.path.abspath("bucket"), num_attempts=1) for _ in range(2))
+by_thread.storage = Down("down")
+trainer = plain(None, loggers=[by_thread, by_process])
+open("bucket", "w").close()  # in the way of a folder of this name
+trainer.logger.upload_file("x", "file")
+for uploader in (by_thread, by_process):
+    print(type(uploader._sent[0].ended.exception(60)).__name__, uploader._writer.process_id is None)
+"""
+
+
 def test_uploads_do_not_hold_the_end(tmp_path: Path) -> None:
     """A process that ends with an upload that failed ends at once, and says nothing of threads."""
-    script = (
-        "from loop_kit import plain; from holdfast.loggers import RemoteUploaderDownloader as R\n"
-        f"open({str(tmp_path / 'file')!r}, 'w').close()\n"
-        f"r = R({str(tmp_path / 'bucket')!r}, num_attempts=1); t = plain(None, loggers=r)\n"
-        "def fail(*_): raise __import__('holdfast').StorageUnavailableError('down')\n"
-        f"r._send_file = fail; t.logger.upload_file('x', {str(tmp_path / 'file')!r})"
-    )
+    (tmp_path / "file").write_text("x")
     path = os.pathsep.join(sys.path)
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", FAILS, str(tmp_path)],
         check=False,
         timeout=60,
         env={**os.environ, "PYTHONPATH": path},
@@ -236,6 +252,7 @@ def test_uploads_do_not_hold_the_end(tmp_path: Path) -> None:
         text=True,
     )
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert done.stdout.splitlines() == ["StorageUnavailableError True", "StorageError False"]
 
 
 def test_files_of_the_user(tmp_path: Path) -> None:

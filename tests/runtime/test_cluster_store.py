@@ -273,10 +273,20 @@ def test_a_failing_train_function_still_brings_what_it_reported(
     with Pair(apart(root), lambda *_: None) as pair:
         hf.report({}, make(tmp_path / "mine"), checkpoint_upload_mode=ASYNC)
         pair.session.abandon(30)
-        wait_until(lambda: pair.controller.headers("part") == [{"on": "part", "index": 1}])
-        monkeypatch.setattr("holdfast.trainers.function.worker.delivery.put_incoming", lambda *_: time.sleep(1.5))
+        assert wait_until(lambda: pair.controller.headers("part") == [{"on": "part", "index": 1}])
+        begun, going, ended = threading.Event(), threading.Event(), threading.Event()
+
+        def hang(*_: Any) -> None:
+            begun.set()
+            going.wait(30)
+            ended.set()
+
+        monkeypatch.setattr("holdfast.trainers.function.worker.delivery.put_incoming", hang)
         hf.report({}, make(tmp_path / "late"), checkpoint_upload_mode=ASYNC)
+        assert begun.wait(30)
         pair.session.abandon(0.1)
+        assert not ended.is_set()  # it was given up, and not waited for
+        going.set()
     assert (tmp_path / "late" / "model.pt").read_bytes() == b"weights"
 
 

@@ -57,7 +57,9 @@ def test_a_name_is_held_until_it_is_released(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_that_cannot_be_released_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_be_released_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Saves are durable by then, and the writer has to end: it is logged."""
     mine = NameLeases()
     for shape in ("a*.pt", "b*.pt"):
@@ -70,6 +72,7 @@ def test_one_that_cannot_be_released_keeps_no_other(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(first.lease, "release", fail)
     mine.close()
+    assert "a lease could not be given back, it goes stale by itself: down" in caplog.text
     assert is_free(tmp_path, "b*.pt")
     monkeypatch.undo()
     first.lease.release()
