@@ -154,16 +154,30 @@ def test_retention_survives_a_restart(tmp_path: Path, suffix: str) -> None:
     assert (tmp_path / "latest-rank0").resolve().name == f"ba5{suffix}"
 
 
+class Losses(Callback):
+    """Notes the loss of each evaluation by the name of its checkpoint."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, float] = {}
+
+    def eval_end(self, state: Any, logger: Any) -> None:
+        self.found[f"ba{int(state.timestamp.batch)}"] = float(state.eval_metric_values["eval"]["loss"])
+
+
 def test_keep_by_metric(tmp_path: Path) -> None:
     """A Keep ranks by recorded metrics, of evaluation too, and the newest stays whatever its rank."""
-    saver = CheckpointSaver(tmp_path, "ba{batch}", save_interval="1ba", keep=hf.Keep(best=1, metric="eval/loss"))
-    trainer = plain(None, callbacks=saver, eval_dataloader=loader(8), eval_interval="1ba", max_duration="4ba")
-    trainer.fit()
-    losses = {}
-    for name in names(tmp_path):
-        losses[name] = hf.Checkpoint(tmp_path / name).metrics["eval"]["loss"]
-    assert "ba4" in losses
-    assert len(losses) <= 2
+    for mode, choose in (("min", min), ("max", max)):
+        folder, losses = tmp_path / mode, Losses()
+        keep = hf.Keep(best=1, metric="eval/loss", mode=mode)
+        saver = CheckpointSaver(folder, "ba{batch}", save_interval="1ba", keep=keep)
+        trainer = plain(
+            None, callbacks=[saver, losses], eval_dataloader=loader(8), eval_interval="1ba", max_duration="4ba"
+        )
+        trainer.fit()
+        assert len(losses.found) == 4
+        best = choose(losses.found, key=lambda name: losses.found[name])
+        assert names(folder) == sorted({best, "ba4"})
+        assert hf.Checkpoint(folder / best).metrics["eval"]["loss"] == pytest.approx(losses.found[best])
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ def test_room_is_made_where_deletions_are_behind(
     full.when = lambda: len(names(tmp_path)) >= 4
     rich(tmp_path, max_duration="12ba", save_num_checkpoints_to_keep=2, **options).fit()
     assert "removed by the rules of retention" in caplog.text
-    assert names(tmp_path) == [f"ba10{suffix}", f"ba12{suffix}"] if suffix else ["ba12", "ba8"]
+    assert names(tmp_path) == ([f"ba10{suffix}", f"ba12{suffix}"] if suffix else ["ba12", "ba8"])
 
 
 def test_a_parent_is_the_durable_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
