@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
-from build import MODEL, TREE, build, small
+from checkpoint_kit import MODEL, TREE, build, small
 
 from holdfast.checkpoint import handle as handle_module
 from holdfast.checkpoint.handle import Checkpoint

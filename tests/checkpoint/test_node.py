@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 
-from build import small
+from checkpoint_kit import small
 
 from holdfast.checkpoint import handle
 from holdfast.checkpoint.handle import Checkpoint

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from build import MODEL, Shape, build, small
+from checkpoint_kit import MODEL, Shape, build, small
 
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.copying import sending

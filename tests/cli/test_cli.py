@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from build import Shape, build, small
+from checkpoint_kit import Shape, build, small
 from click.testing import CliRunner, Result
 
 import holdfast

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from build import Shape, build, small
+from checkpoint_kit import Shape, build, small
 from test_cli import as_json, flip, invoke, run  # noqa: F401 - a fixture
 
 from holdfast.checkpoint.handle import Checkpoint

@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from build import MODEL, Shape, build
+from checkpoint_kit import MODEL, Shape, build
 from object_kit import BUCKET, KEY, SECRET, client, moto, s3_environment
 from test_cli import as_json, invoke
 

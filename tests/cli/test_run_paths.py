@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from build import small
+from checkpoint_kit import small
 from test_cli import _arguments, as_json, invoke, run  # noqa: F401
 
 from holdfast.run.catalog import Catalog

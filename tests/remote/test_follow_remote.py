@@ -108,7 +108,7 @@ def test_a_hold_keeps_retention_away(trainers) -> None:
             if held > 16 or not checkpoint.verify().ok:
                 continue
             checkpoint.report(val=0.5)
-            wait_until(lambda held=held: Catalog(storage).newest().step >= held + 4, 120)
+            assert wait_until(lambda held=held: Catalog(storage).newest().step >= held + 4, 120)
             assert checkpoint.verify().ok
             assert {record.step for record in Catalog(storage).records()} >= {held}
             break

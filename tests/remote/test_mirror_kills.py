@@ -74,7 +74,7 @@ class Life:
     def bury(self) -> None:
         """Wait for the end of both processes."""
         self.process.communicate(timeout=30)
-        wait_until(lambda: not _lives(self.writer), 40)
+        assert wait_until(lambda: not _lives(self.writer), 40)
 
 
 def _lives(pid: int) -> bool:
@@ -115,7 +115,7 @@ def _sweep(proxy: FaultProxy, tmp_path: Path, name: str, result: str, kills: lis
     Each kill is (number of the write, whether the writer dies too, whether the local disk is lost).
     """
     local, remote = tmp_path / "scratch", bucket(proxy, name)
-    expected = 0
+    expected = there = 0
     for request, writer, is_lost in kills:
         life = Life(proxy, name, local, pause=0.15)
         step, source = life.start()
@@ -131,7 +131,8 @@ def _sweep(proxy: FaultProxy, tmp_path: Path, name: str, result: str, kills: lis
             shutil.rmtree(local)
             local.mkdir()
         expected = _newest(LocalStorage(local), remote)
-        assert expected >= _newest(remote)
+        assert _newest(remote) >= there, "what the remote had stays"
+        there = _newest(remote)
     last = Life(proxy, name, local)
     step, _ = last.start()
     assert step == expected

@@ -151,7 +151,7 @@ def test_what_is_complete_is_not_sent_again(remote, local, proxy, monkeypatch):
     with pytest.raises(StorageError, match="step_00000001"), running(remote, local, state) as (ck, state):
         proxy.inject(Fault(kind="reset", method="PUT", path=r"/step_.*json"))
         step_to(ck, state, 1)
-        wait_until(lambda: len({name for name in puts(proxy) if name.endswith(".safetensors")}) >= 7)
+        assert wait_until(lambda: len({name for name in puts(proxy) if name.endswith(".safetensors")}) >= 7)
         be_impatient(ck, 0.5)
     os.kill(ck._session.client.process_id, signal.SIGKILL)
     before = set(puts(proxy))

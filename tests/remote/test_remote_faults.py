@@ -205,6 +205,7 @@ def test_refusals_are_said(proxy, storage, kind, words):
         ck.wait()
     assert SECRET not in str(caught.value)
     refused = [one for one in proxy.exchanges if one.fault and "/step_00000002/" in one.path]
+    assert refused
     assert len(refused) == len({one.path for one in refused}), "a refusal is not tried again"
     proxy.inject()
     assert torch.equal(hf.Checkpoint.at(storage, "step_00000001").load()["w"], state_at(1)["w"])

@@ -1,15 +1,11 @@
-"""Retention on an object store, by writer processes, keeps what the model of tests/checkpoint says."""
+"""Retention on an object store, by writer processes, keeps what its model says."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
+import retention_model as oracle
 from hypothesis import HealthCheck, settings
 from object_kit import BUCKET, s3_environment
-
-sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
-import test_retention_oracle as oracle
 
 
 @pytest.fixture

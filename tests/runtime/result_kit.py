@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
+
+import checkpoint_kit
 
 from holdfast.config import Keep
 from holdfast.run.catalog import Catalog
 from holdfast.run.index import RunIndex
-
-_kit = importlib.util.spec_from_file_location("_build_kit", Path(__file__).parents[1] / "checkpoint" / "build.py")
-assert _kit is not None
-assert _kit.loader is not None
-build = sys.modules["_build_kit"] = importlib.util.module_from_spec(_kit)
-_kit.loader.exec_module(build)
 
 BEGIN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 
@@ -58,7 +51,7 @@ class Run:
         if checkpoint:
             self.saved += 1
             name = f"checkpoint_{self.saved:06d}"
-            build.build(
+            checkpoint_kit.build(
                 self.storage, name, tensors=(), tree={"note": "first try"}, start=attempt.start_id.rjust(8, "0"),
                 run_id=self.index.run_id, attempt=attempt.attempt, step=step, metrics=metrics,
                 created=self.clock.iso(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from nodes_kit import FakeNodes
+from object_kit import moto_bucket
 from session_kit import START_ID, Pair, begin, make
 
 import holdfast as hf
@@ -28,9 +28,6 @@ from holdfast.trainers.function.engines.cluster.engine import ClusterEngine
 from holdfast.trainers.function.types import CheckpointUploadMode
 from holdfast.trainers.function.unfinished import Unfinished
 from holdfast.writer.ingest.incoming import put_incoming
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "storage"))
-from object_kit import moto_bucket
 
 SYNC, ASYNC = CheckpointUploadMode.SYNC, CheckpointUploadMode.ASYNC
 HOME = f".incoming-{START_ID}/1-0"
@@ -276,10 +273,20 @@ def test_a_failing_train_function_still_brings_what_it_reported(
     with Pair(apart(root), lambda *_: None) as pair:
         hf.report({}, make(tmp_path / "mine"), checkpoint_upload_mode=ASYNC)
         pair.session.abandon(30)
-        wait_until(lambda: pair.controller.headers("part") == [{"on": "part", "index": 1}])
-        monkeypatch.setattr("holdfast.trainers.function.worker.delivery.put_incoming", lambda *_: time.sleep(1.5))
+        assert wait_until(lambda: pair.controller.headers("part") == [{"on": "part", "index": 1}])
+        begun, going, ended = threading.Event(), threading.Event(), threading.Event()
+
+        def hang(*_: Any) -> None:
+            begun.set()
+            going.wait(30)
+            ended.set()
+
+        monkeypatch.setattr("holdfast.trainers.function.worker.delivery.put_incoming", hang)
         hf.report({}, make(tmp_path / "late"), checkpoint_upload_mode=ASYNC)
+        assert begun.wait(30)
         pair.session.abandon(0.1)
+        assert not ended.is_set()  # it was given up, and not waited for
+        going.set()
     assert (tmp_path / "late" / "model.pt").read_bytes() == b"weights"
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import trainer_script
 import writer_kit as kit
+import writer_trainer
 from process_kit import wait_gone
 
 from holdfast.checkpoint.verify import verify
@@ -57,7 +57,7 @@ def test_a_driver_killed_after_ingest_is_committed(tmp_path: Path, trainers: lis
     assert verify(storage, directory, deep=True).ok
     stored = kit.stored(storage, directory)
     assert {name: stored[name] for name in ("0.bin", "1.bin")} == {
-        f"{number}.bin": content for number, content in enumerate(trainer_script.CONTENTS)
+        f"{number}.bin": content for number, content in enumerate(writer_trainer.CONTENTS)
     }
     run = json.loads(storage.read("run.json"))
     assert [row[0] for row in run["rows"]] == [directory]
@@ -73,7 +73,7 @@ def test_a_worker_killed_after_its_part_was_sealed(tmp_path: Path, trainers: lis
         driver.commit_parts(storage, job).result(30)
         assert wait_gone(writer)
     assert verify(storage, "step_00000001", deep=True).ok
-    assert trainer_script.CONTENTS[0] in kit.stored(storage, "step_00000001").values()
+    assert writer_trainer.CONTENTS[0] in kit.stored(storage, "step_00000001").values()
 
 
 def test_a_part_whose_writer_died_too_is_swept(tmp_path: Path, trainers: list[subprocess.Popen[str]]) -> None:

@@ -270,11 +270,12 @@ class Checkpointer:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs still to do, up to ``count`` in all."""
+        course = self._live_course()
         # Asked for more, the last epoch comes again without batches: what the body does at its end (a scheduler's step)
         # came after the checkpoint if that was made by the last `step`.
         if self._finished_epochs is not None and count <= self._finished_epochs:
             self._progress.skip_to(self._finished_epochs)
-        return self._progress.epochs(count, at_end=self._live_course().epoch_done)
+        return self._progress.epochs(count, at_end=course.epoch_done)
 
     def batches(
         self, loader: Any, *, name: str = "train", split: bool | tuple[int, int] = True, ahead: int = 0

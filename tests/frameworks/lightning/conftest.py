@@ -5,14 +5,10 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "storage"))
 from object_kit import BUCKET, moto, s3_environment
 
 

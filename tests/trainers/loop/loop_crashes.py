@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "kits"))
 
 from loop_kit import names, plain
 

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "kits"))
 
 from loop_kit import Crash, CrashAt, Seen, accuracy, loader, plain
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +20,6 @@ from holdfast.run.costs import saves
 from holdfast.storage.resolve import resolve
 
 
-@pytest.mark.parametrize("suffix", ["", ".pt"])
-def test_a_finished_training_is_uploaded(tmp_path: Path, suffix: str) -> None:
-    """The upload of the last checkpoint was cut off: the next start trains nothing, and sends it."""
-    options: dict[str, Any] = {"run_name": "it", "save_filename": "ba{batch}" + suffix, "max_duration": "1ep"}
-    plain(tmp_path / "runs", **options).fit()
-    remote = tmp_path / "remote" / "it" / "checkpoints"
-    options |= {"loggers": RemoteUploaderDownloader(str(tmp_path / "remote")), "autoresume": True}
-    for _ in range(2):  # with the upload there, the pointer is put right
-        with plain(tmp_path / "runs", **options) as again:
-            again.fit()
-            assert int(again.state.timestamp.batch) == 6
-            assert again.saved_checkpoints == [f"{tmp_path}/runs/ba6{suffix}"]
-        assert f"ba6{suffix}" in names(remote)
-    loaded = plain(None, load_path="it/checkpoints/latest-rank0", load_object_store=options["loggers"])
-    assert int(loaded.state.timestamp.batch) == 6
-
-
-@pytest.mark.parametrize("suffix", ["", ".pt"])
-def test_lives_on_empty_machines(tmp_path: Path, suffix: str) -> None:
-    """Nothing but uploads tells how many lives there were: what the latest has saved is the newest all the same."""
-    options: dict[str, Any] = {"run_name": "it", "save_filename": "ba{batch}" + suffix, "autoresume": True}
-    options["loggers"] = RemoteUploaderDownloader(str(tmp_path / "remote"))
-    for machine, epochs in (("one", 1), ("one", 2), ("two", 3), ("three", 4)):
-        with plain(tmp_path / machine, max_duration=f"{epochs}ep", **options) as trainer:
-            assert int(trainer.state.timestamp.epoch) == epochs - 1
-            trainer.fit()
-
-
 def test_a_finished_training_is_saved_by_every_saver(tmp_path: Path) -> None:
     """One saver was killed before its last save: the next start makes up for it, from the state of the other."""
     plain(tmp_path / "full", max_duration="2ep").fit()
@@ -59,20 +29,6 @@ def test_a_finished_training_is_saved_by_every_saver(tmp_path: Path) -> None:
     assert names(tmp_path / "weights") == ["w2.pt"]
     saved = torch.load(tmp_path / "weights" / "w2.pt", weights_only=True)["state"]["model"]
     assert torch.equal(saved["weight"], again.state.model.weight)
-
-
-def test_every_upload_of_the_moment_is_made_up_for(tmp_path: Path) -> None:
-    """Two savers, both uploads of the last moment cut off: both are sent."""
-
-    def make(**options: Any) -> hf.Trainer:
-        weights = CheckpointSaver(tmp_path / "weights", "w{batch}.pt", weights_only=True, latest_remote_file_name=None)
-        folder = tmp_path / "full"
-        return plain(folder, callbacks=weights, run_name="r", autoresume=True, max_duration="1ep", **options)
-
-    make().fit()
-    with make(loggers=RemoteUploaderDownloader(str(tmp_path / "remote"))) as again:
-        again.fit()
-    assert {"ep1-ba6", "w6.pt"} <= set(names(tmp_path / "remote" / "r" / "checkpoints"))
 
 
 @pytest.mark.parametrize(("interval", "made_up"), [("4ba", True), ("1ba", True), ("20sp", True), ("3ba", False)])
@@ -222,48 +178,6 @@ def test_what_was_saved_before_the_full_checkpoint_that_is_gone(tmp_path: Path) 
         path.unlink()
     with pytest.raises(hf.CheckpointExistsError, match=r"w14.pt, .*: move them away, use another"):
         make().fit()
-
-
-@pytest.mark.parametrize("suffix", ["", ".pt"])
-def test_remote_folders(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a remote folder too a later checkpoint refuses a fresh start; nothing is left in the temporary folder."""
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    uri = f"memory://again{suffix}-{os.getpid()}/runs"
-    options: dict[str, Any] = {"save_filename": "deep/ba{batch}" + suffix, "save_interval": "2ba"}
-    plain(uri, **options).fit()
-    fresh = plain(uri, **options)
-    with pytest.raises(hf.CheckpointExistsError, match="nothing was trained"):
-        fresh.fit()
-    assert int(fresh.state.timestamp.batch) == 0
-    assert int(plain(uri, autoresume=True, **options).state.timestamp.batch) == 12
-    plain(None, load_path=f"{uri}/latest-rank0")
-    assert [path for path in scratch.iterdir() if not path.name.startswith("torch")] == []
-
-
-@pytest.mark.parametrize("suffix", ["", ".pt"])
-def test_damage_here_is_made_good_from_there(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The newest checkpoint is damaged here and uploaded: the copy is taken, before an older one of here."""
-    options: dict[str, Any] = {
-        "run_name": "r", "loggers": RemoteUploaderDownloader(str(tmp_path / "remote")), "save_interval": "2ba",
-        "save_filename": "ba{batch}" + suffix, "autoresume": True,
-    }  # fmt: skip
-    with plain(tmp_path / "runs", max_duration="4ba", **options) as first:
-        first.fit()
-    newest = tmp_path / "runs" / f"ba4{suffix}"
-    path = newest if newest.is_file() else next(one for one in newest.iterdir() if one.name.startswith("state-"))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    again = plain(tmp_path / "runs", max_duration="6ba", **options)
-    assert int(again.state.timestamp.batch) == 4
-    assert f"set aside ba4{suffix}" in capsys.readouterr().err
-    again._group.open()
-    assert (tmp_path / "runs" / "latest-rank0").resolve().name == f"ba2{suffix}"  # of the good ones here
-    again.fit()
-    again.close()
-    assert names(tmp_path / "remote" / "r" / "checkpoints")[:3] == [f"ba2{suffix}", f"ba4{suffix}", f"ba6{suffix}"]
 
 
 @pytest.mark.parametrize("suffix", ["", ".pt", ".safetensors"])

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from loop_kit import Crash, CrashAt, loader, names, plain
+from loop_kit import Crash, CrashAt, loader, plain
 
 import holdfast as hf
 from holdfast.callbacks import Callback, EarlyStopper
 from holdfast.core import DataSpec, Evaluator, Event, Time
-from holdfast.loggers import RemoteUploaderDownloader
-from holdfast.storage import LibcloudObjectStore
-from holdfast.storage.memory import MemoryStorage
 
 
 class Events(Callback):
@@ -50,41 +46,6 @@ class Zeros:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.zeros, self.all = state["zeros"], state["all"]
-
-
-def test_nothing_is_kept_here_with_a_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """save_num_checkpoints_to_keep=0 with a URI, as the guide has it: everything is there, nothing here."""
-    monkeypatch.chdir(tmp_path)
-    bucket = f"composer-{os.getpid()}"
-    options: dict[str, Any] = {"save_filename": "ep{epoch}.pt", "save_num_checkpoints_to_keep": 0}
-    plain(f"memory://{bucket}/checkpoints", save_overwrite=True, **options).fit()
-    store = MemoryStorage(bucket)
-    assert {"checkpoints/ep1.pt", "checkpoints/ep2.pt"} <= {info.path for info in store.list("")}
-    assert os.listdir(tmp_path) == []
-    more = plain(f"memory://{bucket}/checkpoints", max_duration="3ep", autoresume=True, **options)
-    assert int(more.state.timestamp.epoch) == 2
-    more.fit()
-    assert int(plain(None, load_path=f"memory://{bucket}/checkpoints/ep3.pt").state.timestamp.epoch) == 3
-
-
-def test_uploads_have_the_names_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is uploaded from the folder "checkpoints" is loaded as "checkpoints/ep1.pt"."""
-    pytest.importorskip("libcloud")
-    (tmp_path / "bucket").mkdir()
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    access: dict[str, Any] = {"provider": "local", "container": "bucket", "provider_kwargs": {"key": str(tmp_path)}}
-    trainer = plain(
-        "checkpoints", save_filename="ep{epoch}.pt", save_num_checkpoints_to_keep=0, save_overwrite=True,
-        loggers=[RemoteUploaderDownloader(bucket_uri="libcloud://bucket", backend_kwargs=access)],
-    )  # fmt: skip
-    trainer.fit()
-    trainer.close()
-    assert names(tmp_path / "here" / "checkpoints") == []
-    loaded = plain(None, load_path="checkpoints/ep1.pt", load_object_store=LibcloudObjectStore(**access))
-    assert int(loaded.state.timestamp.epoch) == 1
-    newest = plain(None, load_path="checkpoints/latest-rank0", load_object_store=LibcloudObjectStore(**access))
-    assert int(newest.state.timestamp.epoch) == 2
 
 
 @pytest.mark.parametrize("suffix", ["", ".pt"])

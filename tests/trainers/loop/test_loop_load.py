@@ -9,27 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from loop_kit import Crash, CrashAt, names, network, plain, rich
+from loop_kit import Crash, CrashAt, flip, names, network, plain, rich
 
 import holdfast as hf
 from holdfast.callbacks import Callback, CheckpointSaver, LoadCheckpoint
 from holdfast.loggers import RemoteUploaderDownloader
-from holdfast.storage import LibcloudObjectStore, LocalStorage
-from holdfast.storage.memory import MemoryStorage
-from holdfast.storage.resolve import resolve
+from holdfast.storage import LocalStorage
 from holdfast.testing import assert_state_equal
-from holdfast.trainers.loop.saving.file_leases import _of
-
-
-def flip(path: Path) -> None:
-    """Damage one byte of the first tensor of a checkpoint."""
-    if path.is_dir():
-        path = next(
-            one for one in sorted(path.iterdir()) if one.name.startswith("state") and one.suffix == ".safetensors"
-        )
-    data = bytearray(path.read_bytes())
-    data[-5 if path.suffix == ".safetensors" else len(data) // 2] ^= 0x40
-    path.write_bytes(data)
 
 
 @pytest.fixture(params=["", ".pt"])
@@ -206,14 +192,6 @@ def test_what_cannot_be_read_at_all_is_said(
     assert names(tmp_path) == [f"ba1{suffix}", f"ba2{suffix}"]
 
 
-def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
-    """A file of weights is checked against its digest, too."""
-    plain(tmp_path, max_duration="1ep", save_filename="w.safetensors", save_weights_only=True).fit()
-    flip(tmp_path / "w.safetensors")
-    with pytest.raises(hf.CorruptCheckpointError, match=r"w\.safetensors is damaged"):
-        plain(None, load_path=tmp_path / "w.safetensors")
-
-
 def test_an_explicit_damaged_file_is_an_error(saved: Path) -> None:
     """load_path never takes another checkpoint than the one that was asked for."""
     flip(saved)
@@ -292,112 +270,3 @@ def test_run_name_is_needed_wherever_it_stands(tmp_path: Path, monkeypatch: pyte
     }[where]
     with pytest.raises(hf.ConfigError, match="run_name"):
         plain(autoresume=True, **options)
-
-
-def test_runs_that_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With {run_name} in the file names a run goes on from its own checkpoints only, and says whose else there are."""
-    options: dict[str, Any] = {"save_filename": "{run_name}-ep{epoch}.pt", "save_latest_filename": None}
-    plain(tmp_path, run_name="one", max_duration="2ep", **options).fit()
-    plain(tmp_path, run_name="two", max_duration="1ep", autoresume=True, **options).fit()
-    assert "of other runs, by their names: one-ep1.pt, one-ep2.pt" in capsys.readouterr().err
-    assert int(plain(tmp_path, run_name="two", autoresume=True, **options).state.timestamp.epoch) == 1
-    assert int(plain(tmp_path, run_name="one", autoresume=True, **options).state.timestamp.epoch) == 2
-
-
-# ---- remote
-
-
-@pytest.mark.parametrize("suffix", ["", ".pt"])
-def test_remote_folder(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A URI as save_folder: nothing is written here.
-
-    A pointer leads to the newest, two restarts in one working directory go on from the newest, retention leaves
-    the remote alone.
-    """
-    monkeypatch.chdir(tmp_path)
-    uri = f"memory://loop{suffix}-{os.getpid()}/runs"
-    options = {"save_filename": "ba{batch}" + suffix, "save_interval": "2ba", "save_num_checkpoints_to_keep": 1}
-    whole = plain("whole")
-    whole.fit()
-    for crash in (5, 9):
-        with pytest.raises(Crash):
-            plain(uri, callbacks=CrashAt(crash), autoresume=True, **options).fit()
-    last = plain(uri, autoresume=True, **options)
-    assert int(last.state.timestamp.batch) == 8
-    last.fit()
-    assert_state_equal(last.state.model, whole.state.model)
-    assert last.saved_checkpoints[-1] == f"{uri}/ba12{suffix}"
-    assert resolve(uri).read("latest-rank0.symlink") == f"runs/ba12{suffix}".encode()
-    assert len(last.saved_checkpoints) == 6
-    again = plain(None, load_path=f"{uri}/latest-rank0")
-    assert int(again.state.timestamp.batch) == 12
-    assert sorted(os.listdir(tmp_path)) == ["whole"]
-
-
-@pytest.mark.parametrize("suffix", ["", ".pt"])
-def test_uploads(suffix: str, tmp_path: Path) -> None:
-    """A RemoteUploaderDownloader copies what is saved locally.
-
-    0 to keep leaves nothing here; autoresume finds it there; load_object_store reads it.
-    """
-    bucket = f"memory://bucket{suffix}-{os.getpid()}"
-
-    def make(folder: Path, **options: Any) -> hf.Trainer:
-        uploader = RemoteUploaderDownloader(bucket)
-        return plain(
-            folder, loggers=uploader, run_name="r", save_filename="ba{batch}" + suffix, save_interval="2ba",
-            save_remote_file_name="{run_name}/all/ba{batch}" + suffix, **options,
-        )  # fmt: skip
-
-    with pytest.raises(Crash):
-        make(tmp_path / "a", callbacks=CrashAt(7), save_num_checkpoints_to_keep=0).fit()
-    assert names(tmp_path / "a") == []
-    store = MemoryStorage(bucket.removeprefix("memory://"))
-    assert store.read("r/checkpoints/latest-rank0.symlink") == f"r/all/ba6{suffix}".encode()
-    again = make(tmp_path / "b", autoresume=True)
-    assert int(again.state.timestamp.batch) == 6
-    again.fit()
-    loaded = plain(None, load_path="r/checkpoints/latest-rank0", load_object_store=store)
-    assert int(loaded.state.timestamp.batch) == 12
-    loaded = plain(None, load_path=f"r/all/ba8{suffix}", load_object_store=RemoteUploaderDownloader(bucket))
-    assert int(loaded.state.timestamp.batch) == 8
-
-
-def test_libcloud_object_store(tmp_path: Path) -> None:
-    """load_path within a LibcloudObjectStore."""
-    pytest.importorskip("libcloud")
-    plain(tmp_path / "container" / "runs", max_duration="1ep").fit()
-    store = LibcloudObjectStore("local", "container", {"key": str(tmp_path)})
-    trainer = plain(None, load_path="runs/ep1-ba6", load_object_store=store)
-    assert int(trainer.state.timestamp.batch) == 6
-
-
-@pytest.mark.parametrize("suffix", ["", ".pt"])
-def test_running_twice_is_refused(tmp_path: Path, suffix: str) -> None:
-    """A folder that a live trainer saves to is busy, even for another trainer of the same process."""
-    first = plain(tmp_path, save_filename="ep{epoch}" + suffix)
-    first._group.open()
-    try:
-        with pytest.raises(hf.RunBusyError, match=r"in use by process .* by this very process: close\(\)"):
-            plain(tmp_path, save_filename="ep{epoch}" + suffix, autoresume=True)
-    finally:
-        first.close()
-
-
-def test_files_of_several_runs_in_one_folder(tmp_path: Path) -> None:
-    """Trainers whose files have other names share a folder; one whose name was taken from it writes nothing more."""
-    options: dict[str, Any] = {"save_filename": "{run_name}-ep{epoch}.pt", "save_latest_filename": None}
-    with plain(tmp_path, run_name="one", **options) as one, plain(tmp_path, run_name="two", **options) as two:
-        for trainer in (one, two):
-            trainer.save_checkpoint_to_save_folder()
-        claims = two._savers[0].place.claims
-        (shape,) = claims._held
-        lease = tmp_path / f"lease-{_of(shape)}.json"
-        assert lease.exists()
-        lease.write_text('{"pid": 1, "host": "another", "start_id": "x"}')
-        with pytest.raises(hf.RunBusyError, match="was lost to process 1 on another"):
-            claims.confirm(shape)
-        with pytest.raises(hf.RunBusyError, match="was lost"):
-            two.fit()
-        lease.unlink()
-    assert sorted(os.listdir(tmp_path)) == ["one-ep0.pt", "two-ep0.pt"]

@@ -14,23 +14,7 @@ import holdfast as hf
 from holdfast.callbacks import CheckpointSaver
 from holdfast.loggers import RemoteUploaderDownloader
 from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.resolve import resolve
 from holdfast.trainers.loop.saving.folder import link_latest
-
-
-def test_a_remote_folder_is_cleaned_when_asked(tmp_path: Path) -> None:
-    """A number to keep is about local folders; a Keep cleans a remote one too, and what goes there is gone."""
-    uri = f"memory://cleaned-{os.getpid()}"
-    savers = [
-        CheckpointSaver(f"{uri}/a", "ba{batch}", save_interval="3ba", keep=hf.Keep(last=2)),
-        CheckpointSaver(f"{uri}/b", "ba{batch}.pt", save_interval="3ba", num_checkpoints_to_keep=2),
-    ]
-    plain(None, callbacks=savers).fit()
-    stored = {info.path.split("/")[0] for info in resolve(f"{uri}/a").list() if info.path.startswith("ba")}
-    assert stored == {"ba9", "ba12"}
-    assert [info.path for info in resolve(f"{uri}/b").list() if info.path.startswith("ba")] == [
-        "ba12.pt", "ba3.pt", "ba6.pt", "ba9.pt",
-    ]  # fmt: skip
 
 
 def test_every_variable_in_every_name(tmp_path: Path) -> None:
@@ -174,24 +158,3 @@ def test_names_that_nobody_could_read_back(name: str) -> None:
 def test_names_that_can_be_read_back(name: str) -> None:
     """Formats that show the whole number are taken; a link to the newest is not read, so it may have any."""
     CheckpointSaver(filename=name, latest_filename="latest{batch:>6}")
-
-
-def test_names_of_a_run_beside_files(tmp_path: Path) -> None:
-    """Where checkpoints are files there is no run to keep anything in logs/ or reports/: they may lie there."""
-    with plain(
-        tmp_path, save_filename="logs/b{batch}.pt", save_latest_filename="reports/last", max_duration="1ep"
-    ) as one:
-        one.fit()
-    assert (tmp_path / "reports" / "last").resolve() == (tmp_path / "logs" / "b6.pt").resolve()
-    again = plain(tmp_path, save_filename="logs/b{batch}.pt", autoresume=True)
-    assert int(again.state.timestamp.batch) == 6
-
-
-def test_an_upload_onto_itself_is_refused(tmp_path: Path) -> None:
-    """The place of uploads is the save folder: with nothing kept here the only copy would be deleted as uploaded."""
-    remote = RemoteUploaderDownloader(str(tmp_path))
-    folder = tmp_path / "r" / "checkpoints"
-    trainer = plain(folder, run_name="r", loggers=remote, save_num_checkpoints_to_keep=0)
-    with pytest.raises(hf.ConfigError, match="uploaded onto itself"):
-        trainer.fit()
-    assert not folder.exists()

@@ -104,7 +104,7 @@ print("done", flush=True)
 @pytest.mark.long
 def test_sigterm_at_random(tmp_path: Path) -> None:
     """Stopped again and again at any moment, evaluations too: each life saves and leaves with 85, nothing is lost."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{Path(__file__).parent}"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests/kits'}"}
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path), ""]
     rng = torch.Generator().manual_seed(7)
     lives = 0
@@ -149,7 +149,7 @@ def test_killed_at_random(tmp_path: Path, suffix: str) -> None:
     Every link leads to a complete checkpoint, each start goes on, and the end is that of a training nobody
     killed.
     """
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{Path(__file__).parent}"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests/kits'}"}
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path), suffix]
     rng = torch.Generator().manual_seed(11)
     for _ in range(7):
@@ -270,7 +270,7 @@ def test_room_is_made_where_deletions_are_behind(
     full.when = lambda: len(names(tmp_path)) >= 4
     rich(tmp_path, max_duration="12ba", save_num_checkpoints_to_keep=2, **options).fit()
     assert "removed by the rules of retention" in caplog.text
-    assert names(tmp_path) == [f"ba10{suffix}", f"ba12{suffix}"] if suffix else ["ba12", "ba8"]
+    assert names(tmp_path) == ([f"ba10{suffix}", f"ba12{suffix}"] if suffix else ["ba12", "ba8"])
 
 
 def test_a_parent_is_the_durable_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

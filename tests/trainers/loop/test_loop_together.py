@@ -14,12 +14,8 @@ from torch.utils.data import DataLoader, Sampler
 
 from holdfast.checkpointer.signals import StopSignals
 from holdfast.storage.local.local_storage import LocalStorage
-from holdfast.storage.memory import MemoryStorage
-from holdfast.trainers.loop.saving.finder import FolderEntry
 from holdfast.trainers.loop.saving.folder import SaveFolder
 from holdfast.trainers.loop.saving.load import LoadOptions, load_from
-from holdfast.trainers.loop.saving.naming import Destinations
-from holdfast.trainers.loop.saving.post_commit import PostCommit
 from holdfast.trainers.loop.saving.restart import StartingPoint
 from holdfast.trainers.loop.training import save_policy as pace_module
 from holdfast.trainers.loop.training.ranks import TIMEOUT_S, Ranks
@@ -147,38 +143,3 @@ def test_an_evaluation_has_one_order_whatever_draws_it() -> None:
         seen += [int(one) for batch, _ in share for one in batch]
         assert (random.getstate(), np.random.get_state()[1].tolist()) == before
     assert sorted(seen) == list(range(12))
-
-
-def test_a_checkpoint_is_uploaded_before_it_is_deleted() -> None:
-    """With num_to_keep=0 another upload may end while a checkpoint is handed over to its own."""
-    events: list[str] = []
-
-    class Alone(Ranks):
-        @property
-        def leads(self) -> bool:  # asked while a commit is taken in
-            kept._retain()  # another upload ends
-            return True
-
-        @leads.setter
-        def leads(self, value: bool) -> None:
-            pass
-
-    def upload(storage: Any, saved: FolderEntry, *names: Any, after: Any) -> None:
-        kept._retain()
-        events.append(f"uploads {saved.name}")
-        after()
-
-    folder: Any = SimpleNamespace(
-        storage=MemoryStorage("kept"),
-        ranks=Alone(),
-        is_held=lambda claim: True,
-        delete=lambda one, claim: events.append(f"deletes {one.name}"),
-    )
-    uploader: Any = SimpleNamespace(upload=upload)
-    names: Any = None  # nothing here asks for them
-    kept = PostCommit(
-        names, folder, [uploader], claim=None, keep=None, keeps_none=True, announce=lambda checkpoint: None
-    )
-    saved = FolderEntry(name="ba1", container="directory")
-    kept.add(saved, Destinations(None, "ba1", None))
-    assert events == ["uploads ba1", "deletes ba1"]

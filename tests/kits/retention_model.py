@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 import random
 
-import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import holdfast as hf
-from holdfast.storage import MemoryStorage
-from holdfast.storage.resolve import resolve
 
-_names = iter(range(1 << 30))
+next_name = iter(range(1 << 30)).__next__
 
 
 class Model:
@@ -110,7 +106,7 @@ SCORES = [None, math.nan, 0.5, 0.5, 1.0, -2.0, math.inf]
 def play(seed, steps=40, home=None):
     """One random history of two runs in one root."""
     chance = random.Random(seed)
-    home = home or f"memory://oracle-{next(_names)}"
+    home = home or f"memory://oracle-{next_name()}"
     rules = [(2, None, None), (1, 2, None), (None, 2, 5), (3, 1, 4), (None, None, 3), (1, None, None)]
     runs = [Lives(f"{home}/{name}", *chance.choice(rules)) for name in ("a", "b")]
     for run in runs:
@@ -130,19 +126,6 @@ def play(seed, steps=40, home=None):
         run.kill()
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_histories(seed, capsys):
-    """What is on the storage after every action is what the model says, with NaN, missing metrics, pins and kills."""
-    play(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 160))
-def test_more_histories(seed, capsys):
-    """The same for many more."""
-    play(seed, steps=120)
-
-
 class Machine(RuleBasedStateMachine):
     """Hypothesis looks for a short history that breaks it."""
 
@@ -152,7 +135,7 @@ class Machine(RuleBasedStateMachine):
         last=st.sampled_from([None, 1, 2]), best=st.sampled_from([None, 1, 2]), every=st.sampled_from([None, 3])
     )
     def begin(self, last, best, every):
-        self.lives = Lives(f"{self.home}-{next(_names)}", last, best, every)
+        self.lives = Lives(f"{self.home}-{next_name()}", last, best, every)
         self.lives.start()
 
     @rule(save=st.booleans(), score=st.sampled_from(SCORES))
@@ -176,23 +159,3 @@ class Machine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "lives") and self.lives.ck is not None:
             self.lives.kill()
-
-
-Machine.TestCase.settings = settings(
-    max_examples=12, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
-)
-TestMachine = Machine.TestCase
-
-
-def test_foreign_directories_survive():
-    """Two runs under one root and a directory of somebody else: retention touches neither."""
-    storage = resolve(f"memory://oracle-{next(_names)}")
-    assert isinstance(storage, MemoryStorage)
-    storage.put("b/note.txt", b"keep")
-    lives = Lives(storage, 1, None, None)
-    lives.start()
-    for _ in range(4):
-        lives.step(True, None)
-    lives.check()
-    lives.kill()
-    assert storage.read("b/note.txt") == b"keep"

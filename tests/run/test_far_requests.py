@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from build import build, small
 from catalog_kit import Far, begin, names
+from checkpoint_kit import build, small
 
 from holdfast.config import Keep
 from holdfast.errors import StorageError

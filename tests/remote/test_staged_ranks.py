@@ -7,10 +7,10 @@ import json
 import re
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
+from object_kit import BUCKET, client, moto, s3_environment
 
 import holdfast as hf
 from holdfast.format.names import save_id_of
@@ -18,10 +18,7 @@ from holdfast.run.catalog import Catalog
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.testing import FaultProxy
 
-sys.path.append(str(Path(__file__).parents[1] / "storage"))
-from object_kit import BUCKET, client, moto, s3_environment
-
-CASES = str(Path(__file__).with_name("node_cases.py"))
+CASES = str(Path(__file__).with_name("staged_rank_cases.py"))
 # Where a writer is killed and nobody is waited for in vain: it starts slowly where the machine is busy.
 PATIENT = {"stale_s": 30.0, "patience_s": 100.0}
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from holdfast.errors import RunBusyError, StoragePermissionError
 from holdfast.run import lease as lease_module
+from holdfast.run.heartbeat import Heartbeat
 from holdfast.run.lease import LEASE_FILE, LOCK_FILE, Lease, make_owner
 from holdfast.storage.local.local_storage import LocalStorage
 from holdfast.storage.memory import MemoryStorage
@@ -422,3 +426,35 @@ def test_a_record_that_was_overwritten_by_hand_is_put_back(tmp_path) -> None:
     assert json.loads(storage.read(LEASE_FILE))["start_id"] == "ours"
     held.release()
     assert not storage.exists(LEASE_FILE)
+
+
+def test_an_end_within_a_slow_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the beat; the lease is given back after it."""
+    lease = Lease.acquire(LocalStorage(tmp_path), make_owner("ab12"))
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(**_: Any) -> None:
+        begun.set()
+        go_on.wait(30)
+
+    monkeypatch.setattr(lease, "heartbeat", slow)
+    beats = Heartbeat(lease)
+    beats.trainer_gone()  # wakes it
+    assert begun.wait(30)
+    beats.close(wait=False)
+    assert (tmp_path / "lease.json").exists()
+    go_on.set()
+    beats._thread.join(30)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lease_deleted_by_hand(tmp_path: Path) -> None:
+    """It is written again while the lock proves that nobody else came; without the lock this process stops."""
+    lease = Lease.acquire(LocalStorage(tmp_path / "run"), make_owner("ab12"))
+    (tmp_path / "run/lease.json").unlink()
+    lease.heartbeat()
+    assert (tmp_path / "run/lease.json").exists()
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(RunBusyError, match="was deleted"):
+        lease.heartbeat()
+    lease.release()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from build import small
+from checkpoint_kit import small
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -147,7 +147,10 @@ def test_bytes_may_come_from_elsewhere() -> None:
 
 def test_equal_states_make_equal_files() -> None:
     """Nothing of time or chance is in a file."""
-    assert written({"a": torch.ones(3), "b": [1]}) == written({"a": torch.ones(3), "b": [1]})
+    data = written({"a": torch.ones(3), "b": [1]})
+    assert data == written({"a": torch.ones(3), "b": [1]})
+    dates = {entry.date_time for entry in zipfile.ZipFile(io.BytesIO(data)).infolist()}
+    assert dates == {(1980, 1, 1, 0, 0, 0)}
 
 
 def test_large_files_use_wide_fields(monkeypatch) -> None:

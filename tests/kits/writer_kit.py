@@ -68,7 +68,7 @@ def stored(storage: Any, directory: str) -> dict[str, bytes]:
 def start_trainer(mode: str, root: Path) -> subprocess.Popen[str]:
     """A trainer of its own, leader of a process group, that prints what it did line by line."""
     return subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("trainer_script.py")), mode, str(root)],
+        [sys.executable, str(Path(__file__).with_name("writer_trainer.py")), mode, str(root)],
         stdout=subprocess.PIPE,
         stdin=subprocess.PIPE,
         text=True,

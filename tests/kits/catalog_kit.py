@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from build import START, small
+from checkpoint_kit import START, small
 
 from holdfast.config import Keep
 from holdfast.run.catalog import Catalog

@@ -412,7 +412,7 @@ def test_copies_go_with_their_upload(tmp_path: Path) -> None:
     uploads.trainer_gone()
     uploads.add(source, UploadJob(path="there/two", name="two/file", kind="copy"), answers.of("two"))
     assert isinstance(answers.next()[1], StoragePermissionError)
-    wait_until(lambda: list(tmp_path.iterdir()) == [])
+    assert wait_until(lambda: list(tmp_path.iterdir()) == [])
     uploads.close()
 
 

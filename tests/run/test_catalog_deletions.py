@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from build import build
 from catalog_kit import begin, names, save, storage_of
+from checkpoint_kit import build
 
 from holdfast.config import Keep
 from holdfast.errors import StorageError, StorageFullError

@@ -8,7 +8,7 @@ from pathlib import Path
 from holdfast.run.catalog import Catalog
 from holdfast.storage.local.local_storage import LocalStorage
 
-CASES = str(Path(__file__).with_name("joint_cases.py"))
+CASES = str(Path(__file__).parents[1] / "ranks" / "joint_cases.py")
 
 
 def _steps(root: Path) -> list[int]:

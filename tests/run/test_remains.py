@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from build import build, save_id, small
 from catalog_kit import storage_of
+from checkpoint_kit import build, save_id, small
 
 from holdfast.format.parts import part_name, plan_name, put_plan
 from holdfast.run.catalog import Catalog

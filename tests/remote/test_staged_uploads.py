@@ -38,7 +38,13 @@ def bring(
 def test_a_save_is_there_when_all_have_brought_their_parts() -> None:
     """In whatever order, and said more than once; what is said of another save counts for nothing."""
     uploads = JointUploads(3)
-    late = threading.Timer(0.05, lambda: uploads.uploaded(2, "s-1", None))
+    brought: list[int] = []
+
+    def bring_last() -> None:
+        brought.append(2)
+        uploads.uploaded(2, "s-1", None)
+
+    late = threading.Timer(0.05, bring_last)
     found = bring(
         uploads,
         lambda: uploads.uploaded(1, "s-1", None),
@@ -47,6 +53,7 @@ def test_a_save_is_there_when_all_have_brought_their_parts() -> None:
         lambda: uploads.uploaded(0, "s-1", None),
         late.start,
     )
+    assert brought == [2], "the last one was waited for"
     assert found == [ORDER]
     assert uploads.order is None
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
-from build import small
 from catalog_kit import begin, names, save, storage_of
+from checkpoint_kit import small
 
 from holdfast.run.catalog import Catalog
 from holdfast.run.fence import Fence, is_fence, newest_fence, write_fence

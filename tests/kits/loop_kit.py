@@ -136,3 +136,14 @@ def names(folder: Path) -> list[str]:
     own = {"run.json", "reports", "logs"}
     found = [path.name for path in folder.iterdir() if not path.is_symlink()]
     return sorted(name for name in found if name not in own and name[0] != "." and not is_of_lease(name))
+
+
+def flip(path: Path) -> None:
+    """Damage one byte of the first tensor of a checkpoint."""
+    if path.is_dir():
+        path = next(
+            one for one in sorted(path.iterdir()) if one.name.startswith("state") and one.suffix == ".safetensors"
+        )
+    data = bytearray(path.read_bytes())
+    data[-5 if path.suffix == ".safetensors" else len(data) // 2] ^= 0x40
+    path.write_bytes(data)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import loop_kit
 import pytest
 from loop_kit import Crash, CrashAt, plain
 from object_kit import BUCKET, KEY, SECRET, moto, s3_environment
@@ -206,7 +207,15 @@ def test_a_killed_trainer_is_uploaded_all_the_same(proxy: FaultProxy, tmp_path: 
         going.wait(120)
 
     proxy.inject(Fault(kind="call", call=hold, method="PUT", times=1))
-    command = [sys.executable, "-c", _TO_BE_KILLED, str(Path(__file__).parent), str(tmp_path / "runs"), bucket, suffix]
+    command = [
+        sys.executable,
+        "-c",
+        _TO_BE_KILLED,
+        str(Path(loop_kit.__file__).parent),
+        str(tmp_path / "runs"),
+        bucket,
+        suffix,
+    ]
     environment = {**os.environ, "TMPDIR": str(tmp_path / "scratch")}
     trainer = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
     try:
@@ -224,6 +233,10 @@ def test_a_killed_trainer_is_uploaded_all_the_same(proxy: FaultProxy, tmp_path: 
         lambda: there.exists(pointer := "checkpoints/latest-rank0.symlink") and there.read(pointer) == newest
     )
     assert there.exists("notes.txt")
+    end = suffix or "/manifest.json"
+    sent = [one.path for one in proxy.exchanges if one.method == "PUT" and one.status == 200]
+    whole = [path.removesuffix(end).rpartition("/")[2] for path in sent if path.endswith(end) and "/ba" in path]
+    assert whole == ["ba4", "ba8", "ba12"]
     for batch in (4, 8, 12):
         again = plain(None, load_path=f"{bucket}/r/checkpoints/ba{batch}{suffix}")
         assert int(again.state.timestamp.batch) == batch

@@ -6,8 +6,8 @@ import json
 import math
 
 import pytest
-from build import small
 from catalog_kit import begin, names, save, storage_of
+from checkpoint_kit import small
 
 from holdfast.checkpoint.handle import Checkpoint
 from holdfast.config import Keep
