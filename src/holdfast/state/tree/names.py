@@ -44,7 +44,7 @@ def canonical_keys(module: nn.Module, keys: Mapping[str, Any] | list[str]) -> li
         _without_tokens(f"{path}.") for path, child in module.named_modules() if path and isinstance(child, _PARALLEL)
     ]
     if parallel:
-        # Longest first: an inner wrapper's path still contains the outer one's "module.".
+        # Longest first: the path of an inner wrapper still contains "module." of the outer wrapper.
         parallel.sort(key=len, reverse=True)
         names = [_strip_parallel(name, parallel) for name in names]
     return names
@@ -65,7 +65,7 @@ def _strip_parallel(name: str, prefixes: list[str]) -> str:
 
 
 def stored_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of an unwrapped module by their stored names; a shared one comes once for each name."""
+    """Return the parameters of an unwrapped module by their stored names; shared ones come once for each name."""
     params = dict(module.named_parameters(remove_duplicate=False))
     return list(zip(canonical_keys(module, params), params.values(), strict=True))
 
@@ -77,8 +77,8 @@ def parameter_names(state: Mapping[Any, Any], found: Modules | None = None) -> d
     ``model/blocks.0.weight``. A parameter shared by several modules keeps the first name.
 
     Args:
-        state: what to look through.
-        found: takes each module and its `stored_parameters`, by its ``id``.
+        state: the state whose modules are searched.
+        found: receives each module and its `stored_parameters`, by the ``id`` of the module.
     """
     names: dict[int, str] = {}
     for path, module in _modules(state, ""):
