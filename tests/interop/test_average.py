@@ -117,7 +117,7 @@ def test_what_does_not_match_is_refused(tmp_path) -> None:
         average([a, b], Checkpoint(tmp_path / "out"))
     assert [text.partition(": ")[2] for text in caught.value.problems] == [
         "model/\x1bn is missing",
-        "model/y is there, and not in the last one",
+        "model/y is there, and not in the last checkpoint",
         "model/x has the shape [2], not [3]",
     ]
     assert not (tmp_path / "out").exists()

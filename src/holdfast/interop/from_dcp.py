@@ -1,4 +1,4 @@
-"""Import a directory of torch.distributed.checkpoint, without its pickles being run and without holding its tensors."""
+"""Import a directory of torch.distributed.checkpoint, without running code in pickles or holding its tensors."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ __all__ = ["from_dcp"]
 
 
 def from_dcp(folder: str, stack: ExitStack) -> Gathered:
-    """Read everything that a directory has.
+    """Read a directory; its files stay open in ``stack``.
 
     Raises:
-        CorruptCheckpointError: the metadata is damaged or hostile, or points out of its files.
+        CorruptCheckpointError: the metadata is damaged or hostile, or points outside of the files.
     """
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
@@ -66,9 +66,9 @@ def from_dcp(folder: str, stack: ExitStack) -> Gathered:
     for key in gathered.tree:
         count = sum(row.name == key or row.name.startswith(f"{key}/") for row in gathered.rows)
         gathered.taken.append((key, f"{count} tensors" if count else "plain data"))
-    known = {METADATA_NAME, MANIFEST_NAME, *files.used}  # that of ours, if the directory was reported as it is
+    known = {METADATA_NAME, MANIFEST_NAME, *files.used}  # the manifest of a reported directory is Holdfast's
     gathered.not_taken += [
-        (one, "a file that .metadata does not name") for one in sorted(set(os.listdir(folder)) - known)
+        (name, "a file that .metadata does not name") for name in sorted(set(os.listdir(folder)) - known)
     ]
     return gathered
 
@@ -169,13 +169,13 @@ def _tensor(name: str, entry: Any, fqn: str, places: dict[Any, Any], files: _Fil
 
 
 class _Chunk:
-    """One stored box: a file of ``torch.save`` within a file. Where its elements lie is found at the first read."""
+    """A stored box: a file of ``torch.save`` within a file. The first read finds out where its elements are."""
 
     def __init__(self, name: str, box: Box, dtype: torch.dtype, info: Any, files: _Files) -> None:
         self._name, self._box, self._dtype = name, box, dtype
         self._part = files.part(info)
-        self._start: int | None = None  # of the elements within the part
-        self._data: memoryview | None = None  # the elements, where they do not lie in one run
+        self._start: int | None = None  # first byte of the elements within the part
+        self._data: memoryview | None = None  # the elements, if they are not contiguous in the file
 
     def read(self, offset: int, view: memoryview) -> None:
         if self._start is None and self._data is None:
@@ -185,14 +185,14 @@ class _Chunk:
             return
         view[:] = self._data[offset : offset + len(view)]
         if offset + len(view) == len(self._data):
-            self._data = None  # read to the end: found again, should anybody ask
+            self._data = None  # read to its end; a further pass reads it again
 
     def _find(self) -> None:
-        # On the "meta" device nothing but the structure is read, and it says where in the file the elements are.
+        # On the "meta" device torch reads the structure only, which says where in the file the elements are.
         found = read_torch_stream(self._part.stream(), self._name, map_location="meta")
         if not isinstance(found, torch.Tensor) or tuple(found.shape) != self._box.shape or found.dtype != self._dtype:
             raise CorruptCheckpointError(
-                f"tensor {self._name!r}: its file holds something else than .metadata says", tensor=self._name
+                f"tensor {self._name!r}: its file does not hold what .metadata says", tensor=self._name
             )
         place = getattr(found.untyped_storage(), "_checkpoint_offset", None)
         if place is not None and found.is_contiguous():
@@ -200,6 +200,6 @@ class _Chunk:
             if start + found.nbytes > self._part.size:
                 raise CorruptCheckpointError(f"tensor {self._name!r}: its file ends too early", tensor=self._name)
             self._start = start
-        else:  # strided, or an older torch: all of this box at once
+        else:  # strided, or an older torch: read the whole box at once
             whole = read_torch_stream(self._part.stream(), self._name)
             self._data = memoryview(b"".join(tensor_bytes(whole)))

@@ -1,4 +1,4 @@
-"""Import files of ``torch.save``: plain ones, and checkpoints of PyTorch Lightning."""
+"""Import files of ``torch.save``, among them checkpoints of PyTorch Lightning."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def _plain(found: Any, path: str) -> Gathered:
     elif not all(isinstance(key, str) for key in found):
         found = {"value": found}
     state = {key: _without_wrappers(value, key, gathered) for key, value in from_plain(found, where=path).items()}
-    state, what = take_optimizers(state, gathered)
-    gathered.values(state, what=what, mapped=mapped_ranges(path))
+    state, labels = take_optimizers(state, gathered)
+    gathered.values(state, labels=labels, mapped=mapped_ranges(path))
     step, epoch = state.get("step", state.get("global_step")), state.get("epoch")
     gathered.step = step if type(step) is int and step >= 0 else None
     gathered.epoch = epoch if type(epoch) is int and epoch >= 0 else None
@@ -71,16 +71,16 @@ def _plain(found: Any, path: str) -> Gathered:
 def _lightning(found: Mapping[str, Any], path: str) -> Gathered:
     gathered = Gathered()
     state: dict[str, Any] = {"model": _without_wrappers(found["state_dict"], "model", gathered)}
-    for key, one, many in _LIGHTNING:
+    for key, singular, plural in _LIGHTNING:
         values = found.get(key) or []
         if len(values) == 1:
-            state[one] = values[0]
+            state[singular] = values[0]
         elif values:
-            state[many] = list(values)
+            state[plural] = list(values)
     renamed = {"state_dict", *(key for key, _, _ in _LIGHTNING)}
     state.update((key, value) for key, value in found.items() if key not in renamed and value is not None)
-    state, what = take_optimizers(state, gathered)
-    gathered.values(state, what=what, mapped=mapped_ranges(path))
+    state, labels = take_optimizers(state, gathered)
+    gathered.values(state, labels=labels, mapped=mapped_ranges(path))
     step, epoch = found.get("global_step"), found.get("epoch")
     gathered.step = step if type(step) is int else None
     gathered.epoch = epoch if type(epoch) is int else None
@@ -88,11 +88,11 @@ def _lightning(found: Mapping[str, Any], path: str) -> Gathered:
 
 
 def take_optimizers(state: dict[str, Any], gathered: Gathered) -> tuple[dict[str, Any], dict[str, str]]:
-    """Key the state of optimizers by parameter names, where these can be known; returns it, and what to say of it."""
-    what: dict[str, str] = {}
+    """Key state of optimizers by parameter names where these are certain; returns the state, and labels of items."""
+    labels: dict[str, str] = {}
     models = {key: value for key, value in state.items() if _is_weights(value)}
 
-    def one(value: Any) -> Any:
+    def by_name(value: Any) -> Any:
         fitting = [found for key, model in models.items() if (found := named(value, model, f"{key}/")) is not None]
         return fitting[0] if len(fitting) == 1 else None
 
@@ -100,13 +100,13 @@ def take_optimizers(state: dict[str, Any], gathered: Gathered) -> tuple[dict[str
         values = value if isinstance(value, list) else [value]
         if not values or not all(map(is_optimizer, values)):
             continue
-        found = [one(item) for item in values]
+        found = [by_name(item) for item in values]
         if all(item is not None for item in found):
             state[key] = found if isinstance(value, list) else found[0]
-            what[key] = "optimizer state, by parameter name"
+            labels[key] = "optimizer state, by parameter name"
         else:
-            what[key] = "optimizer state, by position: fits an optimizer made with its parameters in the same order"
-    return state, what
+            labels[key] = "optimizer state, by position: fits an optimizer made with its parameters in the same order"
+    return state, labels
 
 
 def _is_weights(value: Any) -> bool:
@@ -122,7 +122,7 @@ def _without_wrappers(value: Any, key: str, gathered: Gathered) -> Any:
     if not _is_weights(value):
         return value
     names, stripped = list(value), ""
-    while prefix := next((one for one in _WRAPPERS if all(name.startswith(one) for name in names)), ""):
+    while prefix := next((prefix for prefix in _WRAPPERS if all(name.startswith(prefix) for name in names)), ""):
         names, stripped = [name[len(prefix) :] for name in names], stripped + prefix
     if not stripped:
         return value
