@@ -230,9 +230,9 @@ def _all_same(name: str, contents: Sequence[CheckpointContents], opened: Sequenc
 
 
 def _is_averaged(contents: CheckpointContents, name: str) -> bool:
-    dtype = contents.tensor(name).dtype
-    found = arrays.dtype_of(dtype)
-    return dtype not in _ODD and (found.is_floating_point or found.is_complex)
+    stored = contents.tensor(name).dtype
+    dtype = arrays.dtype_of(stored)
+    return stored not in _ODD and (dtype.is_floating_point or dtype.is_complex)
 
 
 def _selected(contents: CheckpointContents, only: Sequence[str] | None) -> tuple[Any, list[str]]:
@@ -250,9 +250,9 @@ def _selected(contents: CheckpointContents, only: Sequence[str] | None) -> tuple
 
 def _models(contents: CheckpointContents) -> list[str]:
     """Find the model: the modules, else an item called "model", else the whole state if it holds only tensors."""
-    found = list(_modules(contents.tree, ""))
-    if found:
-        return found
+    modules = list(_modules(contents.tree, ""))
+    if modules:
+        return modules
     for name in _MODELS:
         if any(path.startswith(f"{name}/") for path in contents.leaves):
             return [name]
@@ -327,18 +327,18 @@ def _check_alike(
     chosen = {path for path, leaf in last.leaves.items() if leaf.kind == "tensor" and selection.takes(path)}
     for side in contents[:-1]:
         mine = {path for path, leaf in side.leaves.items() if leaf.kind == "tensor" and selection.takes(path)}
-        found = [f"{name} is missing" for name in sorted(chosen - mine)]
-        found += [f"{name} is there, and not in the last checkpoint" for name in sorted(mine - chosen)]
+        flaws = [f"{name} is missing" for name in sorted(chosen - mine)]
+        flaws += [f"{name} is there, and not in the last checkpoint" for name in sorted(mine - chosen)]
         for path in sorted(chosen & mine):
             before, after = side.tensor(side.leaves[path].value), last.tensor(last.leaves[path].value)
             if before.shape != after.shape:
-                found.append(f"{path} has the shape {list(before.shape)}, not {list(after.shape)}")
+                flaws.append(f"{path} has the shape {list(before.shape)}, not {list(after.shape)}")
             elif _is_averaged(side, before.name) != _is_averaged(last, after.name):
-                found.append(f"{path} is {before.dtype}, not {after.dtype}")
-        if found:
-            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            lines.append(f"  {side.checkpoint.uri}: {'; '.join(found[:_SHOWN])}{more}")
-            problems += [f"{side.checkpoint.uri}: {text}" for text in found]
+                flaws.append(f"{path} is {before.dtype}, not {after.dtype}")
+        if flaws:
+            more = f" and {len(flaws) - _SHOWN} more" if len(flaws) > _SHOWN else ""
+            lines.append(f"  {side.checkpoint.uri}: {'; '.join(flaws[:_SHOWN])}{more}")
+            problems += [f"{side.checkpoint.uri}: {text}" for text in flaws]
     if lines:
         raise StateMismatchError(
             f"these checkpoints cannot be averaged, for their tensors do not match those of {last.checkpoint.uri}:\n"

@@ -82,10 +82,10 @@ class CheckedFiles:
 
     def _block(self, file: str, number: int, tensor: str) -> _Block:
         key = (file, number)
-        found = self._blocks.get(key)
-        if found is not None:
+        cached = self._blocks.get(key)
+        if cached is not None:
             self._blocks.move_to_end(key)
-            return found
+            return cached
         reader = self._reader(file, tensor)
         start = number * self._block_bytes
         while len(self._blocks) >= _BLOCKS:
@@ -99,12 +99,12 @@ class CheckedFiles:
         return block
 
     def _reader(self, file: str, tensor: str) -> FileReader:
-        found = self._readers.get(file)
-        if found is None:
+        reader = self._readers.get(file)
+        if reader is None:
             if len(self._readers) >= self._max_open:
                 self._readers.popitem(last=False)[1].close()
             try:
-                found = self._readers[file] = self._storage.open(file)
+                reader = self._readers[file] = self._storage.open(file)
             except StorageNotFoundError as error:
                 raise CorruptCheckpointError(
                     f"{file} is gone; it holds tensor {tensor!r}: this checkpoint is damaged; use another one",
@@ -112,4 +112,4 @@ class CheckedFiles:
                     tensor=tensor,
                 ) from error
         self._readers.move_to_end(file)
-        return found
+        return reader

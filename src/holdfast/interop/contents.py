@@ -94,14 +94,14 @@ class CheckpointContents:
         return all(_is_same(piece, self._tables, its[box], other._tables) for box, piece in mine.items())
 
     def _stored(self, name: str) -> _Tensor:
-        found = self._tensors.get(self.original(name))
-        if found is None:
+        tensor = self._tensors.get(self.original(name))
+        if tensor is None:
             raise CorruptCheckpointError(
                 f"{self.checkpoint.uri}: the structure names a tensor {name!r} that no index lists: the checkpoint is "
                 "damaged",
                 tensor=name,
             )
-        return found
+        return tensor
 
 
 def read_contents(checkpoint: Checkpoint) -> CheckpointContents:
@@ -109,13 +109,13 @@ def read_contents(checkpoint: Checkpoint) -> CheckpointContents:
 
     Raises:
         ConfigError: the checkpoint has no manifest of Holdfast.
-        CorruptCheckpointError: one of these files is damaged.
+        CorruptCheckpointError: a file of these is damaged.
     """
     manifest = checkpoint.manifest
     if manifest is None:
         raise ConfigError(
             f"{checkpoint.uri} was not written by Holdfast (it has no manifest): `holdfast import` makes a checkpoint "
-            "of a torch, safetensors, DCP, Lightning or DeepSpeed one"
+            "from files of torch, safetensors, DCP, Lightning or DeepSpeed"
         )
     files = _Files(checkpoint.storage.child(checkpoint.directory))
     tensors: dict[str, _Tensor] = {}
@@ -169,12 +169,12 @@ class _Files:
 
 def _tables(files: _Files, manifest: Manifest) -> dict[str, bytes]:
     whole = {entry.path: files.read(entry) for entry in manifest.with_role("digests")}
-    found = {}
+    tables = {}
     for entry in manifest.files:
         if entry.chunks is not None:
             path, offset = entry.chunks
-            found[entry.path] = whole[path][offset : offset + DIGEST_BYTES * num_chunks(entry.size)]
-    return found
+            tables[entry.path] = whole[path][offset : offset + DIGEST_BYTES * num_chunks(entry.size)]
+    return tables
 
 
 def _is_same(mine: Piece, tables: Mapping[str, bytes], its: Piece, its_tables: Mapping[str, bytes]) -> bool:
@@ -183,11 +183,11 @@ def _is_same(mine: Piece, tables: Mapping[str, bytes], its: Piece, its_tables: M
         return False
     if not mine.nbytes:
         return True
-    found = []
+    digests = []
     for piece, known in ((mine, tables), (its, its_tables)):
         first, last = piece.offset // CHUNK, (piece.offset + piece.nbytes - 1) // CHUNK
-        found.append(known.get(piece.file, b"")[DIGEST_BYTES * first : DIGEST_BYTES * (last + 1)])
-    return bool(found[0]) and found[0] == found[1]
+        digests.append(known.get(piece.file, b"")[DIGEST_BYTES * first : DIGEST_BYTES * (last + 1)])
+    return bool(digests[0]) and digests[0] == digests[1]
 
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, Leaf]]:

@@ -24,17 +24,17 @@ _NUMBERS = "biufc"
 
 
 def compare_values(
-    found: CheckpointDifference,
+    difference: CheckpointDifference,
     contents_a: CheckpointContents,
     contents_b: CheckpointContents,
     pairs: Sequence[tuple[str, Leaf, Leaf]],
     tolerance: Tolerance,
     progress: Callable[[int], object],
 ) -> None:
-    """Read tensors of equal shape from both checkpoints, and add the differences to ``found``.
+    """Read tensors of equal shape from both checkpoints, and add the differences to ``difference``.
 
     Args:
-        found: receives the changes, and the number of bytes read.
+        difference: receives the changes, and the number of bytes read.
         contents_a: first checkpoint.
         contents_b: second checkpoint.
         pairs: path, and the leaf in each checkpoint.
@@ -54,12 +54,12 @@ def compare_values(
             for values_a, values_b, nbytes in _windows(*sides, kinds):
                 tally.add(values_a, values_b)
                 progress(nbytes)
-            found.bytes_read += sides[0].nbytes + sides[1].nbytes
+            difference.bytes_read += sides[0].nbytes + sides[1].nbytes
             dtypes = (before.dtype or sides[0].dtype, after.dtype or sides[1].dtype)
             if tally.differing or dtypes[0] != dtypes[1]:
-                found.tensors.append(tally.change(path, dtypes, sides[0].shape))
+                difference.tensors.append(tally.change(path, dtypes, sides[0].shape))
             elif tally.close:
-                found.within.append(path)
+                difference.within.append(path)
 
 
 class _Tally:
@@ -200,8 +200,8 @@ class _Elements:
         if self._torch is not None:
             wide = torch.complex64 if self._torch.is_complex else torch.float32
             return torch.frombuffer(view, dtype=torch.uint8).view(self._torch).to(wide).numpy()
-        found = np.frombuffer(view, self._dtype)
-        return found if self._dtype.isnative else found.astype(self._dtype.newbyteorder("="))
+        values = np.frombuffer(view, self._dtype)
+        return values if self._dtype.isnative else values.astype(self._dtype.newbyteorder("="))
 
 
 def _numpy_of(name: str) -> tuple[Any, torch.dtype | None]:

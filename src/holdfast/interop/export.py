@@ -180,10 +180,10 @@ def _dtype(dtype: torch.dtype | str | None) -> Any:
         return None
     import torch
 
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    resolved = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
         raise ConfigError(f"dtype={dtype!r}: give a floating dtype of torch, such as 'bfloat16' or 'float16'")
-    return found
+    return resolved
 
 
 def _bytes(size: int | str) -> int:

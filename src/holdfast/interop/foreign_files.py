@@ -60,8 +60,8 @@ def mapped_ranges(path: str) -> list[tuple[int, int]]:
             lines = [line.split(maxsplit=5) for line in file]
     except OSError:
         return []
-    found = [fields[0].split("-") for fields in lines if len(fields) == 6 and fields[5].rstrip("\n") == real]
-    return [(int(low, 16), int(high, 16)) for low, high in found]
+    spans = [fields[0].split("-") for fields in lines if len(fields) == 6 and fields[5].rstrip("\n") == real]
+    return [(int(low, 16), int(high, 16)) for low, high in spans]
 
 
 def streamed(tensor: torch.Tensor, mapped: Sequence[tuple[int, int]]) -> Iterator[memoryview]:

@@ -110,14 +110,14 @@ class _Files:
         return _Slice(reader, offset, length)
 
     def _reader(self, name: str) -> FileReader:
-        found = self._open.get(name)
-        if found is None:
+        reader = self._open.get(name)
+        if reader is None:
             check_links(self._storage, "", (name,))
             try:
-                found = self._open[name] = self._stack.enter_context(self._storage.open(name))
+                reader = self._open[name] = self._stack.enter_context(self._storage.open(name))
             except StorageNotFoundError as error:
                 raise CorruptCheckpointError(f"{name} is gone: this checkpoint is damaged", file=name) from error
-        return found
+        return reader
 
 
 class _Slice(FileReader):
@@ -143,10 +143,10 @@ def _path(path: Any, fqn: str) -> tuple[str | int, ...]:
 
 
 def _place(places: dict[Any, Any], fqn: str, start: tuple[int, ...]) -> Any:
-    found = places.get((fqn, start))
-    if found is None:
+    info = places.get((fqn, start))
+    if info is None:
         raise CorruptCheckpointError(f".metadata does not say where {fqn!r} {list(start)} is", file=METADATA_NAME)
-    return found
+    return info
 
 
 def _tensor(name: str, entry: Any, fqn: str, places: dict[Any, Any], files: _Files) -> Blob:
@@ -189,15 +189,19 @@ class _Chunk:
 
     def _find(self) -> None:
         # On the "meta" device torch reads the structure only, which says where in the file the elements are.
-        found = read_torch_stream(self._part.stream(), self._name, map_location="meta")
-        if not isinstance(found, torch.Tensor) or tuple(found.shape) != self._box.shape or found.dtype != self._dtype:
+        tensor = read_torch_stream(self._part.stream(), self._name, map_location="meta")
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tuple(tensor.shape) != self._box.shape
+            or tensor.dtype != self._dtype
+        ):
             raise CorruptCheckpointError(
                 f"tensor {self._name!r}: its file does not hold what .metadata says", tensor=self._name
             )
-        place = getattr(found.untyped_storage(), "_checkpoint_offset", None)
-        if place is not None and found.is_contiguous():
-            start = place + found.storage_offset() * found.itemsize
-            if start + found.nbytes > self._part.size:
+        place = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        if place is not None and tensor.is_contiguous():
+            start = place + tensor.storage_offset() * tensor.itemsize
+            if start + tensor.nbytes > self._part.size:
                 raise CorruptCheckpointError(f"tensor {self._name!r}: its file ends too early", tensor=self._name)
             self._start = start
         else:  # strided, or an older torch: read the whole box at once

@@ -56,7 +56,7 @@ def from_deepspeed(folder: str, *, trusted: bool = False) -> Gathered:
     """Read the weights of any ZeRO stage and the plain data of the client; leave out the moments of the optimizer.
 
     Raises:
-        UnsupportedStateError: no checkpoint of DeepSpeed, or one of experts, pipeline stages or model-parallel ranks.
+        UnsupportedStateError: no checkpoint of DeepSpeed, or with experts, pipeline stages or model-parallel ranks.
         CorruptCheckpointError: files of ranks are missing, or have another layout.
     """
     given, folder = folder, _tag_folder(folder)
@@ -97,8 +97,8 @@ def _tag_folder(folder: str) -> str:
         return folder
     with open(own_file(folder, _LATEST), encoding="utf-8", errors="replace") as file:
         tag = file.read(4096).strip()
-    found = os.path.join(folder, tag)
-    if os.path.isabs(tag) or ".." in tag.split("/") or not os.path.isdir(found):
+    tag_path = os.path.join(folder, tag)
+    if os.path.isabs(tag) or ".." in tag.split("/") or not os.path.isdir(tag_path):
         raise CorruptCheckpointError(f"{path} names {tag!r}, and there is no such folder beside it", file=_LATEST)
     return own_file(folder, tag)
 
@@ -115,31 +115,31 @@ def _refuse_parts(folder: str, names: list[str]) -> None:
 def _others(given: str, folder: str) -> list[str]:
     """Return the files in the folder of a tag, and beside it, that are not taken."""
     inside = [name for name in os.listdir(folder) if not (_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]
-    found = {os.path.relpath(os.path.join(folder, name), given) for name in inside}
+    files = {os.path.relpath(os.path.join(folder, name), given) for name in inside}
     used = os.path.relpath(folder, given).split("/")[0]
     if used != ".":
-        found |= {name for name in os.listdir(given) if name != used}
-    return sorted(name for name in found if os.path.basename(name) not in _ABOUT)
+        files |= {name for name in os.listdir(given) if name != used}
+    return sorted(name for name in files if os.path.basename(name) not in _ABOUT)
 
 
 def _by_rank(folder: str, names: list[str], pattern: re.Pattern[str]) -> list[str]:
     """Return the files of a kind in the order of ranks."""
-    found = [(int(match[1] or 0), int(match[2]), name) for name in names if (match := pattern.fullmatch(name))]
-    if any(part for _, part, _ in found):
+    files = [(int(match[1] or 0), int(match[2]), name) for name in names if (match := pattern.fullmatch(name))]
+    if any(part for _, part, _ in files):
         raise UnsupportedStateError(
             f"{folder} is of several model-parallel ranks (mp_rank_01): only the model knows how their "
             "tensors belong together. Load it with its engine and save from there, or convert it with DeepSpeed's "
             "ds_to_universal"
         )
-    if [rank for rank, _, _ in sorted(found)] != list(range(len(found))):
-        raise CorruptCheckpointError(f"{folder}: the file of a rank is missing among {[name for *_, name in found]}")
-    return [name for *_, name in sorted(found)]
+    if [rank for rank, _, _ in sorted(files)] != list(range(len(files))):
+        raise CorruptCheckpointError(f"{folder}: the file of a rank is missing among {[name for *_, name in files]}")
+    return [name for *_, name in sorted(files)]
 
 
 def _weights(
     folder: str, heads: list[Any], models: list[str], optimizers: list[str], *, trusted: bool
 ) -> dict[str, Blob]:
-    head, found = heads[0], dict[str, Blob]()
+    head, blobs = heads[0], dict[str, Blob]()
     of_model = [mapped_ranges(own_file(folder, name)) for name in models]
     module, buffers = head.get("module") or {}, frozenset(head.get("buffer_names") or ())
     shapes = head.get("param_shapes")
@@ -150,29 +150,29 @@ def _weights(
         buffers, shapes = frozenset(module), []
     for name, tensor in module.items():
         if name in buffers:
-            found[name] = _blob(name, tuple(tensor.shape), [(tensor, of_model[0])])
+            blobs[name] = _blob(name, tuple(tensor.shape), [(tensor, of_model[0])])
     groups, stage = _flat_groups(folder, optimizers, trusted=trusted) if shapes else ([], 0)
     for name, shape in (head.get("frozen_param_shapes") or {}).items():
         parts = zip(heads, of_model, strict=True) if stage == 3 else [(head, of_model[0])]
-        found[name] = _blob(
+        blobs[name] = _blob(
             name, tuple(shape), [(part["frozen_param_fragments"][name], where) for part, where in parts]
         )
     if stage == 3:
         merged = {name: tuple(shape) for group in shapes for name, shape in group.items()}
-        found.update(_cut_each(merged, [_joined(rank_groups) for rank_groups in groups]))
+        blobs.update(_cut_each(merged, [_joined(rank_groups) for rank_groups in groups]))
     else:
         for number, group in enumerate(shapes):
             pieces = [rank_groups[number] for rank_groups in groups]
-            found.update(_cut_once({name: tuple(shape) for name, shape in group.items()}, pieces))
+            blobs.update(_cut_once({name: tuple(shape) for name, shape in group.items()}, pieces))
     for alias, name in dict(head.get("shared_params") or {}).items():
-        if name in found and alias not in found:
-            found[alias] = found[name]  # a tied tensor: its bytes are stored once
-    return found
+        if name in blobs and alias not in blobs:
+            blobs[alias] = blobs[name]  # a tied tensor: its bytes are stored once
+    return blobs
 
 
 def _flat_groups(folder: str, names: list[str], *, trusted: bool) -> tuple[list[list[Piece]], int]:
     """Return the flat float32 groups of each rank, and the stage."""
-    found, stage = [], 0
+    groups, stage = [], 0
     for name in names:
         path = own_file(folder, name)
         state = read_torch(path, trusted=trusted).get("optimizer_state_dict")
@@ -186,8 +186,8 @@ def _flat_groups(folder: str, names: list[str], *, trusted: bool) -> tuple[list[
             raise CorruptCheckpointError(f"{folder} has {len(names)} files of ranks, {path} says {count}", file=name)
         stage = 3 if key == "fp32_flat_groups" else 2
         where = mapped_ranges(path)
-        found.append([(tensor, where) for tensor in state[key]])
-    return found, stage
+        groups.append([(tensor, where) for tensor in state[key]])
+    return groups, stage
 
 
 def _joined(groups: list[Piece]) -> list[Piece]:
@@ -219,19 +219,19 @@ def _cut_each(shapes: dict[str, tuple[int, ...]], ranks: list[list[Piece]]) -> I
 
 def _range(name: str, pieces: list[Piece], start: int, size: int) -> list[Piece]:
     """Return elements [start, start + size) of pieces that follow one another."""
-    found, at, left = [], 0, size
+    parts, at, left = [], 0, size
     for tensor, where in pieces:
         count = tensor.numel()
         first = max(0, start - at)
         if left and first < count:
             taken = min(left, count - first)
-            found.append((tensor[first : first + taken], where))
+            parts.append((tensor[first : first + taken], where))
             left -= taken
             start += taken
         at += count
     if left:
         raise CorruptCheckpointError(f"the files of DeepSpeed end {left} elements before {name} does", tensor=name)
-    return found
+    return parts
 
 
 def _blob(name: str, shape: tuple[int, ...], pieces: list[Piece]) -> Blob:

@@ -183,9 +183,9 @@ def _take(
 
 
 def _torch_file(path: str, mapped: list[tuple[int, int]], *, trusted: bool) -> Any:
-    found = read_torch(path, trusted=trusted)
+    content = read_torch(path, trusted=trusted)
     mapped += mapped_ranges(path)
-    return found
+    return content
 
 
 def _indexed(folder: str, name: str) -> list[str] | None:
@@ -202,7 +202,7 @@ def _indexed(folder: str, name: str) -> list[str] | None:
 
 
 def _blobs(folder: str, files: list[str], stack: ExitStack, gathered: Gathered) -> dict[str, Blob]:
-    found: dict[str, Blob] = {}
+    blobs: dict[str, Blob] = {}
     for file in files:
         head, tail = os.path.split(own_file(folder, file))
         reader = stack.enter_context(LocalStorage(head).open(tail))
@@ -213,8 +213,8 @@ def _blobs(folder: str, files: list[str], stack: ExitStack, gathered: Gathered) 
                     (f"model/{name}", f"the dtype {entry.dtype} of safetensors is not known here")
                 )
                 continue
-            if name in found:
+            if name in blobs:
                 raise CorruptCheckpointError(f"{folder}: two files have a tensor {name!r}", file=file, tensor=name)
             parts = partial(ranges, reader, entry.offset, entry.nbytes)
-            found[name] = Blob(name, dtype, entry.shape, parts, item_size(dtype) or 1)
-    return found
+            blobs[name] = Blob(name, dtype, entry.shape, parts, item_size(dtype) or 1)
+    return blobs

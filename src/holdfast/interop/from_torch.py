@@ -25,18 +25,18 @@ _LIGHTNING = (("optimizer_states", "optimizer", "optimizers"), ("lr_schedulers",
 
 def from_torch(path: str, *, trusted: bool = False) -> Gathered:
     """Read one file; a Lightning checkpoint is recognised."""
-    found = read_torch(path, trusted=trusted)
-    if is_lightning(found):
-        return _lightning(found, path)
-    return _plain(found, path)
+    content = read_torch(path, trusted=trusted)
+    if is_lightning(content):
+        return _lightning(content, path)
+    return _plain(content, path)
 
 
 def from_lightning(path: str, *, trusted: bool = False) -> Gathered:
     """Read a checkpoint of Lightning."""
-    found = read_torch(path, trusted=trusted)
-    if not isinstance(found, Mapping) or "state_dict" not in found:
+    content = read_torch(path, trusted=trusted)
+    if not isinstance(content, Mapping) or "state_dict" not in content:
         raise UnsupportedStateError(f"{path} is no checkpoint of Lightning: it has no 'state_dict'")
-    return _lightning(found, path)
+    return _lightning(content, path)
 
 
 def is_lightning(value: Any) -> bool:
@@ -44,22 +44,22 @@ def is_lightning(value: Any) -> bool:
     return isinstance(value, Mapping) and "state_dict" in value and "pytorch-lightning_version" in value
 
 
-def _plain(found: Any, path: str) -> Gathered:
+def _plain(content: Any, path: str) -> Gathered:
     gathered = Gathered()
-    if isinstance(found, torch.nn.Module):
-        found = {"model": found}
-    if isinstance(found, Opaque):
+    if isinstance(content, torch.nn.Module):
+        content = {"model": content}
+    if isinstance(content, Opaque):
         raise UnsupportedStateError(
-            f"{path} holds one object of {found.name}, which is not made here: if you trust who wrote it, import it "
+            f"{path} holds one object of {content.name}, which is not made here: if you trust who wrote it, import it "
             "with trusted=True (--trusted)"
         )
-    if _is_weights(found):
-        found = {"model": found}  # the state_dict of a model
-    elif not isinstance(found, Mapping):
-        found = {os.path.basename(path).partition(".")[0] or "value": found}
-    elif not all(isinstance(key, str) for key in found):
-        found = {"value": found}
-    state = {key: _without_wrappers(value, key, gathered) for key, value in from_plain(found, where=path).items()}
+    if _is_weights(content):
+        content = {"model": content}  # the state_dict of a model
+    elif not isinstance(content, Mapping):
+        content = {os.path.basename(path).partition(".")[0] or "value": content}
+    elif not all(isinstance(key, str) for key in content):
+        content = {"value": content}
+    state = {key: _without_wrappers(value, key, gathered) for key, value in from_plain(content, where=path).items()}
     state, labels = take_optimizers(state, gathered)
     gathered.values(state, labels=labels, mapped=mapped_ranges(path))
     step, epoch = state.get("step", state.get("global_step")), state.get("epoch")
@@ -68,20 +68,20 @@ def _plain(found: Any, path: str) -> Gathered:
     return gathered
 
 
-def _lightning(found: Mapping[str, Any], path: str) -> Gathered:
+def _lightning(content: Mapping[str, Any], path: str) -> Gathered:
     gathered = Gathered()
-    state: dict[str, Any] = {"model": _without_wrappers(found["state_dict"], "model", gathered)}
+    state: dict[str, Any] = {"model": _without_wrappers(content["state_dict"], "model", gathered)}
     for key, singular, plural in _LIGHTNING:
-        values = found.get(key) or []
+        values = content.get(key) or []
         if len(values) == 1:
             state[singular] = values[0]
         elif values:
             state[plural] = list(values)
     renamed = {"state_dict", *(key for key, _, _ in _LIGHTNING)}
-    state.update((key, value) for key, value in found.items() if key not in renamed and value is not None)
+    state.update((key, value) for key, value in content.items() if key not in renamed and value is not None)
     state, labels = take_optimizers(state, gathered)
     gathered.values(state, labels=labels, mapped=mapped_ranges(path))
-    step, epoch = found.get("global_step"), found.get("epoch")
+    step, epoch = content.get("global_step"), content.get("epoch")
     gathered.step = step if type(step) is int else None
     gathered.epoch = epoch if type(epoch) is int else None
     return gathered
@@ -93,16 +93,16 @@ def take_optimizers(state: dict[str, Any], gathered: Gathered) -> tuple[dict[str
     models = {key: value for key, value in state.items() if _is_weights(value)}
 
     def by_name(value: Any) -> Any:
-        fitting = [found for key, model in models.items() if (found := named(value, model, f"{key}/")) is not None]
+        fitting = [keyed for key, model in models.items() if (keyed := named(value, model, f"{key}/")) is not None]
         return fitting[0] if len(fitting) == 1 else None
 
     for key, value in list(state.items()):
         values = value if isinstance(value, list) else [value]
         if not values or not all(map(is_optimizer, values)):
             continue
-        found = [by_name(item) for item in values]
-        if all(item is not None for item in found):
-            state[key] = found if isinstance(value, list) else found[0]
+        keyed = [by_name(item) for item in values]
+        if all(item is not None for item in keyed):
+            state[key] = keyed if isinstance(value, list) else keyed[0]
             labels[key] = "optimizer state, by parameter name"
         else:
             labels[key] = "optimizer state, by position: fits an optimizer made with its parameters in the same order"

@@ -135,7 +135,7 @@ def _kind(path: str) -> str:
     if os.path.isdir(path):
         names = os.listdir(path)
         if is_deepspeed(path):
-            return "deepspeed"  # this and DCP before the manifest: a reported directory has one of Holdfast, too
+            return "deepspeed"  # this and DCP before the manifest: a reported directory has a manifest, too
         if METADATA_NAME in names:
             return "dcp"
         if MANIFEST_NAME in names:

@@ -50,7 +50,7 @@ def named(optimizer: Mapping[str, Any], model: Mapping[str, Any], prefix: str) -
 
 def _parameters(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return shapes of what may be parameters in a ``state_dict``: floating tensors, tied tensors once."""
-    found = {}
+    shapes = {}
     seen = set()
     for name, value in model.items():
         if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
@@ -59,12 +59,12 @@ def _parameters(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         if memory[0] and memory in seen:  # 0: no memory at all (empty, or only the shape is known)
             continue
         seen.add(memory)
-        found[name] = tuple(value.shape)
-    return found
+        shapes[name] = tuple(value.shape)
+    return shapes
 
 
 def _shape(kept: Any) -> tuple[int, ...] | None:
-    """Return the shape that an optimizer's state gives to its parameter; None if no state tensor has one."""
+    """Return the shape that an optimizer's state gives to its parameter; None if no state tensor has a shape."""
     tensors = [value for value in kept.values() if isinstance(value, torch.Tensor)] if isinstance(kept, Mapping) else []
     return next((tuple(value.shape) for value in tensors if value.dim()), None)
 
@@ -74,7 +74,7 @@ def _by_shape(wanted: list[tuple[int, ...] | None], shapes: Mapping[str, tuple[i
     homes: dict[tuple[int, ...], list[str]] = {}
     for name, shape in shapes.items():
         homes.setdefault(shape, []).append(name)
-    found = [homes.get(shape, []) if shape is not None else [] for shape in wanted]
-    if len(set(wanted)) != len(wanted) or any(len(names) != 1 for names in found):
+    candidates = [homes.get(shape, []) if shape is not None else [] for shape in wanted]
+    if len(set(wanted)) != len(wanted) or any(len(names) != 1 for names in candidates):
         return None
-    return [names[0] for names in found]
+    return [names[0] for names in candidates]

@@ -40,7 +40,7 @@ def weights(
     rows = dict(_tensors(value, "")) if not isinstance(value, TensorRef) else {item: value}
     left_out = [(str(key), "not weights") for key in tree if item not in ("", key)]
     left_out += [(path, "no tensor") for path in _plain(value, item)]
-    found: dict[str, Blob] = {}
+    blobs: dict[str, Blob] = {}
     first: dict[str, str] = {}
     for name, ref in rows.items():
         original = source.stored.aliases.get(ref.name, ref.name)
@@ -48,19 +48,19 @@ def weights(
         if kept != name and not keep_ties:
             left_out.append((f"{item}/{name}" if item else name, f"tied to {kept}"))
             continue
-        found[name] = source.exported(ref)
-    if not found:
+        blobs[name] = source.exported(ref)
+    if not blobs:
         raise ConfigError(f"{item or 'the state'} has no tensors: name another item (item=..., --item)")
-    odd = sorted(name for name, blob in found.items() if blob.dtype not in DTYPES)
+    odd = sorted(name for name, blob in blobs.items() if blob.dtype not in DTYPES)
     if odd:
         raise ConfigError(
-            f"safetensors has no dtype {found[odd[0]].dtype} (tensor {odd[0]!r}"
+            f"safetensors has no dtype {blobs[odd[0]].dtype} (tensor {odd[0]!r}"
             + (f" and {len(odd) - 1} more" if len(odd) > 1 else "")
             + "): export to 'torch' or 'dcp', or leave it out with only=... (--only)"
         )
-    if "__metadata__" in found:
+    if "__metadata__" in blobs:
         raise ConfigError("safetensors cannot hold a tensor called '__metadata__': export to 'torch' or 'dcp'")
-    return found, left_out
+    return blobs, left_out
 
 
 def write_safetensors(

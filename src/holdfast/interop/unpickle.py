@@ -128,14 +128,14 @@ def read_metadata(data: bytes) -> Any:
 
     _MetadataUnpickler.buildable = _metadata_types()
     try:
-        found = _MetadataUnpickler(io.BytesIO(data)).load()
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
     except CorruptCheckpointError:
         raise
     except Exception as error:
         raise CorruptCheckpointError(f".metadata cannot be read ({type(error).__name__}: {error})") from error
-    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise CorruptCheckpointError(".metadata holds no metadata of torch.distributed.checkpoint")
-    return found
+    return metadata
 
 
 class Opaque:
@@ -176,7 +176,7 @@ class Opaque:
 
 
 class _ForeignDtype(Opaque):
-    """Stands for a structured dtype of NumPy, or one with a class of its own, and for its arrays and scalars."""
+    """Stands for a dtype of NumPy that is structured or has a class of its own, and for its arrays and scalars."""
 
     name = "a dtype of NumPy that is no plain one"
     hasobject = False

@@ -103,23 +103,23 @@ class ResumableBatches:
         self._carried: Any = None  # a stateful loader's state at the end of the epoch before
         self._carried_epoch = -1
         self._elastic = bool(getattr(loader, "elastic", False))
-        here = position if position is not None and position["epoch"] == epoch else None
-        self._seed = int(here["seed"]) if here is not None else seed
+        current = position if position is not None and position["epoch"] == epoch else None
+        self._seed = int(current["seed"]) if current is not None else seed
         self._stream = Stream(mix(self._seed, epoch))
         if position is not None:
             self._check_kind(position)
             fits = self._elastic or position.get("world_size", world_size) == world_size
-            if here is None and self.kind == "stateful" and fits:
+            if current is None and self.kind == "stateful" and fits:
                 self._carried, self._carried_epoch = position["inner"], int(position["epoch"])
         self._order: MapOrder | None = None
         if self.kind == "map":
-            inner = here["inner"] if here is not None and here["inner"] is not None else {}
+            inner = current["inner"] if current is not None and current["inner"] is not None else {}
             self._order = MapOrder(
                 loader, seed=self._seed, epoch=epoch, world_size=world_size, begun=inner.get("recipe"),
                 split=split_of(split, rank=rank, world_size=world_size),
             )  # fmt: skip
-        if here is not None:
-            self._seek(here)
+        if current is not None:
+            self._seek(current)
         if self._seed != seed:
             self._warn(
                 f"epoch {epoch} was begun with data seed {self._seed}: it is finished with that seed, not {seed}"
@@ -191,11 +191,11 @@ class ResumableBatches:
         assert loader.generator is not None
         loader.generator.manual_seed(mix(self._seed + order.part, self._epoch, self._samples))
         # Without workers this process loads the samples, between two draws of the training loop.
-        here = generators_kept if self._seed_samples and loader.num_workers == 0 else contextlib.nullcontext
+        guard = generators_kept if self._seed_samples and loader.num_workers == 0 else contextlib.nullcontext
         with generators_kept():
             iterator = iter(loader)
         while True:
-            with here():
+            with guard():
                 batch = next(iterator, _END)
             if batch is _END:
                 break
@@ -254,9 +254,9 @@ class ResumableBatches:
         yield from self._draw(iterator)
 
     def _draw(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        here = self._stream if self._seed_samples else contextlib.nullcontext()
+        stream = self._stream if self._seed_samples else contextlib.nullcontext()
         while True:
-            with here:
+            with stream:
                 batch = next(iterator, _END)
             if batch is _END:
                 break
@@ -380,7 +380,7 @@ def _length(dataset: Any) -> int | None:
 
 
 def batch_length(batch: Any) -> int:
-    """Return how many samples a collated batch of any structure holds: the length of its first part that has one."""
+    """Return how many samples a collated batch of any structure holds: the length of its first part with a length."""
     while True:
         if isinstance(batch, torch.Tensor) or hasattr(batch, "shape"):
             return int(batch.shape[0]) if len(batch.shape) else 1

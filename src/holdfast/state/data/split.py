@@ -99,7 +99,7 @@ class DealtSampler(Sampler[Any]):
 
 
 def knows_its_rank(*samplers: Any) -> bool:
-    """Tell whether one of these samplers (or the one inside of it) splits the data by itself."""
+    """Tell whether one of these samplers (or the sampler inside of it) splits the data by itself."""
     # The attributes of DistributedSampler and similar samplers; torchdata and others have world_size.
     owners = [*samplers, *(getattr(sampler, "sampler", None) for sampler in samplers)]
     return any(

@@ -29,7 +29,7 @@ __all__ = ["Matcher", "holds_live"]
 
 
 class Matcher(MatchPlan):
-    """One walk over a live state and a stored one."""
+    """A walk over a live state and a stored state."""
 
     def run(self, into: Mapping[Any, Any]) -> Any:
         """Match the whole state; returns the value that `load` returns once reading and actions have filled it."""
@@ -54,10 +54,10 @@ class Matcher(MatchPlan):
             return self._generator(live, saved, path)
         if has_state(live):
             begun = len(self.actions)
-            found = self._with_state(live, saved, path)
+            matched = self._with_state(live, saved, path)
             self._handovers.append((path, self.actions[begun:]))
             del self.actions[begun:]
-            return found
+            return matched
         if isinstance(live, Mapping):
             if isinstance(saved, ObjectNode) and saved.kind != "optimizer":
                 saved = saved.state  # the live side is the state_dict() of what was saved as an object
@@ -143,14 +143,14 @@ class Matcher(MatchPlan):
         base = next(kind for kind in (list, tuple, deque) if isinstance(live, kind))
         if not isinstance(saved, base) or len(live) != len(saved):
             if self.takes(path):
-                found = f"{len(saved)} entries" if isinstance(saved, base) else kind_of(saved)
+                other = f"{len(saved)} entries" if isinstance(saved, base) else kind_of(saved)
                 self.problems.wrong.append(
-                    f"{path}: a {base.__name__} of {len(live)} entries in the state, {found} in the checkpoint"
+                    f"{path}: a {base.__name__} of {len(live)} entries in the state, {other} in the checkpoint"
                 )
             return live
         names = getattr(live, "_fields", range(len(live)))
         rows = zip(names, live, saved, strict=True)
-        items = [self.match(value, found, f"{path}/{name}") for name, value, found in rows]
+        items = [self.match(value, stored, f"{path}/{name}") for name, value, stored in rows]
         if isinstance(live, deque):
             return deque(items, live.maxlen)
         return live._make(items) if hasattr(live, "_make") else type(live)(items)
@@ -189,7 +189,7 @@ class Matcher(MatchPlan):
         if not isinstance(saved, torch.Generator):
             self.problems.wrong.append(f"{path}: a generator in the state, {kind_of(saved)} in the checkpoint")
         elif saved.device.type != live.device.type:
-            self.not_restored.append((path, f"a generator of {saved.device} does not fit one of {live.device}"))
+            self.not_restored.append((path, f"a generator of {saved.device} does not fit a generator of {live.device}"))
         else:
             state = saved.get_state()
             self.actions.append(lambda: live.set_state(state))

@@ -1,4 +1,4 @@
-"""Lay a stored module over a live one, tensor by tensor."""
+"""Match a stored module with a live module, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class _MetaMemory:
 
 
 def _filled(tensor: torch.Tensor, made: torch.Tensor, key: str) -> nn.Parameter | None:
-    """Give a parameter its memory; returns a new one where torch cannot change the old one."""
+    """Give a parameter its memory; returns a new parameter where torch cannot change the old."""
     new = nn.Parameter(made, requires_grad=tensor.requires_grad)
     new.__dict__.update(tensor.__dict__)
     try:

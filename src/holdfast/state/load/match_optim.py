@@ -27,8 +27,8 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
     if isinstance(saved, Mapping):
         saved = _from_positions(saved, rows, type(live).__name__)
     if not (isinstance(saved, ObjectNode) and saved.kind == "optimizer"):
-        found = saved.type if isinstance(saved, ObjectNode) else type(saved).__name__
-        plan.problems.wrong.append(f"{path}: {type(live).__name__} in the state, {found} in the checkpoint")
+        kind = saved.type if isinstance(saved, ObjectNode) else type(saved).__name__
+        plan.problems.wrong.append(f"{path}: {type(live).__name__} in the state, {kind} in the checkpoint")
         return live
     if saved.type != type(live).__name__:
         plan.problems.wrong.append(

@@ -43,7 +43,7 @@ class Problems:
 
 
 class MatchPlan(ABC):
-    """The plan of one load, while it is made.
+    """The plan of a load, while it is made.
 
     Attributes:
         targets: the reads.
@@ -113,7 +113,7 @@ class MatchPlan(ABC):
             self.problems.missing.append(path)
 
     def read(self, ref: TensorRef, live: torch.Tensor, path: str) -> bool:
-        """Plan reading a stored tensor into a live one; False (and a problem) if they do not fit."""
+        """Plan to read a stored tensor into a live tensor; False (and a problem) if they do not fit."""
         problem = self.targets.add(ref.name, live)
         if problem is not None:
             self.problems.wrong.append(f"{path}: {problem}")

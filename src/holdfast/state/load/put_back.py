@@ -111,7 +111,7 @@ def _renewed(live: Any, loaded: Any) -> Any:
 
 
 def _entries(live: Any, loaded: Any) -> list[Any]:
-    """Return the loaded entries; for a container the live one, with the loaded content."""
+    """Return the loaded entries; for a container the live container, with the loaded content."""
     both = min(len(live), len(loaded))
-    found = [_renewed(live[number], loaded[number]) for number in range(both)]
-    return [*found, *list(loaded)[both:]]
+    renewed = [_renewed(live[number], loaded[number]) for number in range(both)]
+    return [*renewed, *list(loaded)[both:]]

@@ -147,12 +147,12 @@ def _place(rows: list[ReadRequest]) -> Place | None:
         return _address(rows[0], rows[0].nbytes)
     if not all(can_pick(row.target, row.dtype) for row in rows):
         return None
-    found = []
+    picks = []
     for row in rows:
         _address(row, extent(row.target))
         shape, wanted = row.within or (row.target.shape, (slice(None),) * row.target.dim())
-        found.append(Pick(row.target, shape, wanted))
-    return found
+        picks.append(Pick(row.target, shape, wanted))
+    return picks
 
 
 def _address(row: ReadRequest, size: int) -> int:
@@ -191,7 +191,7 @@ def _copy_into(target: torch.Tensor, value: torch.Tensor, name: str) -> None:
 
 
 class _FileJob:
-    """Reads of one file."""
+    """The reads of a file."""
 
     def __init__(
         self,
@@ -340,12 +340,12 @@ class _FileJob:
     def _shared_block(self, offset: int, size: int, block: Block, buffer: memoryview, base: int) -> None:
         """Take a range from the rank that reads and checks it; read it here if that rank does not."""
         assert self.shared is not None
-        found = self.shared.take(block, offset, size)
-        if found is None:
+        taken = self.shared.take(block, offset, size)
+        if taken is None:
             self._block(offset, size, -1, buffer, base)
             self.alone += size
             return
-        view, address = found
+        view, address = taken
         self._scatter(offset, offset + size, address)
         del view  # kept the memory alive until here
         if self.progress is not None:

@@ -76,7 +76,7 @@ def load_state(
     added: Callable[[Any], Collection[str]] | None = None,
     apart: tuple[int, ...] | None = None,
 ) -> Loaded:
-    """Load the checkpoint at the root of ``storage``, or an opened one. See `holdfast.load` for the arguments.
+    """Load the checkpoint at the root of ``storage``, or an opened checkpoint. See `holdfast.load` for the arguments.
 
     ``lenient`` gives names or globs of entries that need not fit: those that do not are listed as not restored. With
     ``world_size``, the number of ranks that load, generators and values of single ranks follow the rules for another
@@ -165,12 +165,12 @@ class _Others:
 def _leaves(entries: Sequence[str], stored: Stored) -> list[str]:
     """Return the tensors below some stored entries, which other ranks may know by more or less of their path."""
     names = sorted(stored.refs)
-    found: list[str] = []
+    leaves: list[str] = []
     for entry in entries:
         start = bisect_left(names, f"{entry}/")
         below = list(takewhile(lambda name, entry=entry: name.startswith(f"{entry}/"), islice(names, start, None)))  # type: ignore[misc]
-        found.extend(below or [entry])
-    return sorted(set(found))
+        leaves.extend(below or [entry])
+    return sorted(set(leaves))
 
 
 def _key(entry: str) -> str:
@@ -267,11 +267,11 @@ def paths(stored: Stored) -> Iterator[str]:
 
 
 def _live_refs(tree: Any, stored: Stored) -> list[TensorRef]:
-    found: list[TensorRef] = []
+    refs: list[TensorRef] = []
 
     def walk(value: Any) -> None:
         if isinstance(value, TensorRef):
-            found.append(value)
+            refs.append(value)
         elif isinstance(value, ObjectNode):
             walk(value.state)
         elif isinstance(value, PerRankNode):
@@ -287,7 +287,7 @@ def _live_refs(tree: Any, stored: Stored) -> list[TensorRef]:
                     walk(item)
 
     walk(tree)
-    return found
+    return refs
 
 
 def _mismatch(problems: Problems, where: str) -> StateMismatchError:

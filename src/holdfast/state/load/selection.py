@@ -12,7 +12,7 @@ __all__ = ["Selection", "covers"]
 
 
 def covers(patterns: Iterable[str], path: str) -> bool:
-    """Tell whether a glob matches ``path`` or one of the containers above it ("model" covers "model/wte.weight")."""
+    """Tell whether a glob matches ``path`` or a container above it ("model" covers "model/wte.weight")."""
     for pattern in patterns:
         if path == pattern or path.startswith(pattern + "/") or fnmatchcase(path, pattern):
             return True
@@ -42,7 +42,7 @@ class Selection:
         self._rules = {old: (_compile(old), new) for old, new in (rename or {}).items()}
         for old, new in (rename or {}).items():
             if new.count("*") > old.count("*"):
-                raise ConfigError(f"rename {{{old!r}: {new!r}}}: the new name has more '*' than the old one")
+                raise ConfigError(f"rename {{{old!r}: {new!r}}}: the new name has more '*' than the old name")
 
     def partly(self, path: str) -> bool:
         """Tell whether something below ``path`` may be treated unlike the container itself."""

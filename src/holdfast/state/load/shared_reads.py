@@ -103,7 +103,7 @@ class ChunkNumbers:
             return []
         chosen = shared.nonzero().flatten()
         takers, chunks = rows.any(2)[:, chosen].T.tolist(), any_of[chosen].tolist()
-        found: list[Block] = []
+        divided: list[Block] = []
         turns = [0] * len(wants)
         files = iter(self.first.items())
         path, first, following = "", 0, next(files, None)
@@ -113,9 +113,9 @@ class ChunkNumbers:
             ranks = tuple(rank for rank, takes in enumerate(takers[number]) if takes)
             owner = ranks[number % len(ranks)]
             spots = tuple(at for at, needed in enumerate(chunks[number]) if needed)
-            found.append(Block(number, path, (block * _CHUNKS - first) * CHUNK, owner, turns[owner], ranks, spots))
+            divided.append(Block(number, path, (block * _CHUNKS - first) * CHUNK, owner, turns[owner], ranks, spots))
             turns[owner] += 1
-        return found
+        return divided
 
 
 class FileBlocks:

@@ -85,14 +85,14 @@ class Stored:
         Raises:
             CorruptCheckpointError: no index lists it.
         """
-        found = self.entries.get(self.aliases.get(name, name))
-        if found is None and self.complete():
-            found = self.entries.get(self.aliases.get(name, name))
-        if found is None:
+        entry = self.entries.get(self.aliases.get(name, name))
+        if entry is None and self.complete():
+            entry = self.entries.get(self.aliases.get(name, name))
+        if entry is None:
             raise CorruptCheckpointError(
                 f"the structure names a tensor {name!r} that no index lists: the checkpoint is damaged", tensor=name
             )
-        return found
+        return entry
 
     def in_boxes(self, entry: TensorEntry) -> bool:
         """Tell whether a tensor was spread over ranks when it was saved."""
@@ -113,9 +113,9 @@ class Stored:
             return False
         sizes = {entry.path: entry.size for entry in self.manifest.files}
         self._read_ahead(self._unread)
-        found = [*self._indexes, *self._read_indexes(self._unread, sizes)]
+        indexes = [*self._indexes, *self._read_indexes(self._unread, sizes)]
         self._unread, self._indexes, self.entries, self.aliases = [], [], {}, {}
-        unite(self, found)
+        unite(self, indexes)
         _check_lost(self)
         return True
 
@@ -149,8 +149,8 @@ class Stored:
         while self._wanted and (not batch or size + self._wanted[0].size <= _AHEAD_BYTES):
             batch.append(self._wanted.pop(0))
             size += batch[-1].size
-        found = together(self.storage, [partial(_if_sound, self.storage, entry) for entry in batch])
-        self._ahead.update((entry.path, data) for entry, data in zip(batch, found, strict=True) if data is not None)
+        contents = together(self.storage, [partial(_if_sound, self.storage, entry) for entry in batch])
+        self._ahead.update((entry.path, data) for entry, data in zip(batch, contents, strict=True) if data is not None)
 
     def _checked(self, entry: FileEntry) -> bytes:
         """Return the content of a small file, checked against its digest."""
@@ -449,12 +449,12 @@ def _decoded(tree: Any, where: str, refs: dict[str, TensorRef], keys: list[tuple
 
 def _decode_part(data: bytes, where: str, refs: dict[str, TensorRef], keys: Sequence[tuple[str, bool, str]]) -> Any:
     """Return the values a rank stored for itself; ``keys`` are the references to them in the structure."""
-    found = decode_tree(data, where, refs)
+    part = decode_tree(data, where, refs)
     try:
-        check_parts(found, [*keys, *_inner_keys(found)])
+        check_parts(part, [*keys, *_inner_keys(part)])
     except ValueError as error:
         raise CorruptCheckpointError(f"{where}: {error}: this checkpoint is damaged", file=where) from error
-    return found
+    return part
 
 
 def _inner_keys(parts: Any) -> Iterator[tuple[str, bool, str]]:

@@ -27,9 +27,8 @@ from .stored import Stored
 
 __all__ = ["Targets", "box_of", "spans"]
 
-_GAP = (
-    256 << 10
-)  # rows at least this wide are read one by one: each range reads up to 64 KiB more at both ends, for digests
+# Rows of at least so many bytes are read one by one: each range reads up to 64 KiB more at both ends, for digests.
+_GAP = 256 << 10
 
 
 class Targets:
@@ -51,10 +50,10 @@ class Targets:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the torch dtype of a stored name."""
-        found = self._dtypes.get(name)
-        if found is None:
-            found = self._dtypes[name] = arrays.dtype_of(name)
-        return found
+        dtype = self._dtypes.get(name)
+        if dtype is None:
+            dtype = self._dtypes[name] = arrays.dtype_of(name)
+        return dtype
 
     def add(self, name: str, live: torch.Tensor) -> str | None:
         """Read stored tensor ``name`` into ``live``; returns why the two do not fit, None if they do.
@@ -156,14 +155,14 @@ class Targets:
             key = shape, id(pieces.boxes)  # the entries keep these alive
         else:
             key = shape, *[id(piece[3]) for piece in pieces], *[id(piece[4]) for piece in pieces]
-        found = self._cuts.get(key)
-        if found is None:
+        cuts = self._cuts.get(key)
+        if cuts is None:
             if isinstance(pieces, Pieces):
-                found = Cuts(shape, pieces.boxes)
+                cuts = Cuts(shape, pieces.boxes)
             else:
-                found = Cuts.of(shape, [box_of(piece, shape) for piece in pieces])
-            self._cuts[key] = found
-        return found
+                cuts = Cuts.of(shape, [box_of(piece, shape) for piece in pieces])
+            self._cuts[key] = cuts
+        return cuts
 
 
 def _wrong_sizes(entry: TensorEntry, cuts: Cuts, dtype: torch.dtype) -> str | None:

@@ -65,7 +65,7 @@ class DeviceCopies:
         """Start all copies; ``seal`` runs once their bytes have arrived, on a thread of its own.
 
         Args:
-            flat: the state; tensors below an optimizer or named by one may be copied late.
+            flat: the state; tensors of an optimizer and its parameters may be copied late.
             layout: where each tensor goes.
             arena: holds the whole layout.
             seal: submits the job.

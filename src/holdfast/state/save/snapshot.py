@@ -348,7 +348,7 @@ class Snapshotter:
         if layout is None or self._observed or not unchanged:
             return
         self._observed = True
-        found = set()
+        names = set()
         total = 0
         for number, start, size in unchanged:
             file = layout.files[number]
@@ -357,11 +357,11 @@ class Snapshotter:
                 low, high = -(-first // CHUNK) * CHUNK, (first + nbytes) // CHUNK * CHUNK
                 low, high = (low, high) if high > low else (first, first + nbytes)
                 if isinstance(source, int) and low >= start and high <= start + size:
-                    found.add(layout.signature.names[source])
+                    names.add(layout.signature.names[source])
                     total += nbytes
         if total * 10 >= layout.tensor_bytes:
-            _LOG.info("%d tensors did not change between saves: they get files of their own", len(found))
-            self.stable |= found
+            _LOG.info("%d tensors did not change between saves: they get files of their own", len(names))
+            self.stable |= names
             self._drop_layout()
 
     def rest(self) -> None:
@@ -504,17 +504,17 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[str]:
     by_device: dict[torch.device, list[int]] = {}
     for number, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append(number)
-    found = [""] * len(tensors)
+    digests = [""] * len(tensors)
     for device, numbers in by_device.items():
         steps = torch.arange(_ELEMENTS, device=device)
         rows = torch.stack([_elements(tensors[number].detach(), steps) for number in numbers]).cpu()
         for number, row in zip(numbers, rows.numpy(), strict=True):
-            found[number] = chunk_digests(memoryview(row.tobytes())).hex()
-    return found
+            digests[number] = chunk_digests(memoryview(row.tobytes())).hex()
+    return digests
 
 
 def _elements(tensor: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Pick elements as the integers of their bits, so that 0.0 differs from -0.0, and one NaN from another."""
+    """Pick elements as the integers of their bits, so that 0.0 differs from -0.0, and a NaN from other NaNs."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     bits = tensor.resolve_neg().view(_INTEGERS[tensor.itemsize])

@@ -365,8 +365,8 @@ def to_plain(value: Any, leaf: Leaf | None = None, *, path: str = "state") -> An
         return tuple(to_plain(item, leaf, path=f"{path}[{number}]") for number, item in enumerate(value))
     if kind is set and all(map(_is_key, value)):
         return value
-    if leaf is not None and (found := leaf(value, path)) is not NotImplemented:
-        return found
+    if leaf is not None and (replacement := leaf(value, path)) is not NotImplemented:
+        return replacement
     if isinstance(value, torch.Tensor):
         return value
     return _encoded(value, leaf, path)
@@ -401,9 +401,9 @@ def _is_key(key: Any) -> bool:
 
 def _encoded(value: Any, leaf: Leaf | None, path: str) -> Any:
     def inner(item: Any, where: str) -> Any:
-        if leaf is not None and (found := leaf(item, where)) is not NotImplemented:
+        if leaf is not None and (replacement := leaf(item, where)) is not NotImplemented:
             # The codec takes nodes only: this node hides the value from it.
-            return found if isinstance(found, torch.Tensor) else {"$": "plain", "v": found}
+            return replacement if isinstance(replacement, torch.Tensor) else {"$": "plain", "v": replacement}
         if isinstance(item, torch.Tensor):
             return item
         if arrays.is_array(item):

@@ -38,10 +38,10 @@ def dtype_of(name: str) -> torch.dtype:
     Raises:
         CorruptCheckpointError: this torch has no such dtype.
     """
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise CorruptCheckpointError(f"this torch ({torch.__version__}) knows no dtype {name!r}: a newer torch may")
-    return found
+    return dtype
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

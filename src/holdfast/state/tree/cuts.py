@@ -50,9 +50,9 @@ class Cuts:
     def problem(self) -> str | None:
         """Why the boxes do not make up the tensor with each element once; None if they do."""
         if len(self.boxes.starts) > _FEW:
-            found = _flaw(self.shape, self.boxes)
-            if found is not None:
-                return found or None
+            text = _flaw(self.shape, self.boxes)
+            if text is not None:
+                return text or None
         return flaw(self.shape, [self.box(number) for number in range(len(self.boxes.starts))])
 
     @cached_property
@@ -72,16 +72,16 @@ class Cuts:
 
     def overlaps(self, wanted: Box) -> tuple[tuple[int, Box], ...]:
         """Return the numbers of the boxes that overlap ``wanted``, each with what they have in common."""
-        found = self._overlaps.get(wanted)
-        if found is None:
+        common = self._overlaps.get(wanted)
+        if common is None:
             first = np.array(wanted.start, dtype=np.int64)
             low = np.maximum(self.boxes.starts, first)
             sizes = np.minimum(self._ends, first + np.array(wanted.shape, dtype=np.int64)) - low
             numbers = (sizes > 0).all(axis=1).nonzero()[0]
             rows = zip(numbers.tolist(), low[numbers].tolist(), sizes[numbers].tolist(), strict=True)
-            found = tuple([(number, Box(tuple(start), tuple(size))) for number, start, size in rows])
-            self._overlaps[wanted] = found
-        return found
+            common = tuple([(number, Box(tuple(start), tuple(size))) for number, start, size in rows])
+            self._overlaps[wanted] = common
+        return common
 
     def make_up(self, wanted: Box) -> bool:
         """Tell whether the boxes make up ``wanted``, each element once, whatever is missing elsewhere."""

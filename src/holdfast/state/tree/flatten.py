@@ -285,10 +285,10 @@ class _Walker:
         named = OrderedDict(zip(canonical_keys(module, list(raw)), raw.values(), strict=True))
         start = len(self.flat.names)
         node = self._object(module, "module", named, name, path)
-        found = dict(self.modules.get(id(module), (module, []))[1])
-        if list(map(id, found.values())) != _ids(module, []) or not found.keys() <= named.keys():
-            found = dict(stored_parameters(module))  # state_dict, or a hook of it, has changed them
-        params = {f"{name}/{key}" if name else key: param for key, param in found.items()}
+        parameters = dict(self.modules.get(id(module), (module, []))[1])
+        if list(map(id, parameters.values())) != _ids(module, []) or not parameters.keys() <= named.keys():
+            parameters = dict(stored_parameters(module))  # state_dict, or a hook of it, has changed them
+        params = {f"{name}/{key}" if name else key: param for key, param in parameters.items()}
         names, added = self.flat.names, range(start, len(self.flat.names))
         self.flat.frozen.update(
             number for number in added if names[number] in params and not params[names[number]].requires_grad
@@ -330,18 +330,18 @@ class _Walker:
 
     def _parts(self, tensors: Iterable[torch.Tensor]) -> list[sharded.Parts] | None:
         """Return the parts of tensors some of which are spread over ranks; None if any of them cannot be saved."""
-        found: list[sharded.Parts] = []
+        parts: list[sharded.Parts] = []
         try:
             for tensor in tensors:
                 if type(tensor) is torch.Tensor:
-                    found.append([(None, tensor)])
+                    parts.append([(None, tensor)])
                     if not arrays.is_dense(tensor):
                         return None
                 else:
-                    found.append(self._spread(tensor, ""))
+                    parts.append(self._spread(tensor, ""))
         except UnsupportedStateError:
             return None
-        return found
+        return parts
 
     def _tensor(self, value: torch.Tensor, name: str, path: str) -> dict[str, Any]:
         if isinstance(value, self.spread):
@@ -449,15 +449,15 @@ def _take_rows(value: Mapping[str, Any], prefix: str) -> _RowTensors | None:
         value: the dictionary.
         prefix: what the names of its tensors begin with.
     """
-    found = _RowTensors({}, [], [])
+    rows = _RowTensors({}, [], [])
     for key, row in value.items():
         if type(row) is not dict or not row or not _TENSOR.issuperset(map(type, row.values())):
             return None
         if not _TEXT.issuperset(map(type, row)) or not is_text("".join(row)):
             return None
         at, keys = f"{prefix}{key}/", list(row)
-        found.names.extend([at + row_key for row_key in keys])
-        found.tensors.extend(row.values())
-        found.tree[key] = {"$": "tensors", "at": at, "k": keys, "o": 0}
-    whole = arrays.all_dense(found.tensors) and len(set(found.names)) == len(found.names)
-    return found if whole else None
+        rows.names.extend([at + row_key for row_key in keys])
+        rows.tensors.extend(row.values())
+        rows.tree[key] = {"$": "tensors", "at": at, "k": keys, "o": 0}
+    whole = arrays.all_dense(rows.tensors) and len(set(rows.names)) == len(rows.names)
+    return rows if whole else None

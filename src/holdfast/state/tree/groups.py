@@ -35,31 +35,31 @@ def ranks_alike(alike: Any, *, rank: int, world_size: int) -> tuple[int, ...] | 
     if alike is None:
         return None
     if isinstance(alike, Sequence) and not isinstance(alike, (str, bytes)):
-        found = list(alike)
+        ranks = list(alike)
     elif hasattr(alike, "mesh") and isinstance(alike.mesh, torch.Tensor):
-        found = alike.mesh.flatten().tolist()
+        ranks = alike.mesh.flatten().tolist()
     else:
         import torch.distributed as dist
 
         if not dist.is_available() or not isinstance(alike, dist.ProcessGroup):
             raise ConfigError(
-                f"alike={alike!r}: name the ranks that hold the same as this one, with a DeviceMesh (mesh['dp']), a "
+                f"alike={alike!r}: name the ranks that hold the same as this rank, with a DeviceMesh (mesh['dp']), a "
                 "process group or a list of ranks; [rank] where each rank holds something of its own"
             )
-        found = dist.get_process_group_ranks(alike)
-    good = all(type(member) is int and 0 <= member < world_size for member in found)
-    if not good or rank not in found or len(set(found)) != len(found):
+        ranks = dist.get_process_group_ranks(alike)
+    good = all(type(member) is int and 0 <= member < world_size for member in ranks)
+    if not good or rank not in ranks or len(set(ranks)) != len(ranks):
         raise ConfigError(
-            f"alike names the ranks {found}, and this is rank {rank} of {world_size}: name each rank that holds the "
-            "same as this one once, and this one, too"
+            f"alike names the ranks {ranks}, and this is rank {rank} of {world_size}: name each rank that holds the "
+            "same as this rank once, and this rank, too"
         )
-    return tuple(sorted(found))
+    return tuple(sorted(ranks))
 
 
-def common_group(found: Iterable[tuple[int, ...]], *, rank: int, world_size: int) -> tuple[int, ...] | None:
+def common_group(groups: Iterable[tuple[int, ...]], *, rank: int, world_size: int) -> tuple[int, ...] | None:
     """Return the ranks that all groups of a state have in common; None if these are all ranks."""
     common = set(range(world_size))
-    for group in found:
+    for group in groups:
         if rank in group:
             common.intersection_update(group)
     return None if len(common) == world_size else tuple(sorted(common))

@@ -1,7 +1,7 @@
 """Names that survive wrappers: what a parameter is called whatever wraps its module.
 
 DDP and DataParallel add ``module.``, ``torch.compile`` adds ``_orig_mod.``, activation checkpointing and FSDP1 add
-their own prefixes. None of them is part of a stored name, so a checkpoint of a wrapped model fits the bare one.
+their own prefixes. None of them is part of a stored name, so a checkpoint of a wrapped model fits the bare model.
 """
 
 from __future__ import annotations
@@ -70,23 +70,23 @@ def stored_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(zip(canonical_keys(module, params), params.values(), strict=True))
 
 
-def parameter_names(state: Mapping[Any, Any], found: Modules | None = None) -> dict[int, str]:
-    """Map ``id(parameter)`` to its stored name for every parameter of every module found in ``state``.
+def parameter_names(state: Mapping[Any, Any], modules: Modules | None = None) -> dict[int, str]:
+    """Map ``id(parameter)`` to its stored name for every parameter of every module in ``state``.
 
     The name is the path of the module in the state and the parameter's own canonical name, joined by "/":
     ``model/blocks.0.weight``. A parameter shared by several modules keeps the first name.
 
     Args:
         state: the state whose modules are searched.
-        found: receives each module and its `stored_parameters`, by the ``id`` of the module.
+        modules: receives each module and its `stored_parameters`, by the ``id`` of the module.
     """
     names: dict[int, str] = {}
     for path, module in _modules(state, ""):
         inner = unwrap(module)
         reshard(inner)
         rows = stored_parameters(inner)
-        if found is not None:
-            found[id(inner)] = inner, rows
+        if modules is not None:
+            modules[id(inner)] = inner, rows
         for key, param in rows:
             names.setdefault(id(param), f"{path}/{key}" if path else key)
     return names

@@ -31,8 +31,8 @@ def ask_in_order(state: Mapping[Any, Any], takes: Callable[[str], bool] | None =
         state: the state of this rank; other ranks call this with theirs.
         takes: tells by the name of an object whether to ask it; default: all are asked.
     """
-    found = {name: item for name, item in _objects(state, "", ()) if takes is None or takes(name)}
-    return {name: (found[name], found[name].state_dict()) for name in sorted(found)}
+    objects = {name: item for name, item in _objects(state, "", ()) if takes is None or takes(name)}
+    return {name: (objects[name], objects[name].state_dict()) for name in sorted(objects)}
 
 
 def state_of(value: Any, asked: _Asked, name: str) -> Any:
@@ -72,9 +72,9 @@ def metric_state(metric: Any) -> dict[str, Any]:
 
 def restore_metric(metric: Any, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Put back what `metric_state` took; returns a line for each part that has no place."""
-    found = dict(_singles(metric))
-    problems = [f"{path or 'metric'}: no such metric now" for path in state if path not in found]
-    for path, part in found.items():
+    parts = dict(_singles(metric))
+    problems = [f"{path or 'metric'}: no such metric now" for path in state if path not in parts]
+    for path, part in parts.items():
         if path not in state:
             problems.append(f"{path or 'metric'}: the checkpoint has no such metric; it starts empty")
             part.reset()

@@ -75,7 +75,7 @@ def odd_layouts(optimizer: Optimizer, names: dict[int, str], kinds: tuple[type, 
     Returns:
         "parameter/key" -> for each dimension of the mesh the dimension that is sharded along it, or None.
     """
-    found = {}
+    layouts = {}
     for group, row in zip(optimizer.param_groups, live_names(optimizer, names), strict=True):
         for param, name in zip(group["params"], row, strict=True):
             if isinstance(param, kinds):
@@ -84,8 +84,8 @@ def odd_layouts(optimizer: Optimizer, names: dict[int, str], kinds: tuple[type, 
                 for key, value in kept.items():
                     placements = getattr(value, "placements", None) if isinstance(value, kinds) else None
                     if placements is not None and tuple(value.shape) != tuple(whole.shape):
-                        found[f"{name}/{key}"] = [getattr(placement, "dim", None) for placement in placements]
-    return found
+                        layouts[f"{name}/{key}"] = [getattr(placement, "dim", None) for placement in placements]
+    return layouts
 
 
 def _tensor_package() -> Any:

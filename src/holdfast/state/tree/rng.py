@@ -191,16 +191,18 @@ def _set_devices(kind: str, saved: Any) -> list[str]:
     saved = list(saved)
     if module is None or not hasattr(module, "set_rng_state") or not module.is_available():
         return [f"{kind} generators: {len(saved)} saved, this machine has no {kind} device"]
-    here = module.device_count()
+    num_devices = module.device_count()
     single = not hasattr(module, "set_rng_state_all")  # mps: one device, no device argument
     problems = []
-    for number, tensor in enumerate(saved[:here]):
+    for number, tensor in enumerate(saved[:num_devices]):
         try:
             _ = module.set_rng_state(tensor.cpu()) if single else module.set_rng_state(tensor.cpu(), number)
         except REFUSALS as error:
             problems.append(f"{kind} generator {number}: {type(error).__name__}: {error}")
-    if len(saved) > here:
-        problems.append(f"{kind} generators {here} to {len(saved) - 1}: only {here} {kind} device(s) here")
-    elif here > len(saved):
-        problems.append(f"{kind} generators {len(saved)} to {here - 1}: saved on {len(saved)} {kind} device(s)")
+    if len(saved) > num_devices:
+        problems.append(
+            f"{kind} generators {num_devices} to {len(saved) - 1}: only {num_devices} {kind} device(s) here"
+        )
+    elif num_devices > len(saved):
+        problems.append(f"{kind} generators {len(saved)} to {num_devices - 1}: saved on {len(saved)} {kind} device(s)")
     return problems

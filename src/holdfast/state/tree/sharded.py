@@ -85,9 +85,9 @@ Parts = list[tuple[Region | None, torch.Tensor]]
 
 def spread_types() -> tuple[type, ...]:
     """Return the types of tensors that are spread over ranks, of those modules that are imported."""
-    found = [getattr(sys.modules.get(name), "DTensor", None) for name in _DTENSOR]
-    found.append(getattr(sys.modules.get(_SHARDED_TENSOR), "ShardedTensor", None))
-    return tuple(dict.fromkeys(kind for kind in found if isinstance(kind, type)))
+    kinds = [getattr(sys.modules.get(name), "DTensor", None) for name in _DTENSOR]
+    kinds.append(getattr(sys.modules.get(_SHARDED_TENSOR), "ShardedTensor", None))
+    return tuple(dict.fromkeys(kind for kind in kinds if isinstance(kind, type)))
 
 
 def is_spread(value: object) -> bool:
@@ -109,9 +109,9 @@ def local_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def _local(value: Any) -> torch.Tensor:
-    found = getattr(value, "_local_tensor", None)
-    if type(found) is torch.Tensor and not found.requires_grad:
-        return found  # a fiftieth of the time of to_local
+    local = getattr(value, "_local_tensor", None)
+    if type(local) is torch.Tensor and not local.requires_grad:
+        return local  # a fiftieth of the time of to_local
     with torch.no_grad():
         return value.to_local().detach()  # type: ignore[no-any-return]
 
@@ -230,9 +230,9 @@ def _spread(mesh: Any, placements: Any) -> Placement:
     text += " ".join(map(str, placements))
     if mesh.get_coordinate() is None:
         return Placement(text=text, num_ranks=grid.numel(), rank=-1, holders=(), ranks=_sorted(grid))
-    here = mesh.get_coordinate()
-    rank = int(inner[tuple(here)])
-    rows = zip(placements, here, strict=True)
+    coordinate = mesh.get_coordinate()
+    rank = int(inner[tuple(coordinate)])
+    rows = zip(placements, coordinate, strict=True)
     same = inner[tuple(slice(None) if placement.is_replicate() else at for placement, at in rows)]
     holders = {int(holder) for holder in same.flatten()}
     if inner.numel() < grid.numel():
@@ -242,8 +242,8 @@ def _spread(mesh: Any, placements: Any) -> Placement:
         along = [bool((others[:, dim] != at).any()) for dim, at in enumerate(mine)]
         text += f" {along}"
         for place in places.values():
-            found = grid[tuple(at if on else slice(None) for on, at in zip(along, place, strict=True))]
-            holders.update(int(member) for member in found.flatten())
+            peers = grid[tuple(at if on else slice(None) for on, at in zip(along, place, strict=True))]
+            holders.update(int(member) for member in peers.flatten())
     return Placement(text=text, num_ranks=grid.numel(), rank=rank, holders=tuple(sorted(holders)), ranks=_sorted(grid))
 
 
@@ -260,10 +260,10 @@ def _grid(mesh: Any) -> torch.Tensor:
     root = _root(mesh)
     grid: torch.Tensor = root.mesh
     names, own = root.mesh_dim_names or (), mesh.mesh_dim_names or ()
-    here = root.get_coordinate()
+    coordinate = root.get_coordinate()
     for dim, name in enumerate(names):
-        if name in APART and name not in own and here is not None:
-            rest = grid.narrow(dim, here[dim], 1)
+        if name in APART and name not in own and coordinate is not None:
+            rest = grid.narrow(dim, coordinate[dim], 1)
             if torch.isin(mesh.mesh, rest).all():
                 grid = rest
     return grid
@@ -361,11 +361,11 @@ def held(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[tuple[int, ...]
     local_shape = tuple(sum(length for _, length in row) for row in runs)
     if not all(local_shape):
         return local_shape, ()
-    found = []
+    boxes = []
     for rows in product(*[list(zip(row, _starts(row), strict=True)) for row in runs]):
         box = Box(tuple(start for (start, _), _ in rows), tuple(length for (_, length), _ in rows))
-        found.append(Held(box, tuple(at for _, at in rows)))
-    return local_shape, tuple(found)
+        boxes.append(Held(box, tuple(at for _, at in rows)))
+    return local_shape, tuple(boxes)
 
 
 def _chunk(size: int, parts: int, number: int) -> tuple[int, int]:
