@@ -71,7 +71,7 @@ def test_the_mean_of_a_model_loads_into_it(tmp_path) -> None:
     assert done.left_out[:2] == ("optimizer", "scheduler")
     noted = done.checkpoint.manifest.extra["average"]
     assert noted["method"] == "weighted"
-    assert [(one["checkpoint"], one["step"], one["share"]) for one in noted["sources"]] == [
+    assert [(source["checkpoint"], source["step"], source["share"]) for source in noted["sources"]] == [
         (str(tmp_path / "a"), 1, 0.75),
         (str(tmp_path / "b"), 2, 0.25),
     ]
@@ -117,7 +117,7 @@ def test_what_does_not_match_is_refused(tmp_path) -> None:
         average([a, b], Checkpoint(tmp_path / "out"))
     assert [text.partition(": ")[2] for text in caught.value.problems] == [
         "model/\x1bn is missing",
-        "model/y is there, and not in the last one",
+        "model/y is there, and not in the last checkpoint",
         "model/x has the shape [2], not [3]",
     ]
     assert not (tmp_path / "out").exists()
@@ -152,7 +152,7 @@ def test_damage_leaves_nothing_behind(tmp_path) -> None:
 def test_checkpoints_of_a_run(run, tmp_path) -> None:
     """In the order of steps, without those of a life that a resume went back behind: 1, 2 and 10 are the weights."""
     found = json.loads(invoke("average", run, "--last", 2, "-o", tmp_path / "two", "--json").stdout)
-    assert [(one["step"], one["share"]) for one in found["sources"]] == [(2, 0.5), (4, 0.5)]
+    assert [(source["step"], source["share"]) for source in found["sources"]] == [(2, 0.5), (4, 0.5)]
     assert weight(tmp_path / "two") == 6.0
     invoke("average", run, "--ema", 0.5, "-o", tmp_path / "ema")
     assert weight(tmp_path / "ema") == 0.25 * 1 + 0.25 * 2 + 0.5 * 10

@@ -119,7 +119,7 @@ def test_a_flipped_bit_is_found_and_named(tmp_path) -> None:
     for to, name in (("torch", "x.pt"), ("safetensors", "x.safetensors"), ("dcp", "folder")):
         with pytest.raises(CorruptCheckpointError, match="'model/b'"):
             hf.export(tmp_path / "ck", tmp_path / name, to=to)
-    assert [one.name for one in tmp_path.iterdir()] == ["ck"]
+    assert [path.name for path in tmp_path.iterdir()] == ["ck"]
     assert hf.export(tmp_path / "ck", tmp_path / "x.pt", to="torch", only="model/a").num_tensors == 1
     assert hf.export(tmp_path / "ck", tmp_path / "y.pt", to="torch", verify=False).num_tensors == 2
 

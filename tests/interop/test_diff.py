@@ -67,14 +67,14 @@ def test_each_change_of_a_state_is_found(tmp_path) -> None:
         after["model"].lin.weight[2, 3] += 0.5
     found = pair(tmp_path, before, after)
     assert not found.same
-    assert {"none", "scheduler/step_size"} <= {one.name for one in found.only_in_a}
-    assert [(one.name, one.entries) for one in found.only_in_b if one.name.startswith("new")] == [("new", 3)]
-    assert {one.name: (one.a, one.b) for one in found.kinds} == {
+    assert {"none", "scheduler/step_size"} <= {entry.name for entry in found.only_in_a}
+    assert [(entry.name, entry.entries) for entry in found.only_in_b if entry.name.startswith("new")] == [("new", 3)]
+    assert {change.name: (change.a, change.b) for change in found.kinds} == {
         "number": ("tensor", "plain data (5)"),
         "scheduler": ("object StepLR", "object ConstantLR"),
     }
-    assert {"step", "note"} <= {one.name for one in found.plain}
-    assert [(one.name, one.elements) for one in found.tensors] == [("model/lin.weight", 49), ("turned", None)]
+    assert {"step", "note"} <= {change.name for change in found.plain}
+    assert [(change.name, change.elements) for change in found.tensors] == [("model/lin.weight", 49), ("turned", None)]
     row = found.tensors[0]
     assert (row.differing, row.at) == (1, (2, 3))
     assert row.largest == row.norm == pytest.approx(0.5)
@@ -149,9 +149,9 @@ def test_tolerance(tmp_path) -> None:
     hf.save(tmp_path / "a", before)
     hf.save(tmp_path / "b", after)
     a, b = hf.Checkpoint(tmp_path / "a"), hf.Checkpoint(tmp_path / "b")
-    assert [one.differing for one in compare(a, b).tensors] == [2]
+    assert [change.differing for change in compare(a, b).tensors] == [2]
     found = compare(a, b, tolerance=Tolerance(absolute=0.06))
-    assert ([one.differing for one in found.tensors], found.plain) == ([1], [])
+    assert ([change.differing for change in found.tensors], found.plain) == ([1], [])
     assert compare(a, b, tolerance=Tolerance(absolute=0.06, relative=0.01)).same
     assert "within the tolerance" in invoke("diff", tmp_path / "a", tmp_path / "b", "--tolerance", 1).stdout
     hf.save(tmp_path / "c", {**before, "x": torch.tensor([1.0, math.nan])})

@@ -244,7 +244,7 @@ def test_a_replaced_export_leaves_nothing_behind(tmp_path, sizes) -> None:
     with pytest.raises(hf.CheckpointExistsError, match="overwrite"):
         hf.export(new, tmp_path / "out", to="hf", max_shard_size=sizes[1])
     done = hf.export(new, tmp_path / "out", to="hf", max_shard_size=sizes[1], overwrite=True)
-    assert sorted(one.name for one in (tmp_path / "out").iterdir()) == sorted(name for name, _ in done.files)
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == sorted(name for name, _ in done.files)
     back = hf.import_checkpoint(tmp_path / "out", tmp_path / "back").checkpoint
     assert hf.load(back)["model"]["w"].tolist() == [1.0] * 300
 

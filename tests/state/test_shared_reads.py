@@ -88,7 +88,7 @@ def test_replicated_state_is_read_once_for_all_ranks():
         return loaded.bytes_read
 
     read = Ranks(4).run(load)
-    total = sum(one.nbytes for one in values.values())
+    total = sum(value.nbytes for value in values.values())
     assert total <= sum(read) <= 1.02 * total, read
     assert max(read) <= 0.5 * total  # the work is divided
 
@@ -109,7 +109,7 @@ def test_columns_are_read_once_for_all_ranks():
         entry = stored.entry("w")
         box, wanted = Box((0, 0), (2048, 520)), Box((0, 130 * rank), (2048, 130))
         requests = list(spans("w", entry.pieces[0], box, wanted, live, torch.float32))
-        digests = stored.digests_of({one.file for one in requests})
+        digests = stored.digests_of({request.file for request in requests})
         with shared_reads.reading_together(storage, stored.manifest, requests, digests, swap) as shared:
             alone = read_tensors(storage, requests, digests, shared=shared)
         assert torch.equal(live, values[:, 130 * rank : 130 * rank + 130])
@@ -364,7 +364,7 @@ def test_the_division_is_even_and_complete(data):
     assert all(row == list(range(len(row))) for row in turns)
     for block in blocks:
         first = numbers.first[block.file] + block.offset // 65536
-        rows = [one[first : first + 32] for one in wants]
+        rows = [want[first : first + 32] for want in wants]
         assert block.takers == tuple(rank for rank in range(world) if rows[rank].any())
         assert block.owner in block.takers
         assert len(block.takers) > 1
@@ -404,7 +404,7 @@ def test_two_threads_ask_for_the_same_rank():
         return any(peer.gone for _ in range(20_000))
 
     with ThreadPoolExecutor(4) as threads:
-        assert not any(one.result(60) for one in [threads.submit(ask) for _ in range(4)])
+        assert not any(answer.result(60) for answer in [threads.submit(ask) for _ in range(4)])
     peer.close()
     assert peer.gone
     buffer.close()

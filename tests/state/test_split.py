@@ -268,7 +268,7 @@ def test_a_new_split_is_said_by_rank_zero(said) -> None:
     life(plain, 48, 4, 2, position, stop=1)
     assert not said.records
     life(plain, 48, 2, 2, position, stop=1)
-    assert [one.getMessage() for one in said.records] == [
+    assert [record.getMessage() for record in said.records] == [
         "holdfast: data: the rest of epoch 0 after 16 samples is split over 2 rank(s), was 4"
     ]
 

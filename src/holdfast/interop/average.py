@@ -24,8 +24,8 @@ from .source import OpenedCheckpoint
 __all__ = ["MOST", "AverageResult", "average", "ema_weights"]
 
 MOST = 200
-"""Checkpoints that are averaged at once, at most."""
-_AT_ONCE = WINDOW // 8  # elements: as float64 they are one window
+"""The most checkpoints that one average takes."""
+_AT_ONCE = WINDOW // 8  # elements of a float64 window
 _SHOWN = 8
 _ODD = ("float8_e8m0fnu", "float4_e2m1fn_x2")  # scales that are powers of two, two numbers in a byte
 _MODELS = ("model", "state/model")
@@ -33,16 +33,16 @@ _MODELS = ("model", "state/model")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AverageResult:
-    """What `average` has made.
+    """The result of `average`.
 
     Attributes:
         checkpoint: the committed checkpoint.
-        sources: (checkpoint, its step, its share), the last one last.
+        sources: (checkpoint, its step, its share) of each source, in the given order.
         averaged: names of the tensors that were averaged.
-        from_last: names of those that are as in the last one, because they hold no floating numbers.
-        unlike: of these, those of more than one element that are not the same in all, such as quantised weights.
+        from_last: names of tensors taken from the last source, because they hold no floating numbers.
+        unlike: of these, the tensors of more than one element that differ between sources, such as quantised weights.
         not_finite: averaged tensors with NaN or infinities in them.
-        left_out: items of the last checkpoint that the new one does not have.
+        left_out: items of the last source that the new checkpoint does not have.
     """
 
     checkpoint: Checkpoint
@@ -57,17 +57,18 @@ class AverageResult:
 def ema_weights(decay: float, count: int) -> list[float]:
     """Return the share of each of ``count`` checkpoints in their exponential moving average, the oldest first.
 
-    The average begins as the oldest one; each further one x makes it ``decay * average + (1 - decay) * x``.
+    The average begins as the oldest checkpoint; each further checkpoint x makes it
+    ``decay * average + (1 - decay) * x``.
 
     Raises:
-        ConfigError: the decay is not within 0 and 1.
+        ConfigError: ``decay`` is below 0, or not below 1.
 
     Example:
         >>> ema_weights(0.5, 3)
         [0.25, 0.25, 0.5]
     """
     if not 0 <= decay < 1:
-        raise ConfigError(f"decay {decay}: give a number from 0 (the last one alone) to below 1, such as 0.9")
+        raise ConfigError(f"decay {decay}: give a number from 0 (the last checkpoint alone) to below 1, such as 0.9")
     return [(1.0 if at == 0 else 1 - decay) * decay ** (count - 1 - at) for at in range(count)]
 
 
@@ -81,23 +82,24 @@ def average(
     method: str | None = None,
     progress: Callable[[int | None, int], object] = lambda total, done: None,
 ) -> AverageResult:
-    """Write a checkpoint with the average of the models of several; durable and committed on return, or not there.
+    """Write a checkpoint with the average of the models of several. On return it is durable and committed.
 
     Floating tensors are summed in float64 and rounded to their own dtype once; other tensors and plain data come from
-    the last source. Optimizers and the rest of a state are left out: an average of them means nothing. Goes window by
-    window: the memory (about 150 MB) depends neither on the size of the checkpoints nor on how many they are.
+    the last source. Optimizers and the rest of a state are left out: an average of them means nothing. It works window
+    by window: the memory (about 150 MB) depends neither on the size of the checkpoints nor on their number. After an
+    error the destination is as before.
 
     Args:
-        sources: at least two; of any layouts and numbers of ranks.
+        sources: 2 to `MOST` checkpoints of any layouts and numbers of ranks.
         destination: the new checkpoint; local or on an object store.
-        weights: share of each source, 0 or more; divided by their sum. None takes all alike.
-        only: names or globs of what is written; None takes the modules, or "model".
+        weights: share of each source, 0 or more; divided by their sum. None gives all the same.
+        only: names or globs of the tensors to write; None takes the modules, or "model".
         overwrite: replace a committed checkpoint at the destination.
-        method: what to note in the manifest about where the weights come from.
+        method: how the weights were chosen, for the manifest.
         progress: called once with (bytes to be read, 0), then with (None, bytes just read).
 
     Raises:
-        ConfigError: the arguments do not go together, or nobody knows what the model is.
+        ConfigError: the arguments contradict each other, or the state does not show which part is the model.
         StateMismatchError: names or shapes of the sources do not match.
         CheckpointExistsError: there is a checkpoint at the destination.
         CorruptCheckpointError: stored bytes are damaged.
@@ -105,10 +107,10 @@ def average(
     shares = _shares(sources, weights)
     check_free(destination, overwrite=overwrite)
     with contextlib.ExitStack() as stack:
-        for one in sources:
-            with contextlib.suppress(StoragePermissionError):  # nobody deletes where nobody may write
-                stack.enter_context(one.hold())
-        contents = [read_contents(one) for one in sources]
+        for source in sources:
+            with contextlib.suppress(StoragePermissionError):  # a storage that is read-only deletes nothing either
+                stack.enter_context(source.hold())
+        contents = [read_contents(source) for source in sources]
         last = contents[-1]
         tree, left_out = _selected(last, only)
         names = list(dict.fromkeys(last.original(name) for name in _names(tree)))
@@ -116,11 +118,11 @@ def average(
             raise ConfigError(f"{sources[-1].uri}: what is chosen holds no tensors: choose with only=... (--only)")
         _check_alike(contents, names, only, tree)
         opened = [
-            stack.enter_context(OpenedCheckpoint(one.storage.child(one.directory), share=len(sources)))
-            for one in sources
+            stack.enter_context(OpenedCheckpoint(source.storage.child(source.directory), share=len(sources)))
+            for source in sources
         ]
         floating = dict.fromkeys(name for name in names if _is_averaged(last, name))
-        progress(sum(one.nbytes(name) for one in contents for name in floating), 0)
+        progress(sum(side.nbytes(name) for side in contents for name in floating), 0)
         not_finite: dict[str, None] = {}
         rows = []
         for name in names:
@@ -133,8 +135,13 @@ def average(
         many = [name for name in own if math.prod(last.tensor(name).shape) > 1]  # one number is a counter
         unlike = [name for name in many if not _all_same(name, contents, opened)]
         described = [
-            {"checkpoint": one.checkpoint.uri, "id": one.manifest.checkpoint_id, "step": one.manifest.step, "share": w}
-            for one, w in zip(contents, shares, strict=True)
+            {
+                "checkpoint": side.checkpoint.uri,
+                "id": side.manifest.checkpoint_id,
+                "step": side.manifest.step,
+                "share": share,
+            }
+            for side, share in zip(contents, shares, strict=True)
         ]
         aliases = {name: target for name in _names(tree) if (target := last.original(name)) != name}
         write_alone(
@@ -149,7 +156,9 @@ def average(
         )
     return AverageResult(
         checkpoint=destination,
-        sources=tuple((one, side.manifest.step, w) for one, side, w in zip(sources, contents, shares, strict=True)),
+        sources=tuple(
+            (source, side.manifest.step, share) for source, side, share in zip(sources, contents, shares, strict=True)
+        ),
         averaged=tuple(floating),
         from_last=tuple(own),
         unlike=tuple(unlike),
@@ -161,14 +170,14 @@ def average(
 def _shares(sources: Sequence[Checkpoint], weights: Sequence[float] | None) -> list[float]:
     if not 2 <= len(sources) <= MOST:
         raise ConfigError(f"an average of {len(sources)} checkpoints: give 2 to {MOST}")
-    given = [1.0] * len(sources) if weights is None else [float(one) for one in weights]
+    given = [1.0] * len(sources) if weights is None else [float(weight) for weight in weights]
     if len(given) != len(sources):
         raise ConfigError(f"{len(given)} weights for {len(sources)} checkpoints: give one for each, in their order")
-    if not all(0 <= one < math.inf for one in given) or not 0 < sum(given) < math.inf:
+    if not all(0 <= weight < math.inf for weight in given) or not 0 < sum(given) < math.inf:
         raise ConfigError(
-            f"weights {', '.join(f'{one:g}' for one in given)}: give numbers from 0 on, not all of them 0"
+            f"weights {', '.join(f'{weight:g}' for weight in given)}: give numbers from 0 on, not all of them 0"
         )
-    return [one / math.fsum(given) for one in given]
+    return [weight / math.fsum(given) for weight in given]
 
 
 def _mean(
@@ -209,8 +218,8 @@ def _mean(
 
 def _all_same(name: str, contents: Sequence[CheckpointContents], opened: Sequence[OpenedCheckpoint]) -> bool:
     last, its = contents[-1], opened[-1].named(name)
-    for one, source in zip(contents[:-1], opened, strict=False):
-        if one.is_same(name, last, name):
+    for side, source in zip(contents[:-1], opened, strict=False):
+        if side.is_same(name, last, name):
             continue
         blob = source.named(name)
         if blob.dtype != its.dtype or not all(
@@ -221,9 +230,9 @@ def _all_same(name: str, contents: Sequence[CheckpointContents], opened: Sequenc
 
 
 def _is_averaged(contents: CheckpointContents, name: str) -> bool:
-    dtype = contents.tensor(name).dtype
-    found = arrays.dtype_of(dtype)
-    return dtype not in _ODD and (found.is_floating_point or found.is_complex)
+    stored = contents.tensor(name).dtype
+    dtype = arrays.dtype_of(stored)
+    return stored not in _ODD and (dtype.is_floating_point or dtype.is_complex)
 
 
 def _selected(contents: CheckpointContents, only: Sequence[str] | None) -> tuple[Any, list[str]]:
@@ -240,10 +249,10 @@ def _selected(contents: CheckpointContents, only: Sequence[str] | None) -> tuple
 
 
 def _models(contents: CheckpointContents) -> list[str]:
-    """Find what a person means by the model: modules, or what is called so, or all of it if it is tensors alone."""
-    found = list(_modules(contents.tree, ""))
-    if found:
-        return found
+    """Find the model: the modules, else an item called "model", else the whole state if it holds only tensors."""
+    modules = list(_modules(contents.tree, ""))
+    if modules:
+        return modules
     for name in _MODELS:
         if any(path.startswith(f"{name}/") for path in contents.leaves):
             return [name]
@@ -268,7 +277,7 @@ def _modules(node: Any, path: str) -> Iterator[str]:
 
 
 def _pruned(node: Any, path: str, selection: Selection) -> Any:
-    """Return what is chosen of typed JSON; None if that is nothing."""
+    """Return the chosen part of typed JSON; None if nothing is chosen."""
     tag = node.get("$") if isinstance(node, dict) else None
     if tag == "tensors":
         keys = [key for key in node["k"] if selection.takes(f"{path}/{key}" if path else key)]
@@ -311,25 +320,25 @@ def _names(node: Any) -> Iterator[str]:
 def _check_alike(
     contents: Sequence[CheckpointContents], names: Sequence[str], only: Sequence[str] | None, tree: Any
 ) -> None:
-    """Refuse sources whose chosen tensors do not have the names and shapes of the last one."""
+    """Refuse sources whose chosen tensors do not have the names and shapes of the last source."""
     last = contents[-1]
     selection = Selection(list(only) if only is not None else _models(last))
     lines, problems = [], []
     chosen = {path for path, leaf in last.leaves.items() if leaf.kind == "tensor" and selection.takes(path)}
-    for one in contents[:-1]:
-        mine = {path for path, leaf in one.leaves.items() if leaf.kind == "tensor" and selection.takes(path)}
-        found = [f"{name} is missing" for name in sorted(chosen - mine)]
-        found += [f"{name} is there, and not in the last one" for name in sorted(mine - chosen)]
+    for side in contents[:-1]:
+        mine = {path for path, leaf in side.leaves.items() if leaf.kind == "tensor" and selection.takes(path)}
+        flaws = [f"{name} is missing" for name in sorted(chosen - mine)]
+        flaws += [f"{name} is there, and not in the last checkpoint" for name in sorted(mine - chosen)]
         for path in sorted(chosen & mine):
-            before, after = one.tensor(one.leaves[path].value), last.tensor(last.leaves[path].value)
+            before, after = side.tensor(side.leaves[path].value), last.tensor(last.leaves[path].value)
             if before.shape != after.shape:
-                found.append(f"{path} has the shape {list(before.shape)}, not {list(after.shape)}")
-            elif _is_averaged(one, before.name) != _is_averaged(last, after.name):
-                found.append(f"{path} is {before.dtype}, not {after.dtype}")
-        if found:
-            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            lines.append(f"  {one.checkpoint.uri}: {'; '.join(found[:_SHOWN])}{more}")
-            problems += [f"{one.checkpoint.uri}: {text}" for text in found]
+                flaws.append(f"{path} has the shape {list(before.shape)}, not {list(after.shape)}")
+            elif _is_averaged(side, before.name) != _is_averaged(last, after.name):
+                flaws.append(f"{path} is {before.dtype}, not {after.dtype}")
+        if flaws:
+            more = f" and {len(flaws) - _SHOWN} more" if len(flaws) > _SHOWN else ""
+            lines.append(f"  {side.checkpoint.uri}: {'; '.join(flaws[:_SHOWN])}{more}")
+            problems += [f"{side.checkpoint.uri}: {text}" for text in flaws]
     if lines:
         raise StateMismatchError(
             f"these checkpoints cannot be averaged, for their tensors do not match those of {last.checkpoint.uri}:\n"

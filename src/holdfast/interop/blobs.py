@@ -1,7 +1,7 @@
-"""A tensor as bytes that can be asked for: what exporters and importers pass to one another.
+"""A tensor as bytes on demand: what exporters and importers pass to each other.
 
-`Blob` has the bytes of a whole tensor in row-major order. `assemble` makes them, window by window, out of the boxes in
-which the tensor is stored.
+`Blob` has the bytes of a whole tensor in row-major order. `assemble` reads them, window by window, out of the boxes
+that the tensor is stored in.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class Blob:
     """One tensor.
 
     Attributes:
-        name: for messages.
-        dtype: name as torch has it.
-        shape: its size.
-        parts: starts a pass over its bytes in row-major order; each view is valid until the next, and whole elements.
+        name: name in messages.
+        dtype: torch's name of the dtype, as "float32".
+        shape: shape of the tensor.
+        parts: starts a pass over its bytes in row-major order; each view holds whole elements and is valid until the
+            next.
         itemsize: bytes of an element.
     """
 
@@ -58,7 +59,11 @@ def rows_of(blobs: Iterable[tuple[str, Blob]]) -> list[TensorRow]:
 
 
 def cast(blob: Blob, dtype: torch.dtype) -> Blob:
-    """Return a floating blob in another floating dtype; converted on the way. Others are returned as they are."""
+    """Return a floating blob in another floating dtype, converted while it is read; any other blob unchanged.
+
+    Raises:
+        ValueError: ``dtype`` is no floating dtype.
+    """
     import torch
 
     have = getattr(torch, blob.dtype)
@@ -85,7 +90,7 @@ class BoxReader(NamedTuple):
 
 
 def assemble(name: str, shape: Shape, itemsize: int, parts: Sequence[BoxReader]) -> Iterator[memoryview]:
-    """Yield the bytes of a whole tensor; each view is valid until the next is asked for.
+    """Yield the bytes of a whole tensor; each view is valid until the next.
 
     Raises:
         CorruptCheckpointError: the boxes do not make up the tensor.
@@ -110,7 +115,7 @@ def check_parts(name: str, shape: Shape, parts: Sequence[BoxReader]) -> None:
 
 
 def windows(shape: Shape, limit: int) -> Iterator[Box]:
-    """Cut a shape into boxes of at most ``limit`` elements, each one run of the row-major order; in that order."""
+    """Cut a shape into boxes of at most ``limit`` elements, each a run of the row-major order, in that order."""
     if not shape:
         yield Box((), ())
         return
@@ -124,11 +129,11 @@ def windows(shape: Shape, limit: int) -> Iterator[Box]:
 
 
 def fill(view: memoryview, window: Box, part: BoxReader, itemsize: int) -> None:
-    """Put what a part has of a window into it."""
+    """Read the overlap of a window and a stored box into ``view``, the memory of the window."""
     common = overlap(window, part.box)
     if common is None:
         return
-    # A window is one run of the tensor, so what it shares with a box is one run of the box.
+    # A window is a run of the tensor, so its overlap with a box is a run of the box.
     offset = 0
     for index, start, size in zip(common.start, part.box.start, part.box.shape, strict=True):
         offset = offset * size + index - start

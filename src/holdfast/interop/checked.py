@@ -13,9 +13,9 @@ from holdfast.storage.base import FileReader, Storage
 __all__ = ["CheckedFiles"]
 
 _BLOCK = 64 * CHUNK  # 4 MiB: small tensors next to each other are read together
-_BLOCKS = 6
-_OPEN = 64
-_MANY = 4
+_BLOCKS = 6  # blocks in the cache
+_OPEN = 64  # open files
+_MANY = 4  # with more checkpoints open than this, blocks are smaller
 
 
 class _Block(NamedTuple):
@@ -29,8 +29,8 @@ class CheckedFiles:
     Args:
         storage: rooted at the checkpoint.
         digests: the tables of its files; None reads unchecked.
-        tensor_at: names the tensor that has bytes in a range (file, first, last) that is damaged.
-        share: how many there are beside this one: they share memory and open files.
+        tensor_at: called with a damaged range (file, first, last); returns the name of a tensor in it.
+        share: how many of these readers there are; they divide memory and open files.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class CheckedFiles:
         """Fill ``view`` with the bytes of ``file`` from ``offset`` on.
 
         Raises:
-            CorruptCheckpointError: they are not what was written; names file and tensor.
+            CorruptCheckpointError: the bytes differ from their digest; names file and tensor.
         """
         done = 0
         while done < len(view):
@@ -62,19 +62,19 @@ class CheckedFiles:
             done += size
 
     def close(self) -> None:
-        """Close what is open; idempotent."""
+        """Close all files; idempotent."""
         while self._readers:
             self._readers.popitem()[1].close()
         self._blocks.clear()
 
     def _check(self, file: str, base: int, block: _Block, start: int, stop: int) -> None:
-        """Check the chunks of a block that are asked for and have not been: the others are nobody's concern here."""
+        """Check the chunks of a range that are not checked yet; damage elsewhere in the block does not matter here."""
         if self._digests is None:
             return
-        chunks = [one for one in range(start // CHUNK, -(-stop // CHUNK)) if not block.checked[one]]
+        chunks = [chunk for chunk in range(start // CHUNK, -(-stop // CHUNK)) if not block.checked[chunk]]
         if not chunks:
             return
-        # What is unchecked between two checked ones does not occur often enough to tell it apart.
+        # Checked chunks in between are checked again: that is rare.
         first, last = chunks[0], chunks[-1] + 1
         view = block.data[first * CHUNK : last * CHUNK]
         self._digests.check(file, base // CHUNK + first, view, lambda low, high: self._tensor_at(file, low, high))
@@ -82,10 +82,10 @@ class CheckedFiles:
 
     def _block(self, file: str, number: int, tensor: str) -> _Block:
         key = (file, number)
-        found = self._blocks.get(key)
-        if found is not None:
+        cached = self._blocks.get(key)
+        if cached is not None:
             self._blocks.move_to_end(key)
-            return found
+            return cached
         reader = self._reader(file, tensor)
         start = number * self._block_bytes
         while len(self._blocks) >= _BLOCKS:
@@ -99,12 +99,12 @@ class CheckedFiles:
         return block
 
     def _reader(self, file: str, tensor: str) -> FileReader:
-        found = self._readers.get(file)
-        if found is None:
+        reader = self._readers.get(file)
+        if reader is None:
             if len(self._readers) >= self._max_open:
                 self._readers.popitem(last=False)[1].close()
             try:
-                found = self._readers[file] = self._storage.open(file)
+                reader = self._readers[file] = self._storage.open(file)
             except StorageNotFoundError as error:
                 raise CorruptCheckpointError(
                     f"{file} is gone; it holds tensor {tensor!r}: this checkpoint is damaged; use another one",
@@ -112,4 +112,4 @@ class CheckedFiles:
                     tensor=tensor,
                 ) from error
         self._readers.move_to_end(file)
-        return found
+        return reader

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its small files alone, as flat rows that can be compared. Imports no torch.
+"""The contents of a checkpoint, from its small files alone, as flat rows that can be compared. Imports no torch.
 
 A path is that of ``holdfast.load(only=...)``: the keys on the way, joined by "/". Values of single ranks come after it,
 as ``rank 0/...``.
@@ -36,7 +36,7 @@ class Leaf(NamedTuple):
     Attributes:
         kind: "tensor", "array", "plain", "mapping", "sequence", "object AdamW", "generators", "a value per rank".
         value: name of the tensor, or the typed JSON of plain data.
-        dtype: of an array, as NumPy writes it.
+        dtype: NumPy's spelling of the dtype of an array.
     """
 
     kind: str
@@ -55,10 +55,10 @@ class CheckpointContents:
     """A checkpoint taken apart.
 
     Attributes:
-        checkpoint: which one.
+        checkpoint: the checkpoint.
         manifest: its manifest.
-        leaves: everything in the state, by path.
-        aliases: name of a tied tensor -> name of the one it is stored as.
+        leaves: all values of the state, by path.
+        aliases: name of a tied tensor -> name of the tensor it is stored as.
         tree: the structure as typed JSON; None if the checkpoint has none.
     """
 
@@ -87,40 +87,40 @@ class CheckpointContents:
         return sum(piece.nbytes for piece in self._stored(name).pieces.values())
 
     def is_same(self, name: str, other: CheckpointContents, its_name: str) -> bool:
-        """Tell whether digests alone prove that two tensors have the same bytes; False if that has to be read."""
+        """Tell whether digests alone prove that two tensors have the same bytes; False if they have to be read."""
         mine, its = self._stored(name).pieces, other._stored(its_name).pieces
         if mine.keys() != its.keys():
             return False
         return all(_is_same(piece, self._tables, its[box], other._tables) for box, piece in mine.items())
 
     def _stored(self, name: str) -> _Tensor:
-        found = self._tensors.get(self.original(name))
-        if found is None:
+        tensor = self._tensors.get(self.original(name))
+        if tensor is None:
             raise CorruptCheckpointError(
                 f"{self.checkpoint.uri}: the structure names a tensor {name!r} that no index lists: the checkpoint is "
                 "damaged",
                 tensor=name,
             )
-        return found
+        return tensor
 
 
 def read_contents(checkpoint: Checkpoint) -> CheckpointContents:
     """Read manifest, structure, indexes and digests of a checkpoint, each checked against its digest.
 
     Raises:
-        ConfigError: it has no manifest of Holdfast.
-        CorruptCheckpointError: one of these files is damaged.
+        ConfigError: the checkpoint has no manifest of Holdfast.
+        CorruptCheckpointError: a file of these is damaged.
     """
     manifest = checkpoint.manifest
     if manifest is None:
         raise ConfigError(
             f"{checkpoint.uri} was not written by Holdfast (it has no manifest): `holdfast import` makes a checkpoint "
-            "of a torch, safetensors, DCP, Lightning or DeepSpeed one"
+            "from files of torch, safetensors, DCP, Lightning or DeepSpeed"
         )
     files = _Files(checkpoint.storage.child(checkpoint.directory))
     tensors: dict[str, _Tensor] = {}
     aliases: dict[str, str] = {}
-    # Of what several ranks have stored under one name, that of the first counts.
+    # If several ranks stored an entry under the same name, the entry of the first counts.
     for entry in sorted(manifest.with_role("index"), key=lambda entry: entry.writer):
         index = Index.from_bytes(files.read(entry), where=entry.path, save_id=save_id_of(entry.path) or "")
         for name, tensor in index.tensors.items():
@@ -144,7 +144,7 @@ class _Files:
         self._storage = storage
 
     def read(self, entry: FileEntry) -> bytes:
-        """Return the content of a file that has its digest."""
+        """Return the content of a file, checked against its digest."""
         if entry.size > _MAX_JSON:
             raise CorruptCheckpointError(f"{entry.path} claims {entry.size} bytes: refused", file=entry.path)
         try:
@@ -169,25 +169,25 @@ class _Files:
 
 def _tables(files: _Files, manifest: Manifest) -> dict[str, bytes]:
     whole = {entry.path: files.read(entry) for entry in manifest.with_role("digests")}
-    found = {}
+    tables = {}
     for entry in manifest.files:
         if entry.chunks is not None:
             path, offset = entry.chunks
-            found[entry.path] = whole[path][offset : offset + DIGEST_BYTES * num_chunks(entry.size)]
-    return found
+            tables[entry.path] = whole[path][offset : offset + DIGEST_BYTES * num_chunks(entry.size)]
+    return tables
 
 
-def _is_same(one: Piece, tables: Mapping[str, bytes], other: Piece, its_tables: Mapping[str, bytes]) -> bool:
-    """Compare the digests of all chunks that two pieces lie in; they must lie in them alike."""
-    if one.nbytes != other.nbytes or one.offset % CHUNK != other.offset % CHUNK:
+def _is_same(mine: Piece, tables: Mapping[str, bytes], its: Piece, its_tables: Mapping[str, bytes]) -> bool:
+    """Compare the digests of the chunks of two pieces, which must begin at the same place within a chunk."""
+    if mine.nbytes != its.nbytes or mine.offset % CHUNK != its.offset % CHUNK:
         return False
-    if not one.nbytes:
+    if not mine.nbytes:
         return True
-    found = []
-    for piece, known in ((one, tables), (other, its_tables)):
+    digests = []
+    for piece, known in ((mine, tables), (its, its_tables)):
         first, last = piece.offset // CHUNK, (piece.offset + piece.nbytes - 1) // CHUNK
-        found.append(known.get(piece.file, b"")[DIGEST_BYTES * first : DIGEST_BYTES * (last + 1)])
-    return bool(found[0]) and found[0] == found[1]
+        digests.append(known.get(piece.file, b"")[DIGEST_BYTES * first : DIGEST_BYTES * (last + 1)])
+    return bool(digests[0]) and digests[0] == digests[1]
 
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, Leaf]]:
@@ -203,7 +203,7 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, Leaf]]:
         yield path, Leaf("generators" if tag == "rng" else "a value per rank")
         return
     if tag == "object":
-        # A module, and the state dict of one, hold the same.
+        # A module has no leaf of its own, so that it equals its state dict.
         if node["kind"] != "module":
             yield path, Leaf(f"object {node['type']}")
         yield from _leaves(node["state"], path)
@@ -217,7 +217,7 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, Leaf]]:
         return
     children = list(entries_of(node))
     if not children or (kind == "sequence" and not any(isinstance(child, (dict, list)) for _, child in children)):
-        yield path, Leaf("plain", node)  # numbers and texts in a row are one value
+        yield path, Leaf("plain", node)  # a list of numbers and texts is one value
         return
     if kind == "sequence":
         yield path, Leaf(kind)

@@ -1,7 +1,7 @@
-"""A StorageWriter and a StorageReader for torch.distributed.checkpoint, whose checkpoints are those of Holdfast.
+"""A StorageWriter and a StorageReader of torch.distributed.checkpoint for Holdfast checkpoints.
 
-What DCP saves through `HoldfastWriter` is committed, has digests, and is read by `holdfast.load`. `HoldfastReader`
-reads any checkpoint of Holdfast, whoever saved it.
+A checkpoint that DCP saves through `HoldfastWriter` is committed, has digests, and `holdfast.load` reads it.
+`HoldfastReader` reads any Holdfast checkpoint, whether DCP saved it or not.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _Paths = Mapping[str, tuple[str | int, ...]]
 
 
 class _Place:
-    """Where the checkpoint is, for a StorageWriter and a StorageReader alike; precedes DCP's class among the bases.
+    """The location of the checkpoint, for a StorageWriter or a StorageReader; a base class before that of DCP.
 
     Attributes:
         path: path or URI of the checkpoint; None until DCP's ``checkpoint_id`` gives it.
@@ -80,7 +80,7 @@ class _Place:
 
     @property
     def checkpoint_id(self) -> str | None:
-        """Where the checkpoint is."""
+        """Path or URI of the checkpoint."""
         return self.path
 
     @classmethod
@@ -95,7 +95,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankResult:
-    """What a rank sends to the coordinator with a result: the node of a plain value, and once the files it wrote."""
+    """A rank's message to the coordinator with a result: the node of a plain value; in the first, its files."""
 
     node: Any = None
     part: Any = None
@@ -109,7 +109,7 @@ class HoldfastWriter(_Place, StorageWriter):
 
     Args:
         path: path or URI of the checkpoint; DCP's ``checkpoint_id`` replaces it.
-        overwrite: replace a committed checkpoint there; the old one is readable until the new one commits.
+        overwrite: replace a committed checkpoint there; the old checkpoint is readable until the new commits.
         step: training step to record.
         metrics: numbers to record.
     """
@@ -133,7 +133,11 @@ class HoldfastWriter(_Place, StorageWriter):
         return StorageMeta(checkpoint_id=self.path)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn the rank."""
+        """Take the rank from DCP.
+
+        Raises:
+            ConfigError: several ranks would save without collectives.
+        """
         many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if many and not kwargs.get("use_collectives", True):
             raise ConfigError(
@@ -142,7 +146,11 @@ class HoldfastWriter(_Place, StorageWriter):
         self._rank = int(kwargs.get("rank") or 0)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse to replace a checkpoint before anything is written."""
+        """Refuse to replace a checkpoint before anything is written.
+
+        Raises:
+            CheckpointExistsError: the path is committed already, and ``overwrite`` is false.
+        """
         target = self._target()
         if not self.overwrite and target.storage.exists(f"{target.directory}/{MANIFEST_NAME}"):
             raise CheckpointExistsError(
@@ -152,13 +160,13 @@ class HoldfastWriter(_Place, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Look at what saves that died have left, which goes after the commit; no rank writes before this returns."""
+        """Note the files of earlier saves, which the commit removes; no rank writes before this returns."""
         target = self._target()
         self._replaced = look_before(target.storage, target.directory)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what this rank has of the state; durable when the future is done, which it is on return."""
+        """Write this rank's part of the state. On return the files are durable and the future is done."""
         target = self._target()
         paths: _Paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
         tied = _ties(planner, paths)
@@ -242,7 +250,7 @@ def _row(name: str, tensor: Any, item: WriteItem | None = None) -> Row:
 
 
 def _plain_value(planner: SavePlanner, item: WriteItem) -> Any:
-    """Return a value that is no tensor. DCP would store it as a pickle; the object itself is what we want."""
+    """Return a value that is no tensor. DCP would store it as a pickle; this asks the planner for the object."""
     if (
         isinstance(planner, DefaultSavePlanner)
         and type(planner).transform_object is DefaultSavePlanner.transform_object
@@ -256,7 +264,7 @@ def _plain_value(planner: SavePlanner, item: WriteItem) -> Any:
 
 
 def _ties(planner: SavePlanner, paths: _Paths) -> dict[str, str]:
-    """Find tensors that are the same memory: name -> name of the first, which is the one that is stored."""
+    """Find tensors that are the same memory: name -> name of the first tensor with that memory, which is stored."""
     first: dict[tuple[object, ...], str] = {}
     tied: dict[str, str] = {}
     state: Mapping[str, Any] = getattr(planner, "state_dict", None) or {}
@@ -277,7 +285,7 @@ def _ties(planner: SavePlanner, paths: _Paths) -> dict[str, str]:
 class HoldfastReader(_Place, StorageReader):
     """Makes ``dcp.load`` read Holdfast checkpoints, also those of `holdfast.save` and of a `Checkpointer`.
 
-    A tensor of a module saved as "model" is called "model.<its name>", what an optimizer keeps
+    A tensor of a module saved as "model" is called "model.<its name>", the state of an optimizer
     "optimizer.state.<parameter>.<key>", as in ``torch.distributed.checkpoint.state_dict``. Any layout is read into any
     other; each rank reads the bytes it needs, straight into its tensors, checked against their digests.
 
@@ -300,7 +308,7 @@ class HoldfastReader(_Place, StorageReader):
         self._close()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Describe the checkpoint in DCP's terms."""
+        """Describe the checkpoint as DCP's metadata; opens it."""
         if self.path is None:
             raise ConfigError("HoldfastReader needs a path: HoldfastReader(path), or dcp.load(..., checkpoint_id=path)")
         self._close()
@@ -318,7 +326,7 @@ class HoldfastReader(_Place, StorageReader):
         return Metadata(entries, planner_data=mappings, storage_data={}, storage_meta=StorageMeta(self.path))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: everything is known from `read_metadata`."""
+        """Do nothing: `read_metadata` has opened the checkpoint."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Leave the plan as it is."""
@@ -373,7 +381,7 @@ class HoldfastReader(_Place, StorageReader):
         return list(spans(index.fqn, piece, box, wanted, target, dtype)) if target.numel() else []
 
     def _bytes(self, key: str, source: OpenedCheckpoint) -> io.BytesIO:
-        """Serialize a plain value as the default planner expects it: it reads its own pickle, made of our data."""
+        """Serialize a plain value with ``torch.save``, as the default planner expects it."""
 
         def read(value: Any) -> Any:
             if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What two checkpoints differ in: structure, tensors, plain data, metrics. Torch is imported if values must be read."""
+"""Compare two checkpoints: structure, tensors, plain data, metrics. Torch is imported if values must be read."""
 
 from __future__ import annotations
 
@@ -34,69 +34,78 @@ def compare(
     Tensors whose digests are equal are the same and are not read. NaN equals NaN, and 0.0 equals -0.0.
 
     Args:
-        a: the one that counts as before.
-        b: the one that counts as after.
-        only: names or globs over paths; None takes everything, files of the user too.
+        a: the checkpoint that counts as before.
+        b: the checkpoint that counts as after.
+        only: names or globs over paths; None takes the whole state, and files of the user too.
         skip: names or globs to leave out.
         tolerance: how far numbers may lie apart.
         progress: called once with (bytes of A to be read, 0), then with (None, bytes of A just compared).
 
     Raises:
-        ConfigError: one of them was not written by Holdfast, or ``only`` names nothing that one of them has.
-        CorruptCheckpointError: one of them is damaged.
+        ConfigError: a checkpoint was not written by Holdfast, or ``only`` names nothing in either of them.
+        CorruptCheckpointError: a checkpoint is damaged.
     """
     tolerance = tolerance or Tolerance()
-    one, other = read_contents(a), read_contents(b)
-    found = CheckpointDifference(a=a, b=b)
-    _notes(found, one, other)
+    contents_a, contents_b = read_contents(a), read_contents(b)
+    difference = CheckpointDifference(a=a, b=b)
+    _notes(difference, contents_a, contents_b)
     selection = Selection(only, skip)
-    selection.check({*one.leaves, *other.leaves})
-    mine, its = ({path: leaf for path, leaf in side.leaves.items() if selection.takes(path)} for side in (one, other))
+    selection.check({*contents_a.leaves, *contents_b.leaves})
+    leaves_a, leaves_b = (
+        {path: leaf for path, leaf in side.leaves.items() if selection.takes(path)} for side in (contents_a, contents_b)
+    )
     if only is None:
-        _files(found, one, other, selection)
-    found.only_in_a, found.only_in_b = _missing(mine, its), _missing(its, mine)
+        _files(difference, contents_a, contents_b, selection)
+    difference.only_in_a, difference.only_in_b = _missing(leaves_a, leaves_b), _missing(leaves_b, leaves_a)
     unsettled: dict[tuple[str, str], tuple[str, Leaf, Leaf]] = {}
     seen: set[tuple[str, str]] = set()
-    for path in mine:
-        left, right = mine[path], its.get(path)
+    for path in leaves_a:
+        left, right = leaves_a[path], leaves_b.get(path)
         if right is None:
             continue
         if left.kind != right.kind:
-            found.kinds.append(Change(name=path, a=_kind(left), b=_kind(right)))
+            difference.kinds.append(Change(name=path, a=_kind(left), b=_kind(right)))
         elif left.kind == "plain":
             if (change := _plain(path, left.value, right.value, tolerance)) is not None:
-                found.plain.append(change)
+                difference.plain.append(change)
         elif left.kind in ("tensor", "array"):
-            key = (one.original(left.value), other.original(right.value))
+            key = (contents_a.original(left.value), contents_b.original(right.value))
             if key in seen:
                 continue  # tied: the same bytes have been compared
             seen.add(key)
-            found.compared += 1
-            if _tensor(found, path, left, right, one, other):
+            difference.compared += 1
+            if _tensor(difference, path, left, right, contents_a, contents_b):
                 unsettled[key] = (path, left, right)
     if unsettled:
         from .diff_values import compare_values
 
-        progress(sum(one.nbytes(left.value) for _, left, _ in unsettled.values()), 0)
-        compare_values(found, one, other, list(unsettled.values()), tolerance, lambda done: progress(None, done))
-        order = {path: number for number, path in enumerate(mine)}
-        found.tensors.sort(key=lambda change: order[change.name])
-    return found
+        progress(sum(contents_a.nbytes(left.value) for _, left, _ in unsettled.values()), 0)
+        compare_values(
+            difference, contents_a, contents_b, list(unsettled.values()), tolerance, lambda done: progress(None, done)
+        )
+        order = {path: number for number, path in enumerate(leaves_a)}
+        difference.tensors.sort(key=lambda change: order[change.name])
+    return difference
 
 
 def _tensor(
-    found: CheckpointDifference, path: str, left: Leaf, right: Leaf, one: CheckpointContents, other: CheckpointContents
+    difference: CheckpointDifference,
+    path: str,
+    left: Leaf,
+    right: Leaf,
+    contents_a: CheckpointContents,
+    contents_b: CheckpointContents,
 ) -> bool:
-    """Compare what can be known of a tensor without reading it; True if its values are left to be read."""
-    before, after = one.tensor(left.value), other.tensor(right.value)
+    """Compare shape, dtype and digests of a tensor; True if its values have to be read."""
+    before, after = contents_a.tensor(left.value), contents_b.tensor(right.value)
     dtypes = (left.dtype or before.dtype, right.dtype or after.dtype)
     if before.shape != after.shape:
-        found.tensors.append(TensorChange(name=path, dtype=dtypes, shape=(before.shape, after.shape)))
+        difference.tensors.append(TensorChange(name=path, dtype=dtypes, shape=(before.shape, after.shape)))
         return False
     if dtypes[0] != dtypes[1]:
         return True
-    if one.is_same(left.value, other, right.value):
-        found.by_digest += 1
+    if contents_a.is_same(left.value, contents_b, right.value):
+        difference.by_digest += 1
         return False
     return True
 
@@ -106,14 +115,14 @@ def _missing(mine: Collection[str], its: Collection[str]) -> list[Missing]:
     for path in its:
         while "/" in path and (path := path.rpartition("/")[0]) not in known:
             known.add(path)
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for path in mine:
         if path not in known:
             end = len(path)
             while (cut := path.rfind("/", 0, end)) >= 0 and path[:cut] not in known:
                 end = cut
-            found[path[:end]] = found.get(path[:end], 0) + 1
-    return [Missing(name=name, entries=count) for name, count in found.items()]
+            counts[path[:end]] = counts.get(path[:end], 0) + 1
+    return [Missing(name=name, entries=count) for name, count in counts.items()]
 
 
 def _kind(leaf: Leaf) -> str:
@@ -157,21 +166,21 @@ def _number(node: Any) -> float | None:
     return node if type(node) in (int, float) and -(1 << 1000) < node < 1 << 1000 else None
 
 
-def _notes(found: CheckpointDifference, one: CheckpointContents, other: CheckpointContents) -> None:
-    """Note what the checkpoints say about themselves."""
+def _notes(difference: CheckpointDifference, contents_a: CheckpointContents, contents_b: CheckpointContents) -> None:
+    """Note fields of the manifests, metrics and metadata."""
     for name in _ABOUT:
-        found.about[name] = (getattr(one.manifest, name), getattr(other.manifest, name))
-    for name in {**one.manifest.versions, **other.manifest.versions}:
-        found.about[name] = (one.manifest.versions.get(name), other.manifest.versions.get(name))
-    metrics = flat_metrics(one.checkpoint.metrics), flat_metrics(other.checkpoint.metrics)
-    found.metrics = _changes(*metrics)
-    found.metadata = _changes(one.checkpoint.get_metadata(), other.checkpoint.get_metadata())
+        difference.about[name] = (getattr(contents_a.manifest, name), getattr(contents_b.manifest, name))
+    for name in {**contents_a.manifest.versions, **contents_b.manifest.versions}:
+        difference.about[name] = (contents_a.manifest.versions.get(name), contents_b.manifest.versions.get(name))
+    metrics = flat_metrics(contents_a.checkpoint.metrics), flat_metrics(contents_b.checkpoint.metrics)
+    difference.metrics = _changes(*metrics)
+    difference.metadata = _changes(contents_a.checkpoint.get_metadata(), contents_b.checkpoint.get_metadata())
 
 
-def _changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Change]:
-    names: Collection[str] = dict.fromkeys([*one, *other])
-    found = [Change(name=name, a=one.get(name), b=other.get(name)) for name in names]
-    return [change for change in found if change.a != change.b and not (_is_nan(change.a) and _is_nan(change.b))]
+def _changes(values_a: Mapping[str, Any], values_b: Mapping[str, Any]) -> list[Change]:
+    names: Collection[str] = dict.fromkeys([*values_a, *values_b])
+    changes = [Change(name=name, a=values_a.get(name), b=values_b.get(name)) for name in names]
+    return [change for change in changes if change.a != change.b and not (_is_nan(change.a) and _is_nan(change.b))]
 
 
 def _is_nan(value: Any) -> bool:
@@ -179,10 +188,13 @@ def _is_nan(value: Any) -> bool:
 
 
 def _files(
-    found: CheckpointDifference, one: CheckpointContents, other: CheckpointContents, selection: Selection
+    difference: CheckpointDifference,
+    contents_a: CheckpointContents,
+    contents_b: CheckpointContents,
+    selection: Selection,
 ) -> None:
     sides = [
         {entry.path: entry.digest for entry in side.manifest.with_role("user") if selection.takes(entry.path)}
-        for side in (one, other)
+        for side in (contents_a, contents_b)
     ]
-    found.files = _changes(*sides)
+    difference.files = _changes(*sides)

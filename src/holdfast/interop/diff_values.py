@@ -24,42 +24,42 @@ _NUMBERS = "biufc"
 
 
 def compare_values(
-    found: CheckpointDifference,
-    one: CheckpointContents,
-    other: CheckpointContents,
+    difference: CheckpointDifference,
+    contents_a: CheckpointContents,
+    contents_b: CheckpointContents,
     pairs: Sequence[tuple[str, Leaf, Leaf]],
     tolerance: Tolerance,
     progress: Callable[[int], object],
 ) -> None:
-    """Read tensors of equal shape from both sides; what differs is added to ``found``.
+    """Read tensors of equal shape from both checkpoints, and add the differences to ``difference``.
 
     Args:
-        found: gets the changes, and the bytes read.
-        one: first checkpoint.
-        other: second checkpoint.
-        pairs: path, and what is there on both sides.
+        difference: receives the changes, and the number of bytes read.
+        contents_a: first checkpoint.
+        contents_b: second checkpoint.
+        pairs: path, and the leaf in each checkpoint.
         tolerance: how far numbers may lie apart.
-        progress: called with the bytes of ``one`` just compared.
+        progress: called with the bytes of ``contents_a`` just compared.
 
     Raises:
         CorruptCheckpointError: bytes differ from their digests.
     """
-    places = (side.checkpoint.storage.child(side.checkpoint.directory) for side in (one, other))
+    places = (side.checkpoint.storage.child(side.checkpoint.directory) for side in (contents_a, contents_b))
     left_storage, right_storage = places
     with OpenedCheckpoint(left_storage) as left, OpenedCheckpoint(right_storage) as right:
         for path, before, after in pairs:
             sides = left.named(before.value), right.named(after.value)
             kinds = (before.dtype, after.dtype)
             tally = _Tally(tolerance)
-            for first, second, nbytes in _windows(*sides, kinds):
-                tally.add(first, second)
+            for values_a, values_b, nbytes in _windows(*sides, kinds):
+                tally.add(values_a, values_b)
                 progress(nbytes)
-            found.bytes_read += sides[0].nbytes + sides[1].nbytes
+            difference.bytes_read += sides[0].nbytes + sides[1].nbytes
             dtypes = (before.dtype or sides[0].dtype, after.dtype or sides[1].dtype)
             if tally.differing or dtypes[0] != dtypes[1]:
-                found.tensors.append(tally.change(path, dtypes, sides[0].shape))
+                difference.tensors.append(tally.change(path, dtypes, sides[0].shape))
             elif tally.close:
-                found.within.append(path)
+                difference.within.append(path)
 
 
 class _Tally:
@@ -73,40 +73,40 @@ class _Tally:
         self.place: int | None = None
         self.values: tuple[Any, Any] | None = None
 
-    def add(self, one: _Array, other: _Array) -> None:
+    def add(self, a: _Array, b: _Array) -> None:
         """Count the next elements of both sides."""
-        start, self.seen = self.seen, self.seen + len(one)
+        start, self.seen = self.seen, self.seen + len(a)
         with np.errstate(all="ignore"):
-            self.before += _squares(_magnitude(one))
-            unequal = one != other
-            if one.dtype.kind in "fc" or other.dtype.kind in "fc":
-                unequal &= ~(np.isnan(one) & np.isnan(other))
+            self.before += _squares(_magnitude(a))
+            unequal = a != b
+            if a.dtype.kind in "fc" or b.dtype.kind in "fc":
+                unequal &= ~(np.isnan(a) & np.isnan(b))
             if not unequal.any():
                 return
-            apart = np.where(unequal, _distance(one, other), 0.0)
+            apart = np.where(unequal, _distance(a, b), 0.0)
             finite = np.isfinite(apart)
-            allowed = self.tolerance.absolute + self.tolerance.relative * _magnitude(one)
+            allowed = self.tolerance.absolute + self.tolerance.relative * _magnitude(a)
             differs = unequal & ~(finite & (apart <= allowed)) if self.tolerance != Tolerance() else unequal
         self.close += int(np.count_nonzero(unequal))
         self.differing += int(np.count_nonzero(differs))
         if not finite.all():
             self.not_finite += int(np.count_nonzero(~finite))
             if self.values is None:
-                self._at(int(np.argmin(finite)), start, one, other)
+                self._at(int(np.argmin(finite)), start, a, b)
             apart = np.where(finite, apart, 0.0)
         self.squares += _squares(apart)
         most = int(np.argmax(apart))
         if apart[most] > max(self.largest, 0.0) or (self.values is None and apart[most] == 0.0):
-            # Integers beyond 2 ** 53 may differ by what a float shows as nothing.
+            # Integers beyond 2 ** 53 may differ where their difference as floats is 0.
             most = most if apart[most] else int(np.argmax(unequal))
             self.largest = float(apart[most])
-            self._at(most, start, one, other)
+            self._at(most, start, a, b)
 
-    def _at(self, number: int, start: int, one: _Array, other: _Array) -> None:
-        self.place, self.values = start + number, (one[number].item(), other[number].item())
+    def _at(self, number: int, start: int, a: _Array, b: _Array) -> None:
+        self.place, self.values = start + number, (a[number].item(), b[number].item())
 
     def change(self, path: str, dtypes: tuple[str, str], shape: tuple[int, ...]) -> TensorChange:
-        """Return the account."""
+        """Return the sums as a `TensorChange`."""
         elements = math.prod(shape)
         norm, before = math.sqrt(self.squares), math.sqrt(self.before)
         place = self.place
@@ -121,7 +121,7 @@ class _Tally:
             norm=norm,
             relative=norm / before if before and math.isfinite(before) else None,
             largest=max(self.largest, 0.0),
-            at=None if place is None else tuple(int(one) for one in np.unravel_index(place, shape)) if shape else (),
+            at=None if place is None else tuple(map(int, np.unravel_index(place, shape))) if shape else (),
             values=self.values,
             not_finite=self.not_finite,
         )
@@ -136,21 +136,21 @@ def _magnitude(values: _Array) -> _Array:
     return np.abs(values if values.dtype.kind == "c" else values.astype(np.float64))
 
 
-def _distance(one: _Array, other: _Array) -> _Array:
+def _distance(a: _Array, b: _Array) -> _Array:
     """Return |a - b| as float64; of integers without overflow."""
-    if one.dtype == other.dtype and one.dtype.kind in "iu":
-        unsigned = np.dtype(f"u{one.dtype.itemsize}")
-        above = np.maximum(one, other).view(unsigned) - np.minimum(one, other).view(unsigned)
+    if a.dtype == b.dtype and a.dtype.kind in "iu":
+        unsigned = np.dtype(f"u{a.dtype.itemsize}")
+        above = np.maximum(a, b).view(unsigned) - np.minimum(a, b).view(unsigned)
         return above.astype(np.float64)
-    wide = np.complex128 if "c" in one.dtype.kind + other.dtype.kind else np.float64
-    return np.abs(one.astype(wide) - other.astype(wide))
+    wide = np.complex128 if "c" in a.dtype.kind + b.dtype.kind else np.float64
+    return np.abs(a.astype(wide) - b.astype(wide))
 
 
-def _windows(one: Blob, other: Blob, kinds: tuple[str | None, str | None]) -> Iterator[tuple[_Array, _Array, int]]:
+def _windows(blob_a: Blob, blob_b: Blob, kinds: tuple[str | None, str | None]) -> Iterator[tuple[_Array, _Array, int]]:
     """Yield equally many elements of both sides as NumPy arrays, and how many bytes of the first these are."""
-    sides = [_Elements(blob, kind) for blob, kind in zip((one, other), kinds, strict=True)]
-    if sides[0].is_bytes != sides[1].is_bytes:  # nobody can compute with one of them
-        sides = [_Elements(blob, None, as_bytes=True) for blob in (one, other)]
+    sides = [_Elements(blob, kind) for blob, kind in zip((blob_a, blob_b), kinds, strict=True)]
+    if sides[0].is_bytes != sides[1].is_bytes:  # NumPy can compute with only one of the dtypes
+        sides = [_Elements(blob, None, as_bytes=True) for blob in (blob_a, blob_b)]
     while not (sides[0].is_over() or sides[1].is_over()):
         count = min(side.left for side in sides)
         first, second = (side.take(count) for side in sides)
@@ -181,7 +181,7 @@ class _Elements:
 
     @property
     def left(self) -> int:
-        """Elements that `take` gives at once, at most."""
+        """The most elements that `take` can return at once."""
         return min(_AT_ONCE, (len(self._view) - self._at) // self.width)
 
     def is_over(self) -> bool:
@@ -200,12 +200,12 @@ class _Elements:
         if self._torch is not None:
             wide = torch.complex64 if self._torch.is_complex else torch.float32
             return torch.frombuffer(view, dtype=torch.uint8).view(self._torch).to(wide).numpy()
-        found = np.frombuffer(view, self._dtype)
-        return found if self._dtype.isnative else found.astype(self._dtype.newbyteorder("="))
+        values = np.frombuffer(view, self._dtype)
+        return values if self._dtype.isnative else values.astype(self._dtype.newbyteorder("="))
 
 
 def _numpy_of(name: str) -> tuple[Any, torch.dtype | None]:
-    """Return the dtype of NumPy, or that of torch if only torch converts it; neither: nobody does."""
+    """Return the dtype NumPy computes with, and torch's dtype if torch has to convert; (None, None) if neither can."""
     if name in ("float16", "float32", "float64", "complex64", "complex128", "bool") or "int" in name[:4]:
         try:
             return np.dtype(name), None

@@ -1,4 +1,4 @@
-"""What two checkpoints differ in, as values: what `diff.compare` gives and the command prints. No torch."""
+"""The differences of two checkpoints as values: the result of `diff.compare`, which the command prints. No torch."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Tolerance:
         if not (0 <= self.absolute < math.inf and 0 <= self.relative < math.inf):
             raise ConfigError(f"tolerance {self.absolute}, {self.relative}: give numbers that are not negative")
 
-    def allows(self, one: float, other: float) -> bool:
+    def allows(self, a: float, b: float) -> bool:
         """Tell whether two numbers count as the same; NaN and NaN do."""
-        if one == other or (math.isnan(one) and math.isnan(other)):
+        if a == b or (math.isnan(a) and math.isnan(b)):
             return True
-        return abs(one - other) <= self.absolute + self.relative * abs(one) and math.isfinite(one - other)
+        return abs(a - b) <= self.absolute + self.relative * abs(a) and math.isfinite(a - b)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Something that is there twice and not the same: name, and what it is in A and in B."""
+    """An entry of both checkpoints that differs: its name, and its value in A and in B."""
 
     name: str
     a: Any
@@ -41,7 +41,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
-    """Something that one side lacks: the path nearest to the root below which it has nothing, and how much that is."""
+    """Entries that one side lacks: the path nearest to the root below which it has none, and their number."""
 
     name: str
     entries: int
@@ -55,13 +55,13 @@ class TensorChange:
         name: its path.
         dtype: in A and in B.
         shape: in A and in B.
-        elements: how many it has; None where the shapes differ, and so for all that follows.
-        differing: how many are not the same.
-        norm: L2 norm of the difference, of elements where that is finite.
+        elements: number of elements; None where the shapes differ, as are all fields below.
+        differing: number of elements that are not the same.
+        norm: L2 norm of the difference, over elements where it is finite.
         relative: ``norm`` by the L2 norm of A; None if that is 0.
         largest: largest finite absolute difference.
         at: index of its first occurrence.
-        values: what is there in A and in B.
+        values: the element there in A and in B.
         not_finite: elements that differ by no finite number: NaN or an infinity on one side alone.
     """
 
@@ -80,24 +80,24 @@ class TensorChange:
 
 @dataclass(slots=True, kw_only=True)
 class CheckpointDifference:
-    """What `compare` has found.
+    """The result of `compare`.
 
     Attributes:
         a: first checkpoint.
         b: second checkpoint.
-        about: (value of A, value of B) of what the manifests say; never counts.
-        metrics: that differ; they do not count.
-        metadata: of the user, that differs; it does not count.
-        only_in_a: what B lacks.
-        only_in_b: what A lacks.
-        kinds: paths that hold another kind of thing.
+        about: fields of the manifests: (value in A, value in B). They do not count for `same`.
+        metrics: metrics that differ; they do not count.
+        metadata: metadata of the user that differs; it does not count.
+        only_in_a: entries that B lacks.
+        only_in_b: entries that A lacks.
+        kinds: paths with values of different kinds.
         plain: plain data that differs.
-        tensors: that differ.
-        files: of the user, by path: digests in A and B, None where it is not there.
-        compared: tensors that both have.
-        by_digest: of these, how many are the same by their digests alone.
+        tensors: tensors that differ.
+        files: files of the user that differ, by path: digests in A and B, None for a missing file.
+        compared: number of tensors that both have.
+        by_digest: how many of these are the same by their digests alone.
         within: tensors whose elements differ, but none by more than the tolerance.
-        bytes_read: of tensors.
+        bytes_read: bytes of tensors that were read.
     """
 
     a: Checkpoint
@@ -118,5 +118,5 @@ class CheckpointDifference:
 
     @property
     def same(self) -> bool:
-        """Whether the states (and files of the user) are the same; what is noted about them does not count."""
+        """Whether the states (and files of the user) are the same; manifests, metrics and metadata do not count."""
         return not (self.only_in_a or self.only_in_b or self.kinds or self.plain or self.tensors or self.files)

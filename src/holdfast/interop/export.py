@@ -1,4 +1,4 @@
-"""`export`: a checkpoint of ours in somebody else's format."""
+"""`export`: a Holdfast checkpoint in the format of another library."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "Exported", "export", "watched_export"]
 
 FORMATS = ("safetensors", "torch", "dcp", "hf")
-_HF_SHARD = 5_000_000_000  # what transformers takes
+_HF_SHARD = 5_000_000_000  # bytes; the default of transformers
 _SIZES = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What an export wrote.
+    """The result of an export.
 
     Attributes:
-        destination: where.
+        destination: URI of what was written.
         format: one of `FORMATS`.
         files: names relative to the destination (its own name if it is one file), and their bytes.
-        num_tensors: tensors written, tied ones once each time they are stored.
-        left_out: (path in the state, why) of what the destination does not have.
+        num_tensors: number of tensors stored; a tied tensor counts as often as it is stored.
+        left_out: (path in the state, why) of what the destination lacks.
     """
 
     destination: str
@@ -64,26 +64,28 @@ def export(
 ) -> Exported:
     """Write a checkpoint in another format, tensor by tensor: needs about 50 MB of memory, no model and no accelerator.
 
-    The checkpoint may be of any number of ranks; what they wrote in parts is put together. Durable on return, and a
-    file has its name only when it is whole.
+    The checkpoint may be of any number of ranks; parts of a tensor are put together. The files are durable on return,
+    and a file has its name only when it is whole.
 
     Args:
-        checkpoint: path, URI or `Checkpoint`; of a run its newest checkpoint is taken.
+        checkpoint: path, URI or `Checkpoint`; for a run, its newest checkpoint is taken.
         destination: path or URI: a file for "torch" and (if it ends with ".safetensors") "safetensors", else a
             directory.
-        to: "safetensors" (weights of one item under their names), "hf" (the same as Hugging Face Transformers lays it
-            out: shards of 5 GB, tied tensors once), "torch" (everything, for ``torch.load(weights_only=True)``), "dcp"
-            (everything, for ``torch.distributed.checkpoint.load``).
+        to: "safetensors" (weights of one item under their names), "hf" (the same in the layout of Hugging Face
+            Transformers: shards of 5 GB, tied tensors once), "torch" (everything, for
+            ``torch.load(weights_only=True)``), "dcp" (everything, for ``torch.distributed.checkpoint.load``).
         only: names or globs over "/"-joined paths; None takes everything.
-        item: for safetensors and hf, the item of the state whose tensors are written; None: "model", or the only one.
+        item: for safetensors and hf, the item of the state whose tensors are written; None: "model", or the only item
+            with tensors.
         dtype: floating tensors are converted to it.
-        max_shard_size: for safetensors and hf, bytes or text such as "2GB"; more makes several files and an index.
-        overwrite: replace files that are there.
+        max_shard_size: for safetensors and hf, bytes or text such as "2GB"; larger weights make several files and an
+            index.
+        overwrite: replace existing files.
         verify: check every byte that is read against its digest.
 
     Raises:
-        ConfigError: the arguments do not go together, or the format cannot hold what is to be written.
-        CheckpointExistsError: there is something at the destination.
+        ConfigError: the arguments contradict each other, or the format cannot hold the values to write.
+        CheckpointExistsError: the destination exists, and ``overwrite`` is false.
         CorruptCheckpointError: stored bytes are damaged.
 
     Example:
@@ -163,7 +165,7 @@ def _write_torch(folder: ExportFolder, name: str, source: OpenedCheckpoint) -> i
 
 
 def _ranks_left_out(source: OpenedCheckpoint) -> list[tuple[str, str]]:
-    """Values that each rank keeps for itself go out as rank 0 has them."""
+    """Return (path, why) of values of single ranks: only those of rank 0 are written."""
     ranks = sum(entry.role == "rank" for entry in source.stored.manifest.files)
     if ranks < 2:
         return []
@@ -178,10 +180,10 @@ def _dtype(dtype: torch.dtype | str | None) -> Any:
         return None
     import torch
 
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    resolved = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
         raise ConfigError(f"dtype={dtype!r}: give a floating dtype of torch, such as 'bfloat16' or 'float16'")
-    return found
+    return resolved
 
 
 def _bytes(size: int | str) -> int:

@@ -1,7 +1,7 @@
-"""How files of others are read: which of them may be, and how little memory that takes.
+"""Read files of other programs: which of them may be read, and how to do so with little memory.
 
-Symbolic links in a foreign folder are not followed, for they could lead anywhere. One kind is excepted by its name: the
-hub's cache keeps each file once, as ``<repository>/blobs/<digest>``, and a snapshot,
+Symbolic links in a foreign folder are not followed, because they could lead anywhere. The exception is the cache of the
+Hugging Face hub: it keeps each file once, as ``<repository>/blobs/<digest>``, and a snapshot,
 ``<repository>/snapshots/<revision>/...``, links there.
 """
 
@@ -30,7 +30,7 @@ def own_file(folder: str, name: str) -> str:
     """Return the path at which to read a file (or directory) of a foreign folder.
 
     Raises:
-        CorruptCheckpointError: it is a link, or reached through one.
+        CorruptCheckpointError: the file is a link, or its path has a link in it.
     """
     path = os.path.join(folder, name)
     if os.path.islink(path):
@@ -53,19 +53,19 @@ def ranges(reader: FileReader, offset: int, size: int) -> Iterator[memoryview]:
 
 
 def mapped_ranges(path: str) -> list[tuple[int, int]]:
-    """Return where this process has mapped a file; nothing where the system does not tell."""
+    """Return the address ranges at which this process has mapped a file; an empty list where /proc is missing."""
     real = os.path.realpath(path)
     try:
         with open("/proc/self/maps") as file:
             lines = [line.split(maxsplit=5) for line in file]
     except OSError:
         return []
-    found = [fields[0].split("-") for fields in lines if len(fields) == 6 and fields[5].rstrip("\n") == real]
-    return [(int(low, 16), int(high, 16)) for low, high in found]
+    spans = [fields[0].split("-") for fields in lines if len(fields) == 6 and fields[5].rstrip("\n") == real]
+    return [(int(low, 16), int(high, 16)) for low, high in spans]
 
 
 def streamed(tensor: torch.Tensor, mapped: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor; pages mapped from a file go back to the kernel behind, or they would all add up."""
+    """Yield the bytes of a tensor; pages mapped from a file are given back once read, or they would add up."""
     address = tensor.data_ptr()
     whole = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     memory = tensor.untyped_storage()
@@ -82,7 +82,7 @@ def streamed(tensor: torch.Tensor, mapped: Sequence[tuple[int, int]]) -> Iterato
 
 
 def forget(address: int, size: int) -> None:
-    """Give back clean pages of a private file mapping: they are read from the file again if anybody asks."""
+    """Give back clean pages of a private file mapping; the next access reads them from the file again."""
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - first
     if length > 0:

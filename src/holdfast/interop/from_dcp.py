@@ -1,4 +1,4 @@
-"""Import a directory of torch.distributed.checkpoint, without its pickles being run and without holding its tensors."""
+"""Import a directory of torch.distributed.checkpoint, without running code in pickles or holding its tensors."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ __all__ = ["from_dcp"]
 
 
 def from_dcp(folder: str, stack: ExitStack) -> Gathered:
-    """Read everything that a directory has.
+    """Read a directory; its files stay open in ``stack``.
 
     Raises:
-        CorruptCheckpointError: the metadata is damaged or hostile, or points out of its files.
+        CorruptCheckpointError: the metadata is damaged or hostile, or points outside of the files.
     """
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
@@ -66,9 +66,9 @@ def from_dcp(folder: str, stack: ExitStack) -> Gathered:
     for key in gathered.tree:
         count = sum(row.name == key or row.name.startswith(f"{key}/") for row in gathered.rows)
         gathered.taken.append((key, f"{count} tensors" if count else "plain data"))
-    known = {METADATA_NAME, MANIFEST_NAME, *files.used}  # that of ours, if the directory was reported as it is
+    known = {METADATA_NAME, MANIFEST_NAME, *files.used}  # the manifest of a reported directory is Holdfast's
     gathered.not_taken += [
-        (one, "a file that .metadata does not name") for one in sorted(set(os.listdir(folder)) - known)
+        (name, "a file that .metadata does not name") for name in sorted(set(os.listdir(folder)) - known)
     ]
     return gathered
 
@@ -110,14 +110,14 @@ class _Files:
         return _Slice(reader, offset, length)
 
     def _reader(self, name: str) -> FileReader:
-        found = self._open.get(name)
-        if found is None:
+        reader = self._open.get(name)
+        if reader is None:
             check_links(self._storage, "", (name,))
             try:
-                found = self._open[name] = self._stack.enter_context(self._storage.open(name))
+                reader = self._open[name] = self._stack.enter_context(self._storage.open(name))
             except StorageNotFoundError as error:
                 raise CorruptCheckpointError(f"{name} is gone: this checkpoint is damaged", file=name) from error
-        return found
+        return reader
 
 
 class _Slice(FileReader):
@@ -143,10 +143,10 @@ def _path(path: Any, fqn: str) -> tuple[str | int, ...]:
 
 
 def _place(places: dict[Any, Any], fqn: str, start: tuple[int, ...]) -> Any:
-    found = places.get((fqn, start))
-    if found is None:
+    info = places.get((fqn, start))
+    if info is None:
         raise CorruptCheckpointError(f".metadata does not say where {fqn!r} {list(start)} is", file=METADATA_NAME)
-    return found
+    return info
 
 
 def _tensor(name: str, entry: Any, fqn: str, places: dict[Any, Any], files: _Files) -> Blob:
@@ -169,13 +169,13 @@ def _tensor(name: str, entry: Any, fqn: str, places: dict[Any, Any], files: _Fil
 
 
 class _Chunk:
-    """One stored box: a file of ``torch.save`` within a file. Where its elements lie is found at the first read."""
+    """A stored box: a file of ``torch.save`` within a file. The first read finds out where its elements are."""
 
     def __init__(self, name: str, box: Box, dtype: torch.dtype, info: Any, files: _Files) -> None:
         self._name, self._box, self._dtype = name, box, dtype
         self._part = files.part(info)
-        self._start: int | None = None  # of the elements within the part
-        self._data: memoryview | None = None  # the elements, where they do not lie in one run
+        self._start: int | None = None  # first byte of the elements within the part
+        self._data: memoryview | None = None  # the elements, if they are not contiguous in the file
 
     def read(self, offset: int, view: memoryview) -> None:
         if self._start is None and self._data is None:
@@ -185,21 +185,25 @@ class _Chunk:
             return
         view[:] = self._data[offset : offset + len(view)]
         if offset + len(view) == len(self._data):
-            self._data = None  # read to the end: found again, should anybody ask
+            self._data = None  # read to its end; a further pass reads it again
 
     def _find(self) -> None:
-        # On the "meta" device nothing but the structure is read, and it says where in the file the elements are.
-        found = read_torch_stream(self._part.stream(), self._name, map_location="meta")
-        if not isinstance(found, torch.Tensor) or tuple(found.shape) != self._box.shape or found.dtype != self._dtype:
+        # On the "meta" device torch reads the structure only, which says where in the file the elements are.
+        tensor = read_torch_stream(self._part.stream(), self._name, map_location="meta")
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tuple(tensor.shape) != self._box.shape
+            or tensor.dtype != self._dtype
+        ):
             raise CorruptCheckpointError(
-                f"tensor {self._name!r}: its file holds something else than .metadata says", tensor=self._name
+                f"tensor {self._name!r}: its file does not hold what .metadata says", tensor=self._name
             )
-        place = getattr(found.untyped_storage(), "_checkpoint_offset", None)
-        if place is not None and found.is_contiguous():
-            start = place + found.storage_offset() * found.itemsize
-            if start + found.nbytes > self._part.size:
+        place = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        if place is not None and tensor.is_contiguous():
+            start = place + tensor.storage_offset() * tensor.itemsize
+            if start + tensor.nbytes > self._part.size:
                 raise CorruptCheckpointError(f"tensor {self._name!r}: its file ends too early", tensor=self._name)
             self._start = start
-        else:  # strided, or an older torch: all of this box at once
+        else:  # strided, or an older torch: read the whole box at once
             whole = read_torch_stream(self._part.stream(), self._name)
             self._data = memoryview(b"".join(tensor_bytes(whole)))

@@ -1,8 +1,8 @@
-"""Import what `DeepSpeedEngine.save_checkpoint` writes: the shards of all ranks put together, float32 weights by name.
+"""Import checkpoints of `DeepSpeedEngine.save_checkpoint`: the float32 weights by name, from the shards of all ranks.
 
-With ZeRO the float32 weights lie flat in the optimizer's files, a piece in that of each rank; the model's files say in
-which order, and how long each is. Stages 1 and 2 cut one vector of all parameters into equal pieces, stage 3 cuts
-each parameter. The layout is that of DeepSpeed's own ``zero_to_fp32.py``.
+With ZeRO the float32 weights lie flat in the optimizer files, a piece in the file of each rank; the model files give
+their order and shapes. Stages 1 and 2 cut one vector of all parameters into equal pieces, stage 3 cuts each parameter.
+The source of this layout is DeepSpeed's ``zero_to_fp32.py``.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ __all__ = ["from_deepspeed", "is_deepspeed"]
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-# Parts of a model that are not in its ranks' files: of mixtures of experts, and of pipelines.
+# Files with other parts of a model: mixtures of experts, and pipelines.
 _ELSEWHERE = re.compile(r"layer_\d+.*model_states\.pt|expp_rank_\d+_.*optim_states\.pt")
 _LATEST = "latest"
-# Not of the source: what says where the files are, and what is about a checkpoint that was reported as it was.
+# Files without state: the name of the newest tag, DeepSpeed's script, and Holdfast's files in a reported directory.
 _ABOUT = frozenset({_LATEST, "zero_to_fp32.py", *UNLISTED})
-# What describes the shards, and what only the live engine can use.
+# Keys of a model file that describe the shards, or that only the live engine can use.
 _OWN = frozenset(
     {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}
     | {"shared_params", "sparse_tensor_module_names"}
 )
 
 Mapped = list[tuple[int, int]]
-Piece = tuple[torch.Tensor, Mapped]  # flat, and where its file is mapped
+Piece = tuple[torch.Tensor, Mapped]  # a flat tensor, and the addresses at which its file is mapped
 
 
 def is_deepspeed(folder: str) -> bool:
@@ -53,7 +53,12 @@ def is_deepspeed(folder: str) -> bool:
 
 
 def from_deepspeed(folder: str, *, trusted: bool = False) -> Gathered:
-    """Read the weights, whatever the stage, and the plain data of the client; the optimizer's moments are left out."""
+    """Read the weights of any ZeRO stage and the plain data of the client; leave out the moments of the optimizer.
+
+    Raises:
+        UnsupportedStateError: no checkpoint of DeepSpeed, or with experts, pipeline stages or model-parallel ranks.
+        CorruptCheckpointError: files of ranks are missing, or have another layout.
+    """
     given, folder = folder, _tag_folder(folder)
     names = sorted(os.listdir(folder))
     _refuse_parts(folder, names)
@@ -86,14 +91,14 @@ def from_deepspeed(folder: str, *, trusted: bool = False) -> Gathered:
 
 
 def _tag_folder(folder: str) -> str:
-    """Follow ``latest``, which names the newest tag."""
+    """Return the folder of the tag that ``latest`` names; ``folder`` itself if there is no ``latest``."""
     path = os.path.join(folder, _LATEST)
     if not os.path.exists(path):
         return folder
     with open(own_file(folder, _LATEST), encoding="utf-8", errors="replace") as file:
         tag = file.read(4096).strip()
-    found = os.path.join(folder, tag)
-    if os.path.isabs(tag) or ".." in tag.split("/") or not os.path.isdir(found):
+    tag_path = os.path.join(folder, tag)
+    if os.path.isabs(tag) or ".." in tag.split("/") or not os.path.isdir(tag_path):
         raise CorruptCheckpointError(f"{path} names {tag!r}, and there is no such folder beside it", file=_LATEST)
     return own_file(folder, tag)
 
@@ -101,69 +106,73 @@ def _tag_folder(folder: str) -> str:
 def _refuse_parts(folder: str, names: list[str]) -> None:
     if parts := [name for name in names if _ELSEWHERE.fullmatch(name)]:
         raise UnsupportedStateError(
-            f"{folder} has files of experts or of pipeline layers ({parts[0]}): how these belong together only the "
-            "model knows. Load it with its engine and save from there, or convert it with DeepSpeed's ds_to_universal"
+            f"{folder} has files of experts or of pipeline layers ({parts[0]}): only the model knows how these "
+            "belong together. Load it with its engine and save from there, or convert it with DeepSpeed's "
+            "ds_to_universal"
         )
 
 
 def _others(given: str, folder: str) -> list[str]:
-    """Name what lies in the folder of a tag, and beside it, that is not taken."""
+    """Return the files in the folder of a tag, and beside it, that are not taken."""
     inside = [name for name in os.listdir(folder) if not (_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))]
-    found = {os.path.relpath(os.path.join(folder, name), given) for name in inside}
+    files = {os.path.relpath(os.path.join(folder, name), given) for name in inside}
     used = os.path.relpath(folder, given).split("/")[0]
     if used != ".":
-        found |= {name for name in os.listdir(given) if name != used}
-    return sorted(name for name in found if os.path.basename(name) not in _ABOUT)
+        files |= {name for name in os.listdir(given) if name != used}
+    return sorted(name for name in files if os.path.basename(name) not in _ABOUT)
 
 
 def _by_rank(folder: str, names: list[str], pattern: re.Pattern[str]) -> list[str]:
     """Return the files of a kind in the order of ranks."""
-    found = [(int(match[1] or 0), int(match[2]), name) for name in names if (match := pattern.fullmatch(name))]
-    if any(part for _, part, _ in found):
+    files = [(int(match[1] or 0), int(match[2]), name) for name in names if (match := pattern.fullmatch(name))]
+    if any(part for _, part, _ in files):
         raise UnsupportedStateError(
-            f"{folder} is of several model-parallel ranks (mp_rank_01): how their tensors belong together only the "
-            "model knows. Load it with its engine and save from there, or convert it with DeepSpeed's ds_to_universal"
+            f"{folder} is of several model-parallel ranks (mp_rank_01): only the model knows how their "
+            "tensors belong together. Load it with its engine and save from there, or convert it with DeepSpeed's "
+            "ds_to_universal"
         )
-    if [rank for rank, _, _ in sorted(found)] != list(range(len(found))):
-        raise CorruptCheckpointError(f"{folder}: the file of a rank is missing among {[name for *_, name in found]}")
-    return [name for *_, name in sorted(found)]
+    if [rank for rank, _, _ in sorted(files)] != list(range(len(files))):
+        raise CorruptCheckpointError(f"{folder}: the file of a rank is missing among {[name for *_, name in files]}")
+    return [name for *_, name in sorted(files)]
 
 
 def _weights(
     folder: str, heads: list[Any], models: list[str], optimizers: list[str], *, trusted: bool
 ) -> dict[str, Blob]:
-    head, found = heads[0], dict[str, Blob]()
+    head, blobs = heads[0], dict[str, Blob]()
     of_model = [mapped_ranges(own_file(folder, name)) for name in models]
     module, buffers = head.get("module") or {}, frozenset(head.get("buffer_names") or ())
     shapes = head.get("param_shapes")
-    if not optimizers or not shapes:  # without ZeRO the module's own weights are all there is
+    if not optimizers or not shapes:  # without ZeRO the module has the weights
         wanted = {name: tuple(shape) for group in shapes or () for name, shape in group.items()}
         if cut := [name for name, shape in wanted.items() if tuple(module[name].shape) != shape]:
             raise CorruptCheckpointError(f"{folder}: {cut[0]} is cut, and no rank's *_optim_states.pt is here")
         buffers, shapes = frozenset(module), []
     for name, tensor in module.items():
         if name in buffers:
-            found[name] = _blob(name, tuple(tensor.shape), [(tensor, of_model[0])])
+            blobs[name] = _blob(name, tuple(tensor.shape), [(tensor, of_model[0])])
     groups, stage = _flat_groups(folder, optimizers, trusted=trusted) if shapes else ([], 0)
     for name, shape in (head.get("frozen_param_shapes") or {}).items():
         parts = zip(heads, of_model, strict=True) if stage == 3 else [(head, of_model[0])]
-        found[name] = _blob(name, tuple(shape), [(one["frozen_param_fragments"][name], where) for one, where in parts])
+        blobs[name] = _blob(
+            name, tuple(shape), [(part["frozen_param_fragments"][name], where) for part, where in parts]
+        )
     if stage == 3:
         merged = {name: tuple(shape) for group in shapes for name, shape in group.items()}
-        found.update(_cut_each(merged, [_joined(one) for one in groups]))
+        blobs.update(_cut_each(merged, [_joined(rank_groups) for rank_groups in groups]))
     else:
         for number, group in enumerate(shapes):
-            pieces = [one[number] for one in groups]
-            found.update(_cut_once({name: tuple(shape) for name, shape in group.items()}, pieces))
+            pieces = [rank_groups[number] for rank_groups in groups]
+            blobs.update(_cut_once({name: tuple(shape) for name, shape in group.items()}, pieces))
     for alias, name in dict(head.get("shared_params") or {}).items():
-        if name in found and alias not in found:
-            found[alias] = found[name]  # equal bytes: stored once, as tied tensors
-    return found
+        if name in blobs and alias not in blobs:
+            blobs[alias] = blobs[name]  # a tied tensor: its bytes are stored once
+    return blobs
 
 
 def _flat_groups(folder: str, names: list[str], *, trusted: bool) -> tuple[list[list[Piece]], int]:
     """Return the flat float32 groups of each rank, and the stage."""
-    found, stage = [], 0
+    groups, stage = [], 0
     for name in names:
         path = own_file(folder, name)
         state = read_torch(path, trusted=trusted).get("optimizer_state_dict")
@@ -177,8 +186,8 @@ def _flat_groups(folder: str, names: list[str], *, trusted: bool) -> tuple[list[
             raise CorruptCheckpointError(f"{folder} has {len(names)} files of ranks, {path} says {count}", file=name)
         stage = 3 if key == "fp32_flat_groups" else 2
         where = mapped_ranges(path)
-        found.append([(tensor, where) for tensor in state[key]])
-    return found, stage
+        groups.append([(tensor, where) for tensor in state[key]])
+    return groups, stage
 
 
 def _joined(groups: list[Piece]) -> list[Piece]:
@@ -210,19 +219,19 @@ def _cut_each(shapes: dict[str, tuple[int, ...]], ranks: list[list[Piece]]) -> I
 
 def _range(name: str, pieces: list[Piece], start: int, size: int) -> list[Piece]:
     """Return elements [start, start + size) of pieces that follow one another."""
-    found, at, left = [], 0, size
+    parts, at, left = [], 0, size
     for tensor, where in pieces:
         count = tensor.numel()
         first = max(0, start - at)
         if left and first < count:
             taken = min(left, count - first)
-            found.append((tensor[first : first + taken], where))
+            parts.append((tensor[first : first + taken], where))
             left -= taken
             start += taken
         at += count
     if left:
         raise CorruptCheckpointError(f"the files of DeepSpeed end {left} elements before {name} does", tensor=name)
-    return found
+    return parts
 
 
 def _blob(name: str, shape: tuple[int, ...], pieces: list[Piece]) -> Blob:

@@ -26,7 +26,7 @@ from .unpickle import read_torch
 
 __all__ = ["from_hf", "from_safetensors", "is_hf"]
 
-# Every name that safetensors has had; ours are those of version 0.5.
+# Names of dtypes in all versions of safetensors -> those of torch; `DTYPES` has the names of version 0.5.
 _TORCH = {
     **{short: name for name, (short, _) in DTYPES.items()},
     "C64": "complex64",
@@ -35,14 +35,14 @@ _TORCH = {
     "F8_E8M0": "float8_e8m0fnu",
 }
 _BIN = "pytorch_model.bin"
-# What Accelerate calls the second model and those after it, and those of FSDP whose state is whole.
+# Files of Accelerate: the second and further models, and models of FSDP with full state dicts.
 _OTHER_MODEL = re.compile(r"(?:model|pytorch_model)_(\d+)\.(safetensors|bin)|pytorch_model_fsdp(?:_(\d+))?\.(bin)")
 # Directories of torch.distributed.checkpoint with the sharded state of FSDP.
 _SHARDED = {"pytorch_model_fsdp_0": "model", "optimizer_0": "optimizer"}
 _MAX_INDEX = 256 << 20
-# Files with the first model, or a piece of it.
+# Files with the first model, or a shard of it.
 _FIRST_MODEL = re.compile(r"(?:pytorch_)?model(?:-\d+(?:-of-\d+)?)?\.(?:safetensors|bin)(?:\.index\.json)?")
-# Files of a folder that are torch files; in the state they have their own names.
+# Other torch files of a folder; each is an item of the state under the name of the file.
 _STATES = re.compile(
     r"(?:optimizer|scheduler|scaler|sampler|dl_state_dict)(?:_\d+)?\.(?:pt|bin)"
     r"|(?:random_states|rng_state|custom_checkpoint)(?:_\d+)?\.(?:pkl|pth)"
@@ -50,7 +50,7 @@ _STATES = re.compile(
 
 
 def is_hf(folder: str) -> bool:
-    """Tell whether a folder looks like one of Transformers or Accelerate."""
+    """Tell whether a folder looks like a folder of Transformers or Accelerate."""
     return any(
         os.path.exists(os.path.join(folder, name))
         for name in (WEIGHTS_NAME, INDEX_NAME, _BIN, f"{_BIN}.index.json", "optimizer.bin", "optimizer.pt", *_SHARDED)
@@ -58,7 +58,12 @@ def is_hf(folder: str) -> bool:
 
 
 def from_safetensors(path: str, stack: ExitStack) -> Gathered:
-    """Read one file, or all files of a folder (or of the index in it), as the item "model"."""
+    """Read a file, or all files of a folder (those of its index if there is one), as the item "model".
+
+    Raises:
+        CheckpointNotFoundError: the folder has no such file.
+        CorruptCheckpointError: a file is damaged, or two have a tensor of the same name.
+    """
     gathered = Gathered()
     if os.path.isdir(path):
         files = _indexed(path, INDEX_NAME) or sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
@@ -72,7 +77,7 @@ def from_safetensors(path: str, stack: ExitStack) -> Gathered:
 
 
 def from_hf(folder: str, stack: ExitStack, *, trusted: bool = False) -> Gathered:
-    """Read what a folder of Transformers' `Trainer` or of `Accelerator.save_state` has."""
+    """Read a folder of Transformers' `Trainer` or of `Accelerator.save_state`."""
     gathered = Gathered()
     names = sorted(os.listdir(folder))
     used: set[str] = set()
@@ -123,7 +128,7 @@ def _first_of(wanted: tuple[str, ...], names: list[str]) -> str:
 
 
 def _part_of(name: str) -> str | None:
-    """Return the part of the state that a file or directory of this name has; None: no such name is known."""
+    """Return the item of the state that a file or directory of this name holds; None for an unknown name."""
     if found := _OTHER_MODEL.fullmatch(name):
         number = found[1] or found[3]
         return f"model_{number}" if number else "model"
@@ -151,7 +156,7 @@ def _json(path: str) -> Any:
 def _finish(
     gathered: Gathered, state: dict[str, Any], models: dict[str, dict[str, Blob]], mapped: list[tuple[int, int]]
 ) -> None:
-    """Put everything together; the shapes of safetensors tell whose state an optimizer holds."""
+    """Add all items; the shapes in safetensors files help to name the parameters of an optimizer."""
     import torch
 
     shapes: dict[str, Any] = {
@@ -161,11 +166,11 @@ def _finish(
         }
         for label, blobs in models.items()
     }
-    state, what = take_optimizers({**shapes, **state}, gathered)
+    state, labels = take_optimizers({**shapes, **state}, gathered)
     for label, blobs in models.items():
         del state[label]
         gathered.weights(label, blobs)
-    gathered.values(state, what=what, mapped=mapped)
+    gathered.values(state, labels=labels, mapped=mapped)
 
 
 def _take(
@@ -178,26 +183,26 @@ def _take(
 
 
 def _torch_file(path: str, mapped: list[tuple[int, int]], *, trusted: bool) -> Any:
-    found = read_torch(path, trusted=trusted)
+    content = read_torch(path, trusted=trusted)
     mapped += mapped_ranges(path)
-    return found
+    return content
 
 
 def _indexed(folder: str, name: str) -> list[str] | None:
-    """Return the files that an index names; None if there is none."""
+    """Return the files that an index names; None if there is no index."""
     path = os.path.join(folder, name)
     if not os.path.exists(path):
         return None
     with open(own_file(folder, name), "rb") as file:
         body = loads(file.read(_MAX_INDEX), max_bytes=_MAX_INDEX, where=path)
-    home = body.get("weight_map") if isinstance(body, dict) else None
-    if not isinstance(home, dict):
+    file_of = body.get("weight_map") if isinstance(body, dict) else None
+    if not isinstance(file_of, dict):
         raise CorruptCheckpointError(f"{path} has no weight_map", file=name)
-    return sorted({check_path(one, where=path) for one in home.values()})
+    return sorted({check_path(shard, where=path) for shard in file_of.values()})
 
 
 def _blobs(folder: str, files: list[str], stack: ExitStack, gathered: Gathered) -> dict[str, Blob]:
-    found: dict[str, Blob] = {}
+    blobs: dict[str, Blob] = {}
     for file in files:
         head, tail = os.path.split(own_file(folder, file))
         reader = stack.enter_context(LocalStorage(head).open(tail))
@@ -208,8 +213,8 @@ def _blobs(folder: str, files: list[str], stack: ExitStack, gathered: Gathered) 
                     (f"model/{name}", f"the dtype {entry.dtype} of safetensors is not known here")
                 )
                 continue
-            if name in found:
+            if name in blobs:
                 raise CorruptCheckpointError(f"{folder}: two files have a tensor {name!r}", file=file, tensor=name)
             parts = partial(ranges, reader, entry.offset, entry.nbytes)
-            found[name] = Blob(name, dtype, entry.shape, parts, item_size(dtype) or 1)
-    return found
+            blobs[name] = Blob(name, dtype, entry.shape, parts, item_size(dtype) or 1)
+    return blobs

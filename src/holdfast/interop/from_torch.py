@@ -1,4 +1,4 @@
-"""Import files of ``torch.save``: plain ones, and checkpoints of PyTorch Lightning."""
+"""Import files of ``torch.save``, among them checkpoints of PyTorch Lightning."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _LIGHTNING = (("optimizer_states", "optimizer", "optimizers"), ("lr_schedulers",
 
 def from_torch(path: str, *, trusted: bool = False) -> Gathered:
     """Read one file; a Lightning checkpoint is recognised."""
-    found = read_torch(path, trusted=trusted)
-    if is_lightning(found):
-        return _lightning(found, path)
-    return _plain(found, path)
+    content = read_torch(path, trusted=trusted)
+    if is_lightning(content):
+        return _lightning(content, path)
+    return _plain(content, path)
 
 
 def from_lightning(path: str, *, trusted: bool = False) -> Gathered:
     """Read a checkpoint of Lightning."""
-    found = read_torch(path, trusted=trusted)
-    if not isinstance(found, Mapping) or "state_dict" not in found:
+    content = read_torch(path, trusted=trusted)
+    if not isinstance(content, Mapping) or "state_dict" not in content:
         raise UnsupportedStateError(f"{path} is no checkpoint of Lightning: it has no 'state_dict'")
-    return _lightning(found, path)
+    return _lightning(content, path)
 
 
 def is_lightning(value: Any) -> bool:
@@ -44,69 +44,69 @@ def is_lightning(value: Any) -> bool:
     return isinstance(value, Mapping) and "state_dict" in value and "pytorch-lightning_version" in value
 
 
-def _plain(found: Any, path: str) -> Gathered:
+def _plain(content: Any, path: str) -> Gathered:
     gathered = Gathered()
-    if isinstance(found, torch.nn.Module):
-        found = {"model": found}
-    if isinstance(found, Opaque):
+    if isinstance(content, torch.nn.Module):
+        content = {"model": content}
+    if isinstance(content, Opaque):
         raise UnsupportedStateError(
-            f"{path} holds one object of {found.name}, which is not made here: if you trust who wrote it, import it "
+            f"{path} holds one object of {content.name}, which is not made here: if you trust who wrote it, import it "
             "with trusted=True (--trusted)"
         )
-    if _is_weights(found):
-        found = {"model": found}  # the state_dict of a model
-    elif not isinstance(found, Mapping):
-        found = {os.path.basename(path).partition(".")[0] or "value": found}
-    elif not all(isinstance(key, str) for key in found):
-        found = {"value": found}
-    state = {key: _without_wrappers(value, key, gathered) for key, value in from_plain(found, where=path).items()}
-    state, what = take_optimizers(state, gathered)
-    gathered.values(state, what=what, mapped=mapped_ranges(path))
+    if _is_weights(content):
+        content = {"model": content}  # the state_dict of a model
+    elif not isinstance(content, Mapping):
+        content = {os.path.basename(path).partition(".")[0] or "value": content}
+    elif not all(isinstance(key, str) for key in content):
+        content = {"value": content}
+    state = {key: _without_wrappers(value, key, gathered) for key, value in from_plain(content, where=path).items()}
+    state, labels = take_optimizers(state, gathered)
+    gathered.values(state, labels=labels, mapped=mapped_ranges(path))
     step, epoch = state.get("step", state.get("global_step")), state.get("epoch")
     gathered.step = step if type(step) is int and step >= 0 else None
     gathered.epoch = epoch if type(epoch) is int and epoch >= 0 else None
     return gathered
 
 
-def _lightning(found: Mapping[str, Any], path: str) -> Gathered:
+def _lightning(content: Mapping[str, Any], path: str) -> Gathered:
     gathered = Gathered()
-    state: dict[str, Any] = {"model": _without_wrappers(found["state_dict"], "model", gathered)}
-    for key, one, many in _LIGHTNING:
-        values = found.get(key) or []
+    state: dict[str, Any] = {"model": _without_wrappers(content["state_dict"], "model", gathered)}
+    for key, singular, plural in _LIGHTNING:
+        values = content.get(key) or []
         if len(values) == 1:
-            state[one] = values[0]
+            state[singular] = values[0]
         elif values:
-            state[many] = list(values)
+            state[plural] = list(values)
     renamed = {"state_dict", *(key for key, _, _ in _LIGHTNING)}
-    state.update((key, value) for key, value in found.items() if key not in renamed and value is not None)
-    state, what = take_optimizers(state, gathered)
-    gathered.values(state, what=what, mapped=mapped_ranges(path))
-    step, epoch = found.get("global_step"), found.get("epoch")
+    state.update((key, value) for key, value in content.items() if key not in renamed and value is not None)
+    state, labels = take_optimizers(state, gathered)
+    gathered.values(state, labels=labels, mapped=mapped_ranges(path))
+    step, epoch = content.get("global_step"), content.get("epoch")
     gathered.step = step if type(step) is int else None
     gathered.epoch = epoch if type(epoch) is int else None
     return gathered
 
 
 def take_optimizers(state: dict[str, Any], gathered: Gathered) -> tuple[dict[str, Any], dict[str, str]]:
-    """Key the state of optimizers by parameter names, where these can be known; returns it, and what to say of it."""
-    what: dict[str, str] = {}
+    """Key state of optimizers by parameter names where these are certain; returns the state, and labels of items."""
+    labels: dict[str, str] = {}
     models = {key: value for key, value in state.items() if _is_weights(value)}
 
-    def one(value: Any) -> Any:
-        fitting = [found for key, model in models.items() if (found := named(value, model, f"{key}/")) is not None]
+    def by_name(value: Any) -> Any:
+        fitting = [keyed for key, model in models.items() if (keyed := named(value, model, f"{key}/")) is not None]
         return fitting[0] if len(fitting) == 1 else None
 
     for key, value in list(state.items()):
         values = value if isinstance(value, list) else [value]
         if not values or not all(map(is_optimizer, values)):
             continue
-        found = [one(item) for item in values]
-        if all(item is not None for item in found):
-            state[key] = found if isinstance(value, list) else found[0]
-            what[key] = "optimizer state, by parameter name"
+        keyed = [by_name(item) for item in values]
+        if all(item is not None for item in keyed):
+            state[key] = keyed if isinstance(value, list) else keyed[0]
+            labels[key] = "optimizer state, by parameter name"
         else:
-            what[key] = "optimizer state, by position: fits an optimizer made with its parameters in the same order"
-    return state, what
+            labels[key] = "optimizer state, by position: fits an optimizer made with its parameters in the same order"
+    return state, labels
 
 
 def _is_weights(value: Any) -> bool:
@@ -122,7 +122,7 @@ def _without_wrappers(value: Any, key: str, gathered: Gathered) -> Any:
     if not _is_weights(value):
         return value
     names, stripped = list(value), ""
-    while prefix := next((one for one in _WRAPPERS if all(name.startswith(one) for name in names)), ""):
+    while prefix := next((prefix for prefix in _WRAPPERS if all(name.startswith(prefix) for name in names)), ""):
         names, stripped = [name[len(prefix) :] for name in names], stripped + prefix
     if not stripped:
         return value

@@ -1,4 +1,4 @@
-"""What an importer has found: a state in terms of our format, the bytes of its tensors, and an account of it."""
+"""A foreign checkpoint that was read: its state as typed JSON, the bytes of its tensors, and what was left out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .tree import top_items
 
 __all__ = ["Gathered"]
 
-_SAMPLE = 64 << 10
+_SAMPLE = 64 << 10  # bytes that are compared before whole tensors are
 
 
 @dataclass(slots=True)
@@ -29,10 +29,10 @@ class Gathered:
 
     Attributes:
         tree: top-level name -> typed JSON.
-        rows: tensors.
-        aliases: name of a tied tensor -> name of the one it is stored as.
-        taken: (name, what it is).
-        not_taken: (path, why).
+        rows: the tensors.
+        aliases: name of a tied tensor -> name of the tensor it is stored as.
+        taken: (name, description) of each item that was taken.
+        not_taken: (path, why) of what was left out.
         step: training step, if the source says.
         epoch: epoch, if the source says.
     """
@@ -46,7 +46,7 @@ class Gathered:
     epoch: int | None = None
 
     def weights(self, item: str, blobs: Mapping[str, Blob]) -> None:
-        """Take a flat set of tensors."""
+        """Take named tensors as the item ``item``."""
         self.tree[item] = {"$": "tensors", "at": f"{item}/", "k": list(blobs), "o": 1}
         self.rows += [Row(f"{item}/{name}", blob, blob.shape) for name, blob in blobs.items()]
         total = sum(blob.nbytes for blob in blobs.values())
@@ -56,14 +56,14 @@ class Gathered:
         self,
         state: Mapping[str, Any],
         *,
-        what: Mapping[str, str] | None = None,
+        labels: Mapping[str, str] | None = None,
         mapped: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Take nested plain data with tensors in it; what cannot be saved is left out and said.
+        """Take nested plain data with tensors in it; values that cannot be saved go to ``not_taken``.
 
         Args:
             state: the data.
-            what: name -> what to call it in the account.
+            labels: name -> its description in ``taken``.
             mapped: memory that is mapped from files (`mapped_ranges`).
         """
         flat = flatten(state, unsupported="drop")
@@ -74,10 +74,10 @@ class Gathered:
         self.not_taken += [(path.removeprefix("state"), why) for path in flat.dropped]
         for key in items:
             count = sum(name == key or name.startswith(f"{key}/") for name in flat.names)
-            self.taken.append((key, (what or {}).get(key) or (f"{count} tensors" if count else "plain data")))
+            self.taken.append((key, (labels or {}).get(key) or (f"{count} tensors" if count else "plain data")))
 
     def add(self, flat: Flat, mapped: Sequence[tuple[int, int]] = ()) -> None:
-        """Take the tensors of something that was taken apart."""
+        """Take the tensors of a flattened state."""
         tied = signature(flat).aliases
         for number, (name, tensor) in enumerate(zip(flat.names, flat.tensors, strict=True)):
             if number in tied:
@@ -88,7 +88,7 @@ class Gathered:
             self.rows.append(Row(name, blob, shape))
 
     def join(self, other: Gathered, *, inside: str) -> None:
-        """Take what was found in a directory ``inside`` of the source, less what is here under the same name."""
+        """Take the items of ``other``, of the directory ``inside`` of the source, but no name that exists here."""
         twice = self.tree.keys() & other.tree.keys()
 
         def is_new(name: str) -> bool:
@@ -97,16 +97,16 @@ class Gathered:
         self.tree.update((key, node) for key, node in other.tree.items() if key not in twice)
         self.rows += [row for row in other.rows if is_new(row.name)]
         self.aliases.update((name, original) for name, original in other.aliases.items() if is_new(name))
-        self.taken += [(key, what) for key, what in other.taken if key not in twice]
+        self.taken += [(key, label) for key, label in other.taken if key not in twice]
         self.not_taken += [(f"{inside}/{path}", why) for path, why in other.not_taken]
-        why = "something of this name was taken from elsewhere in the source"
+        why = "an item of this name was taken from elsewhere in the source"
         self.not_taken += [(f"{inside}/{key}", why) for key in sorted(twice)]
 
     def tie_equal(self) -> None:
         """Store weights with equal bytes once: formats without ties write a tied tensor under each of its names.
 
-        A live model in which they are tied takes nothing else; one in which they are not reads the same bytes twice.
-        Vectors are left alone, and so are tensors of zeros, which are equal by chance.
+        A live model in which they are tied refuses to load them otherwise; a model in which they are not reads the same
+        bytes twice. Vectors stay as they are, and so do tensors that begin with zeros: they may be equal by chance.
         """
         alike: dict[tuple[str, tuple[int, ...]], list[Row]] = {}
         for row in self.rows:

@@ -1,4 +1,4 @@
-"""`import_checkpoint`: what other programs have saved, as a checkpoint of ours."""
+"""`import_checkpoint`: a checkpoint of another program, written as a Holdfast checkpoint."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SOURCES = ("auto", "safetensors", "torch", "dcp", "hf", "lightning", "deepspeed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """What an import has made.
+    """The result of an import.
 
     Attributes:
         checkpoint: the committed checkpoint.
-        source: where it came from.
+        source: URI of the source.
         format: one of `SOURCES`, never "auto".
-        taken: (name in the state, what it is).
-        not_taken: (path or file, why) of what the source has and the checkpoint does not.
+        taken: (name in the state, description) of each item.
+        not_taken: (path or file, why) of what the source has and the checkpoint lacks.
     """
 
     checkpoint: Checkpoint
@@ -52,11 +52,11 @@ def import_checkpoint(
     trusted: bool = False,
     overwrite: bool = False,
 ) -> Imported:
-    """Make a checkpoint of what another program has saved, tensor by tensor; durable on return.
+    """Write a checkpoint of another program as a Holdfast checkpoint, tensor by tensor; durable on return.
 
     `holdfast.load` then reads it into live objects: weights by name, the state of optimizers by parameter name where
-    it can be known whose it is, else by position. Nothing that is in a pickle is run: objects of unknown classes are
-    left out, and listed in ``not_taken``.
+    the names are certain, else by position. No code in a pickle is run: objects of unknown classes are left out and
+    listed in ``not_taken``.
 
     Args:
         source: path, URI or `Checkpoint`: a file of ``torch.save`` (``.pt``, ``.bin``, Lightning's ``.ckpt``), a
@@ -64,15 +64,15 @@ def import_checkpoint(
             Transformers, Accelerate or DeepSpeed.
         destination: path or URI of the new checkpoint.
         format: "safetensors", "torch", "dcp", "hf" (Transformers and Accelerate), "lightning",
-            "deepspeed"; "auto" looks at it.
-        trusted: for torch files of old or with objects of classes: make these, which runs what the file says. Only for
-            files from people you trust.
+            "deepspeed"; "auto" finds out.
+        trusted: for torch files before 1.6, or with objects of other classes: make these objects, which runs code that
+            the file names. Only for files from people you trust.
         overwrite: replace a committed checkpoint at the destination.
 
     Raises:
-        ConfigError: nobody knows what the source is.
-        UnsupportedStateError: it cannot be read without running it.
-        CorruptCheckpointError: it is damaged, or refused.
+        ConfigError: the format of the source is not recognised.
+        UnsupportedStateError: the source cannot be read without running code in it.
+        CorruptCheckpointError: the source is damaged, or refused.
         CheckpointExistsError: there is a checkpoint at the destination.
 
     Example:
@@ -105,7 +105,7 @@ def watched_import(
         if is_file and of.storage.local_root is not None:
             path = of.path
         else:
-            # A file of another storage comes as a directory that holds it under its own name.
+            # `as_directory` brings a file of another storage in a directory, under its own name.
             folder = stack.enter_context(of.as_directory())
             path = os.path.join(folder, of.name) if is_file else folder
         kind = _kind(path) if format == "auto" else format
@@ -131,11 +131,11 @@ def watched_import(
 
 
 def _kind(path: str) -> str:
-    """Tell what a file or directory is."""
+    """Return the format of a file or directory."""
     if os.path.isdir(path):
         names = os.listdir(path)
         if is_deepspeed(path):
-            return "deepspeed"  # this and the next also if reported as they were, and so with a manifest of ours
+            return "deepspeed"  # this and DCP before the manifest: a reported directory has a manifest, too
         if METADATA_NAME in names:
             return "dcp"
         if MANIFEST_NAME in names:

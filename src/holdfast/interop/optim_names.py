@@ -1,9 +1,9 @@
-"""Whose state is what an optimizer has stored by position: names, where they are certain.
+"""The names of parameters whose state an optimizer has stored by position, where they are certain.
 
 ``Optimizer.state_dict`` numbers parameters in the order in which the script gave them. The file names that order
-(``param_names``, or names in place of numbers), or it does not matter, because every state has another shape that only
-one parameter of the model has. A guess would mix up states silently where it is wrong, so anything else is left by
-position: an optimizer made in the same way takes it as it is.
+(``param_names``, or names in place of numbers), or it does not matter, because each state has a different shape that
+exactly one parameter of the model has. A wrong guess would mix up states silently, so all other state stays by
+position: an optimizer made in the same way takes it unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["is_optimizer", "named"]
 
 
 def is_optimizer(value: Any) -> bool:
-    """Tell whether a value looks like what ``Optimizer.state_dict`` gives."""
+    """Tell whether a value looks like a result of ``Optimizer.state_dict``."""
     return (
         isinstance(value, Mapping)
         and isinstance(value.get("state"), Mapping)
@@ -27,7 +27,7 @@ def is_optimizer(value: Any) -> bool:
 
 
 def named(optimizer: Mapping[str, Any], model: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:
-    """Return the same state keyed by parameter name (``prefix`` and the name in the model); None if not known."""
+    """Return the same state keyed by parameter name (``prefix`` and the name in the model); None if uncertain."""
     groups, states = optimizer["param_groups"], optimizer["state"]
     keys = [key for group in groups for key in group["params"]]
     listed = [name for group in groups for name in group.get("param_names", ())]
@@ -49,8 +49,8 @@ def named(optimizer: Mapping[str, Any], model: Mapping[str, Any], prefix: str) -
 
 
 def _parameters(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return what may be parameters of a model's ``state_dict``: floating, tied ones once."""
-    found = {}
+    """Return shapes of what may be parameters in a ``state_dict``: floating tensors, tied tensors once."""
+    shapes = {}
     seen = set()
     for name, value in model.items():
         if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
@@ -59,22 +59,22 @@ def _parameters(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         if memory[0] and memory in seen:  # 0: no memory at all (empty, or only the shape is known)
             continue
         seen.add(memory)
-        found[name] = tuple(value.shape)
-    return found
+        shapes[name] = tuple(value.shape)
+    return shapes
 
 
 def _shape(kept: Any) -> tuple[int, ...] | None:
-    """Return the shape that an optimizer's state gives to its parameter; None if it says nothing."""
+    """Return the shape that an optimizer's state gives to its parameter; None if no state tensor has a shape."""
     tensors = [value for value in kept.values() if isinstance(value, torch.Tensor)] if isinstance(kept, Mapping) else []
     return next((tuple(value.shape) for value in tensors if value.dim()), None)
 
 
-def _by_shape(wanted: list[tuple[int, ...] | None], there: Mapping[str, tuple[int, ...]]) -> list[str] | None:
-    """Find the one parameter of each shape; None unless there is exactly one for every shape."""
+def _by_shape(wanted: list[tuple[int, ...] | None], shapes: Mapping[str, tuple[int, ...]]) -> list[str] | None:
+    """Return the parameter of each wanted shape; None unless each shape belongs to exactly one parameter."""
     homes: dict[tuple[int, ...], list[str]] = {}
-    for name, shape in there.items():
+    for name, shape in shapes.items():
         homes.setdefault(shape, []).append(name)
-    found = [homes.get(shape, []) if shape is not None else [] for shape in wanted]
-    if len(set(wanted)) != len(wanted) or any(len(names) != 1 for names in found):
+    candidates = [homes.get(shape, []) if shape is not None else [] for shape in wanted]
+    if len(set(wanted)) != len(wanted) or any(len(names) != 1 for names in candidates):
         return None
-    return [names[0] for names in found]
+    return [names[0] for names in candidates]

@@ -1,6 +1,6 @@
-"""Write a checkpoint, or what one rank has of it, straight through a storage, in the file layout of Holdfast.
+"""Write a checkpoint, or the part of one rank, straight through a storage, in the file layout of Holdfast.
 
-For bytes that come one tensor at a time from somewhere else: no writer process, no arena, no snapshot.
+For bytes that arrive tensor by tensor from another format: no writer process, no arena, no snapshot.
 `DirectPartWriter` stores the files of one rank; `write_alone` commits a checkpoint that belongs to no run.
 """
 
@@ -34,13 +34,13 @@ __all__ = ["DirectPartWriter", "Row", "check_free", "write_alone"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """A tensor, or a box of one, to be written.
+    """A tensor, or a box of a tensor, to write.
 
     Attributes:
-        name: of the tensor, in the state.
+        name: name of the tensor in the state.
         blob: its bytes; the shape is that of the box.
-        shape: of the whole tensor.
-        box: which part it is; None for all of it.
+        shape: shape of the whole tensor.
+        box: the part of the tensor; None for the whole.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Row:
 
 
 class DirectPartWriter:
-    """The files of one rank: safetensors, digests, index, and on one rank the structure.
+    """Writes the files of one rank: safetensors, digests, index, and on one of the ranks the structure.
 
     Args:
         storage: holds the checkpoint.
-        directory: of the checkpoint, inside the storage.
-        save_id: of this rank alone, so that ranks need not agree on one.
+        directory: directory of the checkpoint inside the storage.
+        save_id: id of this rank's files; ranks need not agree on it.
         rank: the writing rank.
         progress: called with the bytes of tensors just written.
     """
@@ -79,8 +79,8 @@ class DirectPartWriter:
         """Write all tensors, their index and digests; durable on return.
 
         Args:
-            rows: in any order; of one tensor there may be several boxes.
-            aliases: name of a tied tensor -> name of the one it is stored as.
+            rows: the tensors in any order; a tensor may have several boxes.
+            aliases: name of a tied tensor -> name of the tensor it is stored as.
         """
         tensors: dict[str, TensorEntry] = {}
         files: list[str] = []
@@ -108,7 +108,7 @@ class DirectPartWriter:
         return entry
 
     def discard(self) -> None:
-        """Remove what was written, after a failure, unless a manifest has it by now. What fails here stays."""
+        """Remove the written files after a failure, unless a manifest lists them by now. Ignores errors."""
         with suppress(HoldfastError):
             try:
                 listed = {entry.path for entry in read_manifest(self._storage, self._directory).files}
@@ -122,7 +122,7 @@ class DirectPartWriter:
                     self._storage.delete(join(self._directory, name))
 
     def _groups(self, rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
-        """Assign tensors to files: one for each item of the state, and more where they would grow too large."""
+        """Assign tensors to files: one for each item of the state, and more where it would grow too large."""
         items: dict[str, list[Row]] = {}
         for row in rows:
             items.setdefault(row.name.partition("/")[0] if "/" in row.name else "state", []).append(row)
@@ -134,7 +134,7 @@ class DirectPartWriter:
             parts = split_by_size([row.blob.nbytes for row in members], self._storage.max_file_bytes)
             for number, part in enumerate(parts):
                 label = f"{stem}-{self._rank:05d}" + (f".part{number:02d}" if number else "")
-                yield label, [members[one] for one in part]
+                yield label, [members[position] for position in part]
 
     def _tensors(self, template: str, rows: list[Row], tensors: dict[str, TensorEntry]) -> None:
         file = lay_out(rows_of((row.name.partition("/")[2] or row.name, row.blob) for row in rows))
@@ -167,7 +167,7 @@ def check_free(target: Checkpoint, *, overwrite: bool) -> None:
     """Refuse to replace a committed checkpoint, before any work is done.
 
     Raises:
-        CheckpointExistsError: there is one, and ``overwrite`` is false.
+        CheckpointExistsError: the target is committed already, and ``overwrite`` is false.
     """
     if not overwrite and target.storage.exists(f"{target.directory}/{MANIFEST_NAME}"):
         raise CheckpointExistsError(
@@ -188,12 +188,12 @@ def write_alone(
     overwrite: bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> None:
-    """Write and commit; durable on return. After a failure there is what was there before.
+    """Write and commit a checkpoint; durable on return. After a failure the target is as before.
 
     Args:
-        target: where.
+        target: the checkpoint to write.
         rows: the tensors.
-        aliases: name of a tied tensor -> name of the one it is stored as.
+        aliases: name of a tied tensor -> name of the tensor it is stored as.
         tree: the structure as typed JSON.
         step: training step to record.
         epoch: epoch to record.
@@ -202,9 +202,10 @@ def write_alone(
         progress: called with the bytes of tensors just written.
 
     Raises:
-        CheckpointExistsError: there is one, and ``overwrite`` is false.
+        CheckpointExistsError: the target is committed already, and ``overwrite`` is false.
     """
-    # Nobody holds a lease here: what others have left, or are about to commit, goes after a commit that shuts them out.
+    # No lease is held here: files that other writers left, or have not committed yet, are removed after this commit,
+    # which also keeps those writers from committing.
     replaced = look_before(target.storage, target.directory)
     writer = DirectPartWriter(target.storage, target.directory, f"{new_start_id()}-1", progress=progress)
     try:

@@ -1,4 +1,4 @@
-"""Files that exporters write: of any storage, under their final name only when they are whole."""
+"""The files that exporters write, to any storage; a file gets its final name only when it is whole."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from holdfast.storage.local.ops import POSIX, errors_of
 
 __all__ = ["Blocks", "ExportFolder"]
 
-_BUFFER = 1 << 20  # a multiple of the blocks that storages take
+_BUFFER = 1 << 20  # bytes; a multiple of the block size of storages
 Sink = Callable[[memoryview], None]
 
 
 class ExportFolder:
-    """Where an export goes: writes files of known size, durably.
+    """The destination of an export: writes files of known size, durably.
 
     Args:
         storage: holds the files.
         prefix: directory inside of it, "" for its root.
-        overwrite: replace files that are there.
+        overwrite: replace existing files.
 
     Attributes:
         written: (name, bytes) of every file written so far.
@@ -47,27 +47,30 @@ class ExportFolder:
         """Refuse to replace a file.
 
         Raises:
-            CheckpointExistsError: one is there, and ``overwrite`` is false.
+            CheckpointExistsError: a file exists, and ``overwrite`` is false.
         """
-        there = [name for name in names if not self.overwrite and self.storage.exists(self.path(name))]
-        if there:
+        existing = [name for name in names if not self.overwrite and self.storage.exists(self.path(name))]
+        if existing:
             raise CheckpointExistsError(
-                f"{self.uri} has {', '.join(there[:3])} already: pass overwrite=True (--overwrite) to replace it, or "
-                "another destination"
+                f"{self.uri} has {', '.join(existing[:3])} already: pass overwrite=True (--overwrite) to replace it, "
+                "or another destination"
             )
 
     @contextlib.contextmanager
     def create(self, name: str, size: int) -> Iterator[Sink]:
         """Write one file: the body passes its bytes in parts of any length.
 
-        On a local disk the file has another name until it is whole; object stores show it only then by themselves.
+        On a local disk the file has another name until it is whole; an object store shows no file before that.
+
+        Raises:
+            CheckpointExistsError: the file exists, and ``overwrite`` is false.
         """
         self.check_free(name)
         door = door_of(self.storage)
         head, _, last = self.path(name).rpartition("/")
         partial = last if door is None else f".partial-{os.urandom(4).hex()}-{last}"
-        there = f"{head}/{partial}" if head else partial
-        with Blocks(self.storage.create(there, size)) as sink:
+        path = f"{head}/{partial}" if head else partial
+        with Blocks(self.storage.create(path, size)) as sink:
             yield sink
         if door is not None:
             beneath, top = door
@@ -85,7 +88,7 @@ class ExportFolder:
 
 
 class Blocks(contextlib.AbstractContextManager["Blocks"]):
-    """Turns parts of any length into the whole blocks that `FileWriter.write` wants."""
+    """Turns parts of any length into the whole blocks that `FileWriter.write` takes; an error aborts the file."""
 
     def __init__(self, writer: FileWriter) -> None:
         self._writer = writer

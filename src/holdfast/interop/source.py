@@ -1,7 +1,7 @@
-"""A Holdfast checkpoint as others see it: plain data with stand-ins for tensors, and the bytes of each on demand.
+"""A Holdfast checkpoint for exporters: plain data with stand-ins for tensors, and the bytes of each on demand.
 
-A stand-in is a tensor on the "meta" device: it has dtype, shape and an identity, and no memory. Tied tensors have one
-stand-in, so whatever keeps identities keeps ties.
+A stand-in is a tensor on the "meta" device: it has dtype, shape and an identity, but no memory. Tied tensors share a
+stand-in, so code that keeps identities keeps ties.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class OpenedCheckpoint:
     Args:
         storage: rooted at the checkpoint.
         only: names or globs over "/"-joined paths; None takes everything.
-        dtype: floating tensors are converted to it on the way; arrays are not.
-        rank: whose own values (`PerRank`) are given out.
+        dtype: floating tensors are converted to it while they are read; arrays are not.
+        rank: the rank whose own values (`PerRank`) are exported.
         verify: check every byte against its digest.
         progress: called with the bytes of tensors just read.
-        share: how many others are open beside this one; each has so much less memory and fewer open files.
+        share: how many checkpoints are open at once; they divide memory and open files.
 
     Attributes:
-        stored: the checkpoint; ``stored.tree`` is what ``only`` has left of it.
+        stored: the checkpoint; ``stored.tree`` holds what ``only`` takes.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class OpenedCheckpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors of the tree, tied ones once."""
+        """Bytes of all tensors of the tree, tied tensors counted once."""
         names: set[str] = set()
 
         def leaf(value: Any, path: str) -> Any:
@@ -95,7 +95,7 @@ class OpenedCheckpoint:
         self._files.close()
 
     def plain(self, *, by_name: bool = False) -> Any:
-        """Return the state as plain data with stand-ins, objects as what their ``state_dict()`` gives.
+        """Return the state as plain data with stand-ins, and objects as their ``state_dict()``.
 
         Args:
             by_name: optimizers keep their parameters' names, as ``torch.distributed.checkpoint.state_dict`` has them;
@@ -135,13 +135,13 @@ class OpenedCheckpoint:
         flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return flat.view(stand_in.dtype).view(stand_in.shape)
 
-    def given(self, ref: TensorRef) -> Blob:
-        """Return the bytes of a tensor of the tree, in the dtype in which it is given out."""
+    def exported(self, ref: TensorRef) -> Blob:
+        """Return the bytes of a tensor of the tree, in the dtype of `dtype_of`."""
         blob, dtype = self.named(ref.name), self.dtype_of(ref)
         return blob if blob.dtype == arrays.dtype_name(dtype) else cast(blob, dtype)
 
     def named(self, name: str) -> Blob:
-        """Return a stored tensor, as it is stored."""
+        """Return a tensor in its stored dtype."""
         entry = self.stored.entry(name)
         itemsize = item_size(entry.dtype) or arrays.dtype_of(entry.dtype).itemsize
         parts = partial(assemble, entry.name, entry.shape, itemsize, self.boxes(name))
@@ -156,7 +156,7 @@ class OpenedCheckpoint:
         ]
 
     def dtype_of(self, ref: TensorRef) -> torch.dtype:
-        """Return the dtype in which a tensor is given out."""
+        """Return the dtype in which a tensor is exported."""
         own = arrays.dtype_of(self.stored.entry(ref.name).dtype)
         return self._dtype if self._dtype is not None and own.is_floating_point and ref.kind != "array" else own
 
@@ -194,7 +194,7 @@ def _positions(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short_names(state: Mapping[str, Any], modules: list[str]) -> dict[str, Any]:
-    """Call parameters as their module does, without its place in the state; unless two would have one name."""
+    """Name parameters as in their module, without its path in the state, unless two would have the same name."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     short = {name: _within(name, modules) for name in names}
     return _renamed(state, short if len(set(short.values())) == len(short) else {name: name for name in names})

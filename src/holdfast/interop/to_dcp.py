@@ -1,4 +1,4 @@
-"""Export as a directory of torch.distributed.checkpoint: a file with the data, and ``.metadata`` says what is where."""
+"""Export as a directory of torch.distributed.checkpoint: a file with the data, and ``.metadata`` with its layout."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def write_dcp(folder: ExportFolder, source: OpenedCheckpoint) -> int:
     values: list[Any] = []
     mappings: dict[str, Path] = {}
     offset = num_tensors = 0
-    for key, path, found in flatten_for_dcp(source.plain(by_name=True)):
+    for key, path, item in flatten_for_dcp(source.plain(by_name=True)):
         mappings[key] = path
-        value = found.detach() if isinstance(found, torch.Tensor) else found
+        value = item.detach() if isinstance(item, torch.Tensor) else item
         size = TorchFileWriter(value).size
         if isinstance(value, torch.Tensor):
             origin = torch.Size([0] * value.dim())
@@ -57,7 +57,7 @@ def write_dcp(folder: ExportFolder, source: OpenedCheckpoint) -> int:
         values.append(value)
     with folder.create(DATA_NAME, offset) as sink:
         for value in values:
-            writer = TorchFileWriter(value)  # made again: 100 000 of them would fill the memory
+            writer = TorchFileWriter(value)  # made again: 100 000 kept writers would fill the memory
             writer.write(sink, (source.blob(tensor).parts() for tensor in writer.tensors))
     metadata = Metadata(entries, planner_data=mappings, storage_data=storage, version=CURRENT_DCP_VERSION)
     folder.put(METADATA_NAME, pickle.dumps(metadata))

@@ -28,11 +28,11 @@ def weights(
 
     Args:
         source: the checkpoint.
-        item: its name; None takes "model", or the only one there is.
+        item: name of the item; None takes "model", or the only item with tensors.
         keep_ties: store a tied tensor under each of its names; otherwise under its first.
 
     Raises:
-        ConfigError: there is no such item, or it is not one flat set of tensors that safetensors can hold.
+        ConfigError: there is no such item, or safetensors cannot hold its tensors.
     """
     tree = source.stored.tree
     item = _item(tree, item)
@@ -40,7 +40,7 @@ def weights(
     rows = dict(_tensors(value, "")) if not isinstance(value, TensorRef) else {item: value}
     left_out = [(str(key), "not weights") for key in tree if item not in ("", key)]
     left_out += [(path, "no tensor") for path in _plain(value, item)]
-    found: dict[str, Blob] = {}
+    blobs: dict[str, Blob] = {}
     first: dict[str, str] = {}
     for name, ref in rows.items():
         original = source.stored.aliases.get(ref.name, ref.name)
@@ -48,25 +48,25 @@ def weights(
         if kept != name and not keep_ties:
             left_out.append((f"{item}/{name}" if item else name, f"tied to {kept}"))
             continue
-        found[name] = source.given(ref)
-    if not found:
+        blobs[name] = source.exported(ref)
+    if not blobs:
         raise ConfigError(f"{item or 'the state'} has no tensors: name another item (item=..., --item)")
-    odd = sorted(name for name, blob in found.items() if blob.dtype not in DTYPES)
+    odd = sorted(name for name, blob in blobs.items() if blob.dtype not in DTYPES)
     if odd:
         raise ConfigError(
-            f"safetensors has no dtype {found[odd[0]].dtype} (tensor {odd[0]!r}"
+            f"safetensors has no dtype {blobs[odd[0]].dtype} (tensor {odd[0]!r}"
             + (f" and {len(odd) - 1} more" if len(odd) > 1 else "")
             + "): export to 'torch' or 'dcp', or leave it out with only=... (--only)"
         )
-    if "__metadata__" in found:
+    if "__metadata__" in blobs:
         raise ConfigError("safetensors cannot hold a tensor called '__metadata__': export to 'torch' or 'dcp'")
-    return found, left_out
+    return blobs, left_out
 
 
 def write_safetensors(
     folder: ExportFolder, tensors: Mapping[str, Blob], *, name: str = WEIGHTS_NAME, max_shard_bytes: int | None = None
 ) -> None:
-    """Write one file, or several and an index that goes last."""
+    """Write one file, or several files and then their index."""
     names = list(tensors)
     parts = split_by_size([blob.nbytes for blob in tensors.values()], max_shard_bytes)
     shards = [{names[number]: tensors[names[number]] for number in part} for part in parts]
@@ -88,13 +88,13 @@ def write_safetensors(
 
 
 def _clear(folder: ExportFolder, name: str, written: set[str]) -> None:
-    """Remove what an export that is replaced had in other files: readers would take the old weights from there."""
+    """Remove other files of a replaced export: readers would take the old weights from them."""
     if not folder.overwrite:
         return
     stem = re.escape(name.removesuffix(".safetensors"))
     family = re.compile(rf"{stem}(-[0-9]{{5}}-of-[0-9]{{5}}\.safetensors|\.safetensors(\.index\.json)?)")
     files = [info.path.rpartition("/")[2] for info in folder.storage.list(folder.prefix, recursive=False)]
-    # The index first: without it nobody looks for its shards.
+    # The index first: without it no reader looks for its shards.
     for file in sorted(files, key=lambda file: not file.endswith(".json")):
         if family.fullmatch(file) and file not in written:
             folder.storage.delete(folder.path(file))

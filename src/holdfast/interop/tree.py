@@ -22,15 +22,15 @@ def node_of(value: Any, name: str, *, unsupported: str = "raise") -> tuple[Any, 
     """Encode one value of a state; the tensors in it have names below ``name``.
 
     Raises:
-        UnsupportedStateError: it cannot be saved.
+        UnsupportedStateError: the value cannot be saved.
     """
     flat = flatten({name: value}, unsupported=unsupported)
     items = top_items(flat.tree)
-    return items.get(name), flat  # None: it was dropped
+    return items.get(name), flat  # the node is None if the value was dropped
 
 
 def top_items(tree: Any) -> dict[str, Any]:
-    """Return the nodes of a state by name, however `flatten` has written the mapping."""
+    """Return the nodes of a state by name, in whichever form `flatten` wrote the mapping."""
     if tree.get("$") == "tensors":
         return {key: {"$": "tensor", "n": tree["at"] + key} for key in tree["k"]}
     return dict(tree["v"]) if "$" in tree else tree

@@ -1,9 +1,9 @@
-"""Pickles of others, read without ever running what is in them.
+"""Read pickles of other programs without running code that they name.
 
 Two readers. `read_metadata` is for the ``.metadata`` of torch.distributed.checkpoint: an allow-list, anything else is
 refused. `read_torch` is for files of ``torch.save``: torch's weights-only reader; where that refuses a file because of
-some class, everything else can still be had: foreign classes and functions are not looked up, and `Opaque` stands in
-their place.
+a class, a lenient reader reads the rest: it looks up no foreign classes and functions, and puts `Opaque` in their
+place.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ALLOWED_IN_METADATA = {
             "_MEM_FORMAT_ENCODING",
         }
     ),
-    # Plain data too: Megatron-Core keeps the plans of its ranks there.
+    # Plain data as well: Megatron-Core stores the plans of its ranks.
     _PLANNER: frozenset({"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"}),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
     "torch.serialization": frozenset({"_get_layout"}),
@@ -52,32 +52,32 @@ _ALLOWED_IN_METADATA = {
     "collections": frozenset({"OrderedDict"}),
 }
 MAX_METADATA = 2 << 30
-_HAS_OBJECTS = 1  # of the flags of a dtype: NPY_ITEM_REFCOUNT
+_HAS_OBJECTS = 1  # NPY_ITEM_REFCOUNT, among the flags of a dtype
 _ZIP = b"PK\x03\x04"
-_UNPACKED = 4  # times its size, that an archive may unpack to
-_SMALL = 64 << 20
+_UNPACKED = 4  # an archive may unpack to so many times its size,
+_SMALL = 64 << 20  # or to so many bytes if that is more
 
 
-# The reader in Python, because in that one it can be said whose state a pickle may set.
+# The reader in Python: only there a subclass can decide whose state a pickle may set.
 _PYTHON: Any = pickle._Unpickler
 
 
 class _Crafted(pickle.UnpicklingError):
-    """A pickle has what no program writes that saves data."""
+    """A pickle has instructions that no program that saves data writes."""
 
 
 class _Guarded(_PYTHON):  # type: ignore[misc]
     """A reader whose pickles can set the state of few things.
 
-    Any pickle may set attributes of whatever it has been given, functions and classes among it; here only of
-    ``buildable`` values.
+    A pickle can set attributes of all objects that it gets, functions and classes among them; here only of instances of
+    ``buildable``.
     """
 
     buildable: tuple[type, ...] = ()
     dispatch: dict[int, Any] = dict(_PYTHON.dispatch)  # noqa: RUF012
 
     def load_build(self) -> None:
-        """Set the state of what was made before."""
+        """Set the state of an object that was made before."""
         made = self.stack[-2]
         if isinstance(made, Opaque):
             self.stack.pop()
@@ -93,7 +93,7 @@ class _MetadataUnpickler(_Guarded):
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED_IN_METADATA.get(module, ()):
             if module == "pathlib":
-                return _text_of_path  # paths of another machine are information at most
+                return _text_of_path  # paths of another machine are text here
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
@@ -122,32 +122,32 @@ def read_metadata(data: bytes) -> Any:
     """Read the ``.metadata`` of a DCP directory.
 
     Raises:
-        CorruptCheckpointError: it is no such thing, or asks for anything that is not on the allow-list.
+        CorruptCheckpointError: it is no such metadata, or names a class or function outside of the allow-list.
     """
     from torch.distributed.checkpoint.metadata import Metadata
 
     _MetadataUnpickler.buildable = _metadata_types()
     try:
-        found = _MetadataUnpickler(io.BytesIO(data)).load()
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
     except CorruptCheckpointError:
         raise
     except Exception as error:
         raise CorruptCheckpointError(f".metadata cannot be read ({type(error).__name__}: {error})") from error
-    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise CorruptCheckpointError(".metadata holds no metadata of torch.distributed.checkpoint")
-    return found
+    return metadata
 
 
 class Opaque:
-    """Stands for an object of a class that was not looked up. Whatever a pickle does with it is forgotten.
+    """Stands for an object of a class that was not looked up. It ignores all that a pickle does with it.
 
     Attributes:
-        name: of what was asked for.
+        name: full name of that class or function.
     """
 
     name = "?"
 
-    def __new__(cls, *_: Any, **__: Any) -> Opaque:  # noqa: D102 - takes what any constructor is given
+    def __new__(cls, *_: Any, **__: Any) -> Opaque:  # noqa: D102 - takes the arguments of any constructor
         return object.__new__(cls)
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -163,39 +163,39 @@ class Opaque:
         return self
 
     def append(self, value: Any) -> None:
-        """Forget an item."""
+        """Ignore an item."""
 
     def extend(self, values: Any) -> None:
-        """Forget items."""
+        """Ignore items."""
 
     def add(self, value: Any) -> None:
-        """Forget a member."""
+        """Ignore a member."""
 
     def __hash__(self) -> int:
         return id(self)
 
 
 class _ForeignDtype(Opaque):
-    """Stands for a dtype of NumPy that has parts or a class of its own, and for arrays and scalars of it."""
+    """Stands for a dtype of NumPy that is structured or has a class of its own, and for its arrays and scalars."""
 
     name = "a dtype of NumPy that is no plain one"
     hasobject = False
 
 
 class _Version(str):
-    """A version of torch, which becomes the text it is."""
+    """A version of torch, read as plain text."""
 
     __slots__ = ()
 
     def __new__(cls, text: Any = "") -> Any:
-        if not isinstance(text, str):  # the text of anything else may be endless
+        if not isinstance(text, str):  # the text of another object may be endless
             raise _Crafted(f"it makes a version of a {type(text).__name__}: refused")
         return str(text)
 
 
 @cache
 def _plain_globals() -> dict[str, Any]:
-    """Return what builds plain data: what torch's own reader knows, and a little more."""
+    """Return the classes and functions that build plain data: those of torch's own reader, and a few more."""
     known: dict[str, Any] = {
         **_get_allowed_globals(),
         "builtins.bytearray": _bytearray,
@@ -220,15 +220,15 @@ def _plain_globals() -> dict[str, Any]:
     return known
 
 
-# NumPy believes what a pickle says of memory: `ndarray(1, "O", b"...")` takes bytes for pointers, and a dtype whose
-# flags deny its objects does so, too. So arrays are made empty and filled by `__setstate__`, which counts bytes, and
-# dtypes are those that have a name; a `_ForeignDtype` stands for others.
+# NumPy trusts a pickle about memory: `ndarray(1, "O", b"...")` takes bytes for pointers, as does a dtype whose flags
+# deny that it has objects. So arrays are made empty and filled by `__setstate__`, which counts bytes, and only dtypes
+# with a name are made; a `_ForeignDtype` stands for all others.
 _ARRAY = "numpy.ndarray"
 
 
 def _dtype(name: Any, *_: Any) -> np.dtype[Any] | _ForeignDtype:
     if isinstance(name, type):
-        return _ForeignDtype()  # numpy.record, that of a `recarray`, or one of another package
+        return _ForeignDtype()  # numpy.record, the class of a `recarray`, or a class of another package
     made = np.dtype(name, False, True) if isinstance(name, str) else None  # a copy: a pickle may set its state
     if made is None or made.fields is not None or made.subdtype is not None:
         raise _Crafted(f"it makes the dtype {name!r} of NumPy: refused")
@@ -236,13 +236,13 @@ def _dtype(name: Any, *_: Any) -> np.dtype[Any] | _ForeignDtype:
 
 
 def _foreign_dtype(made: np.dtype[Any], state: Any) -> _ForeignDtype | None:
-    """Return what stands for a dtype with this state; None: the state says no more than byte order and unit."""
+    """Return a stand-in for a dtype with this state; None if the state gives only byte order and unit."""
     if not isinstance(state, tuple) or len(state) not in (8, 9):
-        raise _Crafted(f"it gives the dtype {made} of NumPy a state that is none: refused")
+        raise _Crafted(f"it gives the dtype {made} of NumPy a malformed state: refused")
     _, _, subdtype, names, fields, size, alignment, flags = state[:8]
     if names is None and fields is None and subdtype is None:
         if flags != made.flags or size not in (-1, made.itemsize) or alignment not in (-1, made.alignment):
-            raise _Crafted(f"it says of the dtype {made} of NumPy what is not so: refused")
+            raise _Crafted(f"it gives the dtype {made} of NumPy wrong flags, size or alignment: refused")
         return None
     stand_in = _ForeignDtype()
     parts = [subdtype[0]] if fields is None else [field[0] for field in fields.values()]
@@ -268,13 +268,13 @@ class _LenientUnpickler(_Guarded):
     dispatch: dict[int, Any] = dict(_Guarded.dispatch)  # noqa: RUF012
 
     def load_reduce(self) -> None:
-        """Call something, which an array is not made by."""
+        """Call a function or class, but not `numpy.ndarray`, which could make an array over any memory."""
         if self.stack[-2] is _ARRAY:
             raise _Crafted("it makes an array of NumPy without NumPy's own way to read one: refused")
         super().load_reduce()
 
     def load_build(self) -> None:
-        """Set the state of what was made before; a dtype with parts, and an array of one, is forgotten instead."""
+        """Set the state of an object; replace a structured dtype, or an array of it, by a stand-in."""
         made, state = self.stack[-2:]
         stand_in: Opaque | None = None
         if isinstance(made, np.dtype):
@@ -285,7 +285,7 @@ class _LenientUnpickler(_Guarded):
             super().load_build()
             return
         self.stack[-2:] = [stand_in]
-        for key in reversed(self.memo):  # it is noted there already, not long ago, for whoever refers to it again
+        for key in reversed(self.memo):  # later references in the pickle go through the memo; the entry is a recent one
             if self.memo[key] is made:
                 self.memo[key] = stand_in
                 break
@@ -303,7 +303,7 @@ _LenientUnpickler.buildable = (np.ndarray, np.dtype, torch.Tensor, OrderedDict)
 
 
 def _lenient_load(file: Any, **options: Any) -> Any:
-    # torch reads the head of a file of before 1.6 with this one: `pickle.load` here would run what is in it.
+    # torch reads the head of a file before 1.6 with this function: `pickle.load` would run code that the file names.
     return _LenientUnpickler(file, **options).load()
 
 
@@ -314,15 +314,15 @@ def read_torch(path: str, *, trusted: bool = False) -> Any:
     """Read a file of ``torch.save``; its tensors are mapped from the file where it is a zip.
 
     Args:
-        path: of a local file.
-        trusted: make every object that is in the file, which runs what it says.
+        path: path of a local file.
+        trusted: make every object in the file, which runs code that the file names.
 
     Returns:
-        The content; in place of foreign objects `Opaque` ones.
+        The content, with `Opaque` in place of foreign objects.
 
     Raises:
-        UnsupportedStateError: it is no file of torch, or one that can only be read by running it.
-        CorruptCheckpointError: it claims more than a file of its size can hold.
+        UnsupportedStateError: it is no file of torch, or cannot be read without running code that it names.
+        CorruptCheckpointError: it would unpack to far more than its size.
     """
     mmap = is_zip(path)
     try:
@@ -342,7 +342,7 @@ def read_torch(path: str, *, trusted: bool = False) -> Any:
             f"{path}: torch cannot read it ({type(error).__name__}: {_first_line(error)})"
         ) from error
     if not mmap:
-        # Files of before torch 1.6, and plain pickles: the format has no tensors apart from the pickle.
+        # Files before torch 1.6, and plain pickles: their tensors are inside the pickle.
         raise UnsupportedStateError(
             f"{path}: torch's weights-only reader refuses it ({_first_line(refused)}): if you trust who wrote it, "
             "import it with trusted=True (--trusted)"
@@ -366,7 +366,7 @@ def read_torch_stream(stream: io.BufferedReader, name: str, *, map_location: str
     """Read a small file of ``torch.save`` from a stream; foreign objects become `Opaque`.
 
     Raises:
-        CorruptCheckpointError: it is no such file.
+        CorruptCheckpointError: the stream is no such file.
     """
     try:
         _refuse_code(stream, name)
@@ -382,7 +382,7 @@ def read_torch_stream(stream: io.BufferedReader, name: str, *, map_location: str
 
 
 def _refuse_code(stream: Any, name: str) -> None:
-    """Refuse an archive of TorchScript: `torch.load` would hand it to `torch.jit.load`, which runs code in it."""
+    """Refuse an archive of TorchScript: `torch.load` would pass it to `torch.jit.load`, which runs code in it."""
     start = stream.tell()
     is_archive = stream.read(4) == _ZIP
     stream.seek(start)
@@ -395,30 +395,30 @@ def _refuse_code(stream: Any, name: str) -> None:
 
 
 def _refuse_bomb(path: str) -> bool:
-    """Refuse an archive that unpacks to far more than it is.
+    """Refuse an archive that unpacks to far more than its size.
 
     Returns:
-        Whether its pickle makes a bytearray, which torch's own reader makes of any size that a pickle asks for: then
-        ours has to read it.
+        Whether its pickle makes a bytearray. Torch's own reader makes it of any size that the pickle names, so the
+        lenient reader has to read such a file.
 
     Raises:
-        CorruptCheckpointError: it unpacks to more than a file of this size can justify.
+        CorruptCheckpointError: it unpacks to far more than its size.
     """
     size = os.path.getsize(path)
     with zipfile.ZipFile(path) as archive:
         records = archive.infolist()
-        # `torch.save` compresses nothing, so honest files unpack to less than they have.
-        if (total := sum(one.file_size for one in records)) > max(_UNPACKED * size, _SMALL):
+        # `torch.save` compresses nothing, so its files unpack to less than their size.
+        if (total := sum(record.file_size for record in records)) > max(_UNPACKED * size, _SMALL):
             raise CorruptCheckpointError(
                 f"{path} has {size} bytes and would unpack to {total}: no program that saves tensors writes this"
             )
-        pickled = [one for one in records if one.filename.endswith("data.pkl")]
-        return any(b"bytearray" in archive.read(one) for one in pickled)
+        pickled = [record for record in records if record.filename.endswith("data.pkl")]
+        return any(b"bytearray" in archive.read(record) for record in pickled)
 
 
 def _bytearray(data: Any = b"", *how: Any) -> bytearray:
     if not isinstance(data, (bytes, bytearray, str, list)):
-        raise _Crafted(f"it makes a bytearray of {str(data)[:40]} bytes out of nothing: refused")
+        raise _Crafted(f"it makes a bytearray of {str(data)[:40]} bytes without their content: refused")
     return bytearray(data, *how)
 
 

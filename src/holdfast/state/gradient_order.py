@@ -23,13 +23,13 @@ _OF_MODULES = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_comm_hooks",
     "_use_python_reducer",
 )  # fmt: skip
-# Said where `fix_gradient_order` returns False.
+# The warning where `fix_gradient_order` returns False.
 INEXACT = (
     "DDP adds its gradients in another order in the first step after a start, so with three or more ranks a resume "
     "differs in the last bits: see docs/parallel.md"
 )
 
-_tried: WeakKeyDictionary[DistributedDataParallel, bool] = WeakKeyDictionary()  # and whether it is fixed
+_tried: WeakKeyDictionary[DistributedDataParallel, bool] = WeakKeyDictionary()  # model -> whether its order is fixed
 
 
 def parallel_modules(state: Any) -> dict[str, DistributedDataParallel]:
@@ -39,9 +39,9 @@ def parallel_modules(state: Any) -> dict[str, DistributedDataParallel]:
 
 def _parallel(value: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, DistributedDataParallel]]:
     if isinstance(value, nn.Module):
-        for name, one in value.named_modules():
-            if type(one) is DistributedDataParallel:
-                yield f"{path}/{name}".strip("/"), one
+        for name, child in value.named_modules():
+            if type(child) is DistributedDataParallel:
+                yield f"{path}/{name}".strip("/"), child
     elif isinstance(value, (Mapping, list, tuple)) and id(value) not in above:
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _parallel(item, f"{path}/{key}", (*above, id(value)))
@@ -57,10 +57,10 @@ def fix_gradient_order(model: DistributedDataParallel) -> bool:
     backward pass that gives zeros to all parameters, last parameter first, fixes the layout before the first step.
 
     All ranks of the model's process group call it, before the first step. Parameters and buffers stay as they are.
-    Called again it only says how the first call ended.
+    A second call does nothing and returns what the first returned.
 
     Args:
-        model: no forward pass was done with it yet.
+        model: a module that has done no forward pass yet.
 
     Returns:
         False where the layout cannot be fixed: with hooks on parameters or on the wrapper and hooks of communication,
@@ -74,7 +74,7 @@ def fix_gradient_order(model: DistributedDataParallel) -> bool:
 
 
 def fix_or_warn(model: DistributedDataParallel, *, leads: bool) -> None:
-    """Fix the order of a model; rank 0, which ``leads``, warns once where that cannot be done."""
+    """Fix the order of a model; the rank that ``leads`` warns once where that cannot be done."""
     is_new = model not in _tried
     if not fix_gradient_order(model) and is_new and leads:
         _LOG.warning(INEXACT)
@@ -83,10 +83,10 @@ def fix_or_warn(model: DistributedDataParallel, *, leads: bool) -> None:
 def _fix(model: DistributedDataParallel) -> bool:
     if model.process_group.size() < 3 or model.find_unused_parameters:
         return True
-    parameters = [one for one in model.module.parameters() if one.requires_grad]
+    parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
     if model.static_graph or model.mixed_precision is not None or _has_sparse(model.module):
         return False
-    if _has_hooks(model, _OF_MODULES) or any(_has_hooks(one, _OF_PARAMETERS) for one in parameters):
+    if _has_hooks(model, _OF_MODULES) or any(_has_hooks(parameter, _OF_PARAMETERS) for parameter in parameters):
         return False
     with torch.enable_grad(), _set_aside(model, parameters):
         model(torch.zeros(())).backward()
@@ -98,22 +98,22 @@ def _has_hooks(holder: Any, kinds: tuple[str, ...]) -> bool:
 
 
 def _has_sparse(module: nn.Module) -> bool:
-    return any(getattr(one, "sparse", False) is True for one in module.modules())
+    return any(getattr(child, "sparse", False) is True for child in module.modules())
 
 
 @contextmanager
 def _set_aside(model: DistributedDataParallel, parameters: list[nn.Parameter]) -> Iterator[None]:
     """Let DDP call zeros instead of its module; gradients and buffers stay as they are."""
-    module, syncs, before = model.module, model.require_forward_param_sync, [one.grad for one in parameters]
+    module, syncs, before = model.module, model.require_forward_param_sync, [parameter.grad for parameter in parameters]
     model.module, model.require_forward_param_sync = _Zeros(module, parameters), False
     try:
-        for one in parameters:
-            one.grad = None
+        for parameter in parameters:
+            parameter.grad = None
         yield
     finally:
         model.module, model.require_forward_param_sync = module, syncs
-        for one, grad in zip(parameters, before, strict=True):
-            one.grad = grad
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
 
 
 class _Zeros(nn.Module):
@@ -128,8 +128,8 @@ class _Zeros(nn.Module):
 
     def forward(self, scalar: torch.Tensor) -> Any:
         add: Any = _ZeroGradient.apply  # torch gives it no types
-        for one in self._given[1]:
-            scalar = add(scalar.to(one.device), one)
+        for parameter in self._given[1]:
+            scalar = add(scalar.to(parameter.device), parameter)
         return scalar
 
 

@@ -35,11 +35,11 @@ __all__ = ["ResumableBatches", "elsewhere", "of_this_rank", "said", "with_ranks_
 
 _logger = get_logger("data")
 _END = object()
-# Remarks about data that this process has made, in the log or at the start of a run: once is enough.
+# Remarks about data that this process has made, in the log or at the start of a run; each is made once.
 said: set[str] = set()
 
 
-# Loaders with state that ended this epoch in this process: they go on by themselves.
+# Loaders with state -> the epoch that they ended in this process: they go on to the next by themselves.
 _ended: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -49,24 +49,24 @@ class ResumableBatches:
     Iterating again goes on after the last yielded batch. ``len()`` is the number of batches left, where it is known.
 
     Args:
-        loader: a `DataLoader`, anything with ``state_dict`` / ``load_state_dict``, or any iterable. One with state
-            that holds for any number of ranks says so by an attribute ``elastic = True``.
-        position: what `state_dict` returned in an earlier life; None, or a position in another epoch: start at the
-            beginning of ``epoch``. Pass the end of the epoch before too: a loader with its own state goes on from it.
-        seed: with ``epoch`` it decides the order. A position made with another seed keeps its own for its epoch.
+        loader: a `DataLoader`, an object with ``state_dict`` / ``load_state_dict``, or any iterable. A loader whose
+            state holds for any number of ranks has an attribute ``elastic = True``.
+        position: what `state_dict` returned in an earlier process; None, or a position in another epoch: start at the
+            beginning of ``epoch``. Pass the end of the last epoch as well: a loader with its own state goes on from it.
+        seed: with ``epoch`` it decides the order. A position made with another seed keeps that seed for its epoch.
         epoch: number of the epoch.
         seed_samples: seed python, NumPy and torch (CPU) from (seed, epoch, index) before each ``__getitem__``, so
             that augmentation is the same for any number of workers and after any resume (an unseeded
             ``numpy.random.default_rng()`` cannot be reached); a loader without indices gets its own stream of random
-            numbers for the epoch. In workers of a loader with its own state, that loader decides about random numbers.
+            numbers for the epoch. Workers of a loader with its own state draw as that loader decides.
         rank: number of this rank; only rank 0 logs remarks.
         world_size: number of ranks, to count samples over all of them.
-        split: deal the samples of a map-style loader out to all ranks, or as (rank, num_ranks) gives it, if its sampler
-            knows nothing of ranks; False: each rank gets all of them.
-        remarks: log what is worth knowing about this loader; False for a loader that is only counted.
+        split: True divides the samples of a map-style loader between all ranks, (rank, num_ranks) between so many, if
+            its sampler does not divide them itself; False: each rank gets all samples.
+        remarks: log warnings about this loader; False for a loader of which only the length is needed.
 
     Raises:
-        ConfigError: the loader cannot be split, or hides its position.
+        ConfigError: the loader cannot be split, or its position cannot be read.
         StateMismatchError: the position is that of another kind of loader.
 
     Example:
@@ -103,25 +103,27 @@ class ResumableBatches:
         self._carried: Any = None  # a stateful loader's state at the end of the epoch before
         self._carried_epoch = -1
         self._elastic = bool(getattr(loader, "elastic", False))
-        here = position if position is not None and position["epoch"] == epoch else None
-        self._seed = int(here["seed"]) if here is not None else seed
+        current = position if position is not None and position["epoch"] == epoch else None
+        self._seed = int(current["seed"]) if current is not None else seed
         self._stream = Stream(mix(self._seed, epoch))
         if position is not None:
             self._check_kind(position)
             fits = self._elastic or position.get("world_size", world_size) == world_size
-            if here is None and self.kind == "stateful" and fits:
+            if current is None and self.kind == "stateful" and fits:
                 self._carried, self._carried_epoch = position["inner"], int(position["epoch"])
         self._order: MapOrder | None = None
         if self.kind == "map":
-            inner = here["inner"] if here is not None and here["inner"] is not None else {}
+            inner = current["inner"] if current is not None and current["inner"] is not None else {}
             self._order = MapOrder(
                 loader, seed=self._seed, epoch=epoch, world_size=world_size, begun=inner.get("recipe"),
                 split=split_of(split, rank=rank, world_size=world_size),
             )  # fmt: skip
-        if here is not None:
-            self._seek(here)
+        if current is not None:
+            self._seek(current)
         if self._seed != seed:
-            self._say(f"epoch {epoch} was begun with data seed {self._seed}: it is finished with that one, not {seed}")
+            self._warn(
+                f"epoch {epoch} was begun with data seed {self._seed}: it is finished with that seed, not {seed}"
+            )
         if remarks:
             self._remarks(split)
 
@@ -141,7 +143,7 @@ class ResumableBatches:
         return self._done
 
     def state_dict(self) -> dict[str, Any]:
-        """Describe what has been yielded so far. Batches that workers have prepared ahead do not count."""
+        """Describe how far the epoch is, as plain data. Batches that workers have prepared ahead do not count."""
         return {
             "kind": self.kind,
             "epoch": self._epoch,
@@ -184,16 +186,16 @@ class ResumableBatches:
         order = self._order
         assert order is not None
         loader, feed = clone_of(self._loader, seeded=self._seed_samples)
-        sizes: deque[int] = deque()  # of the batches handed out to workers and not yielded yet, oldest first
+        sizes: deque[int] = deque()  # samples of each batch that workers have and that is not yielded yet, oldest first
         feed.source = self._keys(order, sizes)
         assert loader.generator is not None
         loader.generator.manual_seed(mix(self._seed + order.part, self._epoch, self._samples))
-        # Without workers the samples are made in this process, between two draws of the training loop.
-        here = generators_kept if self._seed_samples and loader.num_workers == 0 else contextlib.nullcontext
+        # Without workers this process loads the samples, between two draws of the training loop.
+        guard = generators_kept if self._seed_samples and loader.num_workers == 0 else contextlib.nullcontext
         with generators_kept():
             iterator = iter(loader)
         while True:
-            with here():
+            with guard():
                 batch = next(iterator, _END)
             if batch is _END:
                 break
@@ -222,7 +224,7 @@ class ResumableBatches:
                 loader.load_state_dict(self._inner["loader"])
             elif self._live is None and self._carried is not None and ended != self._carried_epoch:
                 # The state of a finished epoch: samplers go on from it to the next order. torchdata makes the iterator
-                # of that epoch when asked for its state, so this epoch's starts from the same random numbers as ever.
+                # of that epoch in `state_dict`; reseeded, the iterator of this epoch draws the same numbers as ever.
                 loader.load_state_dict(self._carried["loader"])
                 loader.state_dict()
                 self._stream.reseed()
@@ -239,7 +241,7 @@ class ResumableBatches:
             iterator = iter(self._loader)
             if self._batches:
                 name = type(self._loader).__name__
-                self._say(
+                self._warn(
                     f"{name} has no state_dict: drawing {self._batches} batches again to get back to the position in "
                     f"epoch {self._epoch}. A map-style dataset, or a loader with state_dict, seeks at once"
                 )
@@ -252,9 +254,9 @@ class ResumableBatches:
         yield from self._draw(iterator)
 
     def _draw(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        here = self._stream if self._seed_samples else contextlib.nullcontext()
+        stream = self._stream if self._seed_samples else contextlib.nullcontext()
         while True:
-            with here:
+            with stream:
                 batch = next(iterator, _END)
             if batch is _END:
                 break
@@ -296,7 +298,7 @@ class ResumableBatches:
         if self._order is not None:
             self._compare_order(self._order, self._inner or {}, position)
         elif before != self._world_size and not self._done:
-            self._say(elsewhere({**position, "elastic": self._elastic}, self._world_size), once=True)
+            self._warn(elsewhere({**position, "elastic": self._elastic}, self._world_size), once=True)
             if self.kind == "count":
                 self._batches = self._batches * before // self._world_size
             elif self._elastic and self._inner is not None:
@@ -305,12 +307,12 @@ class ResumableBatches:
                 self._samples, self._batches, self._inner = 0, 0, None
 
     def _compare_order(self, order: MapOrder, begun: Mapping[str, Any], position: Mapping[str, Any]) -> None:
-        """Say what the rest of the epoch is, where it is not simply what the same ranks would have drawn."""
+        """Warn where the rest of the epoch is not what the same ranks would have drawn."""
         now = self._inner_state()
         own = order.recipe is None or begun.get("recipe", order.recipe) is None
         for name in ("dataset_length", "sampler") if own else ("dataset_length",):
             if begun.get(name, now[name]) != now[name]:
-                self._say(
+                self._warn(
                     f"{name} is {now[name]!r}, was {begun[name]!r} when epoch {self._epoch} was begun: "
                     f"the rest of the epoch cannot hold each sample exactly once"
                 )
@@ -320,29 +322,31 @@ class ResumableBatches:
         if not self._done:
             # Ranks that get the same samples (a tensor-parallel group, a pipeline) count once.
             moved = {**position, "world_size": before, "inner": {**begun, **now}}
-            self._say(elsewhere(moved, order.replicas), once=True)
+            self._warn(elsewhere(moved, order.replicas), once=True)
         if not order.divides:
             self._samples -= self._samples % order.replicas
 
     def _remarks(self, split: bool | tuple[int, int]) -> None:
         meant = isinstance(split, tuple)
         if self._order is not None and self._world_size > 1 and self._order.replicas == 1 and not meant:
-            self._say("every rank gets the same samples: give the loader a DistributedSampler to split them", once=True)
+            self._warn(
+                "every rank gets the same samples: give the loader a DistributedSampler to split them", once=True
+            )
         if self._order is not None and not getattr(self._loader, "in_order", True):
-            self._say("in_order=False is not used: a position is a prefix of the order", once=True)
+            self._warn("in_order=False is not used: a position is a prefix of the order", once=True)
         if self.kind == "count" and getattr(self._loader, "persistent_workers", False):
-            self._say(
+            self._warn(
                 "persistent_workers=True over a data set without indices: what its workers remember of earlier epochs "
                 "is lost by a resume, later epochs may differ. Use persistent_workers=False, or a map-style data set",
                 once=True,
             )
         if not self._seed_samples and getattr(self._loader, "num_workers", None) != 0:
-            self._say(
+            self._warn(
                 "seed_samples=False: sample ids are exact after a resume, random augmentation in workers is not",
                 once=True,
             )
 
-    def _say(self, message: str, *, once: bool = False) -> None:
+    def _warn(self, message: str, *, once: bool = False) -> None:
         if self._rank != 0 or (once and message in said):
             return
         said.add(message)
@@ -351,14 +355,14 @@ class ResumableBatches:
 
 def _kind(loader: Any) -> str:
     if hasattr(loader, "base_dataloader") and not hasattr(loader.base_dataloader, "state_dict"):
-        # It has both methods and no state, and shuffles by a generator that no later life sets to where it was.
+        # It has both methods but no state, and shuffles with a generator that no later process can restore.
         raise ConfigError(
             f"a {type(loader).__name__} of Accelerate does not tell its position: use holdfast.accelerate.Checkpointer("
             "path, accelerator), whose batches() takes it, or prepare it with use_stateful_dataloader=True (torchdata)"
         )
     if callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
         return "stateful"
-    # A subclass that only prepares arguments is still a DataLoader; a subclass with its own __iter__ may be anything.
+    # A subclass that only prepares arguments is still a DataLoader; with its own __iter__ its order is unknown.
     if (
         isinstance(loader, DataLoader)
         and not isinstance(loader.dataset, IterableDataset)
@@ -376,7 +380,7 @@ def _length(dataset: Any) -> int | None:
 
 
 def batch_length(batch: Any) -> int:
-    """Return how many samples a collated batch of unknown making holds, by its first part with a length."""
+    """Return how many samples a collated batch of any structure holds: the length of its first part with a length."""
     while True:
         if isinstance(batch, torch.Tensor) or hasattr(batch, "shape"):
             return int(batch.shape[0]) if len(batch.shape) else 1
@@ -389,7 +393,7 @@ def batch_length(batch: Any) -> int:
 
 
 def with_ranks_apart(position: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Mark what differs between ranks: the state of a loader that keeps its own. All else is equal."""
+    """Mark the state of a loader that keeps its own as `PerRank`: the rest of a position is equal on all ranks."""
     if position["kind"] != "stateful" or isinstance(position["inner"], PerRank):
         return position
     return {**position, "inner": PerRank(position["inner"])}
@@ -402,7 +406,7 @@ def of_this_rank(position: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def elsewhere(position: Mapping[str, Any], world_size: int) -> str:
-    """Say what becomes of a position in an epoch when ``world_size`` ranks go on from it and not as many as saved it.
+    """Return the remark for a position in an epoch from which another number of ranks goes on.
 
     Args:
         position: what `ResumableBatches.state_dict` returned.

@@ -1,10 +1,11 @@
-"""torch's own `DataLoader`, made to draw the same in every life.
+"""torch's own `DataLoader`, made to draw the same in every process of a run.
 
-`clone_of` makes a loader that takes its indices from us and draws no global random numbers. `PersistentWorkerSeeds` is
-for loaders that a script iterates itself: torch draws the seed of their workers from its global generator when it makes
-an iterator, in each epoch, or with ``persistent_workers=True`` once in the life of the process
-(`torch.utils.data.dataloader`, as of torch 2.13). A resumed process makes it again, so the generator that training
-draws from would move in one life and not in the other. While a run is open, such loaders draw that one number from a
+`clone_of` makes a loader that takes its indices from an `IndexFeed` and draws no global random numbers.
+
+`PersistentWorkerSeeds` is for loaders that a script iterates itself: torch draws the seed of their workers from its
+global generator when it makes an iterator, in each epoch, or with ``persistent_workers=True`` once in a process
+(`torch.utils.data.dataloader`, as of torch 2.13). A resumed process makes the iterator again, so it would draw from the
+generator of training where the first process did not. While a run is open, such loaders draw that number from a
 generator of their own.
 """
 
@@ -24,7 +25,7 @@ __all__ = ["IndexFeed", "PersistentWorkerSeeds", "clone_of"]
 
 
 class IndexFeed:
-    """What the clone of a loader takes its indices from; refilled for each epoch, so that workers can stay."""
+    """The sampler of a clone: yields the indices of one epoch after another, so that workers can stay."""
 
     def __init__(self) -> None:
         self.source: Iterator[Any] = iter(())
@@ -33,7 +34,7 @@ class IndexFeed:
         return self.source
 
 
-# Clones whose workers persist, by loader and seeding; they live as long as the loader.
+# Clones with persistent workers, by loader and ``seeded``; they live as long as the loader.
 _Clone = tuple[DataLoader[Any], IndexFeed]
 _clones: weakref.WeakKeyDictionary[DataLoader[Any], dict[bool, _Clone]] = weakref.WeakKeyDictionary()
 

@@ -1,7 +1,7 @@
 """The order of a map-style loader: which indices make up which batch, as a function of (seed, epoch).
 
-An order is opened at a number of samples of all ranks and goes on from there; skipped indices are stepped over as
-numbers, their samples are never loaded.
+An order starts at a position, a number of samples of all ranks. Indices before it are skipped without loading their
+samples.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class MapOrder:
     """The batches of indices of one epoch of a map-style `DataLoader`.
 
     Args:
-        loader: the loader, whose sampler gets the epoch.
-        seed: with ``epoch`` it decides what no sampler decides by itself.
+        loader: the loader; its sampler gets ``set_epoch``.
+        seed: with ``epoch`` it seeds every draw that the sampler does not seed itself.
         epoch: number of the epoch.
         world_size: number of ranks.
-        split: the part of this rank, for a sampler that knows nothing of ranks.
+        split: the part of this rank, for a sampler that does not divide samples between ranks.
         begun: the `recipe` with which this epoch was begun: it is finished in that order.
 
     Attributes:
         replicas: over how many ranks the samples are split; 1 if every rank sees the same samples.
         part: number of this rank among those that get different samples.
-        recipe: how the order of a whole data set comes about; None where only the sampler knows.
-        divides: whether any number of ranks can go on behind any position, each sample once.
+        recipe: what the order of the whole data set is computed from; None where only the sampler can draw it.
+        divides: whether any number of ranks can go on from any position, with each sample once.
         auto_batch: whether the loader makes batches (and collates lists of samples).
 
     Raises:
@@ -67,7 +67,7 @@ class MapOrder:
         self._sampler: Any = loader.sampler
         self._batch_sampler: Any = None
         if self.auto_batch and type(batch_sampler) is BatchSampler:
-            # DataLoader's own batch sampler or one passed in: three numbers describe it.
+            # A plain batch sampler, DataLoader's own or the user's: its sampler, size and drop_last describe it.
             self._sampler = batch_sampler.sampler
             self._batch_size, self._drop_last = batch_sampler.batch_size, batch_sampler.drop_last
         elif self.auto_batch:
@@ -84,7 +84,7 @@ class MapOrder:
             self.recipe = dict(begun)
         self.divides = self._split is not None or (self.replicas == 1 and self._batch_sampler is None)
         self._known = None if self._batch_sampler is not None else self._known_order()
-        # Torch's own draws that no recipe describes (with replacement, part of an epoch, several rounds of it).
+        # Draws of torch's sampler that no recipe describes (with replacement, part of an epoch, several rounds of it).
         self._torchs_draws = (
             self._known is None and self._batch_sampler is None and type(self._sampler) is RandomSampler
         )
@@ -112,11 +112,11 @@ class MapOrder:
         return left // size if self._drop_last else -(-left // size)
 
     def batches(self, start: int, *, seeded: bool = True) -> Iterator[tuple[list[Any], list[int]]]:
-        """Yield (indices, seeds) of each batch of this rank; of each sample where nothing batches.
+        """Yield (indices, seeds) of each batch of this rank; of each sample if the loader makes no batches.
 
         Args:
             start: samples of this epoch that all ranks together have had.
-            seeded: the seeds are wanted; without, they may be left out, which saves a microsecond for each sample.
+            seeded: yield the seeds; if False they may be left out, which saves a microsecond for each sample.
         """
         key, split = self._epoch_key, self._split
         if self._batch_sampler is not None:
@@ -126,7 +126,7 @@ class MapOrder:
             for group in self._slices(mine):
                 yield group, [mix(key, index_id(index)) for index in group] if seeded else []
         else:
-            # Numbered before they are dealt out: a sample's random numbers do not depend on how many ranks there are.
+            # Numbered before they are divided: random numbers of a sample do not depend on the number of ranks.
             own = self._numbered_from(start)
             for pairs in self._gather(own):
                 yield [index for index, _ in pairs], [mix(key, index_id(index), nth) for index, nth in pairs]
@@ -166,7 +166,7 @@ class MapOrder:
             yield from stretch[left_out:].tolist()
 
     def _find_split(self, given: Split | None) -> Split | None:
-        """Return how the order is dealt out: by a sampler that deals as we do, else as the caller wants it."""
+        """Return how the order is divided: as the sampler does if it divides in turn, else as the caller asks."""
         sampler = self._sampler
         if self._batch_sampler is None and type(sampler) is DealtSampler:
             self._sampler = sampler.sampler
@@ -181,7 +181,7 @@ class MapOrder:
                 "not known: give it num_replicas and rank, or pass split=False if every rank is to have all of them "
                 "(or it splits them by itself)"
             )
-        # Where a last batch that is not full is left out, nothing is seen twice to fill it.
+        # With drop_last, no sample is drawn twice to fill the last round either.
         return replace(given, drop_uneven=self._drop_last)
 
     def _replicas(self, world_size: int) -> int:
@@ -210,7 +210,7 @@ class MapOrder:
         return {"order": "shuffle", "seed": self._epoch_key} if whole else None
 
     def _known_order(self) -> Sequence[int] | torch.Tensor | None:
-        """Return the whole order at once where a recipe describes it, else None."""
+        """Return the order of the whole data set if there is a recipe for it, else None."""
         sampler = self._sampler
         if self.recipe is None:
             return None
@@ -246,10 +246,10 @@ class MapOrder:
             yield group, [mix(self._epoch_key, index_id(index), nth) for index, nth in pairs]
 
     def _drawn(self, source: Iterable[Any], ahead: int) -> Iterator[Any]:
-        """Iterate over a sampler of unknown kind, its randomness a function of (seed, epoch) and of nothing else.
+        """Iterate over a sampler of unknown kind, with draws that depend on (seed, epoch) only.
 
-        It is run a stretch ahead at a time, inside its own stream of generators, so that endless samplers work and the
-        generators are switched rarely.
+        The sampler runs ``ahead`` entries at a time inside its own stream of generators, so that endless samplers work
+        and the generators are switched rarely.
         """
         stream = Stream(self._epoch_key, generators_of(self._sampler, self._batch_sampler))
         with stream:

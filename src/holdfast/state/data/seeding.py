@@ -1,7 +1,7 @@
 """Randomness of the data side, kept apart from that of training.
 
-Every seed here is a stable hash of (seed, epoch, ...), so that a sample's augmentation depends on what the sample is,
-not on which process loads it nor on when the run was last started.
+Every seed here is a stable hash of (seed, epoch, ...), so that the augmentation of a sample depends on the sample,
+not on the process that loads it or on when the run was last started.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def mix(first: int, second: int = 0, third: int = 0) -> int:
 
 
 def index_id(index: Any) -> int:
-    """Return a whole number that stands for a dataset index of any kind (int, str, tuple, list of ints ...)."""
+    """Return an integer for a dataset index of any kind (int, str, tuple, list of ints ...)."""
     try:
         return int(index.__index__())
     except AttributeError:
@@ -83,12 +83,12 @@ def generators_kept() -> Iterator[None]:
 def generators_of(*owners: object) -> list[Any]:
     """Return the generators that these objects hold as attributes: torch's, NumPy's, python's; each generator once.
 
-    Those named ``generator`` come first, the others in the order in which they were set.
+    Attributes named ``generator`` come first, the others in the order in which they were set.
     """
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     named = [getattr(owner, "generator", None) for owner in owners]
     others = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
-    return list({id(one): one for one in [*named, *others] if isinstance(one, kinds)}.values())
+    return list({id(held): held for held in [*named, *others] if isinstance(held, kinds)}.values())
 
 
 def _take_own(generator: Any) -> Any:
@@ -119,7 +119,7 @@ def _seed_own(generator: Any, seed: int) -> None:
 
 
 class Stream:
-    """A private sequence of the global generators: only code inside ``with stream:`` draws from it.
+    """Private states of the global generators: code inside ``with stream:`` draws from them, other code does not.
 
     Seeded at the first entry; each later entry goes on where the last entry stopped. ``generators`` are further
     generators that belong to the data side (a sampler's own, see `generators_of`) and are treated alike.
@@ -145,7 +145,7 @@ class Stream:
             self._switch(self._outer)
 
     def reseed(self) -> None:
-        """Go back to the start of the course; only inside ``with``."""
+        """Go back to the first states; only inside ``with``."""
         seed_all(self._seed)
         for number, generator in enumerate(self._generators):
             _seed_own(generator, mix(self._seed, 1, number))
@@ -156,32 +156,32 @@ class Stream:
             _put_own(generator, own)
 
     def state_dict(self) -> dict[str, Any]:
-        """Describe the three global generators as this stream would see them next."""
+        """Describe the states of the three global generators at the next entry."""
         with self:
             return rng.capture(devices=False)
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Go on from what `state_dict` described; returns what could not be restored."""
+        """Go on from the states that `state_dict` described; returns a line for each that could not be restored."""
         with self:
             return rng.restore(state)
 
 
 def _loads_batches(dataset: Any) -> bool:
-    """Tell whether the user wrote a batched fetch; torch's `Subset` has one that only passes the question on."""
+    """Tell whether the user wrote a batched fetch; the method of torch's `Subset` only calls that of its dataset."""
     while type(dataset) is torch.utils.data.Subset:
         dataset = dataset.dataset
     return bool(getattr(dataset, "__getitems__", None))
 
 
 class SampleKey(NamedTuple):
-    """What travels to a worker for one sample."""
+    """The message to a worker for one sample."""
 
     index: Any
     seed: int
 
 
 class SampleKeys(NamedTuple):
-    """What travels to a worker for one batch."""
+    """The message to a worker for one batch."""
 
     indices: list[Any]
     seeds: list[int]
@@ -190,8 +190,8 @@ class SampleKeys(NamedTuple):
 class SeededDataset:
     """The user's map-style dataset with the generators seeded before each sample.
 
-    The generators are left as the last sample left them, so a random ``collate_fn`` is a function of the batch as
-    well; in the training process the caller puts them back once per batch. A dataset with ``__getitems__`` loads a
+    The generators stay as the last sample left them, so a random ``collate_fn`` is a function of the batch as well; in
+    the training process the caller restores them once per batch. A dataset with ``__getitems__`` loads a
     batch in one call: it is seeded once for the batch, from all of its indices, so its randomness depends on the batch
     boundaries. Attributes are read from and set on the user's dataset (a ``worker_init_fn`` opens files there).
     """

@@ -1,9 +1,9 @@
-"""How an epoch is dealt out to the ranks, and how its rest is dealt out again to another number of them.
+"""How an epoch is divided between the ranks, and how its rest is divided again between another number of ranks.
 
 All ranks know the same order of the epoch, a function of seed and epoch only. It is dealt out in turn, as
-`torch.utils.data.DistributedSampler` does it: the first sample to rank 0, the second to rank 1, and so on. So what all
-ranks have had after a step they made together is the beginning of that order. Its length is the position; any number
-of ranks can go on behind it, again in turn.
+`torch.utils.data.DistributedSampler` does: the first sample to rank 0, the second to rank 1, and so on. So the samples
+that all ranks have had after a common step are the beginning of that order. Their number is the position, from which
+any number of ranks can go on, again in turn.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Split:
 
     Attributes:
         rank: number of this part.
-        num_ranks: over how many ranks the samples are dealt out; they come in rounds of so many.
+        num_ranks: how many ranks share the samples; a round has one sample for each.
         drop_uneven: leave out a last round that does not reach all ranks; else it is filled up with the first samples
             of the epoch, which some ranks then see again.
 
@@ -48,7 +48,7 @@ class Split:
             raise ConfigError(f"split: rank {self.rank} is outside of {self.num_ranks}; ranks count from 0")
 
     def num_left(self, length: int, start: int) -> int:
-        """How many samples each rank gets of an epoch of ``length`` after its first ``start``."""
+        """How many samples each rank gets from an epoch of ``length`` samples after its first ``start``."""
         left = max(0, length - start)
         return left // self.num_ranks if self.drop_uneven else -(-left // self.num_ranks)
 
@@ -65,7 +65,7 @@ class Split:
         return [*mine, int(filling)]
 
     def deal(self, drawn: Iterator[_T], start: int) -> Iterator[_T]:
-        """Yield the part of this rank of what is drawn, after the first ``start``; all ranks draw the same."""
+        """Yield this rank's part of ``drawn`` after its first ``start`` entries; all ranks draw the same."""
         first = list(itertools.islice(drawn, self.num_ranks))
         rest = itertools.islice(itertools.chain(first, drawn), start, None)
         while turn := list(itertools.islice(rest, self.num_ranks)):
@@ -77,17 +77,17 @@ class Split:
 
 
 class DealtSampler(Sampler[Any]):
-    """Deals what a sampler draws out to the ranks, as `DistributedSampler` does with a data set.
+    """Deals the draws of a sampler out to the ranks, as `DistributedSampler` does with a data set.
 
-    All ranks must draw the same: `ResumableBatches` sees to it by seeding the draw from (seed, epoch). The number is
-    made to divide by drawing the first ones again.
+    All ranks must draw the same: `ResumableBatches` seeds the draw from (seed, epoch). If the ranks do not divide the
+    number of draws, the first draws come again at the end.
     """
 
     def __init__(self, sampler: Sampler[Any], *, rank: int, num_replicas: int) -> None:
         self.sampler, self.rank, self.num_replicas = sampler, rank, num_replicas
 
     def set_epoch(self, epoch: int) -> None:
-        """Hand on the epoch."""
+        """Pass the epoch to the sampler."""
         if callable(getattr(self.sampler, "set_epoch", None)):
             self.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
 
@@ -99,10 +99,12 @@ class DealtSampler(Sampler[Any]):
 
 
 def knows_its_rank(*samplers: Any) -> bool:
-    """Tell whether one of these samplers (or the one inside of it) splits the data by itself."""
-    # Names that DistributedSampler and its likes have; torchdata and others say world_size.
-    owners = [*samplers, *(getattr(one, "sampler", None) for one in samplers)]
-    return any(hasattr(one, "rank") and (hasattr(one, "num_replicas") or hasattr(one, "world_size")) for one in owners)
+    """Tell whether one of these samplers (or the sampler inside of it) splits the data by itself."""
+    # The attributes of DistributedSampler and similar samplers; torchdata and others have world_size.
+    owners = [*samplers, *(getattr(sampler, "sampler", None) for sampler in samplers)]
+    return any(
+        hasattr(owner, "rank") and (hasattr(owner, "num_replicas") or hasattr(owner, "world_size")) for owner in owners
+    )
 
 
 def split_of(split: bool | tuple[int, int], *, rank: int, world_size: int) -> Split | None:
@@ -114,6 +116,6 @@ def split_of(split: bool | tuple[int, int], *, rank: int, world_size: int) -> Sp
     if isinstance(split, bool):
         return Split(rank=rank, num_ranks=world_size) if split and world_size > 1 else None
     pair = split if isinstance(split, tuple) and len(split) == 2 else (None, None)
-    if not all(isinstance(one, int) and not isinstance(one, bool) for one in pair):
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in pair):
         raise ConfigError(f"split={split!r}: give True, False, or (rank, num_ranks) of the data-parallel ranks")
     return Split(rank=split[0], num_ranks=split[1])

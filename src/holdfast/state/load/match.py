@@ -1,4 +1,4 @@
-"""Lay a stored checkpoint over a live state without touching it: what to read where, and what does not fit.
+"""Lay a stored checkpoint over a live state without touching it: which bytes go where, and what does not fit.
 
 `Matcher` walks both sides together. Tensors become `Targets`, objects become actions that run after the reading, and
 every difference becomes a problem; only when the caller accepts the problems does anything change.
@@ -29,10 +29,10 @@ __all__ = ["Matcher", "holds_live"]
 
 
 class Matcher(MatchPlan):
-    """One walk over a live state and a stored one."""
+    """A walk over a live state and a stored state."""
 
     def run(self, into: Mapping[Any, Any]) -> Any:
-        """Match the whole state; returns the value `load` gives back, to be filled by reading and actions."""
+        """Match the whole state; returns the value that `load` returns once reading and actions have filled it."""
         self.parameter_names = parameter_names(into)
         if spread_types():
             self._asked = ask_in_order(into, self.takes)
@@ -41,7 +41,7 @@ class Matcher(MatchPlan):
     # -- walking
 
     def match(self, live: Any, saved: Any, path: str) -> Any:
-        """Match one value; returns what takes its place in the result."""
+        """Match one value; returns its replacement in the result."""
         if isinstance(live, torch.Tensor):
             return self._tensor(live, saved, path)
         if arrays.is_array(live):
@@ -54,10 +54,10 @@ class Matcher(MatchPlan):
             return self._generator(live, saved, path)
         if has_state(live):
             begun = len(self.actions)
-            found = self._with_state(live, saved, path)
+            matched = self._with_state(live, saved, path)
             self._handovers.append((path, self.actions[begun:]))
             del self.actions[begun:]
-            return found
+            return matched
         if isinstance(live, Mapping):
             if isinstance(saved, ObjectNode) and saved.kind != "optimizer":
                 saved = saved.state  # the live side is the state_dict() of what was saved as an object
@@ -68,7 +68,7 @@ class Matcher(MatchPlan):
         return self.fresh(saved, path) if self.takes(path) else live
 
     def handovers(self, *, sort: bool) -> Iterator[Callable[[], object]]:
-        """Yield what hands objects their state, in the order of the live state or, with ``sort``, of their paths.
+        """Yield calls that give objects their state, in the order of the live state or, with ``sort``, of their paths.
 
         Objects may use collectives in ``load_state_dict``: ranks whose dicts have another order would wait for ever.
         """
@@ -107,8 +107,8 @@ class Matcher(MatchPlan):
             spot = self._spot(path, key)
             where = spot[0]
             if spot in available:
-                _, found = available.pop(spot)
-                result[key] = self.match(value, found, where)
+                _, stored_value = available.pop(spot)
+                result[key] = self.match(value, stored_value, where)
             elif isinstance(value, (nn.Module, torch.Tensor)) and self._has_moved(where):
                 result[key] = self.match(value, self.moved.get(where), where)
             else:
@@ -143,14 +143,14 @@ class Matcher(MatchPlan):
         base = next(kind for kind in (list, tuple, deque) if isinstance(live, kind))
         if not isinstance(saved, base) or len(live) != len(saved):
             if self.takes(path):
-                found = f"{len(saved)} entries" if isinstance(saved, base) else kind_of(saved)
+                other = f"{len(saved)} entries" if isinstance(saved, base) else kind_of(saved)
                 self.problems.wrong.append(
-                    f"{path}: a {base.__name__} of {len(live)} entries in the state, {found} in the checkpoint"
+                    f"{path}: a {base.__name__} of {len(live)} entries in the state, {other} in the checkpoint"
                 )
             return live
         names = getattr(live, "_fields", range(len(live)))
         rows = zip(names, live, saved, strict=True)
-        items = [self.match(value, found, f"{path}/{name}") for name, value, found in rows]
+        items = [self.match(value, stored, f"{path}/{name}") for name, value, stored in rows]
         if isinstance(live, deque):
             return deque(items, live.maxlen)
         return live._make(items) if hasattr(live, "_make") else type(live)(items)
@@ -189,7 +189,7 @@ class Matcher(MatchPlan):
         if not isinstance(saved, torch.Generator):
             self.problems.wrong.append(f"{path}: a generator in the state, {kind_of(saved)} in the checkpoint")
         elif saved.device.type != live.device.type:
-            self.not_restored.append((path, f"a generator of {saved.device} does not fit one of {live.device}"))
+            self.not_restored.append((path, f"a generator of {saved.device} does not fit a generator of {live.device}"))
         else:
             state = saved.get_state()
             self.actions.append(lambda: live.set_state(state))
@@ -199,7 +199,7 @@ class Matcher(MatchPlan):
     # -- objects
 
     def _object(self, live: Any, saved: Any, path: str) -> Any:
-        """Anything with ``load_state_dict``: gets a fresh copy of its stored state."""
+        """Match an object with ``load_state_dict``, which gets a fresh copy of its stored state."""
         if not self.takes(path):
             return live
         metric = objects.is_metric(live)
@@ -209,7 +209,7 @@ class Matcher(MatchPlan):
                 f"{path}: {type(live).__name__} in the state, {kind_of(saved)} in the checkpoint"
             )
             return live
-        # A dict is what the object's own state_dict() gave, saved in its place.
+        # A dict: the caller saved the result of the object's state_dict().
         content = saved.state if isinstance(saved, ObjectNode) else saved
         if not metric and spread_types():
             _place_alike(self, content, state_of(live, self._asked, path))
@@ -226,7 +226,7 @@ class Matcher(MatchPlan):
 
 
 def _tensors_only(live: Mapping[Any, Any], saved: Mapping[Any, Any]) -> bool:
-    """Tell whether both sides hold nothing but tensors, as a big dict of weights does."""
+    """Tell whether both sides hold only tensors, as a big dict of weights does."""
     return (
         type(saved) in (dict, OrderedDict)
         and all(type(value) is torch.Tensor for value in live.values())
@@ -247,7 +247,7 @@ def _is_live_kind(value: Any) -> bool:
 
 
 def _is_value(value: Any) -> bool:
-    """Tell whether a stored value can be made anew: tensors and plain data, but no object's state."""
+    """Tell whether a stored value can be made anew: it holds tensors and plain data, but no object's state."""
     if isinstance(value, Mapping):
         return all(map(_is_value, value.values()))
     if isinstance(value, (list, tuple, deque)):
@@ -275,14 +275,14 @@ def holds_live(values: Any) -> bool:
 
 
 def _place_alike(plan: MatchPlan, saved: Any, live: Any) -> None:
-    """Plan reading each stored tensor that the state of an object has spread over ranks; others are left alone."""
+    """Plan to read each stored tensor that the state of an object has spread over ranks; skip all others."""
     if isinstance(saved, ObjectNode):
         saved = saved.state
     if isinstance(saved, TensorRef):
         if saved.value is None and is_spread(live) and hasattr(live, "to_local"):
-            there = torch.empty_like(live, device=plan.home_of(live))
-            if plan.targets.add(saved.name, there) is None:  # else the object gets the whole, and says what it thinks
-                saved.value = there
+            target = torch.empty_like(live, device=plan.home_of(live))
+            if plan.targets.add(saved.name, target) is None:  # else the object gets the whole tensor, and may refuse it
+                saved.value = target
     elif isinstance(saved, Mapping) and isinstance(live, Mapping):
         for key, item in saved.items():
             if key in live:

@@ -1,4 +1,4 @@
-"""Lay a stored module over a live one, tensor by tensor."""
+"""Match a stored module with a live module, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
     own = {local_tensor(tensor).data_ptr() for tensor in owned if not tensor.is_meta}
     memory = _MetaMemory(plan, module) if any(tensor.is_meta for tensor in owned) else None
     in_place = type(module).load_state_dict is nn.Module.load_state_dict
-    copies: dict[str, Any] = {}  # what has to go through load_state_dict
+    copies: dict[str, Any] = {}  # key -> value that has to go through load_state_dict
     direct: dict[str, Any] = {}
     absent: list[tuple[Any, str]] = []
     for (key, value), name in zip(raw.items(), canonical_keys(module, list(raw)), strict=True):
@@ -68,7 +68,7 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
                 copies[key] = target
     given = {(local_tensor(value).data_ptr(), value.shape) for value in direct.values()}
     for value, where in absent:
-        # Others (transformers) store a tied tensor under one of its names only.
+        # Other libraries (transformers) store a tied tensor under one of its names only.
         if not (isinstance(value, torch.Tensor) and (local_tensor(value).data_ptr(), value.shape) in given):
             plan.lacks(value, where)
     for name in have:
@@ -78,7 +78,7 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
         plan.actions.append(memory.install)
     if copies:
         tensors = [local_tensor(value) for value in raw.values() if isinstance(value, torch.Tensor)]
-        assign = not in_place and any(one.is_meta for one in tensors)
+        assign = not in_place and any(tensor.is_meta for tensor in tensors)
         plan.actions.append(lambda: _load_rest(module, direct, plan.filled(copies), assign=assign))
     elif direct:
         plan.actions.append(lambda: _run_hooks(module))
@@ -90,7 +90,7 @@ def match_module(plan: MatchPlan, live: nn.Module, saved: Any, path: str) -> nn.
 
 
 def _named(plan: MatchPlan, entries: Mapping[Any, Any], path: str, prefix: str) -> dict[str, Any]:
-    """Return what is stored for this module by the name it has now."""
+    """Return the stored entries of this module by their present names."""
     if not plan.selection.renames:
         return dict(entries)
     have = {name[len(prefix) :]: ref for name, ref in plan.moved.items() if name.startswith(prefix)}
@@ -116,10 +116,10 @@ def _is_extra(key: str) -> bool:
 
 
 def _load_rest(module: nn.Module, direct: dict[str, Any], copies: dict[str, Any], *, assign: bool) -> None:
-    """Let the module take what cannot be read in place; the others go along, so that its hooks see them all."""
+    """Let the module load what cannot be read in place, with the rest, so that its hooks see all tensors."""
     values = copies if assign else {**direct, **copies}
     accepted = inspect.signature(module.load_state_dict).parameters
-    anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values())
+    anything = any(option.kind is inspect.Parameter.VAR_KEYWORD for option in accepted.values())
     wanted: dict[str, Any] = {"strict": False, **({"assign": True} if assign else {})}
     outcome = module.load_state_dict(values, **{key: on for key, on in wanted.items() if anything or key in accepted})
     if unexpected := getattr(outcome, "unexpected_keys", None):
@@ -127,7 +127,7 @@ def _load_rest(module: nn.Module, direct: dict[str, Any], copies: dict[str, Any]
 
 
 def _run_hooks(module: nn.Module) -> None:
-    """Run what modules registered for after a load, as ``load_state_dict`` does."""
+    """Run the hooks that modules registered for after a load, as ``load_state_dict`` does."""
     for child in module.modules():
         for hook in child._load_state_dict_post_hooks.values():
             hook(child, _IncompatibleKeys([], []))
@@ -140,8 +140,8 @@ class _MetaMemory:
     """New memory for the tensors of one module.
 
     Args:
-        plan: says where tensors without memory get it.
-        module: some of its tensors are on the meta device.
+        plan: names the device for tensors without memory.
+        module: a module with tensors on the meta device.
     """
 
     def __init__(self, plan: MatchPlan, module: nn.Module) -> None:
@@ -161,7 +161,7 @@ class _MetaMemory:
         return self._made[id(tensor)]
 
     def install(self) -> None:
-        """Put the memory into the module. Parameters stay the objects they are, so optimizers go on knowing them."""
+        """Put the memory into the module. Parameters stay the same objects where torch can swap their memory."""
         new: dict[int, nn.Parameter | None] = {}  # by id: None where the old object has the new memory
         for key, tensor in self._tensors.items():
             made = self._made.get(id(tensor))
@@ -179,12 +179,12 @@ class _MetaMemory:
 
 
 def _filled(tensor: torch.Tensor, made: torch.Tensor, key: str) -> nn.Parameter | None:
-    """Give a parameter its memory; returns a new one where torch cannot change the old one."""
+    """Give a parameter its memory; returns a new parameter where torch cannot change the old."""
     new = nn.Parameter(made, requires_grad=tensor.requires_grad)
     new.__dict__.update(tensor.__dict__)
     try:
         torch.utils.swap_tensors(tensor, new)  # type: ignore[no-untyped-call]
-    except RuntimeError as error:  # somebody holds a weak reference
+    except RuntimeError as error:  # a weak reference to it exists
         _LOG.warning("%s is a new parameter now; optimizers made before do not know it (%s)", key, error)
         return new
     return None

@@ -20,15 +20,15 @@ __all__ = ["match_optimizer"]
 
 
 def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> Optimizer:
-    """Match by parameter name: tensors of the same shape are read in place, others made anew, without casts."""
+    """Match by parameter name: read tensors of the same shape and dtype in place, make others anew, without casts."""
     rows = live_names(live, plan.parameter_names)
     if not _wanted(plan, rows, path):
         return live
     if isinstance(saved, Mapping):
         saved = _from_positions(saved, rows, type(live).__name__)
     if not (isinstance(saved, ObjectNode) and saved.kind == "optimizer"):
-        found = saved.type if isinstance(saved, ObjectNode) else type(saved).__name__
-        plan.problems.wrong.append(f"{path}: {type(live).__name__} in the state, {found} in the checkpoint")
+        kind = saved.type if isinstance(saved, ObjectNode) else type(saved).__name__
+        plan.problems.wrong.append(f"{path}: {type(live).__name__} in the state, {kind} in the checkpoint")
         return live
     if saved.type != type(live).__name__:
         plan.problems.wrong.append(
@@ -45,7 +45,7 @@ def match_optimizer(plan: MatchPlan, live: Optimizer, saved: Any, path: str) -> 
         for param, name in zip(group["params"], row, strict=True):
             if name in known:
                 where = f"{path}/state/{name}"
-                fresh[param] = _one(plan, live, group, param, states.get(name, {}), where, saved.spread)
+                fresh[param] = _match_state(plan, live, group, param, states.get(name, {}), where, saved.spread)
             elif not plan.takes(f"{path}/state/{name}"):
                 continue
             elif covers(plan.allow_missing, name) or covers(plan.allow_missing, f"{path}/state/{name}"):
@@ -80,16 +80,16 @@ def _check_hyper(plan: MatchPlan, live: Optimizer, groups: Sequence[Mapping[str,
         mine = [group[key] for group in live.param_groups if key in group]
         for value in (group[key] for group in groups if key in group):
             shape = tuple(plan.stored.entry(value.name).shape) if isinstance(value, TensorRef) else ()
-            for one in mine:
-                if not isinstance(one, torch.Tensor):
-                    fits = math.prod(shape) == 1 or not isinstance(one, (int, float))
+            for own in mine:
+                if not isinstance(own, torch.Tensor):
+                    fits = math.prod(shape) == 1 or not isinstance(own, (int, float))
                 elif isinstance(value, TensorRef):
-                    fits = shape == tuple(one.shape) or math.prod(shape) == 1
+                    fits = shape == tuple(own.shape) or math.prod(shape) == 1
                 else:
                     fits = isinstance(value, (int, float))
                 if not fits:
                     plan.problems.wrong.append(
-                        f"{path}/param_groups/{key}: {one!r} in the state, "
+                        f"{path}/param_groups/{key}: {own!r} in the state, "
                         f"{f'a tensor of shape {list(shape)}' if isinstance(value, TensorRef) else repr(value)[:80]} "
                         "in the checkpoint"
                     )
@@ -104,10 +104,10 @@ def _wanted(plan: MatchPlan, rows: list[list[str]], path: str) -> bool:
 
 
 def _from_positions(saved: Mapping[Any, Any], rows: list[list[str]], kind: str) -> Any:
-    """Turn the dict of torch's own ``state_dict`` into ours; return it as it is if the parameters are not as many.
+    """Turn the dict of torch's own ``state_dict`` into a stored optimizer; unchanged if the parameters are not as many.
 
-    Also that of ``torch.distributed.checkpoint``: keyed by the names parameters have in their module, or by positions
-    that have become text.
+    Takes the dict of ``torch.distributed.checkpoint`` as well: its keys are names of parameters in their module, or
+    positions as text.
     """
     groups, states = saved.get("param_groups"), saved.get("state", {})
     if not isinstance(groups, list) or not isinstance(states, Mapping):
@@ -136,7 +136,7 @@ def _from_positions(saved: Mapping[Any, Any], rows: list[list[str]], kind: str) 
     )
 
 
-def _one(
+def _match_state(
     plan: MatchPlan,
     live: Optimizer,
     group: dict[str, Any],
@@ -157,24 +157,24 @@ def _one(
             continue
         entry = plan.stored.entry(item.name)
         dtype = arrays.dtype_of(entry.dtype)
-        there = have.get(key)
-        if not (isinstance(there, torch.Tensor) and there.dtype == dtype and there.shape == tuple(entry.shape)):
+        target = have.get(key)
+        if not (isinstance(target, torch.Tensor) and target.dtype == dtype and target.shape == tuple(entry.shape)):
             if is_spread(param) and param.shape == tuple(entry.shape) and key != "step":
-                there = torch.empty_like(param, dtype=dtype, device=plan.home_of(param))
+                target = torch.empty_like(param, dtype=dtype, device=plan.home_of(param))
             elif hasattr(param, "device_mesh") and (item.name in spread or plan.stored.in_boxes(entry)):
-                there = empty_beside(param, tuple(entry.shape), dtype, spread.get(item.name))
+                target = empty_beside(param, tuple(entry.shape), dtype, spread.get(item.name))
             else:
                 device = state_device(key, group, param)
-                there = torch.empty(
+                target = torch.empty(
                     entry.shape, dtype=dtype, device=plan.home_of(param) if device.type == "meta" else device
                 )
-        if plan.read(item, there, where):
-            values[key] = there
+        if plan.read(item, target, where):
+            values[key] = target
     return values
 
 
 def _unused(plan: MatchPlan, names: set[str], path: str) -> None:
-    """Sort out stored parameters this optimizer does not hold: frozen now, or gone."""
+    """Report stored parameters that this optimizer does not hold: they are frozen now, or gone."""
     live = set(plan.parameter_names.values())
     for name in sorted(names):
         if name in live:

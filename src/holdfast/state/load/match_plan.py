@@ -1,7 +1,7 @@
-"""What a match of a stored checkpoint with a live state comes to: what to read where, what to run, what does not fit.
+"""The result of matching a stored checkpoint with a live state: what to read where, what to run, what does not fit.
 
-`Matcher` (`match`) walks through both, and modules, optimizers and values of single ranks have a module each
-(`match_module`, `match_optim`, `rank_values`): all of them write into a `MatchPlan`.
+`Matcher` (`match`) walks through both, with `match_module` for modules, `match_optim` for optimizers and `rank_values`
+for values of single ranks. All of them write into a `MatchPlan`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["MatchPlan", "Problems", "kind_of"]
 
 @dataclass(slots=True)
 class Problems:
-    """Everything that does not fit, by kind; paths with an explanation."""
+    """The entries that do not fit, by kind: a path, or a path with an explanation."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -35,24 +35,24 @@ class Problems:
         return bool(self.missing or self.unexpected or self.wrong)
 
     def without(self, patterns: tuple[str, ...]) -> Problems:
-        """Return those whose path no name or glob covers."""
+        """Return the entries whose path no name or glob covers."""
         if not patterns:
             return self
         kinds = (self.missing, self.unexpected, self.wrong)
-        return Problems(*([one for one in kind if not covers(patterns, one.split(": ", 1)[0])] for kind in kinds))
+        return Problems(*([entry for entry in kind if not covers(patterns, entry.split(": ", 1)[0])] for kind in kinds))
 
 
 class MatchPlan(ABC):
-    """The plan of one load, while it is made.
+    """The plan of a load, while it is made.
 
     Attributes:
-        targets: what is read where.
-        actions: what to run after the reading, in order; `handovers` come behind them.
-        last: what to run at the very end (generators).
-        problems: what does not fit.
-        restored: paths of what will be restored.
-        not_restored: (path, why) of what will not.
-        notes: what is not simply as it was, because the number of ranks is another one; a sentence each.
+        targets: the reads.
+        actions: calls to make after the reading, in order; `handovers` come after them.
+        last: calls to make at the very end (generators).
+        problems: entries that do not fit.
+        restored: paths of entries that will be restored.
+        not_restored: (path, why) of entries that will not.
+        notes: a sentence for each value that differs from what was saved because the number of ranks differs.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class MatchPlan(ABC):
         device: torch.device | None = None,
         added: frozenset[str] = frozenset(),
     ) -> None:
-        self._added = added  # paths that the live side need not have: their values are made anew
+        self._added = added  # paths that the live state may lack: their values are made anew
         self.stored, self.selection, self.allow_missing, self.rank = stored, selection, allow_missing, rank
-        self.device = device  # where to put what has no memory yet; None: the CPU
+        self.device = device  # for tensors that have no memory yet; None: the CPU
         self.notes: list[str] = []
         self.targets = Targets(stored, cast)
         self.actions: list[Callable[[], object]] = []
@@ -79,7 +79,7 @@ class MatchPlan(ABC):
         self.restored: list[str] = []
         self.not_restored: list[tuple[str, str]] = []
         self.parameter_names: dict[int, str] = {}
-        self._fresh: dict[str, torch.Tensor] = {}  # by stored tensor: tied ones stay tied
+        self._fresh: dict[str, torch.Tensor] = {}  # stored name -> new tensor; tied tensors share it
         self._origin: dict[str, str] = {}  # new path -> stored path, for what `rename` moves
         self.moved: dict[str, TensorRef] = {}  # new name -> tensor, for what `rename` moves
         if selection.renames:
@@ -89,10 +89,10 @@ class MatchPlan(ABC):
 
     @abstractmethod
     def match(self, live: Any, saved: Any, path: str) -> Any:
-        """Match one value; returns what takes its place in the result."""
+        """Match one value; returns its replacement in the result."""
 
     def takes(self, path: str) -> bool:
-        """Tell whether a live entry is wanted, by its own path or by the one it is stored under."""
+        """Tell whether a live entry is wanted, by its own path or by its stored path."""
         if not self.selection.renames:
             return self.selection.takes(path)
         above, below = path, ""
@@ -113,24 +113,24 @@ class MatchPlan(ABC):
             self.problems.missing.append(path)
 
     def read(self, ref: TensorRef, live: torch.Tensor, path: str) -> bool:
-        """Plan reading a stored tensor into a live one; False (and a problem) if they do not fit."""
+        """Plan to read a stored tensor into a live tensor; False (and a problem) if they do not fit."""
         problem = self.targets.add(ref.name, live)
         if problem is not None:
             self.problems.wrong.append(f"{path}: {problem}")
         return problem is None
 
     def home_of(self, tensor: torch.Tensor) -> torch.device:
-        """Return where a tensor lives. One without memory will live on the device of its mesh, or on ``device``."""
+        """Return the device of a tensor; without memory, the device of its mesh, else ``device``."""
         if not tensor.is_meta:
             return tensor.device
         mesh = getattr(tensor, "device_mesh", None)
         return torch.device(mesh.device_type) if mesh is not None else self.device or torch.device("cpu")
 
     def fresh(self, saved: Any, path: str) -> Any:
-        """Plan reading every tensor in a stored value into new memory; `filled` gives the value afterwards."""
+        """Plan to read every tensor of a stored value into new memory; `filled` then returns the value."""
         for ref in self._refs(saved):
             if ref.value is None:
-                entry = self.stored.entry(ref.name)  # first: what it is tied to may be in an index not read so far
+                entry = self.stored.entry(ref.name)  # first: it may read the index that has its tie
                 source = self.stored.aliases.get(ref.name, ref.name)
                 if source not in self._fresh:
                     self._fresh[source] = torch.empty(entry.shape, dtype=arrays.dtype_of(entry.dtype))
@@ -144,7 +144,7 @@ class MatchPlan(ABC):
         elif isinstance(value, ObjectNode):
             yield from self._refs(value.state)
         elif isinstance(value, PerRankNode):
-            # Within the state of an object, which gets the value itself.
+            # Within the state of an object, which gets the plain value.
             self.stored.say_borrowed()
             yield from self._refs((self.stored.per_rank or {}).get(value.key))
         elif isinstance(value, Mapping):

@@ -1,8 +1,8 @@
 """Put the plain data of a loaded state back into the live mapping it belongs to.
 
-`load_state` restores tensors, arrays and objects in place and returns everything else. The mapping of a run is the home
-of its state, so the rest goes back there: containers keep their identity (whoever holds a reference to a list sees what
-was loaded), other values are assigned under their name.
+`load_state` restores tensors, arrays and objects in place and returns everything else. The mapping of a run holds its
+state, so the rest goes back there: containers keep their identity (other references to a list see the loaded values),
+other values are assigned under their name.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["PutBack", "put_back"]
 
 @dataclass(slots=True)
 class PutBack:
-    """What became of the plain values.
+    """The result of `put_back`.
 
     Attributes:
         restored: paths of values that are back; a container of plain data is one value.
-        lost: (path, why) of those that could not be assigned.
+        lost: (path, why) of values that could not be assigned.
     """
 
     restored: list[str] = field(default_factory=list)
@@ -32,12 +32,12 @@ class PutBack:
 
 
 def put_back(live: Mapping[Any, Any], loaded: Mapping[Any, Any], *, takes: Callable[[str], bool]) -> PutBack:
-    """Give ``live`` the plain values of ``loaded``, which is what `load_state` returned for it.
+    """Put the plain values of ``loaded``, the result of `load_state` for ``live``, into ``live``.
 
     Args:
         live: the mapping that was loaded into; its tensors and objects are restored already.
         loaded: nested like ``live``; restored objects in it are the live ones.
-        takes: tells whether the value at a path was to be loaded at all.
+        takes: tells whether the value at a path was to be loaded.
     """
     done = PutBack()
     _assign(live, loaded, "", takes, done)
@@ -47,7 +47,7 @@ def put_back(live: Mapping[Any, Any], loaded: Mapping[Any, Any], *, takes: Calla
 def _assign(
     live: Mapping[Any, Any], loaded: Mapping[Any, Any], path: str, takes: Callable[[str], bool], done: PutBack
 ) -> None:
-    """Bring a mapping up to date that holds more than plain data."""
+    """Assign loaded values in a mapping that holds more than plain data."""
     for key, value in loaded.items():
         where = f"{path}/{key}" if path else str(key)
         before = live.get(key, _MISSING)
@@ -72,7 +72,7 @@ def _is_mixed(value: Any) -> bool:
 
 
 def _put(live: Mapping[Any, Any], key: Any, value: Any) -> str | None:
-    """Assign a value; give the reason if that cannot be done."""
+    """Assign a value; returns the reason if that fails."""
     if not isinstance(live, MutableMapping):
         return f"a {type(live).__name__} cannot be changed: give the state as a dict"
     try:
@@ -83,7 +83,7 @@ def _put(live: Mapping[Any, Any], key: Any, value: Any) -> str | None:
 
 
 def _renewed(live: Any, loaded: Any) -> Any:
-    """Return what takes the place of ``live``: itself, brought up to date, wherever it can be."""
+    """Return the replacement of ``live``: the same object with the loaded content if possible, else ``loaded``."""
     if live is loaded:
         return live
     if isinstance(live, PerRank) and isinstance(loaded, PerRank):
@@ -111,7 +111,7 @@ def _renewed(live: Any, loaded: Any) -> Any:
 
 
 def _entries(live: Any, loaded: Any) -> list[Any]:
-    """Return the loaded entries; those that are containers are the live ones, brought up to date."""
+    """Return the loaded entries; for a container the live container, with the loaded content."""
     both = min(len(live), len(loaded))
-    found = [_renewed(live[number], loaded[number]) for number in range(both)]
-    return [*found, *list(loaded)[both:]]
+    renewed = [_renewed(live[number], loaded[number]) for number in range(both)]
+    return [*renewed, *list(loaded)[both:]]

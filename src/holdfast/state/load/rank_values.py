@@ -1,9 +1,9 @@
-"""What each rank has for itself, generators and `PerRank` values, loaded by as many ranks as have saved or by others.
+"""Generators and `PerRank` values, which each rank stored for itself, loaded by the same or another number of ranks.
 
-The generators of four ranks are no generators for three: each rank gets new ones, a function of the state of rank 0's
-in the checkpoint, of the step, the number of ranks and the rank, so that the same resume always gives the same
-numbers and no two ranks draw alike. Generators that all ranks kept in step (the same seed everywhere and the same
-draws, for decisions that ranks take together) stay in step: all ranks take that of rank 0.
+The generators of four ranks do not fit three: each rank gets new generators. Their state is a function of the stored
+state of rank 0, the step, the number of ranks and the rank, so the same resume always gives the same numbers and no two
+ranks draw the same. Generators that all ranks kept in step (the same seed everywhere and the same draws, for decisions
+that ranks take together) stay in step: all ranks take the state of rank 0.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def match_rng(plan: MatchPlan, saved: Any, path: str) -> Any:
     if not (isinstance(saved, PerRankNode) and saved.rng):
         plan.not_restored.append((path, "the checkpoint holds no generator states"))
     elif stored.resized is not None and (first := (stored.part(0) or {}).get(saved.key)) is not None:
-        # The neighbour and the last rank show what was in step on all of them: groups of ranks may be among themselves.
-        some = ({1, stored.manifest.world_size - 1} - {0}) & stored.parts.keys()
-        others = ((stored.part(rank) or {}).get(saved.key) for rank in sorted(some))
-        states = [plan.fresh(one["rng"], path) for one in (first, *others) if one is not None]
+        # Rank 1 and the last rank are compared with rank 0: a group of ranks may be in step only among themselves.
+        compared = ({1, stored.manifest.world_size - 1} - {0}) & stored.parts.keys()
+        others = ((stored.part(rank) or {}).get(saved.key) for rank in sorted(compared))
+        states = [plan.fresh(part["rng"], path) for part in (first, *others) if part is not None]
         plan.last.append(lambda: _derive(plan, states, path))
         plan.restored.append(path)
     elif parts is None or saved.key not in parts or stored.borrowed:
@@ -50,7 +50,7 @@ def match_rng(plan: MatchPlan, saved: Any, path: str) -> Any:
 
 
 def _derive(plan: MatchPlan, states: list[Any], path: str) -> None:
-    """Give this rank generators that follow from those of rank 0; the other states show what was in step."""
+    """Derive the generators of this rank from those of rank 0; the other states show which were in step."""
     manifest, now = plan.stored.manifest, plan.stored.resized or 1
     first, *others = map(plan.filled, states)
     in_step, problems = restore_derived(first, others, step=manifest.step, rank=plan.rank, world_size=now)
@@ -62,7 +62,7 @@ def _derive(plan: MatchPlan, states: list[Any], path: str) -> None:
 
 
 def match_per_rank(plan: MatchPlan, live: PerRank, saved: Any, path: str) -> Any:
-    """Match the value of this rank; one that was not there when the checkpoint was saved keeps what it has."""
+    """Match the value of this rank; a rank that did not exist at the save keeps its value."""
     stored, before = plan.stored, plan.stored.manifest.world_size
     parts, now = stored.per_rank, stored.resized
     if not isinstance(saved, PerRankNode) or parts is None or saved.key not in parts:
@@ -84,8 +84,8 @@ def restore_derived(
     """Set every generator of this process for a rank that goes on in a world of another size.
 
     Args:
-        first: what `rng.capture` gave on rank 0.
-        others: the same of some other ranks: a generator that is alike on all of these was kept in step.
+        first: the result of `rng.capture` on rank 0.
+        others: that of some other ranks: a generator with the same state on all of these was kept in step.
         step: the step of the checkpoint.
         rank: this rank.
         world_size: number of ranks now.
@@ -101,7 +101,7 @@ def restore_derived(
         if name not in first:
             continue
         try:
-            alike = bool(others) and all(_bytes(one.get(name)) == _bytes(first[name]) for one in others)
+            alike = bool(others) and all(_bytes(other.get(name)) == _bytes(first[name]) for other in others)
             derived[name] = first[name] if alike else _derived(name, first[name], mix(_hash(first[name]), place))
         except rng.REFUSALS as error:
             problems.append(f"{name} generator: {type(error).__name__}: {error}")
@@ -109,8 +109,8 @@ def restore_derived(
         if alike:
             in_step.append(name)
     damaged = {problem.split(" ", 1)[0] for problem in problems}
-    said = rng.restore(derived, devices=False)
-    problems += [one for one in said if one.split(" ", 1)[0] not in damaged]
+    refused = rng.restore(derived, devices=False)
+    problems += [problem for problem in refused if problem.split(" ", 1)[0] not in damaged]
     return in_step, problems + _set_devices(first, others, place, in_step)
 
 
@@ -121,10 +121,10 @@ def _set_devices(
     devices = first.get("devices")
     for kind, states in (devices if isinstance(devices, Mapping) else {}).items():
         try:
-            # Each process lists all devices it sees and uses one of them, not the same one: the order says nothing.
+            # Each process lists all devices it sees and uses one of them, each another: the order means nothing.
             seen = set(map(_bytes, states))
-            theirs = ((one.get("devices") or {}).get(kind) or () for one in others)
-            alike = bool(others) and all(set(map(_bytes, one)) == seen for one in theirs)
+            theirs = ((other.get("devices") or {}).get(kind) or () for other in others)
+            alike = bool(others) and all(set(map(_bytes, listed)) == seen for listed in theirs)
             problems += rng.set_devices(str(kind), states[0] if alike else mix(_hash(states[0]), place))
         except rng.REFUSALS as error:
             problems.append(f"{kind} generators: {type(error).__name__}: {error}")

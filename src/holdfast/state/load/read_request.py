@@ -1,8 +1,8 @@
 """One read that a load has planned, and the ways in which its bytes get into the tensor.
 
-`ReadRequest` is the value that planning, sharing and reading have in common. Where memory is laid out as the file is,
-bytes are read straight into it; where it has gaps, or is a part of what is stored, a `Pick` copies them row by row
-while they go by, with no room for the whole in between.
+`ReadRequest` is the value that planning, sharing and reading have in common. If the memory of the tensor has the layout
+of the file, bytes are read straight into it. If it has gaps, or only a part of the stored array is wanted, a `Pick`
+copies rows out of each block that is read, so the whole array never needs a buffer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["BATCH", "Pick", "ReadRequest", "can_pick", "extent", "is_direct"]
 BATCH = 32 << 20  # tensors that need a detour (other device, dtype, order) are read in batches of this size
 
 _SMALL = 16 << 10  # fewer bytes are copied without giving up the interpreter lock
-_LONGEST = 1 << 30  # bytes of an element of NumPy
-_ANYWHERE: Any = ctypes.c_char * (1 << 46)  # memory from an address on; nobody looks at its end
+_LONGEST = 1 << 30  # bytes of the longest element that NumPy takes
+_ANYWHERE: Any = ctypes.c_char * (1 << 46)  # memory from an address on; its end is never used
 
 _Span = tuple[int, int]
 _Dim = tuple[int, _Span, int]
@@ -40,7 +40,7 @@ class ReadRequest:
         offset: first byte within the file.
         nbytes: number of bytes.
         dtype: stored dtype.
-        target: where it goes: same number of elements; any device, strides or floating dtype.
+        target: the tensor to fill: same number of elements; any device, strides or floating dtype.
         within: (shape, slices) if only a part of these bytes is wanted: they are an array of this shape.
     """
 
@@ -60,7 +60,7 @@ def _is_plain(target: torch.Tensor, dtype: torch.dtype) -> bool:
     try:
         # A subclass that wraps other tensors has a shape and strides, but no memory. Freed memory is another case.
         return target.data_ptr() != 0 or not target.untyped_storage().nbytes()
-    except RuntimeError:  # it has no address to tell
+    except RuntimeError:  # it has no address
         return False
 
 
@@ -86,7 +86,7 @@ def can_pick(target: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def extent(target: torch.Tensor) -> int:
-    """Return the bytes from the first element of a tensor to the end of its last one."""
+    """Return the bytes from the first element of a tensor to the end of its last."""
     steps = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
     return (1 + steps) * target.itemsize if target.numel() else 0
 
@@ -94,13 +94,13 @@ def extent(target: torch.Tensor) -> int:
 class Pick:
     """A part of a stored array on its way into a tensor.
 
-    Nearly every part is a range of bytes in each of a range of rows: dimensions that are wanted whole are one with the
-    dimension before them. Its rows are copied by one call for each block of the file.
+    Nearly every part is the same range of bytes in each of several successive rows, because a dimension that is wanted
+    whole is merged with the dimension before it. One call copies the rows of a block of the file.
 
     Args:
         target: memory of the part, for which `can_pick` is true. Its memory has to outlive this.
-        shape: of the stored array, as many dimensions.
-        wanted: the part.
+        shape: shape of the stored array, with as many dimensions as ``target``.
+        wanted: the part, a slice for each dimension.
     """
 
     __slots__ = ("_address", "_deep", "_first", "_high", "_kind", "_last", "_low", "_row", "_rows", "_stride")
@@ -120,7 +120,13 @@ class Pick:
         self._rows = np.ndarray((rows,), self._kind, _ANYWHERE.from_address(self._address), 0, (self._stride,))
 
     def take(self, offset: int, address: int, size: int) -> None:
-        """Copy what there is of the part in ``size`` bytes of the stored array, from byte ``offset`` of it on."""
+        """Copy the part's share of ``size`` bytes of the stored array.
+
+        Args:
+            offset: position of the bytes in the stored array.
+            address: where the bytes are in memory.
+            size: number of bytes.
+        """
         if self._deep is not None:
             self._deep.take(offset, address, size)
             return
@@ -129,8 +135,8 @@ class Pick:
         stop = min(self._last, (end - high) // row + 1)  # behind the last row whose part ends in them
         if begin < stop:
             start = address + begin * row + low - offset
-            there = np.ndarray((stop - begin,), self._kind, _ANYWHERE.from_address(start), 0, (row,))
-            self._rows[begin - first : stop - first] = there
+            source = np.ndarray((stop - begin,), self._kind, _ANYWHERE.from_address(start), 0, (row,))
+            self._rows[begin - first : stop - first] = source
         for number in {begin - 1, stop}:  # rows that these bytes begin or end within
             if first <= number < self._last:
                 at = number * row + low
@@ -144,8 +150,8 @@ class _Deep:
     """A part that is cut along three dimensions or more, or has very long rows.
 
     Args:
-        dims: as `_dims` gives them.
-        address: of the target.
+        dims: as `_dims` returns them.
+        address: address of the target.
     """
 
     __slots__ = ("_shape", "_target", "_wanted")
@@ -164,11 +170,11 @@ class _Deep:
 
 
 def _dims(target: torch.Tensor, shape: tuple[int, ...], wanted: tuple[slice, ...]) -> list[_Dim]:
-    """Return the dimensions of a part, the last one in bytes: as few as say the same."""
+    """Return the dimensions of a part, the last in bytes, with neighbours merged where possible."""
     width = target.itemsize
     dims: list[_Dim] = [(width, (0, width), 1)]
-    for size, one, step in zip(reversed(shape), reversed(wanted), reversed(target.stride()), strict=True):
-        start, stop, _ = one.indices(size)
+    for size, part, step in zip(reversed(shape), reversed(wanted), reversed(target.stride()), strict=True):
+        start, stop, _ = part.indices(size)
         inner, (low, high), stride = dims[-1]
         if low == 0 and high == inner and (step * width == inner * stride or stop - start == 1):
             dims[-1] = size * inner, (start * inner, stop * inner), stride
@@ -180,7 +186,7 @@ def _dims(target: torch.Tensor, shape: tuple[int, ...], wanted: tuple[slice, ...
 
 
 def _pour(data: np.ndarray, offset: int, shape: tuple[int, ...], wanted: tuple[_Span, ...], target: np.ndarray) -> None:
-    """Copy whole rows at once; of a row that the data begin or end within, go on with the rows that it consists of."""
+    """Copy whole rows at once; for a row that the data begin or end within, recurse into its own rows."""
     end = offset + len(data)
     first, last = wanted[0]
     row = prod(shape[1:])
@@ -189,7 +195,9 @@ def _pour(data: np.ndarray, offset: int, shape: tuple[int, ...], wanted: tuple[_
         rows = data[low * row - offset : high * row - offset].reshape(high - low, *shape[1:])
         inner = slice(None), *[slice(*span) for span in wanted[1:]]
         part, into = rows[inner], target[low - first : high - first]
-        if part.ndim > 1 and part.size and part.shape[-1] > 1:  # runs of bytes as elements: faster, most where short
+        if (
+            part.ndim > 1 and part.size and part.shape[-1] > 1
+        ):  # runs of bytes as elements: faster, above all for short runs
             run = np.dtype((np.void, part.shape[-1]))
             part, into = part.view(run), into.view(run)
         into[...] = part

@@ -2,7 +2,7 @@
 
 Where a digest chunk lies within one tensor it is read to its destination and checked there; where it holds several
 (or parts of several, such as columns) it goes through a small buffer and is scattered. A range of a file is read once,
-whatever number of tensors it holds, by two threads that take turns.
+however many tensors it holds. Two threads take its blocks in turn.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .shared_reads import Block, FileBlocks, SharedReads
 __all__ = ["BlockFeed", "read_tensors", "split"]
 
 Place = int | list[Pick]
-"""Where the bytes of a range go: an address, or what picks from them."""
+"""Where the bytes of a range go: an address, or copies of parts of them."""
 
 _DIRECT = 4 * CHUNK  # a tensor with fewer whole chunks than this is not worth blocks of its own
-BLOCK = 2 << 20  # read and checked at a time: near enough for the cache, and few turns at the interpreter lock
-_HINT = 8 << 20  # the storage learns what will be read in steps of this size
-_FEW_BYTES = 8 << 20  # of a file: several such files at a store are read side by side
+BLOCK = 2 << 20  # bytes read and checked at a time: they fit the cache, and take the interpreter lock seldom
+_HINT = 8 << 20  # bytes of one hint to the storage of what will be read next
+_FEW_BYTES = 8 << 20  # up to so many wanted bytes, files of an object store are read side by side
 
 
 def read_tensors(
@@ -57,7 +57,7 @@ def read_tensors(
         requests: what to read, in any order.
         digests: tables to check against; None reads unchecked.
         progress: called with the bytes of each finished block, from worker threads.
-        shared: what other ranks of this machine read as well.
+        shared: blocks that other ranks of this machine need as well.
 
     Raises:
         CorruptCheckpointError: a chunk differs from its digest. Targets may be partly written by then.
@@ -70,7 +70,7 @@ def read_tensors(
 
     def read(file: str) -> int:
         total, rows = 0, sorted(by_file[file], key=attrgetter("offset"))
-        with _open(storage, file, rows) as reader, torch.no_grad():  # which every thread has to say for itself
+        with _open(storage, file, rows) as reader, torch.no_grad():  # no_grad holds for one thread only
             job = _FileJob(reader, file, digests, side, progress)
             for number, batch in enumerate(_apart(rows)):
                 # Shared blocks come in the order of the file, so only one pass can take from them.
@@ -100,12 +100,12 @@ def _open(storage: Storage, file: str, rows: list[ReadRequest]) -> FileReader:
 
 
 def _apart(rows: list[ReadRequest]) -> list[list[ReadRequest]]:
-    """Split rows (sorted by offset) so that no two of a batch want the same bytes: one read fills one target.
+    """Split rows (sorted by offset) so that no two of a batch want the same bytes: each read fills one target.
 
     More than one batch is needed only where tensors tied in the checkpoint are apart in the live state. Rows that want
     parts of the very same range stay together: it is read once for all of them.
     """
-    if all(one.offset + one.nbytes <= other.offset for one, other in pairwise(rows)):
+    if all(row.offset + row.nbytes <= following.offset for row, following in pairwise(rows)):
         return [rows]
     batches: list[list[ReadRequest]] = [[]]
     for row in rows:
@@ -142,21 +142,25 @@ def _groups(rows: list[ReadRequest]) -> Iterator[list[tuple[list[ReadRequest], P
 
 
 def _place(rows: list[ReadRequest]) -> Place | None:
-    """Return where the bytes of a range go, None if torch has to bring them there from memory in between."""
+    """Return where the bytes of a range go, None if torch has to copy them there from temporary memory."""
     if rows[0].within is None and is_direct(rows[0].target, rows[0].dtype):
         return _address(rows[0], rows[0].nbytes)
     if not all(can_pick(row.target, row.dtype) for row in rows):
         return None
-    found = []
+    picks = []
     for row in rows:
         _address(row, extent(row.target))
         shape, wanted = row.within or (row.target.shape, (slice(None),) * row.target.dim())
-        found.append(Pick(row.target, shape, wanted))
-    return found
+        picks.append(Pick(row.target, shape, wanted))
+    return picks
 
 
 def _address(row: ReadRequest, size: int) -> int:
-    """Return where a target begins, of which ``size`` bytes are written; refuses one whose memory ends before."""
+    """Return the address of a target of which ``size`` bytes are written.
+
+    Raises:
+        StateMismatchError: the memory of the target ends before.
+    """
     target = row.target
     room = target.untyped_storage().nbytes() - target.storage_offset() * target.itemsize
     if size > room or (row.within is None and target.nbytes != row.nbytes):
@@ -170,7 +174,7 @@ def _address(row: ReadRequest, size: int) -> int:
 
 
 def _copy_into(target: torch.Tensor, value: torch.Tensor, name: str) -> None:
-    """Copy; an expanded target has one element where ``value`` has many, which must be equal then."""
+    """Copy ``value``; where an expanded target has a single element, the elements of ``value`` must be equal."""
     for dim, stride in enumerate(target.stride()):
         if stride == 0 and target.shape[dim] > 1:
             first = value.narrow(dim, 0, 1)
@@ -178,8 +182,8 @@ def _copy_into(target: torch.Tensor, value: torch.Tensor, name: str) -> None:
                 first.expand_as(value).contiguous().view(torch.uint8), value.contiguous().view(torch.uint8)
             ):
                 raise StateMismatchError(
-                    f"{name}: the live tensor is expanded along dimension {dim}, so its entries there are one and the "
-                    "same, but the stored entries differ: make the live one contiguous() first",
+                    f"{name}: the live tensor is expanded along dimension {dim}, so its entries there share memory, "
+                    "but the stored entries differ: make the live tensor contiguous() first",
                     problems=(f"wrong: {name}",),
                 )
             target, value = target.narrow(dim, 0, 1), first
@@ -187,7 +191,7 @@ def _copy_into(target: torch.Tensor, value: torch.Tensor, name: str) -> None:
 
 
 class _FileJob:
-    """Reads of one file."""
+    """The reads of a file."""
 
     def __init__(
         self,
@@ -200,16 +204,16 @@ class _FileJob:
         self.reader, self.file, self.digests, self.side, self.progress = reader, file, digests, side, progress
         self.shared: FileBlocks | None = None
         self.rows: Sequence[ReadRequest] = ()
-        self.later = 0  # where the first row behind those under way begins; the end of the file if there is none
+        self.later = 0  # offset of the first row of the next group; sys.maxsize if there is none
         self.starts: list[int] = []
         self.places: list[Place] = []
         self.failed = threading.Event()
-        self.alone = 0  # bytes of shared blocks that nobody read for us
+        self.alone = 0  # bytes of shared blocks that this rank had to read itself
 
     def read_all(self, rows: list[ReadRequest]) -> int:
-        """Read rows (sorted by offset) from the first to the last; those whose targets are no plain memory by a detour.
+        """Read rows (sorted by offset) in order; returns the number of bytes read from the storage.
 
-        These go into a temporary batch, from where torch copies them.
+        Rows whose targets are no plain memory go into a temporary batch, from where torch copies them.
         """
         total, groups = 0, list(_groups(rows))
         for number, group in enumerate(groups, 1):
@@ -231,7 +235,7 @@ class _FileJob:
         return total
 
     def read(self, rows: Sequence[ReadRequest], places: list[Place]) -> int:
-        """Read rows (sorted by offset) to their places."""
+        """Read rows (sorted by offset) to their places; returns the number of bytes read from the storage."""
         if not rows:
             return 0
         self.rows, self.places, self.starts, self.alone = rows, places, [row.offset for row in rows], 0
@@ -239,7 +243,7 @@ class _FileJob:
         feed = BlockFeed(blocks, self.reader)
 
         def work(parts: Sequence[tuple[int, int, Block]] = ()) -> None:
-            # Not closed by hand: the frames of an error hold parts of it, and closing would hide that error.
+            # Not closed explicitly: the frames of an error hold views of it, so close() would raise and hide the error.
             buffer = mmap.mmap(-1, BLOCK)
             view = memoryview(buffer)
             base = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
@@ -249,8 +253,8 @@ class _FileJob:
                         self._shared_block(offset, size, block, view, base)
                 if parts and self.shared is not None and parts[-1][2].offset + BLOCK <= self.later:
                     self.shared.passed(parts[-1][2])  # its owner must not wait while we read the rest
-                while not self.failed.is_set() and (next_one := feed.take()) is not None:
-                    self._block(*next_one, view, base)
+                while not self.failed.is_set() and (next_block := feed.take()) is not None:
+                    self._block(*next_block, view, base)
             except BaseException:
                 self.failed.set()
                 raise
@@ -265,7 +269,7 @@ class _FileJob:
         return sum(size for _, size, _ in blocks) + self.alone
 
     def _outcome(self, other: Future[None]) -> BaseException | None:
-        """Wait for the other thread, whatever happens: the memory it writes to is the caller's again afterwards."""
+        """Wait for the other thread, even after a Ctrl-C: only then may the caller use the memory it writes to."""
         try:
             return other.exception()
         except BaseException:  # a Ctrl-C
@@ -276,8 +280,8 @@ class _FileJob:
     def _blocks(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, Block]]]:
         """Cover the wanted ranges with (offset, size, row) blocks of whole chunks; gaps between ranges are left out.
 
-        ``row`` is the number of the row a block lies in as a whole, -1 for a block to be scattered. Apart from these
-        come the ranges of blocks that are shared with other ranks.
+        ``row`` is the number of the row that contains the whole block, -1 for a block to be scattered. The second list
+        has (offset, size, block) of ranges of blocks that are shared with other ranks.
         """
         end_of_file = self.reader.size
         blocks: list[tuple[int, int, int]] = []
@@ -334,16 +338,16 @@ class _FileJob:
             self.progress(size)
 
     def _shared_block(self, offset: int, size: int, block: Block, buffer: memoryview, base: int) -> None:
-        """Take a range from the rank that reads and checks it; do so ourselves if there is none."""
+        """Take a range from the rank that reads and checks it; read it here if that rank does not."""
         assert self.shared is not None
-        found = self.shared.take(block, offset, size)
-        if found is None:
+        taken = self.shared.take(block, offset, size)
+        if taken is None:
             self._block(offset, size, -1, buffer, base)
             self.alone += size
             return
-        view, address = found
+        view, address = taken
         self._scatter(offset, offset + size, address)
-        del view  # kept the memory until here
+        del view  # kept the memory alive until here
         if self.progress is not None:
             self.progress(size)
 
@@ -368,7 +372,7 @@ class _FileJob:
 
 
 class BlockFeed:
-    """Hands blocks to the threads in file order and tells the storage what comes next."""
+    """Hands blocks to the threads in file order and hints to the storage what comes next."""
 
     def __init__(self, blocks: list[tuple[int, int, int]], reader: FileReader) -> None:
         self._blocks, self._reader = blocks, reader
@@ -399,7 +403,7 @@ class BlockFeed:
 
 
 def split(start: int, stop: int, owner: int, blocks: list[tuple[int, int, int]]) -> None:
-    """Append blocks for a range; one to be scattered goes on with the block before it while there is room."""
+    """Append blocks for a range; a block to be scattered is joined to the block before it while there is room."""
     while start < stop:
         if owner < 0 and blocks:
             offset, size, before = blocks[-1]

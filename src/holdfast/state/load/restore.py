@@ -1,4 +1,4 @@
-"""Load a checkpoint: plan everything, refuse what does not fit, then read, then hand objects their state."""
+"""Load a checkpoint: plan all reads, refuse what does not fit, read, then give objects their state."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from .targets import Targets
 
 __all__ = ["Loaded", "load_state", "paths", "select"]
 
-_SHOWN = 200  # offenders spelled out in a message before the rest is counted
+_SHOWN = 200  # entries of each kind that a message lists; it counts the rest
 
 
 @dataclass(slots=True)
 class Loaded:
-    """What a load brought back.
+    """The result of a load.
 
     Attributes:
         state: the loaded state.
         restored: paths that were restored.
-        not_restored: (path, why) of what was not.
+        not_restored: (path, why) of entries that were not.
         bytes_read: bytes read from the storage.
-        notes: what is not simply as it was saved, because another number of ranks loads; a sentence each.
-        manifest: of the checkpoint.
+        notes: a sentence for each value that differs from what was saved because another number of ranks loads.
+        manifest: manifest of the checkpoint.
     """
 
     state: Any
@@ -76,16 +76,16 @@ def load_state(
     added: Callable[[Any], Collection[str]] | None = None,
     apart: tuple[int, ...] | None = None,
 ) -> Loaded:
-    """Load the checkpoint at the root of ``storage``, or an opened one. See `holdfast.load` for the arguments.
+    """Load the checkpoint at the root of ``storage``, or an opened checkpoint. See `holdfast.load` for the arguments.
 
-    ``lenient`` names (or globs) what need not fit: the rest is checked as ever, and what does not fit is listed as not
-    restored. With ``world_size``, the number of ranks that load, generators and values of single ranks follow the rules
-    for another number of ranks than have saved. With ``swap`` all ranks load together, and those of one machine
-    read what several of them need once. ``idle_names`` allows ``only`` and ``rename`` to name what the checkpoint has
-    not: a run that is started again with the same arguments has renamed it already. ``added`` finds, in the stored
-    tree, the paths of values that came into the state while it was trained: where ``into`` has none of them yet, they
-    come back as values. ``apart`` are the ranks that hold the same as this one, where others hold something else (None:
-    all hold the same): the checkpoint may have more than ``into`` then. With ``swap`` some rank has to have it.
+    ``lenient`` gives names or globs of entries that need not fit: those that do not are listed as not restored. With
+    ``world_size``, the number of ranks that load, generators and values of single ranks follow the rules for another
+    number of ranks than have saved. With ``swap`` all ranks load together, and the ranks of one machine read once what
+    several of them need. ``idle_names`` allows ``only`` and ``rename`` to name entries that the checkpoint lacks: a run
+    that is started again with the same arguments has renamed them already. ``added`` finds, in the stored tree, the
+    paths of values that came into the state during training: if ``into`` lacks them, they come back as values.
+    ``apart`` are the ranks that hold the same as this rank, where others hold other entries (None: all hold the same):
+    then the checkpoint may have entries that ``into`` lacks. With ``swap`` some rank must hold each of them.
 
     Raises:
         StateMismatchError: ``into`` and the checkpoint do not fit; nothing was changed.
@@ -111,7 +111,7 @@ def load_state(
             others.take(matcher)
             if strict and (refused := matcher.problems.without(tuple(lenient))):
                 raise _mismatch(refused, stored.storage.uri)
-        digests = stored.digests_of({one.file for one in requests}) if verify else None
+        digests = stored.digests_of({request.file for request in requests}) if verify else None
     except Exception:
         if swap is not None:
             others.take(None)
@@ -133,7 +133,7 @@ def load_state(
 
 @dataclass(slots=True)
 class _Others:
-    """What other ranks have that hold something else: stored entries that do not fit here may be theirs."""
+    """Entries of ranks that hold other tensors: a stored entry that this rank does not expect may be one of them."""
 
     apart: tuple[int, ...] | None
     rank: int
@@ -141,34 +141,36 @@ class _Others:
     asked: bool = False
 
     def take(self, matcher: Matcher | None) -> None:
-        """Take what others have from what was not expected; once on all ranks, without a matcher where it failed."""
+        """Remove entries of other ranks from the unexpected ones. All ranks call it once, with None after a failure."""
         if self.apart is None or self.asked:
             return
         self.asked = True
         entries = [] if matcher is None else _leaves(matcher.problems.unexpected, matcher.stored)
         left: list[str] = []
         if self.swap is not None:
-            # One rank speaks for those that hold the same.
-            keys = None if matcher is None or self.rank != self.apart[0] else [_key(one) for one in entries]
-            # Where this rank has failed, that is what has to be said.
+            # The first of the ranks that hold the same answers for all of them.
+            keys = None if matcher is None or self.rank != self.apart[0] else [_key(entry) for entry in entries]
+            # After a failure on this rank, its own error is the one to raise.
             with contextlib.suppress(*(() if matcher is not None else (HoldfastError, RuntimeError))):
-                missed = [set(one) for one in self.swap("apart", keys) if one is not None]
+                missed = [set(theirs) for theirs in self.swap("apart", keys) if theirs is not None]
                 nobody = set.intersection(*missed) if missed else set()
-                left = [one for one in entries if _key(one) in nobody]
+                left = [entry for entry in entries if _key(entry) in nobody]
         if matcher is not None and (taken := len(entries) - len(left)):
             matcher.problems.unexpected = left
-            matcher.notes.append(f"{taken} entries of the checkpoint are for other ranks, which hold something else")
+            matcher.notes.append(
+                f"{taken} entries of the checkpoint are for other ranks, which hold other parts of the state"
+            )
 
 
 def _leaves(entries: Sequence[str], stored: Stored) -> list[str]:
     """Return the tensors below some stored entries, which other ranks may know by more or less of their path."""
     names = sorted(stored.refs)
-    found: list[str] = []
+    leaves: list[str] = []
     for entry in entries:
         start = bisect_left(names, f"{entry}/")
         below = list(takewhile(lambda name, entry=entry: name.startswith(f"{entry}/"), islice(names, start, None)))  # type: ignore[misc]
-        found.extend(below or [entry])
-    return sorted(set(found))
+        leaves.extend(below or [entry])
+    return sorted(set(leaves))
 
 
 def _key(entry: str) -> str:
@@ -189,7 +191,7 @@ def _read(
     *,
     progress: Callable[[int], None] | None,
 ) -> int:
-    """Read, alone or together with other ranks; returns the bytes that this one has read."""
+    """Read, alone or together with other ranks; returns the number of bytes that this rank read."""
     if swap is None:
         return read_tensors(stored.storage, requests, digests, progress=progress)
     with reading_together(stored.storage, stored.manifest, requests, digests, swap) as shared:
@@ -200,7 +202,7 @@ def _read(
 def _plan_fresh(
     stored: Stored, selection: Selection, dtype: torch.dtype | None, device: torch.device | None
 ) -> tuple[Any, list[ReadRequest]]:
-    """Plan a load without a live state: everything selected comes back as nested dicts with new tensors."""
+    """Plan a load without a live state: every selected entry comes back in nested dicts with new tensors."""
     tree = stored.tree if selection.everything else select(stored.tree, "", selection)
     targets = Targets(stored)
     by_tensor: dict[str, torch.Tensor] = {}
@@ -218,7 +220,7 @@ def _plan_fresh(
 
 
 def select(value: Any, path: str, selection: Selection) -> Any:
-    """Leave out what is not wanted and rename what is; containers stay where anything in them is wanted."""
+    """Return the wanted entries under their new names, and the containers that hold any of them."""
     if isinstance(value, ObjectNode):
         state = select(value.state, path, selection)
         return value if state is value.state else replace(value, state=state)
@@ -250,7 +252,7 @@ def _new_key(path: str, where: str, key: Any, selection: Selection) -> Any:
 
 
 def paths(stored: Stored) -> Iterator[str]:
-    """Yield the path of everything in the checkpoint: containers, plain data, tensors."""
+    """Yield the path of every entry of the checkpoint: containers, plain data, tensors."""
     yield from stored.refs
 
     def walk(value: Any, path: str) -> Iterator[str]:
@@ -265,11 +267,11 @@ def paths(stored: Stored) -> Iterator[str]:
 
 
 def _live_refs(tree: Any, stored: Stored) -> list[TensorRef]:
-    found: list[TensorRef] = []
+    refs: list[TensorRef] = []
 
     def walk(value: Any) -> None:
         if isinstance(value, TensorRef):
-            found.append(value)
+            refs.append(value)
         elif isinstance(value, ObjectNode):
             walk(value.state)
         elif isinstance(value, PerRankNode):
@@ -285,7 +287,7 @@ def _live_refs(tree: Any, stored: Stored) -> list[TensorRef]:
                     walk(item)
 
     walk(tree)
-    return found
+    return refs
 
 
 def _mismatch(problems: Problems, where: str) -> StateMismatchError:
@@ -305,7 +307,7 @@ def _mismatch(problems: Problems, where: str) -> StateMismatchError:
     if hint := _prefix_hint(problems.missing, problems.unexpected):
         lines.append(f"  {hint}")
     lines.append(
-        "  what to do: allow_missing=[...] for entries that are new, skip=[...] for ones not wanted, "
+        "  what to do: allow_missing=[...] for entries that are new, skip=[...] for entries not wanted, "
         "rename={old: new} for other names, or strict=False to take what fits"
     )
     return StateMismatchError("\n".join(lines), problems=tuple(everything))
@@ -324,11 +326,11 @@ def _prefix_hint(missing: list[str], unexpected: list[str]) -> str | None:
             other_item, _, other = name.partition("/")
             if other_item == item and other.endswith(key) and len(other) > len(key):
                 prefix = other[: len(other) - len(key)]
-                prefixed = {f"{one.partition('/')[0]}/{prefix}{one.partition('/')[2]}" for one in fewer}
-                # It has to explain everything: a name that merely ends alike is no prefix of a wrapper.
-                items = {one.partition("/")[0] for one in fewer}
-                rest = [one.partition("/")[2] for one in more if one.partition("/")[0] in items]
-                if prefixed <= set(more) and all(one.startswith(prefix) for one in rest):
+                prefixed = {f"{name.partition('/')[0]}/{prefix}{name.partition('/')[2]}" for name in fewer}
+                # The prefix has to fit all names: one pair of names may end alike by chance.
+                items = {name.partition("/")[0] for name in fewer}
+                rest = [name.partition("/")[2] for name in more if name.partition("/")[0] in items]
+                if prefixed <= set(more) and all(tail.startswith(prefix) for tail in rest):
                     advice = want.format(item=item + "/", prefix=prefix)
                     return f"names in the {have} carry the prefix {prefix!r}: pass {advice}"
     return None

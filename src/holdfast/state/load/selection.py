@@ -12,7 +12,7 @@ __all__ = ["Selection", "covers"]
 
 
 def covers(patterns: Iterable[str], path: str) -> bool:
-    """Tell whether a glob matches ``path`` or one of the containers above it ("model" covers "model/wte.weight")."""
+    """Tell whether a glob matches ``path`` or a container above it ("model" covers "model/wte.weight")."""
     for pattern in patterns:
         if path == pattern or path.startswith(pattern + "/") or fnmatchcase(path, pattern):
             return True
@@ -42,13 +42,13 @@ class Selection:
         self._rules = {old: (_compile(old), new) for old, new in (rename or {}).items()}
         for old, new in (rename or {}).items():
             if new.count("*") > old.count("*"):
-                raise ConfigError(f"rename {{{old!r}: {new!r}}}: the new name has more '*' than the old one")
+                raise ConfigError(f"rename {{{old!r}: {new!r}}}: the new name has more '*' than the old name")
 
     def partly(self, path: str) -> bool:
         """Tell whether something below ``path`` may be treated unlike the container itself."""
         below = path + "/"
         patterns = (*(self.only or ()), *self.skip)
-        return any(one.startswith(below) or ("*" in one and _may_match(one, below)) for one in patterns)
+        return any(glob.startswith(below) or ("*" in glob and _may_match(glob, below)) for glob in patterns)
 
     @property
     def renames(self) -> bool:
@@ -57,7 +57,7 @@ class Selection:
 
     @property
     def everything(self) -> bool:
-        """True when nothing is left out and nothing is renamed."""
+        """True when every entry is taken under its stored name."""
         return self.only is None and not self.skip and not self._rules
 
     def takes(self, *paths: str) -> bool:
@@ -80,24 +80,24 @@ class Selection:
         return name
 
     def check(self, paths: Iterable[str]) -> None:
-        """Refuse patterns that select nothing: a misspelt one would silently load nothing.
+        """Refuse patterns that select nothing: a misspelt pattern would silently load nothing.
 
         Args:
             paths: every path of the checkpoint.
 
         Raises:
-            ConfigError: naming the patterns, and what there is.
+            ConfigError: names the patterns, and the first paths of the checkpoint.
         """
         if self.only is None and not self._rules:
             return
         known = list(paths)
-        idle = [f"only: {one!r}" for one in self.only or () if not any(covers((one,), path) for path in known)]
+        idle = [f"only: {glob!r}" for glob in self.only or () if not any(covers((glob,), path) for path in known)]
         idle += [f"rename: {old!r}" for old, (rule, _) in self._rules.items() if not any(map(rule.fullmatch, known))]
         if idle:
-            there = sorted(known, key=lambda path: (path.count("/"), path))[:12]
+            examples = sorted(known, key=lambda path: (path.count("/"), path))[:12]
             raise ConfigError(
-                f"nothing in the checkpoint matches {', '.join(idle)}: it holds {', '.join(there)}"
-                + (f" and {len(known) - len(there)} more" if len(known) > len(there) else "")
+                f"nothing in the checkpoint matches {', '.join(idle)}: it holds {', '.join(examples)}"
+                + (f" and {len(known) - len(examples)} more" if len(known) > len(examples) else "")
             )
 
 
@@ -107,11 +107,11 @@ def _may_match(glob: str, below: str) -> bool:
     return fixed.startswith(below) or below.startswith(fixed)
 
 
-def _patterns(value: str | Iterable[str], what: str) -> tuple[str, ...]:
+def _patterns(value: str | Iterable[str], argument: str) -> tuple[str, ...]:
     patterns = (value,) if isinstance(value, str) else tuple(value)
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
-            raise ConfigError(f"{what}: give names or globs such as 'model' or 'optimizer/*', not {pattern!r}")
+            raise ConfigError(f"{argument}: give names or globs such as 'model' or 'optimizer/*', not {pattern!r}")
     return tuple(pattern.rstrip("/") for pattern in patterns)
 
 

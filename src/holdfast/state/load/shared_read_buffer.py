@@ -1,7 +1,7 @@
 """Memory that a rank shows to the other ranks of its machine while all of them read one checkpoint.
 
-Each rank writes to its own buffer only and maps those of the others for reading, so no rank can spoil what another rank
-works with. A buffer is a memfd: no file system, no limit of /dev/shm, nothing left behind by a crash.
+Each rank writes to its own buffer only and maps the buffers of the others for reading, so no rank can overwrite what
+another rank uses. A buffer is a memfd: no file system, no limit of /dev/shm, and a crash leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PAUSE_S = (50e-6, 2e-3)
 
 
 def can_share() -> bool:
-    """Tell whether this platform has what these buffers need."""
+    """Tell whether this platform has memfd, pidfd and /proc, which these buffers need."""
     return can_share_memory() and _can_watch() and os.path.isdir("/proc/self/fd")
 
 
@@ -47,15 +47,15 @@ def _can_watch() -> bool:
 
 
 class SharedReadBuffer:
-    """The buffer of this rank: how far we are, what we want, and what we have read for others.
+    """The buffer of this rank: its progress, the chunks it needs, and the blocks it has read for others.
 
     Args:
         wanted: one byte for each chunk of the checkpoint, not zero where this rank needs it.
-        slots_bytes: room for what we read for others.
+        slots_bytes: bytes of memory for blocks that this rank reads for others.
 
     Attributes:
-        wanted: what we want.
-        slots: that room.
+        wanted: the argument, in shared memory.
+        slots: memory for blocks that this rank reads for others.
     """
 
     def __init__(self, wanted: memoryview, slots_bytes: int) -> None:
@@ -66,7 +66,7 @@ class SharedReadBuffer:
         self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, size)
-            # Of a fixed size for ever: memory that shrinks kills whoever has it mapped.
+            # The size is fixed: a file that shrinks kills every process that has it mapped (SIGBUS).
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             self._memory = mmap.mmap(self._fd, size)
         except BaseException:
@@ -85,36 +85,36 @@ class SharedReadBuffer:
 
     @property
     def published(self) -> int:
-        """How many blocks we have read for others."""
+        """How many blocks this rank has read for others."""
         return self._words[_PUBLISHED]
 
     def publish(self, count: int) -> None:
-        """Show that so many blocks are there."""
+        """Show that ``count`` blocks have been read for others."""
         self._words[_PUBLISHED] = count
 
     @property
     def consumed(self) -> int:
-        """The shared block we are at: those before it are done with."""
+        """The shared block that this rank has reached: it needs none of those before it any more."""
         return self._words[_CONSUMED]
 
     def consume(self, number: int) -> None:
-        """Show that we are at this shared block."""
+        """Show that this rank has reached a shared block."""
         self._words[_CONSUMED] = number
 
     def open_others(self) -> None:
-        """Show that we have mapped the buffers of the others."""
+        """Show that this rank has mapped the buffers of the others."""
         self._words[_OPENED] = 1
 
     def end(self) -> None:
-        """Show that we read for nobody any more; what others read we may still need."""
+        """Show that this rank reads no more for others; it may still copy what they read."""
         self._words[_ENDED] = 1
 
     def leave(self) -> None:
-        """Show that we read for nobody any more, and need nothing."""
+        """Show that this rank reads no more for others, and needs nothing from them."""
         self._words[_GONE] = 1
 
     def close(self) -> None:
-        """Give the descriptor back; others keep what they have mapped. Idempotent."""
+        """Close the descriptor; others keep what they have mapped. Idempotent."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             for view in (self._words, self.wanted, self.slots):
@@ -128,7 +128,7 @@ class PeerReadBuffer:
     """The buffer of another rank, for reading.
 
     Raises:
-        OSError, ValueError: it is not there (any more), or not the one that was described.
+        OSError, ValueError: the buffer does not exist (any more), or is not the described buffer.
     """
 
     def __init__(self, described: dict[str, Any]) -> None:
@@ -156,12 +156,12 @@ class PeerReadBuffer:
 
     @property
     def published(self) -> int:
-        """How many blocks that rank has read for others; they stay readable whatever becomes of it."""
+        """How many blocks that rank has read for others; they stay readable after it ends."""
         return self._words[_PUBLISHED]
 
     @property
     def consumed(self) -> int:
-        """The shared block that rank is at."""
+        """The shared block that the other rank has reached."""
         return self._words[_CONSUMED]
 
     @property
@@ -171,7 +171,7 @@ class PeerReadBuffer:
 
     @property
     def ended(self) -> bool:
-        """Whether that rank reads for nobody any more; it may still copy what others read."""
+        """Whether that rank reads no more for others; it may still copy what others read."""
         return bool(self._words[_ENDED]) or self.gone
 
     @property
@@ -179,19 +179,19 @@ class PeerReadBuffer:
         """Whether that rank reads and copies no more: it has left, or its process has ended."""
         if self._words[_GONE] or self._process < 0:
             return True
-        poll = select.poll()  # one for each call: two threads that read may not ask the same one at once
+        poll = select.poll()  # a new object for each call: two threads must not use the same at once
         poll.register(self._process, select.POLLIN)
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Let go of it; idempotent."""
+        """Close the descriptor of its process; idempotent."""
         if self._process >= 0:
             os.close(self._process)
             self._process = -1
 
 
 def pauses() -> Iterator[None]:
-    """Yield after ever longer pauses, the first of which is none."""
+    """Yield at once, then after pauses that grow up to 2 ms."""
     pause_s = _PAUSE_S[0]
     yield
     while True:

@@ -3,8 +3,8 @@
 Every rank shows which 64 KiB chunks it needs (`shared_read_buffer`). From that each rank computes, with the same result
 and without a message, which blocks several ranks need and which rank reads each of them (`ChunkNumbers.divide`). The
 owner of a block reads it into a slot of its own memory and checks the digests; then the others take what they need. All
-ranks go through the blocks in one order, so there is no circle of ranks that wait. Nobody depends on it: where a
-neighbour is slow or dead, has left, or has found damage, a rank reads for itself.
+ranks go through the blocks in one order, so ranks never wait for each other in a circle. No rank depends on
+another: if a neighbour is slow or dead, has left, or has found damage, a rank reads the block itself.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from .shared_read_buffer import PeerReadBuffer, SharedReadBuffer, can_share, pau
 __all__ = ["BLOCK", "Block", "ChunkNumbers", "FileBlocks", "SharedReads", "Swap", "no_part", "reading_together"]
 
 Swap = Callable[[str, Any], Sequence[Any]]
-"""Gives a value of ours to all ranks, and returns those of the ones that have named the same group."""
+"""Sends a group name and a value to all ranks; returns the values of the ranks that sent the same name."""
 
 _LOG = get_logger("state")
 _CHUNKS = 32  # in a block
 BLOCK = _CHUNKS * CHUNK
-_WORTH = 4 << 20  # fewer bytes saved on a machine are not worth the waiting
-_SLOTS = 2  # blocks that a rank has ready for others: few, so that they are in the cache when the others come
+_WORTH = 4 << 20  # if a machine saves fewer bytes than this, its ranks do not share
+_SLOTS = 2  # blocks that a rank keeps ready for others: few, so that they are still in the cache
 _AHEAD = 8  # blocks that a storage is asked to fetch before their turn
-_PATIENCE_S = 30.0  # without a sign of life of whom we wait for
+_PATIENCE_S = 30.0  # longest wait for another rank without a sign of life from it
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class Block:
     Attributes:
         number: position among all shared blocks.
         file: path inside the checkpoint.
-        offset: of the block within the file.
-        owner: who reads it, as a position among the ranks of this machine.
+        offset: first byte of the block within the file.
+        owner: the rank that reads it, as a position among the ranks of this machine.
         turn: position among the blocks of its owner.
-        takers: who needs it.
-        chunks: which of its chunks anybody needs.
+        takers: the ranks that need it, as such positions.
+        chunks: numbers within the block of the chunks that some rank needs.
     """
 
     number: int
@@ -71,7 +71,7 @@ class ChunkNumbers:
     """Numbers the chunks of all files with tensors of a checkpoint; each file begins with a new block."""
 
     def __init__(self, files: Iterable[FileEntry]) -> None:
-        tensors = sorted((one.path, one.size, one.digest) for one in files if one.role == "tensors")
+        tensors = sorted((file.path, file.size, file.digest) for file in files if file.role == "tensors")
         self.content = bytes_digest(repr(tensors).encode())
         self.sizes = {path: size for path, size, _ in tensors}
         self.first: dict[str, int] = {}
@@ -94,7 +94,7 @@ class ChunkNumbers:
         return (edges.cumsum(0)[:-1] > 0).to(torch.uint8)
 
     def divide(self, wants: Sequence[torch.Tensor]) -> list[Block]:
-        """Find the blocks that are worth sharing and say who reads each; the same result on every rank."""
+        """Return the blocks that are worth sharing, each with the rank that reads it; the same on every rank."""
         rows = torch.stack(list(wants)).bool().view(len(wants), -1, _CHUNKS)
         any_of = rows.any(0)
         once, in_all = any_of.sum(1), rows.sum((0, 2))
@@ -103,7 +103,7 @@ class ChunkNumbers:
             return []
         chosen = shared.nonzero().flatten()
         takers, chunks = rows.any(2)[:, chosen].T.tolist(), any_of[chosen].tolist()
-        found: list[Block] = []
+        divided: list[Block] = []
         turns = [0] * len(wants)
         files = iter(self.first.items())
         path, first, following = "", 0, next(files, None)
@@ -113,9 +113,9 @@ class ChunkNumbers:
             ranks = tuple(rank for rank, takes in enumerate(takers[number]) if takes)
             owner = ranks[number % len(ranks)]
             spots = tuple(at for at, needed in enumerate(chunks[number]) if needed)
-            found.append(Block(number, path, (block * _CHUNKS - first) * CHUNK, owner, turns[owner], ranks, spots))
+            divided.append(Block(number, path, (block * _CHUNKS - first) * CHUNK, owner, turns[owner], ranks, spots))
             turns[owner] += 1
-        return found
+        return divided
 
 
 class FileBlocks:
@@ -125,7 +125,7 @@ class FileBlocks:
         self._reads, self._blocks = reads, blocks
 
     def cut(self, start: int, stop: int) -> Iterator[tuple[int, int, Block | None]]:
-        """Cut a range into what we read and what is in shared blocks."""
+        """Cut a range into (start, stop, block); the block is None where this rank reads alone."""
         begun = start
         while start < stop:
             block = self._blocks.get(start // BLOCK)
@@ -140,27 +140,27 @@ class FileBlocks:
             yield begun, stop, None
 
     def take(self, block: Block, offset: int, size: int) -> tuple[memoryview, int] | None:
-        """Return the bytes of a range of a block, and their address; None if we have to read it ourselves."""
+        """Return the bytes of a range of a block, and their address; None if this rank has to read it."""
         return self._reads.take(block, offset, size)
 
     def passed(self, block: Block) -> None:
-        """Give back what was taken up to the end of a block: nothing more of it is wanted."""
+        """Release everything up to the end of a block: this rank needs no more of it."""
         self._reads.passed(block.number)
 
 
 class SharedReads:
-    """One load of one rank, together with the others of its machine.
+    """One load of one rank, together with the other ranks of its machine.
 
     Args:
         storage: rooted at the checkpoint.
-        numbers: of the chunks.
-        buffer: ours.
-        peers: the buffers of all ranks of this machine; None in our own place.
-        blocks: what is shared.
-        digests: what is checked before others may take it; all of them check, or none.
+        numbers: numbers of the chunks.
+        buffer: the buffer of this rank.
+        peers: the buffers of all ranks of this machine; None in the place of this rank.
+        blocks: the shared blocks.
+        digests: tables that a block is checked against before others may take it; all ranks check, or none.
 
     Attributes:
-        bytes_read: what we have read for us and others.
+        bytes_read: bytes that this rank has read, for itself and others.
     """
 
     def __init__(
@@ -182,50 +182,50 @@ class SharedReads:
         for block in blocks:
             if self._me in block.takers:
                 self._by_file.setdefault(block.file, {})[block.offset // BLOCK] = block
-        self._lost: set[int] = set()  # whom we do not wait for any more
+        self._lost: set[int] = set()  # ranks that this rank no longer waits for
         self._stopped = False
         self.bytes_read = 0
         self._side = SerialExecutor("holdfast-share")
         self._reading = self._side.run(self._read_own)
 
     def file(self, path: str) -> FileBlocks | None:
-        """Return what is shared of a file; None if it is nothing that we need."""
+        """Return the shared blocks of a file; None if this rank needs none of them."""
         blocks = self._by_file.get(path)
         return FileBlocks(self, blocks) if blocks else None
 
     def done_with(self, path: str) -> None:
-        """Give back what was taken of a file."""
+        """Release all shared blocks of a file."""
         blocks = self._by_file.get(path)
         if blocks:
             self.passed(max(block.number for block in blocks.values()))
 
     def passed(self, number: int) -> None:
-        """Give back what was taken up to the end of a block."""
+        """Release everything up to the end of a block."""
         self._buffer.consume(max(self._buffer.consumed, number + 1))
 
     def take(self, block: Block, offset: int, size: int) -> tuple[memoryview, int] | None:
         """See `FileBlocks.take`. Blocks are taken in ascending order."""
         if block.number < self._buffer.consumed:
-            return None  # given back already
+            return None  # released already
         self._buffer.consume(block.number)
         peer = self._peers[block.owner]
-        shelf = self._buffer if peer is None else peer
-        if not self._arrives(block, shelf):
+        buffer = self._buffer if peer is None else peer
+        if not self._arrives(block, buffer):
             return None
         at = block.turn % _SLOTS * BLOCK + offset - block.offset
-        return shelf.slots[at : at + size], (self._address if peer is None else peer.address) + at
+        return buffer.slots[at : at + size], (self._address if peer is None else peer.address) + at
 
-    def _arrives(self, block: Block, shelf: SharedReadBuffer | PeerReadBuffer) -> bool:
+    def _arrives(self, block: Block, buffer: SharedReadBuffer | PeerReadBuffer) -> bool:
         def over() -> bool:
-            return self._reading.done() if isinstance(shelf, SharedReadBuffer) else shelf.ended
+            return self._reading.done() if isinstance(buffer, SharedReadBuffer) else buffer.ended
 
-        if shelf.published > block.turn:
+        if buffer.published > block.turn:
             return True
         if block.owner not in self._lost and not _wait(
-            lambda: shelf.published > block.turn or over(), sign=lambda: shelf.published
+            lambda: buffer.published > block.turn or over(), sign=lambda: buffer.published
         ):
-            _LOG.warning("a rank of this machine reads nothing for %g s: this one reads for itself", _PATIENCE_S)
-        if shelf.published > block.turn:  # what was published before the end is good
+            _LOG.warning("a rank of this machine reads nothing for %g s: this rank reads for itself", _PATIENCE_S)
+        if buffer.published > block.turn:  # blocks published before the end are valid
             return True
         self._lost.add(block.owner)
         return False
@@ -252,17 +252,17 @@ class SharedReads:
             _LOG.debug("reading for other ranks has ended: %s", error)
         finally:
             if self._buffer.published < len(self._own):
-                self._buffer.end()  # we ourselves may still copy from the slots of others
+                self._buffer.end()  # this rank may still copy from the slots of others
 
     def _announce(self, reader: FileReader, file: str, turn: int, count: int) -> None:
-        """Let a reader of ``file`` fetch the blocks of these turns ahead, those of other files apart."""
+        """Let a reader fetch ahead the blocks of these turns that are in ``file``."""
         for block in self._own[turn : turn + count]:
             if block.file == file:
                 for low, high in self._runs(block):
                     reader.will_read(low, high - low)
 
     def _runs(self, block: Block) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of a block that anybody needs."""
+        """Yield the ranges of a block that some rank needs."""
         end = self._numbers.sizes[block.file]
         for _, run in groupby(enumerate(block.chunks), lambda pair: pair[1] - pair[0]):
             spots = [at for _, at in run]
@@ -278,7 +278,7 @@ class SharedReads:
                 raise CorruptCheckpointError(f"{block.file}: bytes {low}..{high} are not what was written")
 
     def _is_free(self, block: Block) -> bool:
-        """Wait until the slot of a block may be filled; False if this rank had better read for nobody any more."""
+        """Wait until the slot of a block may be filled; False if this rank shall stop reading for others."""
         if self._stopped:
             return False
         if block.turn < _SLOTS:
@@ -299,7 +299,7 @@ class SharedReads:
     # -- the end
 
     def finish(self) -> None:
-        """Read what others still need of us, and see that they have it before their eyes."""
+        """Read the blocks that others still need, and wait until they have mapped this rank's buffer."""
         self._buffer.consume(self._num_blocks)
         self._reading.exception()
         self._side.close()
@@ -314,7 +314,7 @@ class SharedReads:
 
 
 def _wait(ready: Callable[[], bool], sign: Callable[[], object]) -> bool:
-    """Wait until something is ready; False after a while without a sign of life."""
+    """Wait until ``ready()``; False if ``sign()`` does not change for `_PATIENCE_S`."""
     seen, until = sign(), time.monotonic() + _PATIENCE_S
     for _ in pauses():
         if ready():
@@ -330,16 +330,16 @@ def _wait(ready: Callable[[], bool], sign: Callable[[], object]) -> bool:
 def reading_together(
     storage: Storage, manifest: Manifest, requests: Iterable[ReadRequest], digests: Digests | None, swap: Swap
 ) -> Iterator[SharedReads | None]:
-    """Share the reading of some requests with the other ranks of this machine; gives None if there is nothing to share.
+    """Share reads with the other ranks of this machine; yields None if there is nothing to share.
 
     All ranks call this, or call `no_part`.
 
     Args:
         storage: rooted at the checkpoint.
-        manifest: of that checkpoint. Ranks share what they read only where they load the same one.
-        requests: what this rank needs.
-        digests: tables to check against; None reads unchecked, and shares with ranks that do so too.
-        swap: used once.
+        manifest: manifest of that checkpoint. Only ranks that load the same checkpoint share.
+        requests: the reads of this rank.
+        digests: tables to check against; None reads unchecked, and shares with other ranks that do so.
+        swap: called once.
     """
     numbers = ChunkNumbers(manifest.files)
     buffer, shown = _lay_out(numbers, requests, digests is not None)
@@ -351,7 +351,7 @@ def reading_together(
             if blocks := _join(numbers, buffer, shown, others, peers):
                 reads = SharedReads(storage, numbers, buffer, peers, blocks, digests)
             else:
-                buffer.leave()  # at once: the others must not wait for us while we read for ourselves
+                buffer.leave()  # at once: the others must not wait for a rank that reads for itself
         yield reads
         if reads is not None:
             reads.finish()
@@ -367,8 +367,8 @@ def reading_together(
 
 
 def no_part(swap: Swap) -> None:
-    """Tell the others that this rank does not read: they must not wait for it."""
-    with contextlib.suppress(HoldfastError, RuntimeError):  # it must not hide why this rank does not read
+    """Take part in the exchange of a load that this rank does not do, so that no rank waits for it."""
+    with contextlib.suppress(HoldfastError, RuntimeError):  # the error that keeps this rank from reading is raised
         swap(memory_name(), None)
 
 
@@ -392,20 +392,20 @@ def _join(
     others: Sequence[Any],
     peers: list[PeerReadBuffer | None],
 ) -> list[Block]:
-    """Map the buffers of the ranks of this machine into ``peers`` and divide the work; empty if there is none."""
+    """Map the buffers of the ranks of this machine into ``peers`` and divide the work between them."""
     assert shown is not None
-    alike = [one for one in others if one and one["of"] == shown["of"]]
+    alike = [described for described in others if described and described["of"] == shown["of"]]
     if len(alike) < 2:
         return []
     try:
-        for one in alike:
-            peers.append(None if one["token"] == shown["token"] else PeerReadBuffer(one))
+        for described in alike:
+            peers.append(None if described["token"] == shown["token"] else PeerReadBuffer(described))
     except (OSError, ValueError, HoldfastError) as error:
         _LOG.debug("this rank reads for itself: %s", error)
         return []
     buffer.open_others()
     wants = [buffer.wanted if peer is None else peer.wanted for peer in peers]
-    blocks = numbers.divide([torch.frombuffer(bytearray(one), dtype=torch.uint8) for one in wants])
+    blocks = numbers.divide([torch.frombuffer(bytearray(wanted), dtype=torch.uint8) for wanted in wants])
     if not blocks:
         _wait(lambda: all(peer is None or peer.has_opened or peer.gone for peer in peers), sign=lambda: None)
     return blocks

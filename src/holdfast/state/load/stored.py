@@ -32,9 +32,9 @@ from ..tree.values import ObjectNode, PerRankNode, TensorRef
 __all__ = ["Stored", "decode_tree", "open_stored", "unite"]
 
 _LOG = get_logger("state")
-_FEW = 2  # so many indexes are read at once
+_FEW = 2  # up to so many indexes, all are read when a checkpoint is opened
 _MAX_JSON = 2 << 30  # bound for index and state files before they are read
-_AHEAD_BYTES = 32 << 20  # of such files are read at once, at most
+_AHEAD_BYTES = 32 << 20  # at most so many bytes of such files are read side by side
 
 
 @dataclass(slots=True)
@@ -47,14 +47,14 @@ class Stored:
         entries: every tensor by name, of all writers.
         aliases: name -> name of the tensor it is tied to.
         tree: decoded structure with `TensorRef`, `ObjectNode` and `PerRankNode` in it.
-        per_rank: key -> decoded value of the asked rank, or of rank 0 if the checkpoint has no such rank.
-        borrowed: ``per_rank`` is that of rank 0 because there is none of this rank.
-        digests: tables of the files that have tensors.
+        per_rank: key -> decoded value of the rank that loads, or of rank 0 if the checkpoint has no such rank.
+        borrowed: ``per_rank`` is that of rank 0, because this rank stored none.
+        digests: tables of the files with tensors.
         refs: all tensors of the tree, by name.
-        resized: how many ranks load, where they are not as many as have saved; else None.
+        resized: how many ranks load; None if as many have saved.
         parts: the files of the ranks that stored values of their own.
-        own: names of the tensors of ``per_rank``, if several ranks wrote this checkpoint: on each rank they are other
-            ones, so no tie of theirs to a common one is stored.
+        own: names of the tensors of ``per_rank``, if several ranks wrote this checkpoint: they differ on each rank, so
+            no tie between them and a common tensor is stored.
         files: numbers of the files that tables of pieces name.
     """
 
@@ -71,24 +71,28 @@ class Stored:
     resized: int | None = None
     parts: dict[int, FileEntry] = field(default_factory=dict)
     files: FileNumbers = field(default_factory=FileNumbers)
-    _said: bool = False
+    _warned: bool = False
     _indexes: list[Index | IndexGroup] = field(default_factory=list)
     _unread: list[FileEntry] = field(default_factory=list)  # indexes of other ranks, which may not be needed
     _lazy_digests: bool = False
     _keys: list[tuple[str, bool, str]] = field(default_factory=list)  # of values per rank, in the structure
-    _wanted: list[FileEntry] = field(default_factory=list)  # small files that somebody will ask for
-    _ahead: dict[str, bytes] = field(default_factory=dict)  # of these, what has been read
+    _wanted: list[FileEntry] = field(default_factory=list)  # small files that will be needed
+    _ahead: dict[str, bytes] = field(default_factory=dict)  # path -> content of those that have been read
 
     def entry(self, name: str) -> TensorEntry:
-        """Return where a tensor is stored, through its tie if it has one."""
-        found = self.entries.get(self.aliases.get(name, name))
-        if found is None and self.complete():
-            found = self.entries.get(self.aliases.get(name, name))
-        if found is None:
+        """Return where a tensor is stored; for a tied tensor, where the tensor it is tied to is stored.
+
+        Raises:
+            CorruptCheckpointError: no index lists it.
+        """
+        entry = self.entries.get(self.aliases.get(name, name))
+        if entry is None and self.complete():
+            entry = self.entries.get(self.aliases.get(name, name))
+        if entry is None:
             raise CorruptCheckpointError(
                 f"the structure names a tensor {name!r} that no index lists: the checkpoint is damaged", tensor=name
             )
-        return found
+        return entry
 
     def in_boxes(self, entry: TensorEntry) -> bool:
         """Tell whether a tensor was spread over ranks when it was saved."""
@@ -103,15 +107,15 @@ class Stored:
         """Read the indexes of all ranks; False if that has been done already.
 
         Raises:
-            CorruptCheckpointError: one is damaged, or they do not go together.
+            CorruptCheckpointError: an index is damaged, or two of them contradict each other.
         """
         if not self._unread:
             return False
         sizes = {entry.path: entry.size for entry in self.manifest.files}
         self._read_ahead(self._unread)
-        found = [*self._indexes, *self._read_indexes(self._unread, sizes)]
+        indexes = [*self._indexes, *self._read_indexes(self._unread, sizes)]
         self._unread, self._indexes, self.entries, self.aliases = [], [], {}, {}
-        unite(self, found)
+        unite(self, indexes)
         _check_lost(self)
         return True
 
@@ -119,7 +123,7 @@ class Stored:
         """Return the digests of some files.
 
         Raises:
-            CorruptCheckpointError: they are damaged.
+            CorruptCheckpointError: a table of digests is damaged.
         """
         if not self._lazy_digests:
             return self.digests
@@ -130,26 +134,26 @@ class Stored:
         return Digests(dict(_tables(wanted, tables)))
 
     def part(self, rank: int) -> dict[str, Any] | None:
-        """Read what a rank stored for itself; None if there is no such rank."""
+        """Read the values that a rank stored for itself; None if no such rank stored any."""
         entry = self.parts.get(rank)
         return None if entry is None else _decode_part(self._checked(entry), entry.path, {}, self._keys)
 
     def _read_ahead(self, entries: Iterable[FileEntry]) -> None:
-        """Let small files be read side by side, where that saves waiting; `_checked` takes them about in this order."""
+        """Note small files to read side by side, where that saves waiting; `_checked` takes them about in order."""
         if self.storage.num_parallel > 1:
-            known = {*self._ahead, *(one.path for one in self._wanted)}
-            self._wanted += [one for one in entries if one.path not in known]
+            known = {*self._ahead, *(entry.path for entry in self._wanted)}
+            self._wanted += [entry for entry in entries if entry.path not in known]
 
     def _fetch(self) -> None:
         size, batch = 0, list[FileEntry]()
         while self._wanted and (not batch or size + self._wanted[0].size <= _AHEAD_BYTES):
             batch.append(self._wanted.pop(0))
             size += batch[-1].size
-        found = together(self.storage, [partial(_if_sound, self.storage, one) for one in batch])
-        self._ahead.update((one.path, data) for one, data in zip(batch, found, strict=True) if data is not None)
+        contents = together(self.storage, [partial(_if_sound, self.storage, entry) for entry in batch])
+        self._ahead.update((entry.path, data) for entry, data in zip(batch, contents, strict=True) if data is not None)
 
     def _checked(self, entry: FileEntry) -> bytes:
-        """Return the content of a small file, which has its digest."""
+        """Return the content of a small file, checked against its digest."""
         while entry.path not in self._ahead and entry in self._wanted:
             self._fetch()
         data = self._ahead.pop(entry.path, None)
@@ -164,11 +168,11 @@ class Stored:
         return read_indexes(texts, self.files, sizes=sizes)
 
     def say_borrowed(self) -> None:
-        """Log, once, that values kept per rank come from another rank than this one."""
-        if self.borrowed and not self._said:
-            self._said = True
+        """Log, once, that values kept per rank come from another rank."""
+        if self.borrowed and not self._warned:
+            self._warned = True
             _LOG.warning(
-                "%s was saved by fewer ranks and has no values of this one: it is given the PerRank values of rank 0",
+                "%s was saved by fewer ranks and has no values of this rank: it is given the PerRank values of rank 0",
                 self.storage.uri,
             )
 
@@ -178,11 +182,11 @@ def open_stored(storage: Storage, *, rank: int = 0, world_size: int | None = Non
 
     Args:
         storage: rooted at the checkpoint.
-        rank: whose own values are wanted.
+        rank: the rank that loads; its own values are read.
         world_size: how many ranks load; None: as many as have saved, if this rank is one of these.
-        own_first: of many ranks' indexes read that of this rank and that of rank 0, which is all that a rank needs in
-            the layout it has saved in; `Stored.complete` reads the others when something is missing. Digests are read
-            when they are asked for (`Stored.digests_of`).
+        own_first: of the indexes of many ranks read only those of this rank and of rank 0: a rank needs no other in the
+            layout it has saved in. `Stored.complete` reads the others when a tensor is missing, `Stored.digests_of`
+            reads the digests.
 
     Raises:
         CheckpointNotFoundError, IncompleteCheckpointError: there is no committed checkpoint.
@@ -202,7 +206,7 @@ def open_stored(storage: Storage, *, rank: int = 0, world_size: int | None = Non
     tables_of = [entry for entry in manifest.files if entry.role == "digests"]
     ahead = [entry for entry in manifest.files if entry.role in ("index", "state") and entry.path not in unread]
     ahead += [] if chosen is None else [chosen]
-    # Of many ranks nobody knows yet whose files are wanted.
+    # With many ranks it is not known yet whose digests are needed.
     stored._read_ahead([*ahead, *(tables_of if not stored._unread else ())])
     if not own_first:
         stored.digests = Digests(dict(_tables(manifest.files, stored._checked_all(tables_of))))
@@ -229,7 +233,7 @@ def open_stored(storage: Storage, *, rank: int = 0, world_size: int | None = Non
 
 
 def _check_lost(stored: Stored) -> None:
-    """See that several indexes list all tensors of the structure."""
+    """Check that several indexes together list all tensors of the structure."""
     if stored.is_complete and sum(entry.role == "index" for entry in stored.manifest.files) > 1:
         lost = stored.refs.keys() - stored.entries.keys() - stored.aliases.keys()
         if lost:
@@ -237,28 +241,28 @@ def _check_lost(stored: Stored) -> None:
 
 
 def unite(stored: Stored, indexes: Sequence[Index | IndexGroup]) -> None:
-    """Put the indexes of all writers together; those of some of them if others are left for later.
+    """Merge the indexes of all writers, or of the writers that have been read so far, into ``stored``.
 
     Raises:
-        CorruptCheckpointError: one is missing, or two of them do not go together.
+        CorruptCheckpointError: an index is missing, or two of them contradict each other.
     """
-    groups = [one for one in indexes if isinstance(one, IndexGroup)]
-    ones = sorted([one for one in indexes if isinstance(one, Index)], key=attrgetter("writer"))
-    if len(ones) == 1 and not groups and ones[0].division is None and stored.is_complete:
-        stored.entries, stored.aliases = ones[0].tensors, ones[0].aliases
+    groups = [index for index in indexes if isinstance(index, IndexGroup)]
+    singles = sorted([index for index in indexes if isinstance(index, Index)], key=attrgetter("writer"))
+    if len(singles) == 1 and not groups and singles[0].division is None and stored.is_complete:
+        stored.entries, stored.aliases = singles[0].tensors, singles[0].aliases
         return
     where = stored.storage.uri
     if not stored.is_complete:
         stored._indexes = list(indexes)
     else:
-        divisions = {index.writer: index.division for index in ones}
+        divisions = {index.writer: index.division for index in singles}
         divisions.update((writer, group.first.division) for group in groups for writer in group.writers)
         if problem := disagreement(divisions):
             raise CorruptCheckpointError(f"{where}: {problem}: this checkpoint is damaged; use another one")
     entries, aliases = stored.entries, stored.aliases
-    if any(index.division is not None and index.division.alike is not None for index in ones):
-        ones = _apart(ones, where)
-    firsts = [*ones, *[group.first for group in groups]]
+    if any(index.division is not None and index.division.alike is not None for index in singles):
+        singles = _apart(singles, where)
+    firsts = [*singles, *[group.first for group in groups]]
     blocks: dict[str, list[Any]] = {}  # pieces of tensors that several ranks have boxes of
 
     def add(index: Index, name: str, entry: TensorEntry, block: Any) -> None:
@@ -268,14 +272,14 @@ def unite(stored: Stored, indexes: Sequence[Index | IndexGroup]) -> None:
             if block is not entry.pieces:
                 blocks[name] = [block]
             return
-        there = blocks.get(name)
-        if there is None and before is not None and _in_boxes(before):
-            there = blocks[name] = [before.pieces]
-        if before is None or there is None or before[1:3] != entry[1:3] or not _in_boxes(entry):
+        parts = blocks.get(name)
+        if parts is None and before is not None and _in_boxes(before):
+            parts = blocks[name] = [before.pieces]
+        if before is None or parts is None or before[1:3] != entry[1:3] or not _in_boxes(entry):
             raise _twice(where, name, index, firsts)
-        there.append(block)
+        parts.append(block)
 
-    for index in ones:
+    for index in singles:
         for name, entry in index.tensors.items():
             add(index, name, entry, entry.pieces)
         _tie(stored, index, firsts)
@@ -284,9 +288,9 @@ def unite(stored: Stored, indexes: Sequence[Index | IndexGroup]) -> None:
             add(group.first, entry.name, entry, block)
         _tie(stored, group.first, firsts)
     table = PieceTable(stored.files)
-    for name, found in blocks.items():
-        plain = all(isinstance(one, tuple) for one in found)
-        pieces = tuple(chain.from_iterable(found)) if plain else table.pieces(found, len(entries[name].shape))
+    for name, parts in blocks.items():
+        plain = all(isinstance(part, tuple) for part in parts)
+        pieces = tuple(chain.from_iterable(parts)) if plain else table.pieces(parts, len(entries[name].shape))
         entries[name] = entries[name]._replace(pieces=pieces)
 
 
@@ -298,9 +302,9 @@ def _tie(stored: Stored, index: Index, indexes: Sequence[Index]) -> None:
 
 
 def _apart(indexes: Sequence[Index], where: str) -> list[Index]:
-    """Leave out what several ranks that hold different things have stored under one name: the first of them counts.
+    """Keep the first of several entries that ranks with different tensors have stored under one name.
 
-    Each stored it because it could not know of the others; the save compared them.
+    Each such rank stored its entry because it could not know of the others; the save compared them.
     """
     whole: dict[str, tuple[int, TensorEntry]] = {}
     boxes: dict[tuple[str, Any], int] = {}
@@ -319,7 +323,7 @@ def _apart(indexes: Sequence[Index], where: str) -> list[Index]:
                 raise _twice(where, name, index, indexes)
             if first is None:
                 writer = index.writer
-                mine = tuple(one for one in entry.pieces if boxes.setdefault((name, one[3:]), writer) == writer)
+                mine = tuple(piece for piece in entry.pieces if boxes.setdefault((name, piece[3:]), writer) == writer)
                 if mine or not entry.pieces:
                     tensors[name] = entry._replace(pieces=mine)
             elif first[0] == index.writer:
@@ -344,7 +348,7 @@ def _twice(where: str, name: str, second: Index, indexes: Sequence[Index]) -> Co
 
 def _in_boxes(entry: TensorEntry) -> bool:
     pieces = entry[3]
-    # Their `box_start`, by number: a million pieces take a while.
+    # `box_start` by its number: for a million pieces the name takes noticeably longer.
     return isinstance(pieces, Pieces) or None not in [piece[3] for piece in pieces]
 
 
@@ -354,7 +358,7 @@ def _save_id(index_path: str) -> str:
 
 
 def _if_sound(storage: Storage, entry: FileEntry) -> bytes | None:
-    """Return the content of a small file; None if it is damaged, which matters only to whoever wants it."""
+    """Return the content of a small file; None if it is damaged: whoever needs it reads it again and gets the error."""
     try:
         return _checked(storage, entry)
     except CorruptCheckpointError:
@@ -366,7 +370,7 @@ def _checked(storage: Storage, entry: FileEntry) -> bytes:
         raise CorruptCheckpointError(f"{entry.path} claims {entry.size} bytes: refused", file=entry.path)
     try:
         with storage.open(entry.path) as reader:
-            # A file that was cut short is damage, not an error of the storage: `resume` goes on to the next one.
+            # A file that was cut short is damage, not an error of the storage: `resume` tries the next checkpoint.
             data = bytearray(min(entry.size, reader.size))
             reader.read_into(0, memoryview(data))
     except StorageNotFoundError as error:
@@ -404,13 +408,13 @@ def decode_tree(
     """Return the structure that a state file describes; its tensors go to ``refs`` by name.
 
     Args:
-        data: of the file.
-        where: its name, for messages.
-        refs: gets the tensors.
-        keys: gets what it refers to in the parts of the ranks, for `check_parts`.
+        data: content of the file.
+        where: name of the file, for messages.
+        refs: receives the tensors.
+        keys: receives the references to values of single ranks, for `check_parts`.
 
     Raises:
-        CorruptCheckpointError: it is not laid out as one (`holdfast.format.schema`): what is returned may be trusted.
+        CorruptCheckpointError: the file breaks `holdfast.format.schema`; a structure that is returned keeps it.
     """
     return _decoded(loads(data, max_bytes=_MAX_JSON, where=where), where, refs, keys)
 
@@ -444,19 +448,19 @@ def _decoded(tree: Any, where: str, refs: dict[str, TensorRef], keys: list[tuple
 
 
 def _decode_part(data: bytes, where: str, refs: dict[str, TensorRef], keys: Sequence[tuple[str, bool, str]]) -> Any:
-    """Return what a rank has for itself; ``keys`` refer to it from the structure."""
-    found = decode_tree(data, where, refs)
+    """Return the values a rank stored for itself; ``keys`` are the references to them in the structure."""
+    part = decode_tree(data, where, refs)
     try:
-        check_parts(found, [*keys, *_inner_keys(found)])
+        check_parts(part, [*keys, *_inner_keys(part)])
     except ValueError as error:
         raise CorruptCheckpointError(f"{where}: {error}: this checkpoint is damaged", file=where) from error
-    return found
+    return part
 
 
 def _inner_keys(parts: Any) -> Iterator[tuple[str, bool, str]]:
     for name, part in parts.items() if isinstance(parts, Mapping) else ():
-        for one in _references(part):
-            yield one.key, one.rng, str(name)
+        for node in _references(part):
+            yield node.key, node.rng, str(name)
 
 
 def _references(value: Any) -> Iterator[PerRankNode]:

@@ -2,7 +2,7 @@
 
 A part of a stored box is contiguous in the file from its last cut dimension on. Where the gaps between such runs are
 large, each run is read by itself, straight to its place if memory is contiguous there too; where they are small, the
-gaps are read as well and a copy picks out what is wanted.
+gaps are read as well and a copy picks out the wanted bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from .stored import Stored
 
 __all__ = ["Targets", "box_of", "spans"]
 
-_GAP = 256 << 10  # rows at least this wide are read one by one: digests are checked by 64 KiB, at both ends of a range
+# Rows of at least so many bytes are read one by one: each range reads up to 64 KiB more at both ends, for digests.
+_GAP = 256 << 10
 
 
 class Targets:
@@ -42,22 +43,22 @@ class Targets:
         self.stored, self._cast = stored, cast
         self.requests: list[ReadRequest] = []
         self._dtypes: dict[str, torch.dtype] = {}
-        self._complete: set[str] = set()  # tensors whose boxes were found to make them up
+        self._complete: set[str] = set()  # names of tensors whose stored boxes cover them exactly
         self._cuts: dict[tuple[object, ...], Cuts] = {}
-        # By address: tied live tensors are one memory, which is read once.
+        # address -> live tensors there and the stored names read into them; tied tensors are read once
         self._at: dict[int, list[tuple[torch.Tensor, str]]] = {}
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the torch dtype of a stored name."""
-        found = self._dtypes.get(name)
-        if found is None:
-            found = self._dtypes[name] = arrays.dtype_of(name)
-        return found
+        dtype = self._dtypes.get(name)
+        if dtype is None:
+            dtype = self._dtypes[name] = arrays.dtype_of(name)
+        return dtype
 
     def add(self, name: str, live: torch.Tensor) -> str | None:
         """Read stored tensor ``name`` into ``live``; returns why the two do not fit, None if they do.
 
-        Of a tensor that is spread over ranks what this rank holds is read; shapes are those of the whole.
+        Of a tensor that is spread over ranks it reads what this rank holds; it compares the shapes of the whole.
         """
         entry = self.stored.entries.get(name) or self.stored.entry(name)
         dtype = self._dtypes.get(entry.dtype) or self.dtype(entry.dtype)
@@ -69,24 +70,24 @@ class Targets:
                 return f"{arrays.dtype_name(live.dtype)} in the state, {entry.dtype} in the checkpoint"
         spread = is_spread(live)
         home = local_tensor(live) if spread else live
-        if home.is_meta:  # not of ``live``: a ShardedTensor with several shards here cannot be asked
+        if home.is_meta:  # ``live.is_meta`` fails for a ShardedTensor with several shards on this rank
             return "it is on the meta device in the state: give it memory first"
         address = home.data_ptr()
         if address:
-            there = self._at.get(address)
-            if there is None:
+            planned = self._at.get(address)
+            if planned is None:
                 self._at[address] = [(home, entry.name)]
             else:
-                for other, source in there:
+                for other, source in planned:
                     if _same_memory(home, other):
                         if source == entry.name or source in self.stored.own:
                             return None
                         if entry.name in self.stored.own:
                             self._withdraw(source, other)
-                            there[:] = [pair for pair in there if pair[0] is not other]
+                            planned[:] = [pair for pair in planned if pair[0] is not other]
                             break
                         return f"tied in the state to what is stored as {source!r}, but stored apart in the checkpoint"
-                there.append((home, entry.name))
+                planned.append((home, entry.name))
         if spread:
             self._boxes(entry, dtype, local_parts(live))
         else:
@@ -97,7 +98,9 @@ class Targets:
         """Do not read ``name`` into ``target``: this rank stored a value of its own for that memory."""
         memory = target.untyped_storage().data_ptr()
         self.requests = [
-            one for one in self.requests if one.name != name or one.target.untyped_storage().data_ptr() != memory
+            request
+            for request in self.requests
+            if request.name != name or request.target.untyped_storage().data_ptr() != memory
         ]
 
     def append(self, name: str, target: torch.Tensor) -> None:
@@ -121,7 +124,7 @@ class Targets:
         self.requests.append(ReadRequest(name, file, offset, nbytes, dtype, target))
 
     def _boxes(self, entry: TensorEntry, dtype: torch.dtype, parts: list[tuple[Box, torch.Tensor]]) -> None:
-        """Read boxes of a tensor, each into memory of its own, from stored boxes that may be others."""
+        """Read boxes of a tensor, each into memory of its own; the stored boxes may be cut differently."""
         cuts = self._cuts_of(entry)
         if not self.stored.is_complete and not all(cuts.make_up(wanted) for wanted, _ in parts):
             self.stored.complete()
@@ -145,25 +148,25 @@ class Targets:
                 self.requests.extend(spans(entry.name, piece, box, common, _within(target, wanted, common), dtype))
 
     def _cuts_of(self, entry: TensorEntry) -> Cuts:
-        # By identity: boxes that are alike are one object, and to compare a million of them takes seconds.
+        # By identity: equal boxes are one object, and to compare a million of them takes seconds.
         shape, pieces = entry.shape, entry.pieces
         key: tuple[object, ...]
         if isinstance(pieces, Pieces):
             key = shape, id(pieces.boxes)  # the entries keep these alive
         else:
             key = shape, *[id(piece[3]) for piece in pieces], *[id(piece[4]) for piece in pieces]
-        found = self._cuts.get(key)
-        if found is None:
+        cuts = self._cuts.get(key)
+        if cuts is None:
             if isinstance(pieces, Pieces):
-                found = Cuts(shape, pieces.boxes)
+                cuts = Cuts(shape, pieces.boxes)
             else:
-                found = Cuts.of(shape, [box_of(piece, shape) for piece in pieces])
-            self._cuts[key] = found
-        return found
+                cuts = Cuts.of(shape, [box_of(piece, shape) for piece in pieces])
+            self._cuts[key] = cuts
+        return cuts
 
 
 def _wrong_sizes(entry: TensorEntry, cuts: Cuts, dtype: torch.dtype) -> str | None:
-    """Return why the bytes of some piece do not make its box; None if all do."""
+    """Return why the bytes of a piece are not as many as its box needs; None if all are."""
     pieces, width = entry.pieces, dtype.itemsize
     if isinstance(pieces, Pieces):
         wrong = pieces.nbytes != cuts.counts_array * width
@@ -191,12 +194,12 @@ def _within(target: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
     return target
 
 
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
     return (
-        one.device == other.device
-        and one.dtype == other.dtype
-        and one.shape == other.shape
-        and one.stride() == other.stride()
+        first.device == second.device
+        and first.dtype == second.dtype
+        and first.shape == second.shape
+        and first.stride() == second.stride()
     )
 
 
@@ -206,7 +209,7 @@ def spans(
     """Yield the reads that bring ``wanted`` of a stored piece to ``target``.
 
     Args:
-        name: of the tensor, for messages.
+        name: name of the tensor, for messages.
         piece: where the stored box lies.
         box: the stored box.
         wanted: a box within it, not empty.
@@ -216,7 +219,7 @@ def spans(
     if not box.shape:
         yield ReadRequest(name, piece.file, piece.offset, piece.nbytes, dtype, target)
         return
-    if box.shape[1:] == wanted.shape[1:] and is_direct(target, dtype):  # nearly always: rows that follow each other
+    if box.shape[1:] == wanted.shape[1:] and is_direct(target, dtype):  # the usual case: whole rows without gaps
         stride = dtype.itemsize * prod(box.shape[1:])
         begin = piece.offset + (wanted.start[0] - box.start[0]) * stride
         yield ReadRequest(name, piece.file, begin, wanted.shape[0] * stride, dtype, target)
@@ -231,8 +234,8 @@ def spans(
         for low in range(0, rows, step):
             count = min(step, rows - low)
             within = None if along == cut else ((count, *box.shape[along + 1 :]), (slice(None), *slices))
-            some = part if count == rows else part.narrow(0, low, count)
-            yield ReadRequest(name, piece.file, offset + low * stride, count * stride, dtype, some, within)
+            rows_here = part if count == rows else part.narrow(0, low, count)
+            yield ReadRequest(name, piece.file, offset + low * stride, count * stride, dtype, rows_here, within)
 
 
 @lru_cache(maxsize=256)  # layers are cut alike
@@ -241,7 +244,7 @@ def _geometry(box: Box, wanted: Box, itemsize: int, gap: int) -> tuple[int, list
 
     Returns:
         First byte of the part within the box, strides of the box in bytes, its last cut dimension, the dimension along
-        which ranges of the file follow each other, and what is wanted of the dimensions behind that one.
+        which ranges of the file follow each other, and the wanted slices of the dimensions behind it.
     """
     dims = range(len(box.shape))
     strides = [itemsize * prod(box.shape[dim + 1 :]) for dim in dims]

@@ -2,12 +2,12 @@
 
 Parameters and optimizer state do not change between two optimizer steps, so they are copied on a side stream while
 training goes on with forward and backward; a hook that torch calls before every ``optimizer.step`` makes the current
-stream wait for the copies. (Code that changes parameters in between, and not on the way of an optimizer, has no such
-guard.) Everything else (buffers such as BatchNorm statistics change in forward) is copied on the
-current stream, which orders it before whatever comes next.
+stream wait for the copies. (Nothing guards against code that changes parameters in between without an
+optimizer.) Everything else is copied on the current stream, ahead of whatever training does next: buffers such as
+BatchNorm statistics change in forward.
 
-The device module is reached through ``torch.get_device_module``, so the logic can be exercised on a machine without
-an accelerator by a stand-in.
+The device module comes from ``torch.get_device_module``, so a stand-in can test the logic on a machine without an
+accelerator.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def needed(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 class DeviceCopies:
-    """Copies of one snapshotter, at most one set in flight."""
+    """The copies from devices for one snapshotter; those of one save at a time are in flight."""
 
     def __init__(self) -> None:
         self._pinned: int | None = None
-        # (device module, device, event): what the optimizer has to wait for, on the stream of that device
+        # (device module, device, event): the stream of that device waits for the event before the optimizer's step
         self._fences: list[tuple[Any, torch.device, Any]] = []
         self._streams: dict[torch.device, Any] = {}
         self._sealer = SerialExecutor("holdfast-seal")
@@ -65,8 +65,8 @@ class DeviceCopies:
         """Start all copies; ``seal`` runs once their bytes have arrived, on a thread of its own.
 
         Args:
-            flat: the state; tensors below an optimizer or named by one may be copied late.
-            layout: where everything goes.
+            flat: the state; tensors of an optimizer and its parameters may be copied late.
+            layout: where each tensor goes.
             arena: holds the whole layout.
             seal: submits the job.
             lazy: False waits for every copy before returning.
@@ -82,7 +82,7 @@ class DeviceCopies:
             if layout.offsets[number] < 0 or not layout.sizes[number]:
                 continue
             if tensor.device.type == "cpu" or not hasattr(torch.get_device_module(tensor.device), "current_stream"):
-                on_cpu.append(number)  # an accelerator without streams (MPS) copies while we wait, as a CPU does
+                on_cpu.append(number)  # an accelerator without streams (MPS) blocks while it copies, as a CPU does
             else:
                 by_device.setdefault(tensor.device, ([], []))[flat.names[number] in late].append(number)
         for device, (now, later) in by_device.items():
@@ -115,7 +115,7 @@ class DeviceCopies:
         return result
 
     def stepped(self) -> None:
-        """Note the end of a step of the loop. Copies are late only if the hook ran in it: it will run in the next."""
+        """Note the end of a step of the loop. Only if the hook ran in it may the next copies be late."""
         self.fence()
         self._guarded, self._seen = self._seen, False
 
@@ -189,7 +189,7 @@ def _pass_on(done: Future[Any], result: Future[Any]) -> None:
 
 
 def try_pinning(size: int) -> tuple[list[str], float]:
-    """Pin so many bytes as a save does, copy to them, and let them go.
+    """Pin ``size`` bytes as a save does, copy to them from the device, and release them.
 
     Returns:
         The names of the devices, and the seconds that pinning took.
@@ -203,7 +203,7 @@ def try_pinning(size: int) -> tuple[list[str], float]:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with Arena.create(size) as arena:
         memory = torch.frombuffer(arena.view, dtype=torch.uint8)
-        memory.fill_(0)  # its pages are there, as they are before a save
+        memory.fill_(0)  # makes its pages, which exist before a save as well
         torch.cuda.synchronize()
         start = time.perf_counter()
         torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), size, _PINNED_PORTABLE))

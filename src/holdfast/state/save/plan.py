@@ -1,15 +1,15 @@
 """Where every tensor goes: structure, division over the ranks, files with their headers, index, and the arena.
 
-All of it is a pure function of the structure of a state (`Signature`), so no rank has to ask another one, and a layout
-is reused until the structure changes; headers and index are part of it.
+All of it is a pure function of the structure of a state (`Signature`), so no rank has to ask another, and a layout is
+reused until the structure changes; headers and index are part of it.
 
 The layout of the arena is the layout of the files (header padded to 4096 bytes, tensors by descending element size
 without holes), so bytes go from the arena to the disk with no further copy.
 
-Of a state that several ranks hold, the parameters of modules and what optimizers keep for them are *replicated*: these
-are divided over the ranks. A tensor that is spread over ranks (DTensor) names who holds what; a box that several ranks
-hold is written by one of them. Values that differ (`PerRank`, generators) are written by their rank, everything else
-by rank 0.
+In a state that several ranks save together, the parameters of modules and the state of optimizers for them are
+*replicated*: the ranks divide them. A tensor that is spread over ranks (DTensor) says which rank holds which box; one
+of the ranks that hold a box writes it. Each rank writes its own values (`PerRank`, generators), rank 0 everything
+else.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ BLOCK = 4096  # alignment of direct I/O and of every file in the arena
 _OWN_FILE = 1 << 20  # items below this size share the file "state", unless they are modules
 _LOOSE = "state"
 _FROZEN = ".frozen"
-# Rank 0 writes them all (the step counts of optimizers, say): with its own index and that of rank 0, a rank of what is
-# spread over ranks then has all it needs to load.
-_SMALL = 64  # bytes
-_SAMPLED = 64  # tensors whose values the ranks compare,
-_SAMPLED_ALIKE = 256  # and where different ranks hold different things: names they have in common
+# Bytes; rank 0 writes every replicated tensor up to this size (step counts of optimizers). So a rank that loads a
+# sharded state needs two indexes: its own and that of rank 0.
+_SMALL = 64
+_SAMPLED = 64  # tensors whose values the ranks compare
+_SAMPLED_ALIKE = 256  # the same where ranks hold different tensors: of the names they have in common
 
 
 @dataclass(slots=True)
@@ -132,7 +132,7 @@ def _check_memory(flat: Flat, pointers: list[int]) -> None:
 
 @dataclass(slots=True)
 class FileLayout:
-    """One file: what stands where in it, and where it lies in the arena."""
+    """One file: its segments, and its place in the arena."""
 
     stem: str
     suffix: str
@@ -178,11 +178,11 @@ class Layout:
         files: all files with tensors, then the index.
         offsets: for each tensor its place in the arena; -1 if it is tied to another, or written by another rank.
         sizes: bytes of each tensor.
-        arena_bytes: size of an arena that holds everything.
+        arena_bytes: size of an arena that holds all files.
         tensor_bytes: bytes of all tensors that are written, ties counted once.
         division: how the state is divided over the ranks; None for a rank that saves alone.
         sampled: positions of tensors whose values the ranks compare.
-        leader: the rank that stores what is not divided, for all that hold the same.
+        leader: the rank that stores what is not divided, for all ranks that hold the same.
     """
 
     signature: Signature
@@ -231,10 +231,10 @@ def plan(
     Args:
         sig: the structure.
         rank: the writing rank; part of the file names.
-        num_ranks: how many ranks write it together; what the others write has no place in this layout.
+        num_ranks: how many ranks write it together; what other ranks write is not part of this layout.
         max_file_bytes: a file is split when it would grow beyond this (one tensor is never split).
-        stable: names of tensors observed not to change between saves; they get files of their own, as frozen ones do.
-        alike: the ranks that hold the same as this rank, where others hold something else; None: all of them.
+        stable: names of tensors that did not change between saves; they get files of their own, as frozen tensors do.
+        alike: the ranks that hold the same as this rank, where others hold other tensors; None: all ranks.
     """
     sizes = [dtype.itemsize * shape.numel() for dtype, shape in zip(sig.dtypes, sig.shapes, strict=True)]
     files: list[FileLayout] = []
@@ -245,8 +245,8 @@ def plan(
     aliases = sig.aliases if share is None else share.aliases
     division = None if share is None else share.division
     for label, members in _groups(sig, sizes, stable, None if share is None else share.writes).items():
-        for part, some in enumerate(split_by_size([sizes[one] for one in members], max_file_bytes)):
-            chunk = [members[one] for one in some]
+        for part, places in enumerate(split_by_size([sizes[position] for position in members], max_file_bytes)):
+            chunk = [members[place] for place in places]
             stem = f"{label}-{rank:05d}" + (f".part{part:02d}" if part else "")
             file = FileLayout(stem, ".safetensors", "tensors", stable=label.endswith(_FROZEN))
             own = sig.files[chunk[0]] if label.removesuffix(_FROZEN) != _LOOSE else ""
@@ -268,7 +268,7 @@ def plan(
 
 
 def _check_whole(sig: Signature) -> None:
-    parts = sorted(sig.names[one] for one, region in sig.regions.items() if region.box.shape != region.shape)
+    parts = sorted(sig.names[position] for position, region in sig.regions.items() if region.box.shape != region.shape)
     if parts:
         num_ranks = max(region.spread.num_ranks for region in sig.regions.values())
         raise UnsupportedStateError(
@@ -315,15 +315,20 @@ def _fill(
     place: list[tuple[int, int]],
 ) -> None:
     rows = [
-        (sig.names[one].removeprefix(prefix), dtype_name(sig.dtypes[one]), tuple(sig.shapes[one]), sizes[one])
-        for one in members
+        (
+            sig.names[position].removeprefix(prefix),
+            dtype_name(sig.dtypes[position]),
+            tuple(sig.shapes[position]),
+            sizes[position],
+        )
+        for position in members
     ]
     laid_out = lay_out(rows)
     file.add(laid_out.header, len(laid_out.header))
     for at in laid_out.order:
-        one = members[at]
-        place[one] = (number, laid_out.offsets[at])
-        file.add(one, sizes[one])
+        position = members[at]
+        place[position] = (number, laid_out.offsets[at])
+        file.add(position, sizes[position])
 
 
 def _index(
@@ -378,7 +383,7 @@ class Assignment:
 def divide(
     names: Sequence[str], sizes: Sequence[int], num_ranks: int, *, last: Collection[int] = frozenset()
 ) -> list[int]:
-    """Give every tensor to one rank: the largest first, always to the rank that has the least. O(n log n).
+    """Give every tensor to one rank: largest tensor first, each to the rank with the fewest bytes. O(n log n).
 
     The result depends on the set of (name, size), not on its order. No rank gets more than another by more than the
     largest tensor, neither in all nor in the tensors before ``last``.
@@ -393,16 +398,16 @@ def divide(
         The rank of each tensor.
     """
     order = sorted(range(len(names)), key=names.__getitem__)
-    order.sort(key=lambda one: -sizes[one])
+    order.sort(key=lambda position: -sizes[position])
     if last:
-        order.sort(key=lambda one: one in last)
+        order.sort(key=lambda position: position in last)
     ranks = [0] * len(names)
     loads = [(0, rank) for rank in range(num_ranks)]
     heapify(loads)
-    for one in order:
+    for position in order:
         load, rank = loads[0]
-        ranks[one] = rank
-        heapreplace(loads, (load + sizes[one], rank))
+        ranks[position] = rank
+        heapreplace(loads, (load + sizes[position], rank))
     return ranks
 
 
@@ -411,15 +416,15 @@ def share_of(
 ) -> Assignment:
     """Derive what ``rank`` writes.
 
-    Tied tensors stay together: if one of them is replicated they all are. Only what differs between ranks is never
-    tied to what does not: its values are others on the next rank.
+    Tied tensors stay together: if one of them is replicated they all are. But a tensor that differs between ranks is
+    never tied to a tensor that does not, because its values differ on the next rank.
 
     Args:
         sig: the structure; all but the values that differ must be the same on all ranks.
         sizes: bytes of each of its tensors.
         rank: the rank.
         num_ranks: how many ranks there are.
-        alike: the ranks among which it is divided, where others hold something else; None: all of them.
+        alike: the ranks that divide it, where other ranks hold other tensors; None: all ranks.
     """
     group = tuple(range(num_ranks)) if alike is None else alike
     own, replicated = frozenset(sig.own), set(sig.replicated)
@@ -432,11 +437,11 @@ def share_of(
             if number in replicated:
                 replicated.add(head)
     divided = sorted(replicated.difference(aliases), key=sig.names.__getitem__)
-    names, lengths = [sig.names[one] for one in divided], [sizes[one] for one in divided]
-    frozen = frozenset(place for place, one in enumerate(divided) if one in sig.frozen)
+    names, lengths = [sig.names[position] for position in divided], [sizes[position] for position in divided]
+    frozen = frozenset(place for place, position in enumerate(divided) if position in sig.frozen)
     owners = [group[place] for place in divide(names, lengths, len(group), last=frozen)]
     owners = [group[0] if size <= _SMALL else owner for owner, size in zip(owners, lengths, strict=True)]
-    writes = {one for one, owner in zip(divided, owners, strict=True) if owner == rank}
+    writes = {position for position, owner in zip(divided, owners, strict=True) if owner == rank}
     writes.update(number for number in own if number not in aliases)
     boxes, shared_boxes = _of_regions(sig, sizes, aliases, rank=rank, num_ranks=num_ranks, alike=alike)
     writes.update(boxes)
@@ -444,17 +449,17 @@ def share_of(
         elsewhere = replicated.union(aliases, sig.regions)
         writes.update(number for number in range(len(sizes)) if number not in elsewhere)
     rows = [f"{name}\0{size}\0{place in frozen}" for place, (name, size) in enumerate(zip(names, lengths, strict=True))]
-    ties = sorted(f"{sig.names[one]}\0{sig.names[head]}" for one, head in aliases.items() if head in replicated)
+    ties = sorted(f"{sig.names[tied]}\0{sig.names[head]}" for tied, head in aliases.items() if head in replicated)
     spread = {
-        f"{sig.names[one]}\0{sig.dtypes[one]}\0{region.shape}\0{region.spread.text}"
-        for one, region in sig.regions.items()
+        f"{sig.names[position]}\0{sig.dtypes[position]}\0{region.shape}\0{region.spread.text}"
+        for position, region in sig.regions.items()
     }
     text = "\n".join([*rows, "", *ties, *(["", *sorted(spread)] if spread else [])])
-    known = {*names, *(sig.names[one] for one in sig.regions)}
+    known = {*names, *(sig.names[position] for position in sig.regions)}
     if alike is None:
-        sampled = _sampled(divided, lengths) + _sampled(shared_boxes, [sizes[one] for one in shared_boxes])
+        sampled = _sampled(divided, lengths) + _sampled(shared_boxes, [sizes[position] for position in shared_boxes])
     else:
-        mine = [one for one in sig.loose if one in writes]
+        mine = [position for position in sig.loose if position in writes]
         sampled = _sampled_alike([*divided, *boxes, *shared_boxes, *mine], sig)
     return Assignment(
         writes=frozenset(writes),
@@ -464,7 +469,7 @@ def share_of(
             structure=_digest(text),
             alike=alike,
             names=_digest("\n".join(sorted(known))),
-            loose=sketch(sig.names[one] for one in sig.loose if one not in replicated),
+            loose=sketch(sig.names[position] for position in sig.loose if position not in replicated),
             num_loose=len(sig.loose),
         ),
         sampled=sampled,
@@ -486,8 +491,8 @@ def _of_regions(
 ) -> tuple[list[int], list[int]]:
     """Return the positions of the boxes that ``rank`` writes, and those of boxes that other ranks hold as well.
 
-    Ranks that hold one box alike hold the same boxes of everything that is spread in this way, so each of them comes
-    to the same division.
+    Ranks that hold the same box hold the same boxes of every tensor with this placement, so they derive the same
+    division.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, region in sig.regions.items():
@@ -505,32 +510,34 @@ def _of_regions(
                 "ranks (init_device_mesh) and give parts of it (mesh['tp']) to what is sharded over fewer"
             )
         if number not in aliases and all(region.box.shape):
-            holders = spread.holders if alike is None else tuple(one for one in spread.holders if one in alike)
+            holders = spread.holders if alike is None else tuple(holder for holder in spread.holders if holder in alike)
             groups.setdefault(holders, []).append(number)
     writes, several = list(groups.pop((rank,), ())), []
     for holders, numbers in sorted(groups.items()):
-        names = {one: f"{sig.names[one]}\0{sig.regions[one].box.start}" for one in numbers}
+        names = {position: f"{sig.names[position]}\0{sig.regions[position].box.start}" for position in numbers}
         numbers.sort(key=names.__getitem__)
-        frozen = frozenset(place for place, one in enumerate(numbers) if one in sig.frozen)
-        owners = divide([names[one] for one in numbers], [sizes[one] for one in numbers], len(holders), last=frozen)
-        writes.extend(one for one, owner in zip(numbers, owners, strict=True) if holders[owner] == rank)
+        frozen = frozenset(place for place, position in enumerate(numbers) if position in sig.frozen)
+        owners = divide(
+            [names[number] for number in numbers], [sizes[number] for number in numbers], len(holders), last=frozen
+        )
+        writes.extend(position for position, owner in zip(numbers, owners, strict=True) if holders[owner] == rank)
         several.extend(numbers)
     return writes, several
 
 
 def _sampled(divided: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
     """Choose tensors to compare: the largest, and others evenly over the names."""
-    there = [one for one, length in zip(divided, lengths, strict=True) if length]
-    if len(there) <= _SAMPLED:
-        return tuple(there)
+    filled = [position for position, length in zip(divided, lengths, strict=True) if length]
+    if len(filled) <= _SAMPLED:
+        return tuple(filled)
     largest = divided[max(range(len(lengths)), key=lengths.__getitem__)]
-    spread = {there[place * len(there) // _SAMPLED] for place in range(_SAMPLED - 1)}
-    return tuple(one for one in there if one == largest or one in spread)
+    spread = {filled[place * len(filled) // _SAMPLED] for place in range(_SAMPLED - 1)}
+    return tuple(position for position in filled if position == largest or position in spread)
 
 
 def _sampled_alike(candidates: Sequence[int], sig: Signature) -> tuple[int, ...]:
-    """Choose tensors by their names alone: what two ranks have in common, both of them choose."""
+    """Choose tensors by their names alone, so that two ranks choose the same of those they have in common."""
     if len(candidates) > _SAMPLED_ALIKE:
-        order = sorted(set(candidates), key=lambda one: _digest(sig.names[one]))
+        order = sorted(set(candidates), key=lambda position: _digest(sig.names[position]))
         return tuple(sorted(order[:_SAMPLED_ALIKE]))
     return tuple(sorted(set(candidates)))

@@ -1,4 +1,4 @@
-"""Snapshots: take a state apart, copy it where the writer sees it, and hand it over.
+"""Snapshots: take a state apart, copy it into memory that the writer shares, and submit the save.
 
 `Snapshotter` owns the arena and the layout of the last structure. `submit` takes the state apart, plans if its
 structure is new, and copies it; with `max_staging_bytes` the state streams through a small arena in windows instead.
@@ -36,9 +36,9 @@ __all__ = ["SaveRequest", "Snapshotter", "Submitted", "fingerprints"]
 
 _LOG = get_logger("state")
 MIN_WINDOW = 1 << 20
-_FOLLOW = 128 << 20  # from this size on the writer starts before the copying has ended,
-_FOLLOW_FROM = 0.6  # when this share of it is done
-_ELEMENTS = 16  # of a tensor, in its fingerprint
+_FOLLOW = 128 << 20  # bytes of a state from which on the writer starts before the copying has ended
+_FOLLOW_FROM = 0.6  # share of the copying that is done when the writer starts
+_ELEMENTS = 16  # elements of a tensor in its fingerprint
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ASIDE = 64 << 20  # from this size on a first save is copied aside; it then streams through windows of this size
 
@@ -56,7 +56,7 @@ class SaveRequest:
         reuse: unchanged files may be linked from the previous checkpoint.
         run: the save belongs to the writer's open run.
         part: write this rank's part only; the writer that has the parts of all ranks commits them.
-        joint: the writer has joined those of the other ranks: the future is that of the whole checkpoint.
+        joint: the writer has joined the writers of the other ranks: the future is that of the whole checkpoint.
     """
 
     storage: Storage
@@ -93,13 +93,13 @@ class Snapshotter:
 
     Args:
         rank: the writing rank, part of the file names.
-        world_size: how many ranks save together: each writes its share of what is replicated, rank 0 the rest.
+        world_size: how many ranks save together: each writes its share of the replicated tensors, rank 0 the rest.
         max_file_bytes: larger files are split.
         max_staging_bytes: bound of the arena; a state that does not fit streams through it and the caller is held
             until the last window has been taken.
         timeout_s: bound of the wait for one window; None waits as long as it takes.
         unsupported: what happens to values that cannot be saved, unless a call says otherwise: "raise" or "drop".
-        alike: the ranks that hold the same as this one, where others hold something else; None: what the state says.
+        alike: the ranks that hold the same as this rank, where others hold other tensors; None: the state says which.
     """
 
     def __init__(
@@ -126,11 +126,15 @@ class Snapshotter:
         self.copies: cuda.DeviceCopies | None = None
         self._planned_for = alike
         self._observed = False
-        self._said: tuple[str, ...] = ()  # what was reported as left out
+        self._reported: tuple[str, ...] = ()  # the paths last logged as left out
         self._streaming: threading.Thread | None = None  # sends a copy made aside, then gets the arena ready
 
     def plan(self, state: Mapping[Any, Any], *, unsupported: str | None = None) -> Layout:
-        """Take the state apart and lay it out, without memory for it: shows whether it can be saved, and its size."""
+        """Take the state apart and lay it out, without memory for it.
+
+        Raises:
+            UnsupportedStateError: the state cannot be saved.
+        """
         return self._layout(self._flatten(state, unsupported))
 
     def prepare(self, state: Mapping[Any, Any], client: WriterClient) -> None:
@@ -139,7 +143,7 @@ class Snapshotter:
         layout = self._layout(flat)
         if not self._windowed(layout):
             if cuda.needed(flat.tensors):
-                self.copies = self.copies or cuda.DeviceCopies()  # it has to see a step before it may copy late
+                self.copies = self.copies or cuda.DeviceCopies()  # its hook has to see a step before it may copy late
             arena = self._arena(layout)
             arena.prefault()
             client.attach(arena)
@@ -163,15 +167,15 @@ class Snapshotter:
         Args:
             state: what to save.
             client: the writer.
-            request: where to, and what its commit means.
-            unsupported: "raise" or "drop"; None: as given to this object.
+            request: where the save goes, and what its commit means.
+            unsupported: "raise" or "drop"; None: the value given to this object.
             lazy: CUDA tensors owned by an optimizer may still be copying when this returns (`cuda.fence` guards).
             aside: if the arena does not exist yet, copy a big state into private memory, whose fresh pages cost a
-                fraction of shared ones, and send it in the background. The writer has all of it a moment later, not
-                when this returns.
+                fraction of shared pages, and send it in the background. The writer then has all of it a moment after
+                this returns.
 
         Raises:
-            ConfigError: this rank of several would commit its part alone.
+            ConfigError: several ranks save together, and ``request.part`` is not set.
         """
         if self.world_size > 1 and not request.part:
             raise ConfigError(f"rank {self.rank} of {self.world_size} holds one part of a checkpoint: give part=True")
@@ -203,7 +207,7 @@ class Snapshotter:
         )
 
         def hand_over(arena: Arena, filled: int | None = None) -> SaveFuture:
-            # Of a big state another thread goes on copying while the small files are made.
+            # While a big state is being copied, the helper thread goes on copying during `dumps`.
             return client.submit(request.storage, job, list(map(dumps, trees)), arena, filled=filled)
 
         future: Future[Any]
@@ -256,10 +260,10 @@ class Snapshotter:
         client: WriterClient,
         submit: Callable[[int | None], SaveFuture],
     ) -> SaveFuture:
-        """Copy everything into the arena; a big job is submitted on the way, so that the writer starts meanwhile.
+        """Copy everything into the arena; submit a big job before the copying ends, so that the writer starts early.
 
-        Not from the beginning: writer and copying share the cores and the memory bus (measured with 1.4 GiB on two
-        cores: the copy takes 1.4 times as long when the writer starts at once).
+        The writer does not start at once, because writer and copying share the cores and the memory bus (measured with
+        1.4 GiB on two cores: the copy takes 1.4 times as long when the writer starts at once).
         """
         fresh = None if arena.prefaulted.is_set() else arena.fd
         begun: list[SaveFuture] = []
@@ -285,14 +289,14 @@ class Snapshotter:
     def _put_aside(
         self, flat: Flat, layout: Layout, client: WriterClient, submit: Callable[[Arena], SaveFuture]
     ) -> SaveFuture:
-        """Let a thread send the state through a small arena while what it has not reached is copied."""
-        copy = AsideCopy(layout, flat.tensors, _ASIDE // 2)  # first: a job that was submitted waits for its windows
+        """Copy the state into private memory while a thread already sends it through a small arena."""
+        copy = AsideCopy(layout, flat.tensors, _ASIDE // 2)  # before the job is submitted: that waits for its windows
         window: Arena | None = None
         thread: threading.Thread | None = None
         try:
             window = Arena.create(_ASIDE)
             save = submit(window)
-            # Not a daemon: the interpreter waits for it before it ends, and so does the save.
+            # Not a daemon: at exit the interpreter waits for it, so the save is sent to its end.
             thread = threading.Thread(
                 target=self._send, args=(layout, client, save, copy, window), name="holdfast-first-save"
             )
@@ -305,7 +309,7 @@ class Snapshotter:
             copy.copy()
         except BaseException:
             copy.give_up()
-            if thread is None or thread.ident is None:  # else it is the thread that closes them
+            if thread is None or thread.ident is None:  # else the thread closes them
                 copy.close()
                 if window is not None:
                     window.close()
@@ -335,34 +339,34 @@ class Snapshotter:
             thread.join()
 
     def observe(self, unchanged: tuple[tuple[int, int, int], ...]) -> None:
-        """Learn from one save which tensors did not change since the one before, and give them files of their own.
+        """Learn which tensors did not change between two saves, and give them files of their own.
 
         Args:
-            unchanged: (file number, offset, bytes) runs that equal the previous save.
+            unchanged: (file number, offset, bytes) of each run that equals the previous save.
         """
         layout = self.layout
         if layout is None or self._observed or not unchanged:
             return
         self._observed = True
-        found = set()
+        names = set()
         total = 0
         for number, start, size in unchanged:
             file = layout.files[number]
             for source, first, nbytes in file.segments_between(start, start + size):
-                # Chunks at its ends are shared with neighbours that may change: whole chunks inside are enough.
+                # A tensor shares the chunks at its ends with neighbours that may change: its whole chunks are enough.
                 low, high = -(-first // CHUNK) * CHUNK, (first + nbytes) // CHUNK * CHUNK
                 low, high = (low, high) if high > low else (first, first + nbytes)
                 if isinstance(source, int) and low >= start and high <= start + size:
-                    found.add(layout.signature.names[source])
+                    names.add(layout.signature.names[source])
                     total += nbytes
         if total * 10 >= layout.tensor_bytes:
-            _LOG.info("%d tensors did not change between saves: they get files of their own", len(found))
-            self.stable |= found
+            _LOG.info("%d tensors did not change between saves: they get files of their own", len(names))
+            self.stable |= names
             self._drop_layout()
 
     def rest(self) -> None:
-        """End a series of saves that share their log lines; keep layout and arena, unless a device has pinned it."""
-        self._said = ()
+        """End a series of saves that share their log lines. Layout and arena stay, unless the arena is pinned."""
+        self._reported = ()
         if self.copies is not None:
             self.close()
 
@@ -375,22 +379,22 @@ class Snapshotter:
         self._drop_layout()
 
     def _report_dropped(self, dropped: list[str]) -> None:
-        """Log what is not saved: once, and again when that changes."""
-        if tuple(dropped) != self._said:
-            self._said = tuple(dropped)
+        """Log which paths are not saved: once, and again when they change."""
+        if tuple(dropped) != self._reported:
+            self._reported = tuple(dropped)
             if dropped:
                 _LOG.warning("NOT saved, as unsupported='drop' asks: %s", ", ".join(dropped))
 
     def _division(self, flat: Flat, layout: Layout, *, wait: bool) -> dict[str, Any] | None:
-        """Describe how the state is divided, with fingerprints of what is replicated for the commit to compare.
+        """Describe how the state is divided, with fingerprints of replicated tensors, which the commit compares.
 
-        Without ``wait`` those on an accelerator are left out: they would make training wait for its stream.
+        Without ``wait`` it leaves out tensors on an accelerator: they would make training wait for its stream.
         """
         if layout.division is None:
             return None
-        chosen = [one for one in layout.sampled if wait or flat.tensors[one].is_cpu]
-        found = fingerprints([flat.tensors[one] for one in chosen])
-        samples = {_sample_name(flat, one): digest for one, digest in zip(chosen, found, strict=True)}
+        chosen = [position for position in layout.sampled if wait or flat.tensors[position].is_cpu]
+        digests = fingerprints([flat.tensors[position] for position in chosen])
+        samples = {_sample_name(flat, position): digest for position, digest in zip(chosen, digests, strict=True)}
         return replace(layout.division, samples=samples).to_json()
 
     # -- layout and arena
@@ -449,11 +453,11 @@ class Snapshotter:
         """Send the state window by window; two windows take turns, so copying and writing overlap.
 
         Args:
-            layout: what goes where.
+            layout: the files of the save.
             client: the writer.
             save: the windowed job.
             arena: room for two windows.
-            fill: puts bytes of a file (from, how many) at an address.
+            fill: called with a file, first byte, number of bytes and the address to copy them to.
         """
         window = arena.size // 2 // MIN_WINDOW * MIN_WINDOW
         slots = deque([0, window])
@@ -493,26 +497,24 @@ def _sample_name(flat: Flat, number: int) -> str:
 
 
 def fingerprints(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Return a digest of sixteen elements of each tensor, from the first to the last; none of them may be empty.
+    """Return a digest of sixteen elements of each tensor, spread from its first to its last; no tensor may be empty.
 
-    For tensors that all ranks are taken to hold alike: where they are not, it shows.
-
-    Waits for the devices of the tensors.
+    Ranks that are expected to hold equal tensors compare them. Waits for the devices of the tensors.
     """
     by_device: dict[torch.device, list[int]] = {}
     for number, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append(number)
-    found = [""] * len(tensors)
+    digests = [""] * len(tensors)
     for device, numbers in by_device.items():
         steps = torch.arange(_ELEMENTS, device=device)
         rows = torch.stack([_elements(tensors[number].detach(), steps) for number in numbers]).cpu()
         for number, row in zip(numbers, rows.numpy(), strict=True):
-            found[number] = chunk_digests(memoryview(row.tobytes())).hex()
-    return found
+            digests[number] = chunk_digests(memoryview(row.tobytes())).hex()
+    return digests
 
 
 def _elements(tensor: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Pick elements as the integers of their bits, so that 0.0 differs from -0.0, and one NaN from another."""
+    """Pick elements as the integers of their bits, so that 0.0 differs from -0.0, and a NaN from other NaNs."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     bits = tensor.resolve_neg().view(_INTEGERS[tensor.itemsize])

@@ -4,12 +4,12 @@ Copies are plain ``memmove`` calls of our own: large ones in chunks shared with 
 loop. torch's parallel copies are avoided on purpose: they collapse when another core is busy (measured: 0.77 s
 against 0.10 s for 1.4 GiB).
 
-The first big save of a process goes from both ends at once (`AsideCopy`), since neither way alone is fast. The arena
-that later saves use does not exist yet, and making its pages costs more than the whole copy. Two ways do without it:
-send the state window by window through a small arena (as fast as the storage), or copy it into private memory (as fast
-as the system makes fresh pages; 0.5 to 2 GiB/s were seen). There a thread sends windows from the front, straight from
-the live tensors, while the caller copies windows from the back; where they meet, training goes on, and the thread sends
-what was copied.
+The first big save of a process goes from both ends at once (`AsideCopy`), because neither of two ways is fast alone.
+The arena that later saves use does not exist yet, and making its pages costs more than the whole copy. Two ways need no
+such arena: send the state window by window through a small arena (as fast as the storage), or copy it into private
+memory (as fast as the system makes fresh pages; 0.5 to 2 GiB/s were seen). So a thread sends windows from the front,
+straight from the live tensors, while the caller copies windows from the back. When they meet, training goes on, and the
+thread sends the copied windows.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def stage(
         view: the arena's memory.
         fresh_fd: file descriptor of an arena whose pages do not exist yet. One thread writes to it, which makes pages
             without a fault for each; the other copies to the mapping, since two writers would wait for each other at
-            the inode's lock (measured for 1.4 GiB: 1.9 to 3.6 s for two writers, 1.2 for two copies, 1.0 for one each).
-        filled: called from time to time with the number of bytes of the arena that are complete; not at the end.
+            the inode's lock (measured for 1.4 GiB: 1.9 to 3.6 s for two writers, 1.2 for two copies, 1.0 for one of
+            each).
+        filled: called from time to time with the number of complete bytes at the start of the arena; not at the end.
     """
     large: deque[tuple[int, int, int]] = deque()
     total = 0
@@ -83,12 +84,12 @@ def stage(
         large = deque(sorted(large))
     queue = _Copies(large, address, filled)
     if total >= _SHARE:
-        # Both threads take from one queue, so a helper that gets no core delays nothing but its last piece.
+        # Both threads take from one queue, so a helper that gets no core delays only its last piece.
         shared = _pool().run(partial(queue.drain, 1, move))
         try:
             queue.drain(0, copy)
         except BaseException:
-            # A Ctrl-C, say: nothing may touch the arena any more once the caller has it back.
+            # After a Ctrl-C, too, no thread may touch the arena once the caller has it back.
             queue.clear()
             shared.exception()
             raise
@@ -144,7 +145,7 @@ def _elements(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 class _Copies:
-    """Large copies that two threads take in order; knows up to which byte all of them are done."""
+    """Large copies that two threads take in order, and the byte up to which all of them are done."""
 
     def __init__(
         self,
@@ -154,11 +155,11 @@ class _Copies:
     ) -> None:
         self._work, self._address, self._filled = work, address, filled
         self._lock = threading.Lock()
-        self._current = [_NOWHERE, _NOWHERE]  # where each thread is copying
+        self._current = [_NOWHERE, _NOWHERE]  # the address that each thread copies to
         self._notified = address
 
     def drain(self, thread: int, copy: Callable[[int, int, int], None]) -> None:
-        """Copy until nothing is left; thread 0 reports how far all is done."""
+        """Copy until no work is left; thread 0 reports up to where all copies are done."""
         while True:
             with self._lock:
                 if not self._work:
@@ -173,7 +174,7 @@ class _Copies:
             copy(target, source, size)
 
     def clear(self) -> None:
-        """Drop what is left."""
+        """Drop the copies that no thread has begun."""
         with self._lock:
             self._work.clear()
 
@@ -203,8 +204,8 @@ def _forget_helper() -> None:
 class AsideCopy:
     """Windows of a state, each taken by one of two sides: sent from the live tensors, or copied into private memory.
 
-    Two threads use it: the owner of the tensors calls `copy`, the other thread `fill` for every window in order and
-    `close` at last.
+    Two threads use it: the owner of the tensors calls `copy`, the other thread calls `fill` for every window in order,
+    then `close`.
 
     Args:
         layout: where each tensor goes.
@@ -243,7 +244,7 @@ class AsideCopy:
             self._let_go()
 
     def give_up(self) -> None:
-        """Send nothing more: the copy is incomplete."""
+        """Mark the copy as incomplete: the next `fill` of a window that is not copied raises."""
         self._broken = True
         self._end()
 

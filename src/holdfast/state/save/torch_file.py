@@ -2,12 +2,12 @@
 
 The file is a zip of stored records: ``data.pkl`` with the structure, in which a tensor is a reference to a record
 ``data/<number>``, then those records, each aligned to 64 bytes so that ``torch.load(mmap=True)`` can map it. Sizes are
-known before the first tensor is read; only the checksums are not, and these stand behind the data (the "data
-descriptor" of the zip format) and in the directory at the end.
+known before the first tensor is read. The checksums are not: they stand behind the data (the "data descriptor" of the
+zip format) and in the directory at the end.
 
 The structure keeps to what torch's weights-only reader knows (`to_plain`). A value that reader has no class for (a
 deque, a date, a NumPy array) is written as ``{"$holdfast": node}`` with a node of `holdfast.format.codec`, in which
-tensors are themselves. `from_plain` turns it back.
+tensors stay tensors. `from_plain` turns it back.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CHECKSUM_AT = 16  # in an entry of the directory
 _ROW = struct.Struct("<QQQ")
 _DATE = (1 << 5) | 1  # 1980-01-01: equal states make equal files
 MARK = "$holdfast"
-"""The only key of a dict that stands for something torch's reader has no class for."""
+"""The only key of a dict that stands for a value torch's reader has no class for."""
 
 _MAX_BITS = 2000  # the reader knows integers of at most 255 bytes
 _SCALARS = frozenset({type(None), bool, float, str, bytes, complex, torch.dtype, torch.device, torch.Size})
@@ -72,9 +72,9 @@ class TorchFileWriter:
     """One file for ``torch.load``, with ``weights_only=True`` too.
 
     Args:
-        value: what ``torch.load`` shall give: dicts, lists, tuples, text, numbers, None, tensors and what else the
-            weights-only reader takes (see `to_plain` for everything else). Tensors may be on any device,
-            "meta" as well: their bytes are asked for in `write`. Tensors that are the same memory stay tied.
+        value: what ``torch.load`` shall return: dicts, lists, tuples, text, numbers, None, tensors and other values
+            that the weights-only reader takes (`to_plain` converts the rest). Tensors may be on any device, "meta" as
+            well: only `write` needs their bytes. Tensors that are the same memory stay tied.
         records: further records, which ``torch.load`` ignores; written after the tensors, in this order.
 
     Attributes:
@@ -120,28 +120,28 @@ class TorchFileWriter:
 
     def place_of(self, name: str) -> int:
         """Return where in the file the content of a record begins."""
-        record = next(one for one in self._records if one.name == name)
+        record = next(record for record in self._records if record.name == name)
         return record.offset + len(record.header)
 
     @property
     def num_records(self) -> int:
-        """How many records the file has, one of them for each of `tensors`."""
+        """How many records the file has, those of `tensors` included."""
         return len(self._records)
 
     def lay_out(self, view: memoryview) -> bytes:
-        """Put the file together in memory, but for the bytes of the tensors and all checksums.
+        """Put the file together in memory, without the bytes of the tensors and without checksums.
 
         Args:
-            view: as large as the file at least.
+            view: at least `size` bytes.
 
         Returns:
             Start, size and entry of each record in the order of the file, as unsigned numbers of 64 bits (little
-            endian): where its content lies, and where its CRC-32 (four bytes, little endian) is to go in the directory.
-            The same goes behind the content, 4 bytes after it.
+            endian): where its content lies, and where its CRC-32 (four bytes, little endian) belongs in the directory.
+            The CRC-32 belongs behind the content as well, 4 bytes after its end.
         """
         rows = []
         entry = directory = self._records[-1].end
-        gap = 0  # begins behind the last byte that is here
+        gap = 0  # begins behind the last byte that is written
         fixed: list[bytes] = []
         for record, blank in zip(self._records, self._blank, strict=True):
             fixed.append(record.header)
@@ -162,12 +162,12 @@ class TorchFileWriter:
         """Write the file.
 
         Args:
-            sink: called with one part after the other.
+            sink: called with each part of the file in turn.
             data: for each of `tensors` its bytes in any number of parts (elements in row-major order, little endian);
                 None takes them from the tensors.
 
         Raises:
-            ValueError: other than the expected number of bytes came.
+            ValueError: ``data`` has more or fewer bytes for a tensor than its size.
         """
         contents = iter(map(tensor_bytes, self.tensors) if data is None else data)
         for record in self._records:
@@ -188,7 +188,7 @@ class TorchFileWriter:
         sink(memoryview(b"".join(map(_entry, self._records)) + self._end(self._records[-1].end)))
 
     def _end(self, start: int) -> bytes:
-        """Return the last bytes of the file, behind the entries of all records: where those begin, and their size."""
+        """Return the last bytes of the file, which say where the entries of all records begin, and their size."""
         count, size = len(self._records), sum(map(len, self._blank))
         end = b""
         if count >= 0xFFFF or start >= _BIG or size >= _BIG:
@@ -200,7 +200,7 @@ class TorchFileWriter:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the elements of a tensor in row-major order; holds at most 8 MiB beside it, for any device and strides."""
+    """Yield the elements of a tensor, on any device, with any strides, in row-major order; copies at most 8 MiB."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not tensor.numel():
         return
@@ -212,7 +212,7 @@ def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
         return
     rows = max(1, _WINDOW * tensor.shape[0] // (tensor.numel() * tensor.itemsize))
     for start in range(0, len(tensor), rows):
-        # One row at a time goes deeper by a dimension, so that this ends.
+        # A single row has one dimension less, so the recursion ends.
         yield from tensor_bytes(tensor[start] if rows == 1 else tensor[start : start + rows])
 
 
@@ -237,7 +237,7 @@ def _header(record: _Record, offset: int) -> bytes:
 
 
 def _descriptor(record: _Record) -> bytes:
-    """Return what stands behind the content: signature, checksum, and the size twice."""
+    """Return the data descriptor, which follows the content: signature, checksum, and the size twice."""
     return struct.pack(
         "<4sIQQ" if record.is_big else "<4sIII", b"PK\x07\x08", record.checksum, record.size, record.size
     )
@@ -256,7 +256,7 @@ def _entry(record: _Record) -> bytes:
 
 
 class _Storage:
-    """Stands for a tensor's memory in the structure."""
+    """A reference to the memory of a tensor in the structure."""
 
     __slots__ = ("kind", "number", "numel")
 
@@ -268,7 +268,7 @@ _ALLOWED = (torch.Size, torch.dtype, torch.device, OrderedDict, Counter, set, by
 
 
 class _Pickler(pickle.Pickler):
-    """Writes the structure; reading it needs no class but torch's and python's own."""
+    """Pickles the structure, with no class but those that torch's weights-only reader knows."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)  # the protocol that the weights-only reader knows
@@ -283,7 +283,7 @@ class _Pickler(pickle.Pickler):
             torch._utils._rebuild_parameter,
             *(getattr(torch, name) for name in self._kinds.values()),
             torch.storage.UntypedStorage,
-            _codecs.encode,  # how bytes are written in this protocol
+            _codecs.encode,  # encodes bytes in this protocol
         )
 
     def persistent_id(self, obj: Any) -> Any:
@@ -294,7 +294,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
             return self._tensor(obj)
-        if type(obj) in _ALLOWED or any(obj is one for one in (*_ALLOWED, *self._functions)):
+        if type(obj) in _ALLOWED or any(obj is allowed for allowed in (*_ALLOWED, *self._functions)):
             return NotImplemented
         name = obj.__qualname__ if isinstance(obj, type) or callable(obj) else type(obj).__name__
         raise UnsupportedStateError(
@@ -338,16 +338,16 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def to_plain(value: Any, leaf: Leaf | None = None, *, path: str = "state") -> Any:
-    """Return ``value`` in terms of what ``torch.load(weights_only=True)`` knows.
+    """Return ``value`` made of values that ``torch.load(weights_only=True)`` knows.
 
     Args:
         value: plain data, tensors, NumPy arrays. It is not changed.
-        leaf: asked first for every value that is no plain container or scalar; returns what stands in its place (plain
-            in this sense, or a tensor), or NotImplemented.
+        leaf: called first for every value that is no plain container or scalar; returns what replaces it (such a value,
+            or a tensor), or NotImplemented.
         path: how messages call ``value``.
 
     Raises:
-        UnsupportedStateError: naming path and type of what cannot be stored.
+        UnsupportedStateError: names path and type of a value that cannot be stored.
     """
     kind = type(value)
     if kind in _SCALARS:
@@ -365,8 +365,8 @@ def to_plain(value: Any, leaf: Leaf | None = None, *, path: str = "state") -> An
         return tuple(to_plain(item, leaf, path=f"{path}[{number}]") for number, item in enumerate(value))
     if kind is set and all(map(_is_key, value)):
         return value
-    if leaf is not None and (found := leaf(value, path)) is not NotImplemented:
-        return found
+    if leaf is not None and (replacement := leaf(value, path)) is not NotImplemented:
+        return replacement
     if isinstance(value, torch.Tensor):
         return value
     return _encoded(value, leaf, path)
@@ -401,9 +401,9 @@ def _is_key(key: Any) -> bool:
 
 def _encoded(value: Any, leaf: Leaf | None, path: str) -> Any:
     def inner(item: Any, where: str) -> Any:
-        if leaf is not None and (found := leaf(item, where)) is not NotImplemented:
-            # A node must be a node: what a leaf gives is hidden from the codec in one.
-            return found if isinstance(found, torch.Tensor) else {"$": "plain", "v": found}
+        if leaf is not None and (replacement := leaf(item, where)) is not NotImplemented:
+            # The codec takes nodes only: this node hides the value from it.
+            return replacement if isinstance(replacement, torch.Tensor) else {"$": "plain", "v": replacement}
         if isinstance(item, torch.Tensor):
             return item
         if arrays.is_array(item):

@@ -38,10 +38,10 @@ def dtype_of(name: str) -> torch.dtype:
     Raises:
         CorruptCheckpointError: this torch has no such dtype.
     """
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise CorruptCheckpointError(f"this torch ({torch.__version__}) knows no dtype {name!r}: a newer one may")
-    return found
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptCheckpointError(f"this torch ({torch.__version__}) knows no dtype {name!r}: a newer torch may")
+    return dtype
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -50,16 +50,20 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def all_dense(tensors: Iterable[torch.Tensor]) -> bool:
-    """Tell whether `is_dense` is true of all: without a call for each, of which a state has thousands."""
+    """Tell whether `is_dense` is true of all tensors; one loop, because a state has thousands of them."""
     strided = torch.strided
-    for one in tensors:
-        if type(one) not in _DENSE or one.layout is not strided or one.is_meta or one.is_quantized:
+    for tensor in tensors:
+        if type(tensor) not in _DENSE or tensor.layout is not strided or tensor.is_meta or tensor.is_quantized:
             return False
     return True
 
 
 def check_tensor(tensor: torch.Tensor, path: str) -> None:
-    """Refuse tensors whose bytes cannot be stored as they are, saying what to do instead."""
+    """Refuse a tensor whose bytes cannot be stored as they are.
+
+    Raises:
+        UnsupportedStateError: names ``path``, and says what to save instead.
+    """
     if is_dense(tensor):
         return
     if torch.nn.parameter.is_lazy(tensor):
@@ -90,7 +94,11 @@ def encode_torch_value(value: Any) -> dict[str, Any] | None:
 
 
 def decode_torch_value(node: dict[str, Any]) -> Any:
-    """Rebuild what `encode_torch_value` encoded."""
+    """Rebuild what `encode_torch_value` encoded.
+
+    Raises:
+        CorruptCheckpointError: the node is of no known kind, or its value does not fit this torch.
+    """
     kind, value = node.get("t"), node.get("v")
     try:
         if kind == "dtype":
@@ -120,7 +128,13 @@ def is_array(value: Any) -> bool:
 
 
 def array_to_tensor(array: Any, path: str) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return a tensor over the array's memory, and what is needed to make the same array again."""
+    """Return a tensor over the array's memory, and what is needed to make the same array again.
+
+    An array that is read-only or not contiguous is copied.
+
+    Raises:
+        UnsupportedStateError: a subclass of ndarray, or a dtype without bytes of its own.
+    """
     import numpy as np
 
     if type(array) is not np.ndarray:
@@ -142,7 +156,11 @@ def array_to_tensor(array: Any, path: str) -> tuple[torch.Tensor, dict[str, Any]
 
 
 def array_from_tensor(tensor: torch.Tensor, node: Mapping[str, Any]) -> Any:
-    """Rebuild the array that `array_to_tensor` took apart."""
+    """Rebuild the array that `array_to_tensor` took apart, over the memory of ``tensor``.
+
+    Raises:
+        CorruptCheckpointError: dtype and shape in ``node`` do not fit the bytes.
+    """
     import numpy as np
 
     try:

@@ -37,7 +37,7 @@ class Cuts:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], boxes: Sequence[Box]) -> Cuts:
-        """Make it from single boxes."""
+        """Return the cuts of a tensor of ``shape`` into single boxes."""
         size = len(boxes), len(shape)
         starts = np.array([box.start for box in boxes], dtype=np.int64).reshape(size)
         return cls(shape, Boxes(starts, np.array([box.shape for box in boxes], dtype=np.int64).reshape(size)))
@@ -50,9 +50,9 @@ class Cuts:
     def problem(self) -> str | None:
         """Why the boxes do not make up the tensor with each element once; None if they do."""
         if len(self.boxes.starts) > _FEW:
-            found = _flaw(self.shape, self.boxes)
-            if found is not None:
-                return found or None
+            text = _flaw(self.shape, self.boxes)
+            if text is not None:
+                return text or None
         return flaw(self.shape, [self.box(number) for number in range(len(self.boxes.starts))])
 
     @cached_property
@@ -62,43 +62,43 @@ class Cuts:
 
     @cached_property
     def counts_array(self) -> NDArray[np.int64]:
-        """The same, where none is too large."""
+        """`counts` as an array; a count beyond 2**62 is cut to that."""
         return np.array([min(count, _LIMIT) for count in self.counts], np.int64)
 
     @cached_property
     def _ends(self) -> NDArray[np.int64]:
-        """Behind the last indices of all boxes."""
+        """The first indices behind all boxes."""
         return self.boxes.starts + self.boxes.sizes
 
     def overlaps(self, wanted: Box) -> tuple[tuple[int, Box], ...]:
         """Return the numbers of the boxes that overlap ``wanted``, each with what they have in common."""
-        found = self._overlaps.get(wanted)
-        if found is None:
+        common = self._overlaps.get(wanted)
+        if common is None:
             first = np.array(wanted.start, dtype=np.int64)
             low = np.maximum(self.boxes.starts, first)
             sizes = np.minimum(self._ends, first + np.array(wanted.shape, dtype=np.int64)) - low
             numbers = (sizes > 0).all(axis=1).nonzero()[0]
             rows = zip(numbers.tolist(), low[numbers].tolist(), sizes[numbers].tolist(), strict=True)
-            found = tuple([(number, Box(tuple(start), tuple(size))) for number, start, size in rows])
-            self._overlaps[wanted] = found
-        return found
+            common = tuple([(number, Box(tuple(start), tuple(size))) for number, start, size in rows])
+            self._overlaps[wanted] = common
+        return common
 
     def make_up(self, wanted: Box) -> bool:
         """Tell whether the boxes make up ``wanted``, each element once, whatever is missing elsewhere."""
         common = [box for _, box in self.overlaps(wanted)]
-        moved = [Box(tuple(map(sub, one.start, wanted.start)), one.shape) for one in common]
+        moved = [Box(tuple(map(sub, box.start, wanted.start)), box.shape) for box in common]
         return flaw(wanted.shape, moved) is None
 
 
 def _flaw(shape: tuple[int, ...], boxes: Boxes) -> str | None:
-    """Do what `flaw` does with arrays: "" if there is none, None if it has to look itself."""
+    """Look for a flaw with arrays: "" if there is none, None if `flaw` has to look."""
     full = (boxes.sizes > 0).all(axis=1)
     starts, sizes = boxes.starts[full], boxes.sizes[full]
     cut = [dim for dim, size in enumerate(shape) if (sizes[:, dim] != size).any()]
     if prod(size + 1 for size in shape) >= _LIMIT or len(starts) << len(cut) > _MANY:
         return None
     if sum(np.multiply.reduce(sizes, axis=1).tolist()) != prod(shape):
-        return None  # whose message tells how many
+        return None  # the message of `flaw` says how many elements
     steps = [prod(shape[dim] + 1 for dim in cut[place + 1 :]) for place in range(len(cut))]
     corners, expected = np.zeros((1, len(starts)), np.int64), np.zeros(1, np.int64)
     signs = np.ones(1, np.int64)

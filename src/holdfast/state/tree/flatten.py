@@ -74,9 +74,9 @@ def flatten(state: Mapping[Any, Any], *, unsupported: str = "raise", rank: int =
     """Take ``state`` apart.
 
     Args:
-        state: what to take apart.
-        unsupported: "raise" or "drop".
-        rank: this rank.
+        state: name -> value; it is not changed.
+        unsupported: "raise", or "drop" to leave out what cannot be saved.
+        rank: this rank; part of the names of tensors that each rank stores for itself.
         shared: several ranks save this state together: find out what is replicated.
 
     Raises:
@@ -192,7 +192,7 @@ class _Walker:
         return self._encode(value, name, path)
 
     def _encode(self, value: Any, name: str, path: str) -> Any:
-        """Leave everything else to the codec, which asks back for what is not plain."""
+        """Let the codec encode a value; it calls `_leaf` for what is not plain."""
         base = f"state{path}"
 
         def leaf(item: Any, where: str) -> Any:
@@ -203,7 +203,7 @@ class _Walker:
         return encode(value, leaf=leaf, path=base, dropped=self.flat.dropped if self.drop else None)
 
     def _leaf(self, value: Any, name: str, path: str) -> Any:
-        """Encode a value that is not plain data; NotImplemented if it is none of ours."""
+        """Encode a value that is not plain data; NotImplemented if the codec has to encode or refuse it."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value, name, path)
         if value is rng.RNG:
@@ -241,7 +241,10 @@ class _Walker:
             return self.value(value, f"{name}@{self.rank}", path)
         finally:
             self.shared, self.owned = shared, False
-            self.flat.own = [*(one for one in self.flat.own if one < start), *range(start, len(self.flat.names))]
+            self.flat.own = [
+                *(number for number in self.flat.own if number < start),
+                *range(start, len(self.flat.names)),
+            ]
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, name: str, path: str) -> dict[str, Any]:
         named = optimizers.to_named(optimizer, self.parameter_names)
@@ -260,7 +263,7 @@ class _Walker:
     def _states(self, kept: Mapping[str, Any], added: list[str], start: int, prefix: str) -> Iterable[int]:
         """Return the positions of what an optimizer keeps for parameters that a module has.
 
-        Those of no module ("param.7") may differ between ranks, for all we know.
+        State of a parameter of no module ("param.7") may differ between ranks.
         """
         end = len(added)
         while end and not added[end - 1].startswith(prefix):
@@ -282,14 +285,16 @@ class _Walker:
         named = OrderedDict(zip(canonical_keys(module, list(raw)), raw.values(), strict=True))
         start = len(self.flat.names)
         node = self._object(module, "module", named, name, path)
-        found = dict(self.modules.get(id(module), (module, []))[1])
-        if list(map(id, found.values())) != _ids(module, []) or not found.keys() <= named.keys():
-            found = dict(stored_parameters(module))  # state_dict, or a hook of it, has changed them
-        params = {f"{name}/{key}" if name else key: param for key, param in found.items()}
+        parameters = dict(self.modules.get(id(module), (module, []))[1])
+        if list(map(id, parameters.values())) != _ids(module, []) or not parameters.keys() <= named.keys():
+            parameters = dict(stored_parameters(module))  # state_dict, or a hook of it, has changed them
+        params = {f"{name}/{key}" if name else key: param for key, param in parameters.items()}
         names, added = self.flat.names, range(start, len(self.flat.names))
-        self.flat.frozen.update(one for one in added if names[one] in params and not params[names[one]].requires_grad)
+        self.flat.frozen.update(
+            number for number in added if names[number] in params and not params[names[number]].requires_grad
+        )
         if self.shared:
-            self.flat.replicated.extend(one for one in added if names[one] in params)
+            self.flat.replicated.extend(number for number in added if names[number] in params)
         return node
 
     # -- tensors
@@ -325,18 +330,18 @@ class _Walker:
 
     def _parts(self, tensors: Iterable[torch.Tensor]) -> list[sharded.Parts] | None:
         """Return the parts of tensors some of which are spread over ranks; None if any of them cannot be saved."""
-        found: list[sharded.Parts] = []
+        parts: list[sharded.Parts] = []
         try:
-            for one in tensors:
-                if type(one) is torch.Tensor:
-                    found.append([(None, one)])
-                    if not arrays.is_dense(one):
+            for tensor in tensors:
+                if type(tensor) is torch.Tensor:
+                    parts.append([(None, tensor)])
+                    if not arrays.is_dense(tensor):
                         return None
                 else:
-                    found.append(self._spread(one, ""))
+                    parts.append(self._spread(tensor, ""))
         except UnsupportedStateError:
             return None
-        return found
+        return parts
 
     def _tensor(self, value: torch.Tensor, name: str, path: str) -> dict[str, Any]:
         if isinstance(value, self.spread):
@@ -400,7 +405,7 @@ class _Walker:
 
 
 def _check_names(flat: Flat) -> None:
-    """Refuse a name that a value of another rank may have: their indexes are read as one."""
+    """Refuse a name that a value of another rank may have: readers merge their indexes."""
     own = frozenset(flat.own)
     for number, name in enumerate(flat.names):
         if "@" not in name or number in own:
@@ -427,7 +432,7 @@ def _as_name(tail: str) -> str:
 
 
 class _RowTensors(NamedTuple):
-    """What was found: nodes of the tree by key, names of the tensors, and the tensors."""
+    """Rows taken apart: nodes of the tree by key, names of the tensors, and the tensors."""
 
     tree: dict[str, Any]
     names: list[str]
@@ -437,22 +442,22 @@ class _RowTensors(NamedTuple):
 def _take_rows(value: Mapping[str, Any], prefix: str) -> _RowTensors | None:
     """Take a dictionary apart all of whose values are dictionaries of plain tensors; None if there is more to it.
 
-    Optimizers keep half of the tensors of a state, or more, in this way. One loop with hardly a call in it, because
-    training waits for that at every save.
+    Optimizers keep half of the tensors of a state, or more, in this way. The loop makes hardly a call, because
+    training waits for it at every save.
 
     Args:
         value: the dictionary.
         prefix: what the names of its tensors begin with.
     """
-    found = _RowTensors({}, [], [])
+    rows = _RowTensors({}, [], [])
     for key, row in value.items():
         if type(row) is not dict or not row or not _TENSOR.issuperset(map(type, row.values())):
             return None
         if not _TEXT.issuperset(map(type, row)) or not is_text("".join(row)):
             return None
         at, keys = f"{prefix}{key}/", list(row)
-        found.names.extend([at + one for one in keys])
-        found.tensors.extend(row.values())
-        found.tree[key] = {"$": "tensors", "at": at, "k": keys, "o": 0}
-    whole = arrays.all_dense(found.tensors) and len(set(found.names)) == len(found.names)
-    return found if whole else None
+        rows.names.extend([at + row_key for row_key in keys])
+        rows.tensors.extend(row.values())
+        rows.tree[key] = {"$": "tensors", "at": at, "k": keys, "o": 0}
+    whole = arrays.all_dense(rows.tensors) and len(set(rows.names)) == len(rows.names)
+    return rows if whole else None

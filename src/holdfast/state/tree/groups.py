@@ -1,7 +1,7 @@
-"""Which ranks hold the same as this one: the others hold something else (stages of a pipeline, experts).
+"""Which ranks hold the same state as this rank: the others hold another (stages of a pipeline, experts).
 
 The user names them, or the state does: a mesh or a process group of some ranks leaves the others out. A group that is
-too small costs space, never data: what several groups hold under the same name, each of them stores.
+too small costs space, never data: each group stores what it holds, even if another group holds the same name.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ def ranks_alike(alike: Any, *, rank: int, world_size: int) -> tuple[int, ...] | 
     """Return the ranks that ``alike`` names, None if it names none.
 
     Raises:
-        ConfigError: it names no ranks, other ones than there are, or not this one.
+        ConfigError: it names no ranks, ranks outside of ``world_size``, or not this rank.
     """
     if alike is None:
         return None
     if isinstance(alike, Sequence) and not isinstance(alike, (str, bytes)):
-        found = list(alike)
+        ranks = list(alike)
     elif hasattr(alike, "mesh") and isinstance(alike.mesh, torch.Tensor):
-        found = alike.mesh.flatten().tolist()
+        ranks = alike.mesh.flatten().tolist()
     else:
         import torch.distributed as dist
 
         if not dist.is_available() or not isinstance(alike, dist.ProcessGroup):
             raise ConfigError(
-                f"alike={alike!r}: name the ranks that hold the same as this one, with a DeviceMesh (mesh['dp']), a "
+                f"alike={alike!r}: name the ranks that hold the same as this rank, with a DeviceMesh (mesh['dp']), a "
                 "process group or a list of ranks; [rank] where each rank holds something of its own"
             )
-        found = dist.get_process_group_ranks(alike)
-    good = all(type(one) is int and 0 <= one < world_size for one in found)
-    if not good or rank not in found or len(set(found)) != len(found):
+        ranks = dist.get_process_group_ranks(alike)
+    good = all(type(member) is int and 0 <= member < world_size for member in ranks)
+    if not good or rank not in ranks or len(set(ranks)) != len(ranks):
         raise ConfigError(
-            f"alike names the ranks {found}, and this is rank {rank} of {world_size}: name each rank that holds the "
-            "same as this one once, and this one, too"
+            f"alike names the ranks {ranks}, and this is rank {rank} of {world_size}: name each rank that holds the "
+            "same as this rank once, and this rank, too"
         )
-    return tuple(sorted(found))
+    return tuple(sorted(ranks))
 
 
-def common_group(found: Iterable[tuple[int, ...]], *, rank: int, world_size: int) -> tuple[int, ...] | None:
+def common_group(groups: Iterable[tuple[int, ...]], *, rank: int, world_size: int) -> tuple[int, ...] | None:
     """Return the ranks that all groups of a state have in common; None if these are all ranks."""
     common = set(range(world_size))
-    for group in found:
+    for group in groups:
         if rank in group:
             common.intersection_update(group)
     return None if len(common) == world_size else tuple(sorted(common))
@@ -98,10 +98,10 @@ def _groups(value: Any, above: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 def _spread_over(tensors: Iterable[torch.Tensor], kinds: tuple[type, ...]) -> Iterator[tuple[int, ...]]:
     seen: dict[tuple[int, Any], Any] = {}
-    for one in tensors:
-        if kinds and isinstance(one, kinds):
-            mesh = getattr(one, "device_mesh", None)
-            key = (id(mesh), getattr(one, "placements", None)) if mesh is not None else (id(one), None)
+    for tensor in tensors:
+        if kinds and isinstance(tensor, kinds):
+            mesh = getattr(tensor, "device_mesh", None)
+            key = (id(mesh), getattr(tensor, "placements", None)) if mesh is not None else (id(tensor), None)
             if key not in seen:
                 seen[key] = mesh
-                yield spread_of(one).ranks
+                yield spread_of(tensor).ranks

@@ -1,7 +1,7 @@
 """Names that survive wrappers: what a parameter is called whatever wraps its module.
 
 DDP and DataParallel add ``module.``, ``torch.compile`` adds ``_orig_mod.``, activation checkpointing and FSDP1 add
-their own prefixes. None of them is part of a stored name, so a checkpoint of a wrapped model fits the bare one.
+their own prefixes. None of them is part of a stored name, so a checkpoint of a wrapped model fits the bare model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def canonical_keys(module: nn.Module, keys: Mapping[str, Any] | list[str]) -> li
         _without_tokens(f"{path}.") for path, child in module.named_modules() if path and isinstance(child, _PARALLEL)
     ]
     if parallel:
-        # Longest first: an inner wrapper's path still contains the outer one's "module.".
+        # Longest first: the path of an inner wrapper still contains "module." of the outer wrapper.
         parallel.sort(key=len, reverse=True)
         names = [_strip_parallel(name, parallel) for name in names]
     return names
@@ -65,28 +65,28 @@ def _strip_parallel(name: str, prefixes: list[str]) -> str:
 
 
 def stored_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of an unwrapped module by their stored names; a shared one comes once for each name."""
+    """Return the parameters of an unwrapped module by their stored names; shared ones come once for each name."""
     params = dict(module.named_parameters(remove_duplicate=False))
     return list(zip(canonical_keys(module, params), params.values(), strict=True))
 
 
-def parameter_names(state: Mapping[Any, Any], found: Modules | None = None) -> dict[int, str]:
-    """Map ``id(parameter)`` to its stored name for every parameter of every module found in ``state``.
+def parameter_names(state: Mapping[Any, Any], modules: Modules | None = None) -> dict[int, str]:
+    """Map ``id(parameter)`` to its stored name for every parameter of every module in ``state``.
 
     The name is the path of the module in the state and the parameter's own canonical name, joined by "/":
     ``model/blocks.0.weight``. A parameter shared by several modules keeps the first name.
 
     Args:
-        state: what to look through.
-        found: takes each module and its `stored_parameters`, by its ``id``.
+        state: the state whose modules are searched.
+        modules: receives each module and its `stored_parameters`, by the ``id`` of the module.
     """
     names: dict[int, str] = {}
     for path, module in _modules(state, ""):
         inner = unwrap(module)
         reshard(inner)
         rows = stored_parameters(inner)
-        if found is not None:
-            found[id(inner)] = inner, rows
+        if modules is not None:
+            modules[id(inner)] = inner, rows
         for key, param in rows:
             names.setdefault(id(param), f"{path}/{key}" if path else key)
     return names

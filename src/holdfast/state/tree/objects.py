@@ -1,8 +1,8 @@
 """Objects that keep their state themselves, behind ``state_dict``.
 
-They are asked for it in one order on all ranks, that of their names: they may use collectives in ``state_dict`` and
-``load_state_dict``, as wrappers around sharded models do, and ranks whose dicts have another order would wait for each
-other for ever. torch.distributed.checkpoint sorts keys for that reason.
+All ranks call ``state_dict`` in the order of the objects' names: ``state_dict`` and ``load_state_dict`` may use
+collectives, as in wrappers around sharded models, and ranks whose dicts have another order would wait for each other
+for ever. torch.distributed.checkpoint sorts keys for that reason.
 
 Metrics of torchmetrics are read past their ``state_dict``, which is empty unless every state is declared persistent.
 """
@@ -28,15 +28,15 @@ def ask_in_order(state: Mapping[Any, Any], takes: Callable[[str], bool] | None =
     """Return by name each object that keeps its state itself, with what its ``state_dict`` gave.
 
     Args:
-        state: of this rank, of several.
-        takes: returns by the name of an object whether it is wanted; default: all.
+        state: the state of this rank; other ranks call this with theirs.
+        takes: tells by the name of an object whether to ask it; default: all are asked.
     """
-    found = {name: one for name, one in _objects(state, "", ()) if takes is None or takes(name)}
-    return {name: (found[name], found[name].state_dict()) for name in sorted(found)}
+    objects = {name: item for name, item in _objects(state, "", ()) if takes is None or takes(name)}
+    return {name: (objects[name], objects[name].state_dict()) for name in sorted(objects)}
 
 
 def state_of(value: Any, asked: _Asked, name: str) -> Any:
-    """Return the state of an object, which may have been asked for it before."""
+    """Return the state of an object: what `ask_in_order` got from it, else its ``state_dict()``."""
     known = asked.pop(name, None)
     return known[1] if known is not None and known[0] is value else value.state_dict()
 
@@ -67,44 +67,45 @@ def metric_state(metric: Any) -> dict[str, Any]:
     if isinstance(metric, nn.ModuleDict):
         # Metrics of a compute group share the states of their first metric; iterating refreshes the others.
         list(metric.items(keep_base=True, copy_state=False))  # type: ignore[call-arg]
-    return {path: _state(one) for path, one in _singles(metric)}
+    return {path: _state(part) for path, part in _singles(metric)}
 
 
 def restore_metric(metric: Any, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Put back what `metric_state` took; returns a line for each part that has no place."""
-    found = dict(_singles(metric))
-    problems = [f"{path or 'metric'}: no such metric now" for path in state if path not in found]
-    for path, one in found.items():
+    parts = dict(_singles(metric))
+    problems = [f"{path or 'metric'}: no such metric now" for path in state if path not in parts]
+    for path, part in parts.items():
         if path not in state:
             problems.append(f"{path or 'metric'}: the checkpoint has no such metric; it starts empty")
-            one.reset()
+            part.reset()
             continue
-        there = {name for name, has in {**vars(one), **one._buffers, **one._defaults}.items() if not callable(has)}
+        held = {**vars(part), **part._buffers, **part._defaults}
+        attributes = {name for name, value in held.items() if not callable(value)}
         for name, value in state[path].items():
             if name == "_update_count":
-                one._update_count = value
-            elif name not in there or name.startswith("_"):
-                # Set anyway it could hide a method: what a checkpoint names is not to be trusted.
+                part._update_count = value
+            elif name not in attributes or name.startswith("_"):
+                # An unknown name could hide a method: names in a checkpoint are not trusted.
                 problems.append(f"{path or 'metric'}: it has no state {name!r} now")
             elif isinstance(value, torch.Tensor):
                 # A copy: metrics of a compute group share one stored tensor, and some add to it in place.
-                setattr(one, name, value.to(one.device, copy=True))
+                setattr(part, name, value.to(part.device, copy=True))
             else:
-                setattr(one, name, [item.to(one.device) for item in value])
-        one._computed = None
+                setattr(part, name, [item.to(part.device) for item in value])
+        part._computed = None
     return problems
 
 
-def _state(one: Any) -> dict[str, Any]:
+def _state(metric: Any) -> dict[str, Any]:
     # Wrappers such as MinMaxMetric keep what they have seen in buffers or plain attributes.
-    kept = {**one._buffers, **vars(one)}
+    kept = {**metric._buffers, **vars(metric)}
     loose = {name: item for name, item in kept.items() if isinstance(item, torch.Tensor) and not name.startswith("_")}
-    declared = {name: getattr(one, name) for name in one._defaults}
-    return {**loose, **declared, "_update_count": one._update_count}
+    declared = {name: getattr(metric, name) for name in metric._defaults}
+    return {**loose, **declared, "_update_count": metric._update_count}
 
 
 def _singles(metric: Any) -> list[tuple[str, Any]]:
-    return [(path, one) for path, one in metric.named_modules() if _is_single(one)]
+    return [(path, part) for path, part in metric.named_modules() if _is_single(part)]
 
 
 def _is_single(value: Any) -> bool:

@@ -28,7 +28,7 @@ __all__ = [
 IMPLEMENTATION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
-# Which parameters a group holds and how it calls them is the live optimizer's business as well.
+# The live optimizer also keeps its own parameters in each group, and their names.
 _OWN = frozenset({"params", "param_names"})
 
 
@@ -70,12 +70,12 @@ def to_named(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
 
 
 def odd_layouts(optimizer: Optimizer, names: dict[int, str], kinds: tuple[type, ...]) -> dict[str, list[int | None]]:
-    """Return how state is spread over ranks that is not of the shape of its parameter (factored second moments).
+    """Return the sharding of state whose shape is not that of its parameter (factored second moments).
 
     Returns:
         "parameter/key" -> for each dimension of the mesh the dimension that is sharded along it, or None.
     """
-    found = {}
+    layouts = {}
     for group, row in zip(optimizer.param_groups, live_names(optimizer, names), strict=True):
         for param, name in zip(group["params"], row, strict=True):
             if isinstance(param, kinds):
@@ -84,8 +84,8 @@ def odd_layouts(optimizer: Optimizer, names: dict[int, str], kinds: tuple[type, 
                 for key, value in kept.items():
                     placements = getattr(value, "placements", None) if isinstance(value, kinds) else None
                     if placements is not None and tuple(value.shape) != tuple(whole.shape):
-                        found[f"{name}/{key}"] = [getattr(one, "dim", None) for one in placements]
-    return found
+                        layouts[f"{name}/{key}"] = [getattr(placement, "dim", None) for placement in placements]
+    return layouts
 
 
 def _tensor_package() -> Any:
@@ -98,18 +98,19 @@ def _tensor_package() -> Any:
 def empty_beside(
     param: Any, shape: tuple[int, ...], dtype: torch.dtype, layout: list[int | None] | None
 ) -> torch.Tensor:
-    """Make a tensor on the mesh of a parameter whose shape it has not.
+    """Return an uninitialised tensor on the mesh of a parameter, of another shape than the parameter.
 
     Args:
-        param: spread over ranks.
-        shape: of the whole.
+        param: a DTensor.
+        shape: of the whole tensor.
         dtype: of the tensor.
-        layout: as in `odd_layouts`; None, or of another number of dimensions: as the parameter, where sizes agree.
+        layout: as in `odd_layouts`. If it is None or does not fit the mesh, each dimension of the same size as in
+            ``param`` is sharded as in ``param``.
     """
     kinds = _tensor_package()
     Replicate, Shard = kinds.Replicate, kinds.Shard  # noqa: N806 - classes
     if layout is None or len(layout) != param.device_mesh.ndim:
-        dims = (getattr(one, "dim", None) for one in param.placements)
+        dims = (getattr(placement, "dim", None) for placement in param.placements)
         layout = [
             dim if dim is not None and dim < len(shape) and shape[dim] == param.shape[dim] else None for dim in dims
         ]

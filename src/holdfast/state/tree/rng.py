@@ -23,7 +23,7 @@ __all__ = ["REFUSALS", "RNG", "RngSentinel", "capture", "plain", "python_entry",
 _MASK = (1 << 64) - 1
 _DTYPE = re.compile(r"[<>|=][iufb]\d")
 _WORDS = struct.Struct("<625I")  # 624 words of the Mersenne Twister and the position in them
-# What a malformed or foreign entry makes the setters below raise: it is listed as not restored, never half trusted.
+# Errors of the setters below for a malformed or foreign entry; such an entry is listed as not restored.
 REFUSALS = (
     KeyError,
     TypeError,
@@ -41,7 +41,7 @@ def capture(*, devices: bool = True) -> dict[str, Any]:
     """Describe the state of every generator of this process.
 
     Args:
-        devices: also those of accelerators in use; False for the three that live on the host.
+        devices: include the accelerators in use; False: only the three generators on the host.
     """
     state: dict[str, Any] = {"python": _python_state(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
@@ -59,7 +59,7 @@ def restore(state: Mapping[str, Any], *, devices: bool = True) -> list[str]:
 
     Args:
         state: what `capture` returned.
-        devices: also those of accelerators.
+        devices: include the accelerators.
 
     Returns:
         One line for each generator that could NOT be restored, empty when all were.
@@ -95,7 +95,7 @@ def set_devices(kind: str, state: torch.Tensor | int) -> list[str]:
     """Give every accelerator of a kind one state, or seed each anew from a number.
 
     Returns:
-        One line if that cannot be done, else nothing.
+        A list of one line if that cannot be done, else an empty list.
     """
     module: Any = getattr(torch, kind, None)
     if not hasattr(module, "set_rng_state") or not hasattr(module, "device_count") or not module.is_available():
@@ -162,8 +162,8 @@ def _set_torch(saved: Any) -> None:
 def _accelerator() -> str | None:
     """Name the kind of accelerator this process has in use.
 
-    One that is there but unused has drawn nothing; asking for its state would start it (seconds, and hundreds of
-    megabytes) and forbid the fork of loader workers.
+    An unused accelerator has drawn nothing; asking for its state would start it (seconds, and hundreds of megabytes)
+    and forbid the fork of loader workers.
     """
     if torch.cuda.is_available():
         return "cuda" if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
@@ -191,16 +191,18 @@ def _set_devices(kind: str, saved: Any) -> list[str]:
     saved = list(saved)
     if module is None or not hasattr(module, "set_rng_state") or not module.is_available():
         return [f"{kind} generators: {len(saved)} saved, this machine has no {kind} device"]
-    here = module.device_count()
+    num_devices = module.device_count()
     single = not hasattr(module, "set_rng_state_all")  # mps: one device, no device argument
     problems = []
-    for number, tensor in enumerate(saved[:here]):
+    for number, tensor in enumerate(saved[:num_devices]):
         try:
             _ = module.set_rng_state(tensor.cpu()) if single else module.set_rng_state(tensor.cpu(), number)
         except REFUSALS as error:
             problems.append(f"{kind} generator {number}: {type(error).__name__}: {error}")
-    if len(saved) > here:
-        problems.append(f"{kind} generators {here} to {len(saved) - 1}: only {here} {kind} device(s) here")
-    elif here > len(saved):
-        problems.append(f"{kind} generators {len(saved)} to {here - 1}: saved on {len(saved)} {kind} device(s)")
+    if len(saved) > num_devices:
+        problems.append(
+            f"{kind} generators {num_devices} to {len(saved) - 1}: only {num_devices} {kind} device(s) here"
+        )
+    elif num_devices > len(saved):
+        problems.append(f"{kind} generators {len(saved)} to {num_devices - 1}: saved on {len(saved)} {kind} device(s)")
     return problems

@@ -1,7 +1,7 @@
-"""Tensors that are spread over ranks (DTensor, ShardedTensor): what this rank holds of them, and who else does.
+"""Tensors that are spread over ranks (DTensor, ShardedTensor): what this rank holds of them, and who holds the same.
 
 Everything follows from the tensor's own mesh, placements and shape, without asking another rank. torch's distributed
-package is not imported here: where it is not imported yet, there is no such tensor.
+package is not imported here: before some other code imports it, no such tensor exists.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 _DTENSOR = ("torch.distributed._tensor", "torch.distributed.tensor")
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 APART = frozenset({"pp", "pipe", "pipeline", "stage", "ep", "expert"})
-"""Names of dimensions of a mesh along which ranks hold different things."""
+"""Names of dimensions of a mesh along which ranks hold different modules."""
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor"
 _Runs = list[tuple[int, int]]  # (first index, length), in the order in which they lie in memory
 
@@ -55,15 +55,15 @@ class Placement:
         text: mesh and placements; the same on all ranks.
         num_ranks: how many ranks the mesh covers, with those that hold the same.
         rank: this rank, as the mesh counts.
-        holders: ranks that hold what this rank holds, this one included.
-        ranks: those that the mesh covers.
+        holders: ranks that hold the same as this rank, with this rank.
+        ranks: all ranks that the mesh covers.
     """
 
     text: str
     num_ranks: int
     rank: int
     holders: tuple[int, ...]
-    ranks: tuple[int, ...] = field(default=(), compare=False, repr=False)  # many; `text` tells them apart as well
+    ranks: tuple[int, ...] = field(default=(), compare=False, repr=False)  # many; `text` distinguishes them, too
 
 
 class Region(NamedTuple):
@@ -85,9 +85,9 @@ Parts = list[tuple[Region | None, torch.Tensor]]
 
 def spread_types() -> tuple[type, ...]:
     """Return the types of tensors that are spread over ranks, of those modules that are imported."""
-    found = [getattr(sys.modules.get(name), "DTensor", None) for name in _DTENSOR]
-    found.append(getattr(sys.modules.get(_SHARDED_TENSOR), "ShardedTensor", None))
-    return tuple(dict.fromkeys(one for one in found if isinstance(one, type)))
+    kinds = [getattr(sys.modules.get(name), "DTensor", None) for name in _DTENSOR]
+    kinds.append(getattr(sys.modules.get(_SHARDED_TENSOR), "ShardedTensor", None))
+    return tuple(dict.fromkeys(kind for kind in kinds if isinstance(kind, type)))
 
 
 def is_spread(value: object) -> bool:
@@ -98,7 +98,7 @@ def is_spread(value: object) -> bool:
 def local_tensor(value: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a tensor as a plain tensor: the same memory, and ``value`` itself if it is plain.
 
-    Of a ShardedTensor with several shards here it is the first.
+    A ShardedTensor with several shards on this rank gives the first.
     """
     if type(value) in _PLAIN or not is_spread(value):
         return value
@@ -109,9 +109,9 @@ def local_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def _local(value: Any) -> torch.Tensor:
-    found = getattr(value, "_local_tensor", None)
-    if type(found) is torch.Tensor and not found.requires_grad:
-        return found  # a fiftieth of the time of to_local
+    local = getattr(value, "_local_tensor", None)
+    if type(local) is torch.Tensor and not local.requires_grad:
+        return local  # a fiftieth of the time of to_local
     with torch.no_grad():
         return value.to_local().detach()  # type: ignore[no-any-return]
 
@@ -120,10 +120,10 @@ def local_parts(value: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
     """Return the boxes of a tensor that this rank holds, each with a view of its memory.
 
     Raises:
-        UnsupportedStateError: it holds terms of a sum, or its placement is unknown.
+        UnsupportedStateError: the tensor holds terms of a sum, or its placement is unknown.
     """
     if hasattr(value, "local_shards"):
-        return [(_shard_box(one), one.tensor.detach()) for one in value.local_shards()]
+        return [(_shard_box(shard), shard.tensor.detach()) for shard in value.local_shards()]
     local = local_tensor(value)
     expected, parts = _held(value)
     if local.shape != expected:
@@ -142,13 +142,13 @@ class Regions:
     def __init__(self) -> None:
         self._spreads: dict[tuple[int, Any], Placement] = {}
         self._known: dict[tuple[int, Any, Any], tuple[tuple[int, ...], list[Region], tuple[Held, ...]]] = {}
-        self._kept: list[Any] = []  # an id means something for as long as its object lives
+        self._kept: list[Any] = []  # keeps the meshes alive, so that no id is used again
 
     def of(self, value: Any) -> Parts:
-        """Take one tensor apart: a region of no elements if this rank holds none.
+        """Return the parts of a tensor on this rank: one region of no elements if it holds none.
 
         Raises:
-            UnsupportedStateError: without a path.
+            UnsupportedStateError: as in `local_parts`; the message names no path.
         """
         if hasattr(value, "local_shards"):
             return _of_shards(value)
@@ -181,7 +181,7 @@ class Regions:
 
 def _of_shards(value: Any) -> Parts:
     shape, spread = tuple(value.size()), _sharded_spread(value)
-    rows: Parts = [(Region(shape, _shard_box(one), spread), one.tensor.detach()) for one in value.local_shards()]
+    rows: Parts = [(Region(shape, _shard_box(shard), spread), shard.tensor.detach()) for shard in value.local_shards()]
     nothing = (0,) * len(shape)
     return rows or [(Region(shape, Box(nothing, nothing), spread), torch.empty(nothing, dtype=value.dtype))]
 
@@ -197,7 +197,7 @@ def _held(value: Any) -> tuple[tuple[int, ...], tuple[Held, ...]]:
     mesh = value.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return (0,), ()  # what torch gives ranks outside of a mesh
+        return (0,), ()  # the local shape that torch gives ranks outside of a mesh
     return held(tuple(value.shape), tuple(_cuts(value.placements, tuple(mesh.shape), coordinate)))
 
 
@@ -224,25 +224,26 @@ def _cuts(placements: Any, sizes: tuple[int, ...], coordinate: Any) -> Iterator[
 
 
 def _spread(mesh: Any, placements: Any) -> Placement:
-    """Find who holds the same: ranks along replicated dimensions, and along those that the mesh was sliced out of."""
+    """Find the holders: ranks along replicated dimensions, and along dimensions that the mesh was sliced out of."""
     grid, inner = _grid(mesh), mesh.mesh
     text = f"{tuple(grid.shape)} {bytes_digest(repr(grid.flatten().tolist()).encode())} {tuple(inner.shape)} "
     text += " ".join(map(str, placements))
     if mesh.get_coordinate() is None:
         return Placement(text=text, num_ranks=grid.numel(), rank=-1, holders=(), ranks=_sorted(grid))
-    here = mesh.get_coordinate()
-    rank = int(inner[tuple(here)])
-    same = inner[tuple(slice(None) if one.is_replicate() else at for one, at in zip(placements, here, strict=True))]
-    holders = {int(one) for one in same.flatten()}
+    coordinate = mesh.get_coordinate()
+    rank = int(inner[tuple(coordinate)])
+    rows = zip(placements, coordinate, strict=True)
+    same = inner[tuple(slice(None) if placement.is_replicate() else at for placement, at in rows)]
+    holders = {int(holder) for holder in same.flatten()}
     if inner.numel() < grid.numel():
-        places = {one: (grid == one).nonzero()[0].tolist() for one in holders}
+        places = {holder: (grid == holder).nonzero()[0].tolist() for holder in holders}
         mine = (grid == rank).nonzero()[0].tolist()
         others = torch.isin(grid, inner).nonzero()
         along = [bool((others[:, dim] != at).any()) for dim, at in enumerate(mine)]
         text += f" {along}"
         for place in places.values():
-            found = grid[tuple(at if on else slice(None) for on, at in zip(along, place, strict=True))]
-            holders.update(int(one) for one in found.flatten())
+            peers = grid[tuple(at if on else slice(None) for on, at in zip(along, place, strict=True))]
+            holders.update(int(member) for member in peers.flatten())
     return Placement(text=text, num_ranks=grid.numel(), rank=rank, holders=tuple(sorted(holders)), ranks=_sorted(grid))
 
 
@@ -253,15 +254,16 @@ def _sorted(grid: torch.Tensor) -> tuple[int, ...]:
 def _grid(mesh: Any) -> torch.Tensor:
     """Return the ranks that may hold what is spread over ``mesh``: those of the mesh that it was sliced out of.
 
-    Stages of a pipeline, and experts, are different things: along a dimension with such a name, nobody holds the same.
+    Stages of a pipeline, and experts, are different modules: along a dimension with such a name, no two ranks hold the
+    same.
     """
     root = _root(mesh)
     grid: torch.Tensor = root.mesh
     names, own = root.mesh_dim_names or (), mesh.mesh_dim_names or ()
-    here = root.get_coordinate()
+    coordinate = root.get_coordinate()
     for dim, name in enumerate(names):
-        if name in APART and name not in own and here is not None:
-            rest = grid.narrow(dim, here[dim], 1)
+        if name in APART and name not in own and coordinate is not None:
+            rest = grid.narrow(dim, coordinate[dim], 1)
             if torch.isin(mesh.mesh, rest).all():
                 grid = rest
     return grid
@@ -284,7 +286,7 @@ def _shard_box(shard: Any) -> Box:
 def _sharded_spread(value: Any) -> Placement:
     import torch.distributed as dist
 
-    shards = [(tuple(one.shard_offsets), tuple(one.shard_sizes)) for one in value.metadata().shards_metadata]
+    shards = [(tuple(shard.shard_offsets), tuple(shard.shard_sizes)) for shard in value.metadata().shards_metadata]
     digest = bytes_digest(repr(shards).encode())
     rank = dist.get_rank()
     size = dist.get_world_size(value._process_group)
@@ -296,15 +298,15 @@ def check_module(module: nn.Module, path: str) -> None:
     """Refuse the first generation of FSDP, whose ``state_dict`` gathers everything and whose optimizers hold slices.
 
     Raises:
-        UnsupportedStateError: saying what to give instead.
+        UnsupportedStateError: says what to put into the state instead.
     """
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if kind is None:
         return
-    for one in module.modules():
-        if isinstance(one, kind) and getattr(one.sharding_strategy, "name", "") != "NO_SHARD":
+    for child in module.modules():
+        if isinstance(child, kind) and getattr(child.sharding_strategy, "name", "") != "NO_SHARD":
             raise UnsupportedStateError(
-                f"{path}: {type(one).__name__} (FSDP1) keeps slices of flattened parameters: use "
+                f"{path}: {type(child).__name__} (FSDP1) keeps slices of flattened parameters: use "
                 "torch.distributed.fsdp.fully_shard, or give {'model': get_model_state_dict(model), 'optimizer': "
                 "get_optimizer_state_dict(model, optimizer)} of torch.distributed.checkpoint.state_dict, and hand what "
                 "was loaded to set_model_state_dict and set_optimizer_state_dict"
@@ -312,19 +314,19 @@ def check_module(module: nn.Module, path: str) -> None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Bring modules under ``fully_shard`` back to their sharded parameters: the ones that optimizers know.
+    """Bring modules under ``fully_shard`` back to their sharded parameters, which optimizers know.
 
-    After a forward pass without a backward one (an evaluation) the gathered ones may still be in place.
+    After a forward pass without a backward pass (an evaluation) the gathered parameters may still be in place.
     """
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if kind is not None:
-        for one in module.modules():
-            if isinstance(one, kind):
-                one.reshard()
+        for child in module.modules():
+            if isinstance(child, kind):
+                child.reshard()
 
 
 class Cut(NamedTuple):
-    """One cut: ``dim`` into ``parts``, of which ``number`` is held; ``factor`` above one makes it a strided cut."""
+    """One cut: ``dim`` into ``parts``, of which ``number`` is held; ``factor`` above 1 makes it a strided cut."""
 
     dim: int
     parts: int
@@ -333,7 +335,7 @@ class Cut(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A box of the whole tensor, and where it begins in the local one."""
+    """A box of the whole tensor, and where it begins in the local tensor."""
 
     box: Box
     local: tuple[int, ...]
@@ -345,7 +347,7 @@ def held(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[tuple[int, ...]
 
     Args:
         shape: of the whole tensor.
-        cuts: from first to last; each cuts what the ones before have left.
+        cuts: in order; each cuts what the cuts before it have left.
     """
     runs: list[_Runs] = [[(0, size)] for size in shape]
     for dim, parts, number, factor in cuts:
@@ -359,11 +361,11 @@ def held(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[tuple[int, ...]
     local_shape = tuple(sum(length for _, length in row) for row in runs)
     if not all(local_shape):
         return local_shape, ()
-    found = []
+    boxes = []
     for rows in product(*[list(zip(row, _starts(row), strict=True)) for row in runs]):
         box = Box(tuple(start for (start, _), _ in rows), tuple(length for (_, length), _ in rows))
-        found.append(Held(box, tuple(at for _, at in rows)))
-    return local_shape, tuple(found)
+        boxes.append(Held(box, tuple(at for _, at in rows)))
+    return local_shape, tuple(boxes)
 
 
 def _chunk(size: int, parts: int, number: int) -> tuple[int, int]:

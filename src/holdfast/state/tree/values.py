@@ -1,8 +1,8 @@
 """The kinds of value a state holds, and what stands for them in a stored tree.
 
-A stored tree is typed JSON (`holdfast.format.codec`). The nodes this layer adds:
+A stored tree is typed JSON (`holdfast.format.codec`). This layer adds the nodes:
 
-- ``{"$": "tensor", "n": name}``: one tensor; ``"k": "parameter"`` / ``"array"`` when it was one of these.
+- ``{"$": "tensor", "n": name}``: one tensor; ``"k": "parameter"`` or ``"array"`` if it was that.
 - ``{"$": "tensors", "at": prefix, "k": [keys]}``: a dict that holds tensors only; its tensors are ``prefix/key``.
 - ``{"$": "object", "type": ..., "kind": ..., "state": tree}``: something with ``state_dict``.
 - ``{"$": "per_rank"}`` and ``{"$": "rng"}``: the tree is in the part of each rank.
@@ -62,9 +62,9 @@ class Attrs(MutableMapping[str, Any]):
     def __init__(self, owner: Any, names: tuple[str, ...]) -> None:
         missing = [name for name in names if not isinstance(name, str) or not hasattr(owner, name)]
         if not names or missing:
-            what = f"has no attribute {', '.join(map(repr, missing))}" if missing else "with no names saves nothing"
+            flaw = f"has no attribute {', '.join(map(repr, missing))}" if missing else "with no names saves nothing"
             raise ConfigError(
-                f"holdfast.attrs: {type(owner).__name__} {what}; name attributes that exist before the run begins, as "
+                f"holdfast.attrs: {type(owner).__name__} {flaw}; name attributes that exist before the run begins, as "
                 "in holdfast.attrs(trainer, 'lr', 'best')"
             )
         self._owner, self._names = owner, tuple(dict.fromkeys(names))
@@ -116,7 +116,7 @@ class RngSentinel:
 
     _only: RngSentinel | None = None
 
-    def __new__(cls) -> RngSentinel:  # noqa: D102 - there is one
+    def __new__(cls) -> RngSentinel:  # noqa: D102 - a singleton
         if cls._only is None:
             cls._only = super().__new__(cls)
         return cls._only
