@@ -112,13 +112,21 @@ def sweep(ops: Ops, door: Beneath, inside: str) -> None:
             if not name.startswith(TEMPORARY) or name == _LOCK_NAME:
                 continue
             with contextlib.suppress(OSError):
-                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-                fd = os.open(name, flags, dir_fd=folder.fd)
+                fd = _open_to_lock(name, folder.fd)
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     ops.unlink(folder.at(name))
                 finally:
                     os.close(fd)
+
+
+def _open_to_lock(name: str, dir_fd: int) -> int:
+    """Open a file to lock it: for writing, since NFS locks only that exclusively; for reading where that is refused."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        return os.open(name, os.O_RDWR | flags, dir_fd=dir_fd)
+    except PermissionError:
+        return os.open(name, os.O_RDONLY | flags, dir_fd=dir_fd)
 
 
 def lock_quietly(fd: int) -> None:
