@@ -14,7 +14,7 @@ from dataclasses import replace as changed
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast.errors import ConfigError, StorageNotFoundError
+from holdfast.errors import ConfigError, StorageError, StorageNotFoundError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,6 +31,7 @@ __all__ = [
     "Storage",
     "check_path",
     "check_prefix",
+    "check_range",
     "check_view",
 ]
 
@@ -614,3 +615,19 @@ def check_view(path: str, *, size: int, offset: int, nbytes: int) -> None:
             f"cannot write {nbytes} bytes at {offset} of {path} (size {size}): all views but the last must be "
             f"multiples of {BLOCK} bytes, the last may be padded to one"
         )
+
+
+def check_range(path: str, *, size: int, offset: int, nbytes: int) -> None:
+    """Refuse a range that leaves its object, or bytes that end before the range does.
+
+    Args:
+        path: the object, for messages.
+        size: bytes of the object, or where the bytes of an answer end.
+        offset: first byte of the range.
+        nbytes: bytes of the range.
+
+    Raises:
+        StorageError: the range begins before the object or ends behind it.
+    """
+    if offset < 0 or offset + nbytes > size:
+        raise StorageError(f"short read of {path}: {nbytes} bytes at {offset} asked for, the object ends at {size}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from holdfast._fork import after_fork_in_child
 from holdfast.errors import ConfigError, StorageConflictError, StorageError, StorageExistsError, StorageNotFoundError
 
-from .base import FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix, check_view
+from .base import FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix, check_range, check_view
 
 __all__ = ["MemoryStorage"]
 
@@ -160,10 +160,7 @@ class _MemoryReader(FileReader):
 
     def read_into(self, offset: int, view: memoryview) -> None:
         target = view.cast("B")
-        if offset < 0 or offset + len(target) > self.size:
-            raise StorageError(
-                f"short read of {self._path}: {len(target)} bytes at {offset} asked for, the object has {self.size}"
-            )
+        check_range(self._path, size=self.size, offset=offset, nbytes=len(target))
         target[:] = self._data[offset : offset + len(target)]
 
     def close(self) -> None:

@@ -15,17 +15,27 @@ import os
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 from holdfast._log import get_logger
 from holdfast.errors import StorageConflictError, StorageError, StorageExistsError, StorageNotFoundError
 
-from ..base import TEMPORARY, FileReader, FileWriter, ObjectInfo, ReplacingWriter, Storage, check_path, check_prefix
+from ..base import (
+    TEMPORARY,
+    FileReader,
+    FileWriter,
+    ObjectInfo,
+    ReplacingWriter,
+    Storage,
+    check_path,
+    check_prefix,
+    check_range,
+)
 from .errors import client_errors
 
-__all__ = ["AdaptedStorage", "BytesReader", "FoundObject", "short_read", "temporary_beside"]
+__all__ = ["AdaptedStorage", "BytesReader", "FoundObject", "RangeReader", "temporary_beside"]
 
 _T = TypeVar("_T", bound="AdaptedStorage")
 _log = get_logger("storage")
@@ -351,17 +361,63 @@ class BytesReader(FileReader):
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill ``view`` from ``offset`` on."""
         target = view.cast("B")
-        if offset < 0 or offset + len(target) > self.size:
-            raise short_read(self._where, len(target), offset, self.size)
+        check_range(self._where, size=self.size, offset=offset, nbytes=len(target))
         target[:] = self._data[offset : offset + len(target)]
 
     def close(self) -> None:
         """Do nothing."""
 
 
-def short_read(where: str, wanted: int, offset: int, size: int) -> StorageError:
-    """Return the error for a range past the end of an object."""
-    return StorageError(f"short read of {where}: {wanted} bytes at {offset} asked for, the object ends at {size}")
+class RangeReader(FileReader):
+    """Reads ranges of an object by requests of their own, many at once.
+
+    A server answers each request from its newest version, so the object is looked at again after each.
+
+    Args:
+        where: the object, for messages.
+        size: bytes of the object.
+        fetch: returns a range: ``fetch(offset, nbytes)``.
+        look: describes the object by what changes with its content.
+        version: what ``look`` returned when the object was opened.
+        end: called by `close`.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        size: int,
+        *,
+        fetch: Callable[[int, int], bytes],
+        look: Callable[[], object],
+        version: object,
+        end: Callable[[], object] | None = None,
+    ) -> None:
+        self._where, self.size = where, size
+        self._fetch, self._look, self._version, self._end = fetch, look, version, end
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from ``offset`` on."""
+        target = view.cast("B")
+        check_range(self._where, size=self.size, offset=offset, nbytes=len(target))
+        if not len(target):
+            return
+        with client_errors("read", self._where):
+            data = self._fetch(offset, len(target))
+        if len(data) > len(target):
+            raise StorageError(f"cannot read {self._where}: the server answers ranges with the whole object")
+        check_range(self._where, size=offset + len(data), offset=offset, nbytes=len(target))
+        with client_errors("read", self._where):
+            now = self._look()
+        if now != self._version:
+            raise StorageError(f"cannot read {self._where}: it was replaced while it was read; open it again")
+        target[:] = data
+
+    def close(self) -> None:
+        """End what the requests use; idempotent, errors of the client are ignored."""
+        end, self._end = self._end, None
+        if end is not None:
+            with contextlib.suppress(Exception):
+                end()
 
 
 def temporary_beside(full: str) -> str:

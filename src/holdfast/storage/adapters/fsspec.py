@@ -24,8 +24,8 @@ from holdfast.errors import ConfigError, MissingExtraError, StorageError
 from ..base import FileReader, FileWriter, Storage
 from ..local.local_storage import LocalStorage
 from ..resolve import resolve
-from .common import AdaptedStorage, FoundObject, temporary_beside
-from .fsspec_io import HandleReader, HandleWriter, RangeReader
+from .common import AdaptedStorage, FoundObject, RangeReader, temporary_beside
+from .fsspec_io import HandleReader, HandleWriter
 from .options import Described, rebuild_options
 
 __all__ = ["FsspecStorage", "from_description", "from_filesystem", "from_uri"]
@@ -34,6 +34,8 @@ __all__ = ["FsspecStorage", "from_description", "from_filesystem", "from_uri"]
 _SAFE_RMDIR = frozenset({"file", "local", "ftp", "sftp", "smb", "ssh", "webhdfs"})
 # They answer from copies of their own: a manifest or a lease may be old news there.
 _CACHES = frozenset({"blockcache", "cached", "filecache", "simplecache"})
+# Where clients keep what changes with the content.
+_VERSION_KEYS = ("size", "ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "updated")
 _TIMEOUT_S = 60.0
 _PREFIX = "fsspec+"
 
@@ -106,7 +108,16 @@ class FsspecStorage(AdaptedStorage):
     def _reader(self, full: str, found: FoundObject, where: str) -> FileReader:
         fs, size = self.filesystem, found.size or 0
         if fs.async_impl:
-            return RangeReader(fs, full, where=where, size=size)
+
+            def fetch(offset: int, nbytes: int) -> bytes:
+                return bytes(fs.cat_file(full, start=offset, end=offset + nbytes))
+
+            def look() -> list[Any]:
+                fs.invalidate_cache()
+                info = fs.info(full)
+                return [info.get(key) for key in _VERSION_KEYS]
+
+            return RangeReader(where, size, fetch=fetch, look=look, version=look())
         with _guarded(fs):
             handle = fs.open(full, "rb")
         return HandleReader(handle, _guard(fs), where=where, size=size)

@@ -1,4 +1,4 @@
-"""Readers and writers over the handles and ranges of an fsspec file system."""
+"""Reader and writer over the open handles of an fsspec file system."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from typing import Any
 
 from holdfast.errors import StorageError
 
-from ..base import FileReader, FileWriter, check_view
-from .common import FoundObject, short_read
+from ..base import FileReader, FileWriter, check_range, check_view
+from .common import FoundObject
 from .errors import client_errors
 
-__all__ = ["HandleReader", "HandleWriter", "RangeReader"]
-
-# Where clients keep what changes with the content.
-_VERSION_KEYS = ("size", "ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "updated")
+__all__ = ["HandleReader", "HandleWriter"]
 
 
 class HandleWriter(FileWriter):
@@ -100,14 +97,12 @@ class HandleReader(FileReader):
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill ``view`` from ``offset`` on."""
         target = view.cast("B")
-        if offset < 0 or offset + len(target) > self.size:
-            raise short_read(self._where, len(target), offset, self.size)
+        check_range(self._where, size=self.size, offset=offset, nbytes=len(target))
         with client_errors("read", self._where), self._guard:
             if self._handle is None:
                 raise StorageError(f"cannot read {self._where}: the reader is closed")
             done = self._read(offset, target)
-        if done < len(target):
-            raise short_read(self._where, len(target), offset, offset + done)
+        check_range(self._where, size=offset + done, offset=offset, nbytes=len(target))
 
     def _read(self, offset: int, target: memoryview) -> int:
         handle = self._handle
@@ -138,37 +133,3 @@ class HandleReader(FileReader):
             if handle is not None and not isinstance(handle, io.BytesIO):
                 with contextlib.suppress(Exception):
                     handle.close()
-
-
-class RangeReader(FileReader):
-    """Reads ranges by requests of their own, many at once; the object is looked at again after each."""
-
-    def __init__(self, fs: Any, full: str, *, where: str, size: int) -> None:
-        self._fs, self._full, self._where, self.size = fs, full, where, size
-        self._version = self._look()
-
-    def _look(self) -> Any:
-        with client_errors("read", self._where):
-            self._fs.invalidate_cache()
-            info = self._fs.info(self._full)
-        return [info.get(key) for key in _VERSION_KEYS]
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset`` on."""
-        target = view.cast("B")
-        if offset < 0 or offset + len(target) > self.size:
-            raise short_read(self._where, len(target), offset, self.size)
-        if not len(target):
-            return
-        with client_errors("read", self._where):
-            data = self._fs.cat_file(self._full, start=offset, end=offset + len(target))
-        if len(data) > len(target):
-            raise StorageError(f"cannot read {self._where}: the server answers ranges with the whole object")
-        if len(data) < len(target):
-            raise short_read(self._where, len(target), offset, offset + len(data))
-        if self._look() != self._version:
-            raise StorageError(f"cannot read {self._where}: it was replaced while it was read; open it again")
-        target[:] = data
-
-    def close(self) -> None:
-        """Do nothing: requests end by themselves."""

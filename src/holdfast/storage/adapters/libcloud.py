@@ -23,7 +23,7 @@ from holdfast._optional import require
 from holdfast.errors import ConfigError, StorageError
 
 from ..base import FileReader, FileWriter, Storage, check_view
-from .common import AdaptedStorage, FoundObject, short_read, temporary_beside
+from .common import AdaptedStorage, FoundObject, RangeReader, temporary_beside
 from .errors import client_errors
 from .options import Described, rebuild_options
 
@@ -249,7 +249,10 @@ class LibcloudObjectStore(AdaptedStorage):
         return b"".join(self._driver.download_object_as_stream(found)) if found.size else b""
 
     def _reader(self, full: str, found: FoundObject, where: str) -> FileReader:
-        return _Reader(self, full, where, found)
+        def fetch(offset: int, nbytes: int) -> bytes:
+            return b"".join(self._driver.download_object_range_as_stream(self._object(full), offset, offset + nbytes))
+
+        return RangeReader(where, found.size or 0, fetch=fetch, look=lambda: self._look(full), version=found)
 
     def _store(self, full: str, data: bytes) -> None:
         if not self._is_disk:
@@ -384,35 +387,6 @@ def _moment(extra: Mapping[str, Any]) -> float:
         with contextlib.suppress(ValueError, TypeError):
             return parse(str(text).replace("Z", "+00:00")).timestamp()
     return 0.0
-
-
-class _Reader(FileReader):
-    """Reads ranges by requests of their own; the object is looked at again after each."""
-
-    def __init__(self, storage: LibcloudObjectStore, full: str, where: str, found: FoundObject) -> None:
-        self._storage, self._full, self._where, self._found = storage, full, where, found
-        self.size = found.size or 0
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset`` on."""
-        target = view.cast("B")
-        if offset < 0 or offset + len(target) > self.size:
-            raise short_read(self._where, len(target), offset, self.size)
-        if not len(target):
-            return
-        with client_errors("read", self._where):
-            found = self._storage._object(self._full)
-            chunks = self._storage._driver.download_object_range_as_stream(found, offset, offset + len(target))
-            data = b"".join(chunks)
-            now = self._storage._look(self._full)
-        if len(data) != len(target):
-            raise short_read(self._where, len(target), offset, offset + len(data))
-        if now != self._found:
-            raise StorageError(f"cannot read {self._where}: it was replaced while it was read; open it again")
-        target[:] = data
-
-    def close(self) -> None:
-        """Do nothing: requests end by themselves."""
 
 
 class _Abandoned(Exception):  # noqa: N818  # never leaves this module

@@ -20,7 +20,7 @@ from holdfast.errors import ConfigError, StorageError, StorageNotFoundError
 from ..base import TEMPORARY, FileReader, FileWriter, Storage, check_prefix, check_view
 from ..local.local_storage import LocalStorage
 from ..resolve import resolve
-from .common import AdaptedStorage, FoundObject, short_read, temporary_beside
+from .common import AdaptedStorage, FoundObject, RangeReader, temporary_beside
 from .errors import client_errors
 from .options import Described, rebuild_options
 
@@ -90,9 +90,16 @@ class PyarrowStorage(AdaptedStorage):
 
     def _reader(self, full: str, found: FoundObject, where: str) -> FileReader:
         handle = self.filesystem.open_input_file(full)
-        # An open file of a tree keeps its version; each range of an object store is a request for the newest one.
-        look = None if self._is_tree else lambda: self._look(full)
-        return _Reader(handle, where=where, found=found, look=look)
+
+        def fetch(offset: int, nbytes: int) -> bytes:
+            data: bytes = handle.read_at(nbytes, offset)
+            return data
+
+        def look() -> FoundObject | None:
+            # An open file of a tree keeps its version.
+            return found if self._is_tree else self._look(full)
+
+        return RangeReader(where, found.size or 0, fetch=fetch, look=look, version=found, end=handle.close)
 
     def _store(self, full: str, data: bytes) -> None:
         if not self._is_tree:
@@ -225,31 +232,6 @@ class _Writer(FileWriter):
             stream.close()
         with contextlib.suppress(Exception):
             self._drop()
-
-
-class _Reader(FileReader):
-    def __init__(
-        self, handle: Any, *, where: str, found: FoundObject, look: Callable[[], FoundObject | None] | None
-    ) -> None:
-        self._handle, self._where, self._found, self._look = handle, where, found, look
-        self.size = found.size or 0
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        target = view.cast("B")
-        if offset < 0 or offset + len(target) > self.size:
-            raise short_read(self._where, len(target), offset, self.size)
-        with client_errors("read", self._where):
-            data = self._handle.read_at(len(target), offset)
-            now = self._found if self._look is None else self._look()
-        if len(data) < len(target):
-            raise short_read(self._where, len(target), offset, offset + len(data))
-        if now != self._found:
-            raise StorageError(f"cannot read {self._where}: it was replaced while it was read; open it again")
-        target[:] = data
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._handle.close()
 
 
 def from_uri(uri: str) -> Storage:

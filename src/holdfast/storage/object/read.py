@@ -10,7 +10,7 @@ from typing import Any
 from holdfast._fork import after_fork_in_child
 from holdfast.errors import StorageError
 
-from ..base import FileReader
+from ..base import FileReader, check_range
 from .again import Errors, ShortAnswerError, again_if_broken
 from .ahead import Ahead
 from .client import BucketClient
@@ -130,10 +130,7 @@ class ObjectReader(FileReader):
         """Fill ``view`` by parallel requests of at most 8 MiB."""
         target = view.cast("B")
         end = offset + len(target)
-        if offset < 0 or end > self.size:
-            raise StorageError(
-                f"short read of {self._path}: {len(target)} bytes at {offset} asked for, the object has {self.size}"
-            )
+        check_range(self._path, size=self.size, offset=offset, nbytes=len(target))
         known = min(end, len(self._first)) - offset
         if known > 0:
             target[:known] = self._first[offset : offset + known]
