@@ -38,13 +38,13 @@ class HandleWriter(FileWriter):
             handle.set_pipelined(True)  # SFTP: does not wait for the answer to each 32 KiB; close sees the errors
 
     def write(self, view: memoryview) -> None:
-        """Append ``view``; the client has taken its bytes on return."""
+        """Append ``view``; the client holds a copy of its bytes on return."""
         if self._handle is None:
             raise StorageError(f"cannot write {self._where}: the writer is closed")
         view = view.cast("B")
         check_view(self._where, size=self._size, offset=self._offset, nbytes=len(view))
         with client_errors("write", self._where), self._guard:
-            # A copy: clients may keep what they are given until it is sent, and ours is reused.
+            # A copy: clients may keep the bytes until they are sent, and the caller reuses its memory.
             self._handle.write(bytes(view[: max(0, self._size - self._offset)]))
         self._offset += len(view)
 
@@ -75,7 +75,7 @@ class HandleWriter(FileWriter):
         handle, self._handle = self._handle, None
         if handle is None:
             return
-        # What cannot be dropped now is no part of any manifest; nobody reads it, and a sweep takes it.
+        # An object that cannot be dropped now is in no manifest; nobody reads it, and a sweep takes it.
         with contextlib.suppress(Exception), self._guard:
             if hasattr(handle, "discard"):
                 handle.discard()
@@ -108,8 +108,8 @@ class HandleReader(FileReader):
         handle = self._handle
         if isinstance(handle, io.BytesIO):
             # fsspec's memory file: its position is shared by all who opened it, and its bytes are at hand.
-            with handle.getbuffer() as found:
-                part = found[offset : offset + len(target)]
+            with handle.getbuffer() as content:
+                part = content[offset : offset + len(target)]
                 target[: len(part)] = part
                 return len(part)
         if hasattr(handle, "readv"):
@@ -127,7 +127,7 @@ class HandleReader(FileReader):
         return done
 
     def close(self) -> None:
-        """Give the handle back."""
+        """Close the handle."""
         with self._guard:
             handle, self._handle = self._handle, None
             if handle is not None and not isinstance(handle, io.BytesIO):

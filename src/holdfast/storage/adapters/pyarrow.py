@@ -28,7 +28,7 @@ __all__ = ["PyarrowStorage", "from_description", "from_filesystem", "from_uri"]
 
 _T = TypeVar("_T")
 _OBJECT_STORES = frozenset({"abfs", "gcs", "s3"})
-# What may be rebuilt from a description: classes of pyarrow.fs whose arguments are plain values.
+# Classes of pyarrow.fs whose arguments are plain values, so that a description can rebuild them.
 _KINDS = ("AzureFileSystem", "GcsFileSystem", "HadoopFileSystem", "S3FileSystem")
 _SCHEMES = {"abfs": "abfs", "gcs": "gs", "hdfs": "hdfs", "s3": "s3"}
 _PREFIX = "pyarrow+"
@@ -52,8 +52,8 @@ class PyarrowStorage(AdaptedStorage):
 
     def describe(self) -> dict[str, Any] | None:
         """Return kind, arguments and root; None for file systems that only this process has."""
-        told = Described(_client_of(self.filesystem)).plain
-        return told and {"kind": "pyarrow", "client": told, "root": self._root, "uri": self._uri}
+        plain = Described(_client_of(self.filesystem)).plain
+        return plain and {"kind": "pyarrow", "client": plain, "root": self._root, "uri": self._uri}
 
     def secrets(self) -> dict[str, str] | None:
         """Return keys and tokens among the arguments."""
@@ -126,7 +126,7 @@ class PyarrowStorage(AdaptedStorage):
             return self.filesystem.open_output_stream(full, compression=None, buffer_size=0)
 
         if self._is_tree:
-            # Removed first: what reads the older file goes on reading it.
+            # Removed first: readers of the older file go on reading it.
             with contextlib.suppress(FileNotFoundError):
                 self.filesystem.delete_file(full)
             stream = self._in_directory(full, start)
@@ -201,7 +201,7 @@ class _Writer(FileWriter):
         view = view.cast("B")
         check_view(self._where, size=self._size, offset=self._offset, nbytes=len(view))
         with client_errors("write", self._where):
-            # A copy: background writes keep what they are given until it is sent, and ours is reused.
+            # A copy: background writes keep the bytes until they are sent, and the caller reuses its memory.
             self._stream.write(bytes(view[: max(0, self._size - self._offset)]))
         self._offset += len(view)
 
@@ -227,7 +227,7 @@ class _Writer(FileWriter):
         stream, self._stream = self._stream, None
         if stream is None:
             return
-        # pyarrow has no abort in Python: what was begun is finished and removed at once.
+        # pyarrow has no abort in Python: the object is finished and removed at once.
         with contextlib.suppress(Exception):
             stream.close()
         with contextlib.suppress(Exception):
@@ -272,7 +272,7 @@ def _adapt(filesystem: Any, path: str, uri: str | None) -> Storage:
         return LocalStorage(os.path.expanduser(path.removeprefix("file://")) or ".")
     if kind == "subtree" and filesystem.base_fs.type_name in ("local", "subtree"):
         return _adapt(filesystem.base_fs, posixpath.join(filesystem.base_path, path.lstrip("/")), None)
-    if kind == "py::holdfast":  # one of ours, on its way back
+    if kind == "py::holdfast":  # made by `for_pyarrow.as_pyarrow`
         handler = filesystem.handler
         shown: Storage = handler.storage.child(handler.inside(path))
         return shown
@@ -298,16 +298,16 @@ def _client_of(filesystem: Any) -> dict[str, Any] | None:
     return {"type": name, "arguments": list(arguments)}
 
 
-def _client_from(told: dict[str, Any]) -> Any:
+def _client_from(description: dict[str, Any]) -> Any:
     import pyarrow.fs
 
-    name = told.get("type")
+    name = description.get("type")
     if name == "SubTreeFileSystem":
-        return pyarrow.fs.SubTreeFileSystem(told["path"], _client_from(told["base"]))
+        return pyarrow.fs.SubTreeFileSystem(description["path"], _client_from(description["base"]))
     if name not in _KINDS:
         raise ConfigError(f"storage description: {name!r} is no file system that can be rebuilt here")
     kind = getattr(pyarrow.fs, name)
-    return getattr(kind, "_reconstruct", kind)(*told["arguments"])
+    return getattr(kind, "_reconstruct", kind)(*description["arguments"])
 
 
 def _uri_of(filesystem: Any, root: str) -> str:
