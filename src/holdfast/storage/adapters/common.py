@@ -266,7 +266,7 @@ class AdaptedStorage(Storage):
 
     @property
     def max_file_bytes(self) -> int:
-        """256 MiB: after an interruption only files that were not sent completely are sent again."""
+        """256 MiB, no more: after an interruption every file that was not sent completely is sent again."""
         return 256 << 20
 
     @property
