@@ -7,12 +7,14 @@ import tracemalloc
 
 import pytest
 
+from holdfast.errors import StorageUnavailableError
 from holdfast.format.commit import PartSummary, commit
 from holdfast.format.digest import CHUNK, bytes_digest, chunk_digests, file_digest
 from holdfast.format.index import Index, Piece, TensorEntry
 from holdfast.format.manifest import FileEntry
 from holdfast.format.tensor_file import lay_out
 from holdfast.format.verify import verify_files
+from holdfast.storage.base import FileReader, PrefixStorage
 from holdfast.storage.local.local_storage import LocalStorage
 
 SAVE = "deadbeef-1"
@@ -98,6 +100,46 @@ def test_a_damaged_index_costs_only_the_names(saved):
         (MODEL, 0, ()),
         (INDEX, None, ()),
     ]
+
+
+class Failing(PrefixStorage):
+    """Reads of one file fail as those of a store that does not answer."""
+
+    def __init__(self, storage, path):
+        super().__init__(storage, "s")
+        self._path = path
+
+    def open(self, path):
+        reader = super().open(path)
+        return Unanswered(reader) if path == self._path else reader
+
+
+class Unanswered(FileReader):
+    def __init__(self, reader):
+        self._reader, self.size = reader, reader.size
+
+    def read_into(self, offset, view):
+        raise StorageUnavailableError("no answer")
+
+    def close(self):
+        self._reader.close()
+
+
+@pytest.mark.parametrize("path", [MODEL, INDEX, STATE, TABLE])
+def test_a_storage_that_fails_says_nothing_about_the_checkpoint(saved, path):
+    """An error of the storage is raised as such, whichever file it strikes: it is no damage."""
+    storage, manifest, _ = saved
+    with pytest.raises(StorageUnavailableError):
+        verify_files(Failing(storage, path), "", manifest)
+
+
+def test_a_short_digest_file_is_a_problem_of_both_files(saved):
+    """The digests of the tensors cannot be read, and their own file has the wrong size."""
+    storage, manifest, root = saved
+    (root / TABLE).write_bytes((root / TABLE).read_bytes()[:8])
+    problems = verify_files(storage, "s", manifest)
+    assert [problem.file for problem in problems] == [MODEL, TABLE]
+    assert "cannot be read" in str(problems[0])
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):

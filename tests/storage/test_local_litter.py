@@ -68,6 +68,41 @@ def test_dead_temporaries_are_swept_and_live_ones_kept(tmp_path):
         assert sorted(os.listdir(tmp_path)) == [".tmp-alive", "a"]
 
 
+def test_dead_temporaries_are_swept_where_a_lock_needs_a_file_open_for_writing(tmp_path, monkeypatch):
+    """NFS locks exclusively only what is open for writing: dead temporary files go there too, live ones stay."""
+    real = fcntl.flock
+
+    def flock(fd, how):
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_WRONLY | os.O_RDWR) == os.O_RDONLY:
+            raise OSError(errno.EBADF, "open for writing first")
+        real(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    (tmp_path / ".tmp-dead").write_bytes(b"1")
+    with open(tmp_path / ".tmp-alive", "wb") as alive:
+        fcntl.flock(alive, fcntl.LOCK_EX)
+        LocalStorage(tmp_path).put("a", b"1")
+        assert sorted(os.listdir(tmp_path)) == [".tmp-alive", "a"]
+
+
+def test_a_dead_temporary_that_may_not_be_written_is_swept(tmp_path, monkeypatch):
+    """A file that this user may only read is locked through a reading descriptor; what is no file stays."""
+    real, refused = os.open, []
+
+    def refuse(path, flags, *args, **kwargs):
+        if path == ".tmp-dead" and flags & os.O_RDWR:
+            refused.append(path)
+            raise PermissionError(errno.EACCES, "read-only", path)
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    (tmp_path / ".tmp-dead").write_bytes(b"1")
+    (tmp_path / ".tmp-directory").mkdir()
+    LocalStorage(tmp_path).put("a", b"1")
+    assert refused == [".tmp-dead"]
+    assert sorted(os.listdir(tmp_path)) == [".tmp-directory", "a"]
+
+
 def test_delete_takes_dead_temporaries_along(tmp_path):
     """A directory that holds only what a dead writer left counts as empty."""
     storage = LocalStorage(tmp_path)

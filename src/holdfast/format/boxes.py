@@ -19,10 +19,10 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
 
 
-def overlap(one: Box, other: Box) -> Box | None:
-    """Return what two boxes share; None if it is nothing."""
+def overlap(box: Box, other: Box) -> Box | None:
+    """Return the box that two boxes share, None if they share no element."""
     start, shape = [], []
-    for low, size, first, count in zip(one.start, one.shape, other.start, other.shape, strict=True):
+    for low, size, first, count in zip(box.start, box.shape, other.start, other.shape, strict=True):
         begin, end = max(low, first), min(low + size, first + count)
         if end <= begin:
             return None
@@ -32,23 +32,23 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def flaw(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
-    """Return why boxes inside of a tensor do not make it up, each element once; None if they do.
+    """Return why boxes do not cover a tensor of this shape, each element once; None if they do.
 
     Linear in the number of boxes: instead of comparing each with each, their corners are added up, with alternating
     signs. Wherever boxes meet these cancel out; what is left are the corners of the whole, and of nothing else. (The
     mixed difference of a sum of indicator functions determines that sum.)
     """
-    found = [box for box in boxes if all(box.shape)]
-    count, whole = sum(prod(box.shape) for box in found), prod(shape)
+    filled = [box for box in boxes if all(box.shape)]
+    count, whole = sum(prod(box.shape) for box in filled), prod(shape)
     if count != whole:
         state = "are missing" if count < whole else "are stored twice"
         return f"{abs(whole - count)} of its {whole} elements {state}"
-    cut = [dim for dim, size in enumerate(shape) if any(box.shape[dim] != size for box in found)]
+    cut = [dim for dim, size in enumerate(shape) if any(box.shape[dim] != size for box in filled)]
     if len(cut) > _MAX_CUT:
         return f"it is cut along {len(cut)} dimensions, more than the {_MAX_CUT} that this version reads"
     left: dict[tuple[int, ...], int] = {}
     signs = [(-1) ** sum(bits) for bits in product((0, 1), repeat=len(cut))]
-    for box in found:
+    for box in filled:
         edges = [(box.start[dim], box.start[dim] + box.shape[dim]) for dim in cut]
         for corner, sign in zip(product(*edges), signs, strict=True):
             left[corner] = left.get(corner, 0) + sign

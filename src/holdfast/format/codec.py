@@ -57,7 +57,7 @@ def encode(value: Any, leaf: Leaf | None = None, *, path: str = "state", dropped
             ``"$"``) or NotImplemented.
         path: how messages and ``leaf`` call ``value``.
         dropped: if given, dict entries and list, set and deque items that cannot be encoded are left out, and their
-            paths added here. A tuple goes as a whole, since its positions mean something.
+            paths added here. A tuple is left out as a whole, since its positions mean something.
 
     Raises:
         UnsupportedStateError: naming the path, the type and what to do.
@@ -70,8 +70,8 @@ def decode(tree: Any, leaf: NodeLeaf | None = None, *, where: str = "state") -> 
 
     Args:
         tree: what `encode` returned, or `loads` read.
-        leaf: called with the tag and the node for tags that are not of this module; without it such nodes stay as
-            they are.
+        leaf: called with the tag and the node for tags that this module does not know; without it such nodes stay
+            as they are.
         where: name of the file, for messages.
 
     Raises:
@@ -82,13 +82,13 @@ def decode(tree: Any, leaf: NodeLeaf | None = None, *, where: str = "state") -> 
     except _MALFORMED as error:
         if isinstance(error, HoldfastError):
             raise
-        what = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
     except CorruptCheckpointError as error:
         if error.file is not None:
             raise
-        what = str(error)
+        reason = str(error)
     raise CorruptCheckpointError(
-        f"{where}, at {_place(tree, leaf)!a}: a stored value cannot be rebuilt ({what:.400}): this checkpoint is "
+        f"{where}, at {_place(tree, leaf)!a}: a stored value cannot be rebuilt ({reason:.400}): this checkpoint is "
         "damaged; use another one",
         file=where,
     )
@@ -96,8 +96,8 @@ def decode(tree: Any, leaf: NodeLeaf | None = None, *, where: str = "state") -> 
 
 def _place(tree: Any, leaf: NodeLeaf | None) -> str:
     """Find the innermost node that cannot be rebuilt: only for a message, so in a second pass."""
-    found: list[str] = []
-    while len(found) < _SHOWN_DEPTH:
+    keys: list[str] = []
+    while len(keys) < _SHOWN_DEPTH:
         inner: Any = tree.get("v", tree.get("state", {})) if type(tree) is dict and "$" in tree else tree
         rows = inner.items() if type(inner) is dict else enumerate(inner) if type(inner) is list else ()
         for part, child in rows:
@@ -105,12 +105,12 @@ def _place(tree: Any, leaf: NodeLeaf | None) -> str:
                 try:
                     _Decoder(leaf).value(child)
                 except (*_MALFORMED, HoldfastError):
-                    found.append(str(part)[:40])
+                    keys.append(str(part)[:40])
                     tree = child
                     break
         else:
             break
-    return "/".join(found)
+    return "/".join(keys)
 
 
 class _Encoder:
@@ -239,7 +239,7 @@ class _Encoder:
         return {"$": "counter", "v": self.pairs(value, path)}
 
     def tuple_(self, value: tuple[Any, ...], path: str) -> dict[str, Any]:
-        # Not `items`: what cannot be stored takes the whole tuple with it, since positions mean something.
+        # Not `items`: an item that cannot be stored leaves out the whole tuple, since positions mean something.
         return {"$": "tuple", "v": [self.value(item, f"{path}[{number}]") for number, item in enumerate(value)]}
 
     def named(self, value: Any, path: str) -> dict[str, Any]:
@@ -284,7 +284,7 @@ _TREES = frozenset({dict, list})
 
 
 class _Decoder:
-    """Rebuilds values."""
+    """Rebuilds values from their tree."""
 
     __slots__ = ("leaf",)
 
@@ -336,8 +336,8 @@ class _Decoder:
 
 def _distinct(members: list[Any]) -> set[Any]:
     """Make a set, but not of thousands of values that were chosen to have one hash: that takes minutes."""
-    if len(members) > _MANY and len({hash(one) for one in members}) < len(members) // 2:
-        values = len({repr(one) for one in members})
+    if len(members) > _MANY and len({hash(member) for member in members}) < len(members) // 2:
+        values = len({repr(member) for member in members})
         raise ValueError(f"{values} different values with the same hashes")
     return set(members)
 
@@ -395,7 +395,7 @@ def _is_field(name: object) -> bool:
 
 
 class _Named(tuple[Any, ...]):
-    """What all these types share; behaves as ``collections.namedtuple`` types do."""
+    """Base of these types; behaves as ``collections.namedtuple`` types do."""
 
     __slots__ = ()
     _fields: tuple[str, ...] = ()

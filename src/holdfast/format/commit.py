@@ -58,7 +58,7 @@ class PartSummary:
     Attributes:
         writer: its rank.
         files: its files.
-        division: how it and others divided one state; None for a part that has nothing to do with the others.
+        division: how it and others divided one state; None for a part that is independent of the others.
         base: of an overwrite: etag of the manifest that was there before the first of these files ("" for none).
     """
 
@@ -102,8 +102,8 @@ class PartSummary:
 class Replaced:
     """What was in a directory before an overwrite wrote its first file there; `look_before` finds it.
 
-    The manifest of the overwrite goes in only in place of this very one. So of several at once one wins, and it may
-    remove ``stale``: whoever wrote those files had looked before it as well, and cannot commit any more.
+    The manifest of the overwrite replaces exactly this manifest. Of several overwrites at once one wins, and it may
+    remove ``stale``: the saves that wrote those files have looked before it as well, and cannot commit any more.
 
     Attributes:
         etag: of the manifest; "" if there was none, None if the storage has no etags.
@@ -117,7 +117,7 @@ class Replaced:
 
 
 def look_before(storage: Storage, directory: str) -> Replaced:
-    """Look at what an overwrite is going to replace. To be called before its first file is written."""
+    """Look at what an overwrite is going to replace. The caller has not written its first file yet."""
 
     def manifest() -> tuple[str | None, frozenset[str]]:
         try:
@@ -152,14 +152,14 @@ def commit(
         manifest_fields: fields of `Manifest`; ``writers`` names the ranks that must have a part (default: those that
             have one); keys that are no fields go to ``extra``.
         parts: what each writer contributed.
-        overwrite: what was there before the first of these files: replace it, then remove what ``parts`` do not have.
+        overwrite: the content before the first of these files: replace it, then remove what ``parts`` do not have.
         keep_sidecars: what was said about a replaced checkpoint (metadata, late metrics) is true of the new one.
-        void: tells whether a manifest that is in the way counts for nothing and may be replaced.
+        void: decides whether a manifest that is in the way counts for nothing and may be replaced.
 
     Raises:
-        CheckpointExistsError: there is a manifest, and it is not to be replaced.
+        CheckpointExistsError: there is a manifest, and it must not be replaced.
         CheckpointError: parts are missing, or they are no parts of one state; or another process has overwritten the
-            checkpoint since ``overwrite`` was looked at: that one stays.
+            checkpoint since ``overwrite`` was looked at: that process's checkpoint stays.
     """
     manifest = assemble(directory, manifest_fields, parts)
     commit_manifest(storage, directory, manifest, overwrite=overwrite, keep_sidecars=keep_sidecars, void=void)
@@ -199,7 +199,7 @@ def commit_manifest(
 ) -> bytes:
     """Write a manifest whose files are all there, and return its bytes. See `commit`.
 
-    It is fine if this very one is there already.
+    A stored manifest with the same bytes counts as written.
     """
     entries = manifest.files
     data = manifest.to_bytes()
@@ -234,23 +234,23 @@ def _settle(
     overwrite: bool,
     void: Callable[[Manifest], bool] | None,
 ) -> None:
-    """Decide what it means that another manifest is there than was expected: raises unless ours is there at the end."""
+    """Handle a manifest that `commit_manifest` did not expect: raises unless ours is stored at the end."""
     target, where = join(directory, MANIFEST_NAME), join(storage.uri, directory)
-    etag, found = None, b""
+    etag, stored = None, b""
     with suppress(StorageNotFoundError):
         etag = storage.stat(target).etag
-        found = _read_bytes(storage, target)
+        stored = _read_bytes(storage, target)
     # A store that retries a request by itself may refuse its own first success.
-    if found == data:
+    if stored == data:
         return
-    if void is not None and found and void(Manifest.from_bytes(found, where=target)):
+    if void is not None and stored and void(Manifest.from_bytes(stored, where=target)):
         with suppress(StorageConflictError, StorageNotFoundError):
             storage.put(target, data, if_match=etag)
             return
     if overwrite:
         raise CheckpointError(
-            f"{where}: not committed: another process has overwritten this checkpoint at the same time, and its one "
-            "stays. Save from one process (one rank) under one name"
+            f"{where}: not committed: another process has overwritten this checkpoint at the same time, and its "
+            "manifest stays. Save from one process (one rank) under one name"
         ) from error
     raise CheckpointExistsError(
         f"{where} is a committed checkpoint: pass overwrite=True to replace it, or save under another name"
@@ -294,7 +294,7 @@ def read_manifest_bytes(storage: Storage, directory: str) -> bytes:
     """Read the manifest of the checkpoint at ``directory`` as it is stored, for copying it.
 
     Raises:
-        StorageNotFoundError: there is none.
+        StorageNotFoundError: there is no manifest.
         CorruptCheckpointError: it is too long for a manifest, or a link out of the checkpoint.
     """
     check_links(storage, directory, (MANIFEST_NAME,))  # before it is opened: what lies outside is not even read
@@ -304,8 +304,8 @@ def read_manifest_bytes(storage: Storage, directory: str) -> bytes:
 def remove(storage: Storage, directory: str) -> None:
     """Remove a checkpoint, manifest first: a reader sees all of it or none.
 
-    Only what Holdfast wrote or listed goes; files that somebody put into the directory later stay. Safe to repeat
-    after a crash, and fine if there is nothing.
+    Only files that Holdfast wrote or listed are removed; files that somebody put into the directory later stay. Safe to
+    repeat after a crash. A missing checkpoint is no error.
     """
     listed, folders = _listed(storage, directory)
     if not listed and not folders:
@@ -318,10 +318,10 @@ def remove(storage: Storage, directory: str) -> None:
 
 
 def make_folders(storage: Storage, directory: str, manifest: Manifest) -> None:
-    """Make the directories of a checkpoint that hold nothing, as far as they are not there: on a local disk.
+    """Create the empty directories of a checkpoint on a local disk, as far as they are missing.
 
-    After the commit: the manifest says which there are, so none is lost with a process that dies in between. A storage
-    that cannot be written to does without.
+    After the commit: the manifest lists them, so that a process which dies in between loses none. A storage that cannot
+    be written to does without.
     """
     root = storage.local_root
     if root is None or not manifest.empty_directories:
@@ -407,7 +407,7 @@ def _names(storage: Storage, directory: str) -> frozenset[str]:
 
 
 def _only_ours(names: Iterable[str]) -> frozenset[str]:
-    """Return those that only a save of Holdfast gives."""
+    """Return the names that only a save of Holdfast gives."""
     return frozenset(name for name in names if start_id_of(name) is not None)
 
 
@@ -428,9 +428,9 @@ def _delete(storage: Storage, directory: str, paths: Iterable[str]) -> None:
 
 def _check_sizes(storage: Storage, directory: str, manifest: Manifest) -> None:
     skip = len(directory) + 1 if directory else 0
-    found = {info.path[skip:]: info.size for info in storage.list(directory)}
+    sizes = {info.path[skip:]: info.size for info in storage.list(directory)}
     for entry in manifest.files:
-        size = found.get(entry.path)
+        size = sizes.get(entry.path)
         if size != entry.size:
             state = "is missing" if size is None else f"has {size} bytes"
             raise CorruptCheckpointError(

@@ -106,8 +106,8 @@ class Digests:
 
     def fit(self, file: str, first_chunk: int, view: memoryview) -> bool:
         """Tell whether a block of whole chunks is what was written; a file without a table matches nothing."""
-        found = chunk_digests(view)
-        return found == self.tables.get(file, b"")[8 * first_chunk : 8 * first_chunk + len(found)]
+        digests = chunk_digests(view)
+        return digests == self.tables.get(file, b"")[8 * first_chunk : 8 * first_chunk + len(digests)]
 
     def check(self, file: str, first_chunk: int, view: memoryview, names: Callable[[int, int], str | None]) -> None:
         """Compare a block of whole chunks with the table.
@@ -117,10 +117,10 @@ class Digests:
         """
         if self.fit(file, first_chunk, view):
             return
-        table, found = self.tables.get(file, b""), chunk_digests(view)
-        for number in range(len(found) // 8):
+        table, digests = self.tables.get(file, b""), chunk_digests(view)
+        for number in range(len(digests) // 8):
             at = 8 * (first_chunk + number)
-            if found[8 * number : 8 * number + 8] != table[at : at + 8]:
+            if digests[8 * number : 8 * number + 8] != table[at : at + 8]:
                 chunk = first_chunk + number
                 tensor = names(chunk * CHUNK, (chunk + 1) * CHUNK)
                 where = f"tensor {tensor!r}, " if tensor else ""

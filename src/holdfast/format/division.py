@@ -25,18 +25,18 @@ _NAMED = 5  # ranks or tensors spelled out in a message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """One rank's word on how a state was divided.
+    """How a state was divided, as one rank derived it.
 
     Attributes:
-        num_ranks: over how many ranks; each of them writes an index, of however few tensors.
+        num_ranks: over how many ranks; each of them writes an index, however few tensors it has.
         structure: digest of the names, sizes and ties of what was divided.
         alike: the ranks among which it was divided, where others hold something else; None: all of them. What several
-            such groups hold under one name each of them stores.
-        samples: name -> digest of a few elements, for some tensors that all ranks are taken to hold alike. Part of
-            the summaries of a save, not of the index.
-        names: digest of the names of what was divided, to say how structures differ; of the summaries as well.
-        loose: names of tensors in plain containers, of which one rank alone stores its own: those that come first in
-            `sketch`; of the summaries as well.
+            such groups hold under the same name, each of them stores.
+        samples: name -> digest of a few elements, for some tensors that all ranks are taken to hold alike. In the
+            summaries of a save only, not in the index.
+        names: digest of the names of what was divided, to say how structures differ; in the summaries only.
+        loose: names of tensors in plain containers, which a single rank stores: those that come first in `sketch`; in
+            the summaries only.
         num_loose: how many such tensors there are.
     """
 
@@ -66,14 +66,16 @@ class Division:
         """Rebuild what `to_json` described.
 
         Raises:
-            TypeError: it did not.
+            LookupError, TypeError: ``data`` is not of that form.
         """
         ranks, structure, alike = data["num_ranks"], data["structure"], data.get("alike")
         samples, names = data.get("samples", {}), data.get("names", "")
         num_loose, *loose = data.get("loose", [0])
         fine = type(ranks) is int and 0 < ranks < _LIMIT and isinstance(structure, str) and isinstance(names, str)
         fine = fine and isinstance(samples, dict) and type(num_loose) is int
-        fine = fine and (alike is None or (isinstance(alike, (list, tuple)) and all(type(one) is int for one in alike)))
+        fine = fine and (
+            alike is None or (isinstance(alike, (list, tuple)) and all(type(rank) is int for rank in alike))
+        )
         texts = [*loose, *(text for pair in samples.items() for text in pair)] if fine else [None]
         if not all(isinstance(text, str) for text in texts):
             raise TypeError("division")
@@ -85,7 +87,7 @@ class Division:
 
 
 def sketch(names: Iterable[str]) -> tuple[str, ...]:
-    """Choose a few names by what they are, so that of two sets the common ones are chosen from both."""
+    """Choose a few names by their digests, so that of two sets the common names are chosen from both."""
     return tuple(nsmallest(_SKETCH, names, key=_order))
 
 
@@ -97,15 +99,15 @@ def disagreement(divisions: Mapping[int, Division | None]) -> str | None:
     """Return why the parts of these writers do not make up one state, None if they do.
 
     Args:
-        divisions: by writer; None for one that wrote all of its state by itself.
+        divisions: by writer; None for a writer that wrote all of its state by itself.
     """
-    first = next((one for one in divisions.values() if one is not None), None)
+    first = next((division for division in divisions.values() if division is not None), None)
     if first is None:
         return None
-    alone = sorted(writer for writer, one in divisions.items() if one is None)
+    alone = sorted(writer for writer, division in divisions.items() if division is None)
     if alone:
         return f"{_ranks(alone)} saved alone, the others as ranks of {first.num_ranks}"
-    by_writer = {writer: one for writer, one in divisions.items() if one is not None}
+    by_writer = {writer: division for writer, division in divisions.items() if division is not None}
     strangers = sorted(writer for writer in by_writer if writer >= first.num_ranks)
     if strangers:
         return f"there is a part of {_ranks(strangers)}, but the state was divided over {first.num_ranks} ranks"
@@ -129,15 +131,15 @@ def disagreement(divisions: Mapping[int, Division | None]) -> str | None:
 
 def _wrong_groups(by_writer: Mapping[int, Division]) -> str | None:
     """Find ranks that do not agree on who holds the same."""
-    for writer, one in sorted(by_writer.items()):
-        for member in () if one.alike is None else one.alike:
+    for writer, division in sorted(by_writer.items()):
+        for member in () if division.alike is None else division.alike:
             other = by_writer.get(member)
-            if other is None or other.alike != one.alike:
+            if other is None or other.alike != division.alike:
                 return (
-                    f"rank {writer} says that it holds the same as {_ranks(list(one.alike or ()))}, rank {member} says "
-                    f"{_said(other)}: give alike= on all ranks, the same to those that hold the same"
+                    f"rank {writer} says that it holds the same as {_ranks(list(division.alike or ()))}, rank {member} "
+                    f"says {_said(other)}: give alike= on all ranks, the same to those that hold the same"
                 )
-    alone = [writer for writer, one in by_writer.items() if one.alike is None]
+    alone = [writer for writer, division in by_writer.items() if division.alike is None]
     if alone and len(alone) < len(by_writer):
         return (
             f"by their own account {_ranks(sorted(alone))} hold the same as all ranks, and others hold something else: "
@@ -146,10 +148,10 @@ def _wrong_groups(by_writer: Mapping[int, Division]) -> str | None:
     return None
 
 
-def _said(one: Division | None) -> str:
-    if one is None:
+def _said(division: Division | None) -> str:
+    if division is None:
         return "nothing, for it is no rank of this save"
-    return "the same as all ranks" if one.alike is None else f"the same as {_ranks(list(one.alike))}"
+    return "the same as all ranks" if division.alike is None else f"the same as {_ranks(list(division.alike))}"
 
 
 def _unlike(by_writer: Mapping[int, Division], members: list[int]) -> str | None:
@@ -181,10 +183,10 @@ def _unlike(by_writer: Mapping[int, Division], members: list[int]) -> str | None
     return None
 
 
-def _not_in(one: Division, model: Division) -> list[str]:
-    """Return names that ``one`` has and ``model`` has not, of those that would have been chosen for its sketch."""
+def _not_in(division: Division, model: Division) -> list[str]:
+    """Return names that ``division`` has and ``model`` has not, of those that would have been chosen for its sketch."""
     bound = max(map(_order, model.loose)) if model.num_loose > len(model.loose) else None
-    return [name for name in one.loose if name not in model.loose and (bound is None or _order(name) < bound)]
+    return [name for name in division.loose if name not in model.loose and (bound is None or _order(name) < bound)]
 
 
 def _other_values(by_writer: Mapping[int, Division]) -> str | None:
@@ -209,8 +211,8 @@ def _other_values(by_writer: Mapping[int, Division]) -> str | None:
     )
 
 
-def _shape(one: Division) -> tuple[int, str]:
-    return one.num_ranks, one.structure
+def _shape(division: Division) -> tuple[int, str]:
+    return division.num_ranks, division.structure
 
 
 def _ranks(ranks: list[int], num_ranks: int | None = None) -> str:

@@ -62,9 +62,9 @@ class Index:
         writer: its rank.
         files: paths that hold pieces.
         tensors: by name.
-        aliases: name of a tied tensor -> name of the one whose memory it shares.
+        aliases: name of a tied tensor -> name of the tensor whose memory it shares.
         per_rank: free JSON about what differs between ranks.
-        division: how this writer and others divided the state; None for one that wrote all of it.
+        division: how this writer and others divided the state; None for a writer that wrote all of it.
     """
 
     writer: int = 0
@@ -131,7 +131,7 @@ class Index:
 
     @classmethod
     def from_body(cls, body: Any, *, where: str, save_id: str | None, sizes: Mapping[str, int] | None) -> Index:
-        """Check what was decoded; arguments and errors are those of `from_bytes`."""
+        """Check a decoded index; arguments and errors are those of `from_bytes`."""
         try:
             version, writer = body["index"], body["writer"]
             if type(version) is not int or type(writer) is not int or not 0 <= writer < _LIMIT or version < 1:
@@ -170,7 +170,7 @@ def _aliases(aliases: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, str]
 
 
 class _Rows:
-    """Reads rows; every check is made once, in one pass over the pieces and one over their sorted ranges."""
+    """Reads rows; every check is made once, in a pass over the pieces and a pass over their sorted ranges."""
 
     def __init__(self, files: tuple[str, ...], where: str) -> None:
         self.files, self.num_files, self.where = files, len(files), where
@@ -181,7 +181,7 @@ class _Rows:
     def read(self, rows: Any) -> dict[str, TensorEntry]:
         tensors: dict[str, TensorEntry] = {}
         widths: dict[str, int | None] = {}
-        # Most shapes occur many times: each is checked once, and the checked tuple is the one that is kept.
+        # Most shapes occur many times: each is checked once, and the checked tuple is kept.
         shapes: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
         for name, dtype, dims, piece_rows, *_ in rows:
             known = shapes.get(tuple(dims))
@@ -254,7 +254,7 @@ def _is_box(values: tuple[Any, ...]) -> bool:
     return len(values) <= _MAX_DIMS
 
 
-def _corrupt(where: str, what: str, tensor: str | None = None) -> CorruptCheckpointError:
+def _corrupt(where: str, problem: str, tensor: str | None = None) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{where}: {what}: this checkpoint is damaged; use another one", file=where, tensor=tensor
+        f"{where}: {problem}: this checkpoint is damaged; use another one", file=where, tensor=tensor
     )

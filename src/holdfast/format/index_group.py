@@ -1,9 +1,9 @@
 """Read the indexes of many writers, which nearly always list the same tensors with other numbers.
 
-A million pieces as JSON are six million lists, and an object each. Here the first index of its kind is decoded and
-checked as any (`Index.from_bytes`). Of another one whose text differs from that in digits alone, the numbers are taken
-out of the text by arrays, and what can differ is checked by arrays. Whatever has anything else in it, or fails a check,
-is left to `Index.from_bytes`, which says what is wrong: nothing is accepted here that it would refuse.
+A million pieces as JSON are six million lists, and an object for each piece. Here only the first index of each kind is
+decoded and checked by `Index.from_bytes`. From an index whose text differs from the first text in digits alone, NumPy
+arrays take the numbers and check them. An index that differs in anything else, or fails a check, goes to
+`Index.from_bytes`, which says what is wrong: nothing is accepted here that `Index.from_bytes` would refuse.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _DIGITS = b"0123456789"
 _RUN = re.compile("[0-9]+")
 _MAX_DIGITS = 18  # of a number that fits into 64 bits whatever they are
 _LIMIT = 1 << 62
-_MAX_KINDS = 16  # of indexes, before it is not worth keeping their text
-_TURNS = 4  # with those that were unlike the first of their kind
+_MAX_KINDS = 16  # of indexes; the text of more of them is not worth keeping
+_TURNS = 4  # over the indexes that were unlike the first of their kind
 _BATCH = 1 << 20  # bytes of text that are looked at at once
 
 
@@ -54,7 +54,7 @@ class IndexGroup:
     """Indexes of several writers that list the same tensors in as many pieces, all of them boxes.
 
     Attributes:
-        first: one of them; the others have the same tensors, aliases and division, and other pieces.
+        first: an index of the group; the others have the same tensors, aliases and division, and other pieces.
         writers: of all of them.
         numbers: a row for each writer: file number, offset, bytes, first indices and sizes of each piece in turn.
         places: where in such a row the pieces of a tensor begin, and how many it has; in the order of ``first``.
@@ -84,17 +84,17 @@ def read_indexes(
         sizes: bytes of each file of the checkpoint, by path; ranges beyond them are refused.
 
     Raises:
-        CorruptCheckpointError: one is malformed, or boxes and ranges overlap, do not fit or leave their files.
+        CorruptCheckpointError: an index is malformed, or boxes and ranges overlap, do not fit or leave their files.
         FormatVersionError: a newer kind of index.
     """
-    found: list[Index | IndexGroup] = []
+    result: list[Index | IndexGroup] = []
     for turn in range(_TURNS):
         kinds: dict[tuple[bytes, bytes], _Kind] = {}
         left: list[IndexFile] = []
         for index in indexes:
             at = index.data.find(_TENSORS)
             if at < 0 or turn == _TURNS - 1:
-                found.append(_whole(index, sizes))
+                result.append(_whole(index, sizes))
                 continue
             # Equal keys are equal bytes, compared by the dictionary: everything but the digits, and the first name.
             key = index.data[at:].translate(None, _DIGITS), index.data[at : index.data.find(b",", at)]
@@ -104,22 +104,22 @@ def read_indexes(
             elif len(kinds) < _MAX_KINDS:
                 kinds[key] = _Kind(_whole(index, sizes), index, at, len(key[0]), files, sizes)
             else:
-                found.append(_whole(index, sizes))
-        found += [kind.finish(left) for kind in kinds.values()]
+                result.append(_whole(index, sizes))
+        result += [kind.finish(left) for kind in kinds.values()]
         indexes = left
-    return found
+    return result
 
 
 def _whole(index: IndexFile, sizes: Mapping[str, int] | None) -> Index:
-    found = Index.from_bytes(index.data, where=index.where, save_id=index.save_id, sizes=sizes)
-    missing = [] if sizes is None else [path for path in found.files if path not in sizes]
+    decoded = Index.from_bytes(index.data, where=index.where, save_id=index.save_id, sizes=sizes)
+    missing = [] if sizes is None else [path for path in decoded.files if path not in sizes]
     if missing:
         raise CorruptCheckpointError(
             f"{index.where} refers to {missing[0]}, which the manifest does not list: this checkpoint is damaged; use "
             "another one",
             file=index.where,
         )
-    return found
+    return decoded
 
 
 class _Runs(NamedTuple):
@@ -147,11 +147,11 @@ class _Kind:
 
     @cached_property
     def shape(self) -> _Shape | None:
-        """Which numbers are pieces; None if indexes of this kind are to be read one by one."""
+        """Which numbers are pieces; None if indexes of this kind have to be read one by one."""
         return _shape_of(self.index, self.text, self.size)
 
     def add(self, file: IndexFile, at: int, left: list[IndexFile]) -> None:
-        """Take one more; what cannot be read by arrays goes to ``left``."""
+        """Add an index; an index that arrays cannot read goes to ``left``."""
         if self.shape is None:
             left.append(file)
             return
@@ -161,7 +161,7 @@ class _Kind:
             self._flush(left)
 
     def finish(self, left: list[IndexFile]) -> Index | IndexGroup:
-        """Return all that there were."""
+        """Return the group of all indexes of this kind, or the index if it is alone."""
         self._flush(left)
         shape = self.shape if self.writers else None
         if shape is None:
@@ -212,7 +212,7 @@ class _Kind:
 
 
 def _head(file: IndexFile, at: int) -> Index | None:
-    """Decode what comes before the tensors: writer and files. None if it has anything else in it."""
+    """Decode the text before the tensors: writer and files. None if it has other keys."""
     try:
         body = loads(file.data[:at] + _TENSORS + b"]}", where=file.where)
         if type(body) is not dict or body.keys() != _HEAD:
@@ -228,8 +228,8 @@ class _Shape:
 
     Attributes:
         size: bytes of the text that are no digits.
-        fixed: positions of the runs of digits that are no numbers of pieces, which have to be the same.
-        moving: positions of those that are, in the order of the text.
+        fixed: positions of the runs of digits that are no numbers of pieces, which have to be the same in all texts.
+        moving: positions of the numbers of pieces, in the order of the text.
         model_runs: the runs of the first index.
         first: numbers of its pieces. What follows are positions among these.
         piece_files: numbers of files.
@@ -261,13 +261,13 @@ class _Shape:
     places: tuple[tuple[int, int], ...] = field(repr=False)
 
     def runs(self, texts: Sequence[bytes]) -> _Runs | None:
-        """Find the runs of digits in texts of this kind, a row for each; None if one has more or fewer of them."""
-        found = _find_runs(b"".join([*texts, b" "]))
-        if len(found.lengths) != len(texts) * len(self.model_runs.lengths):
+        """Find the runs of digits in texts of this kind, a row for each; None if a text has more or fewer of them."""
+        flat = _find_runs(b"".join([*texts, b" "]))
+        if len(flat.lengths) != len(texts) * len(self.model_runs.lengths):
             return None
         size = len(texts), len(self.model_runs.lengths)
-        before = found.before.reshape(size) - self.size * np.arange(len(texts))[:, None]
-        return _Runs(found.values.reshape(size), found.lengths.reshape(size), before, found.zeros.reshape(size))
+        before = flat.before.reshape(size) - self.size * np.arange(len(texts))[:, None]
+        return _Runs(flat.values.reshape(size), flat.lengths.reshape(size), before, flat.zeros.reshape(size))
 
     def check(
         self,
@@ -312,9 +312,9 @@ class _Shape:
 
 
 def _shape_of(index: Index, text: bytes, size: int) -> _Shape | None:
-    """Find the numbers of the pieces of an index in its text; None if it is not the text that we would write.
+    """Find the numbers of the pieces of an index in its text; None if the text is not what `Index.to_bytes` writes.
 
-    Nor is it if it has what cannot go together with that of another writer.
+    None as well if the index has something that cannot be grouped with other writers' indexes.
     """
     if not index.tensors or (index.division is not None and index.division.alike is not None):
         return None
@@ -387,7 +387,7 @@ def _num_runs(text: str) -> int:
 
 
 def _find_runs(text: bytes) -> _Runs:
-    """Find the runs of digits in a text that neither begins nor ends with one."""
+    """Find the runs of digits in a text that neither begins nor ends with a digit."""
     digits = np.frombuffer(text, np.uint8) - np.uint8(ord("0"))  # what comes before "0" wraps around
     edges = np.flatnonzero(np.diff(digits < 10)) + 1
     starts, ends = edges[0::2], edges[1::2]

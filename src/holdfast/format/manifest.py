@@ -35,9 +35,9 @@ FORMAT = "holdfast-checkpoint"
 FORMAT_VERSION = "1.0"
 MAX_MANIFEST_BYTES = 64 << 20
 EMPTY_DIRECTORIES = "empty_directories"
-"""Where ``extra`` names directories that hold no file: a list of paths, without those that others lie in."""
+"""Key in ``extra`` of the directories that hold no file: a list of paths, without parents of listed directories."""
 MAX_FOLDERS = 200_000
-"""So many directories without a file may a checkpoint have, with all that they lie in."""
+"""The most directories without a file that a checkpoint may have, their parents included."""
 ROLES = ("tensors", "index", "state", "digests", "user", "rank")
 
 _CLOSING = re.compile(rb',\n"body_digest": "(xxh3:[0-9a-f]{32})"\n}\n')
@@ -114,8 +114,8 @@ class Manifest:
     Attributes:
         run_id: run it belongs to; None for a checkpoint saved on its own.
         checkpoint_id: unique id of this very checkpoint.
-        parent: checkpoint id of the newest one that this training had when this one was begun: saved before it, or
-            resumed from.
+        parent: checkpoint id of this training's newest checkpoint when this one was begun: saved before it, or resumed
+            from.
         attempt: number of the attempt within the run; (attempt, step) orders the checkpoints of a run.
         step: optimizer steps trained.
         epoch: epoch, possibly with a fraction.
@@ -125,7 +125,7 @@ class Manifest:
         writers: ranks that wrote files.
         versions: of libraries, for people.
         total_bytes: of all listed files.
-        reused_bytes: of those shared with an earlier checkpoint.
+        reused_bytes: of the files shared with an earlier checkpoint.
         files: all files but the manifest itself and the sidecars.
         extra: anything else, plain data.
     """
@@ -156,7 +156,7 @@ class Manifest:
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name == "files":
-                # One call for all; what is replaced cannot be within a text, whose quotes are escaped.
+                # One call for all rows; the replaced bytes cannot occur inside a string, whose quotes are escaped.
                 rows = dumps([entry.to_json() for entry in self.files])[1:-1].replace(_ROWS, _LINES)
                 lines.append(b'"files": [\n' + rows + b"\n]")
             else:
@@ -253,7 +253,7 @@ def _from_tree(cls: type[Manifest], tree: dict[str, Any], where: str) -> Manifes
 def _check_files(files: tuple[FileEntry, ...], where: str) -> None:
     by_path = {entry.path: entry for entry in files}
     if len(by_path) != len(files) or not UNLISTED.isdisjoint(by_path):
-        raise _corrupt(where, "it lists a file twice, or one that may change after the commit")
+        raise _corrupt(where, "it lists a file twice, or a file that may change after the commit")
     for entry in files:
         if entry.chunks is not None:
             path, offset = entry.chunks
@@ -267,9 +267,9 @@ def _check_folders(extra: Mapping[str, Any], files: tuple[FileEntry, ...], where
     folders = extra.get(EMPTY_DIRECTORIES, [])
     if not folders and isinstance(folders, (list, tuple)):
         return
-    if not isinstance(folders, (list, tuple)) or not all(isinstance(one, str) for one in folders):
+    if not isinstance(folders, (list, tuple)) or not all(isinstance(folder, str) for folder in folders):
         raise _corrupt(where, f"malformed field {EMPTY_DIRECTORIES!r}: {str(folders)[:120]}")
-    if sum(one.count("/") + 1 for one in folders) > MAX_FOLDERS:
+    if sum(folder.count("/") + 1 for folder in folders) > MAX_FOLDERS:
         raise _corrupt(where, f"it lists more than {MAX_FOLDERS} directories without a file")
     taken = {*UNLISTED, *(entry.path for entry in files)}
     for folder in folders:
@@ -314,5 +314,5 @@ _CHECKS = {
 }
 
 
-def _corrupt(where: str, what: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"{where}: {what}: this checkpoint is damaged; use another one", file=MANIFEST_NAME)
+def _corrupt(where: str, flaw: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{where}: {flaw}: this checkpoint is damaged; use another one", file=MANIFEST_NAME)

@@ -1,7 +1,7 @@
-"""Structures of ranks that hold different things, put together: what one of them has alone is found beside the rest.
+"""Merge the structures of ranks that hold different things: what a single rank has stands beside the rest.
 
 Works on the typed JSON of state files (docs/format.md), before it is decoded. Mappings are united by key; where two
-ranks have plain data under one key, that of the first one counts, as plain data of rank 0 does.
+ranks have plain data under one key, the data of the first rank counts, as plain data of rank 0 does.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ def merged(trees: Iterable[Any]) -> Any:
     return reduce(_merge, trees)
 
 
-def _merge(one: Any, other: Any) -> Any:
-    if type(one) is not dict or type(other) is not dict:
-        return _sequence(one, other)
-    if one == other:
-        return one
-    if _tag(one) == _tag(other) == "object":
-        if one.get("kind") != other.get("kind"):
-            return one
-        combine = _optimizers if one["kind"] == "optimizer" else _merge
-        both = {**one, "state": combine(one["state"], other["state"])}
-        if "spread" in one or "spread" in other:
-            both["spread"] = {**other.get("spread", {}), **one.get("spread", {})}
+def _merge(first: Any, other: Any) -> Any:
+    if type(first) is not dict or type(other) is not dict:
+        return _sequence(first, other)
+    if first == other:
+        return first
+    if _tag(first) == _tag(other) == "object":
+        if first.get("kind") != other.get("kind"):
+            return first
+        combine = _optimizers if first["kind"] == "optimizer" else _merge
+        both = {**first, "state": combine(first["state"], other["state"])}
+        if "spread" in first or "spread" in other:
+            both["spread"] = {**other.get("spread", {}), **first.get("spread", {})}
         return both
-    if _tag(one) == _tag(other) == "tensors" and one["at"] == other["at"]:
-        return {**one, "k": list(dict.fromkeys([*one["k"], *other["k"]]))}
-    rows, others = _rows(one), _rows(other)
+    if _tag(first) == _tag(other) == "tensors" and first["at"] == other["at"]:
+        return {**first, "k": list(dict.fromkeys([*first["k"], *other["k"]]))}
+    rows, others = _rows(first), _rows(other)
     if rows is None or others is None:
-        return one
-    if _tag(one) is None and _tag(other) is None and _is_optimizer(one) and _is_optimizer(other):
-        return _optimizers(one, other)
+        return first
+    if _tag(first) is None and _tag(other) is None and _is_optimizer(first) and _is_optimizer(other):
+        return _optimizers(first, other)
     for key, (name, node) in others.items():
         rows[key] = (name, _merge(rows[key][1], node) if key in rows else node)
     united = list(rows.values())
-    if _tag(one) in _MAPPINGS:
-        return {**one, "v": [list(row) for row in united]}
-    ordered = bool(one.get("o")) and _tag(one) == "tensors"
+    if _tag(first) in _MAPPINGS:
+        return {**first, "v": [list(row) for row in united]}
+    ordered = bool(first.get("o")) and _tag(first) == "tensors"
     if not ordered and "$" not in rows and all(isinstance(name, str) for name, _ in united):
         return dict(united)
     return {"$": "odict" if ordered else "dict", "v": [list(row) for row in united]}
@@ -69,12 +69,12 @@ def _rows(node: dict[str, Any]) -> dict[str, tuple[Any, Any]] | None:
     return None
 
 
-def _sequence(one: Any, other: Any) -> Any:
+def _sequence(first: Any, other: Any) -> Any:
     """Unite lists whose items are live (tensors, objects, dicts with such in them); plain lists are one value."""
-    if type(one) is not list or type(other) is not list or not (_is_live(one) and _is_live(other)):
-        return one
-    both = [_merge(left, right) for left, right in zip(one, other, strict=False)]
-    return both + one[len(both) :] + other[len(both) :]
+    if type(first) is not list or type(other) is not list or not (_is_live(first) and _is_live(other)):
+        return first
+    both = [_merge(left, right) for left, right in zip(first, other, strict=False)]
+    return both + first[len(both) :] + other[len(both) :]
 
 
 def _is_live(node: Any) -> bool:
@@ -95,23 +95,23 @@ def _is_named(group: Any) -> bool:
     return type(names) is list and not any(type(name) is int for name in names)  # positions say nothing to others
 
 
-def _optimizers(one: Any, other: Any) -> Any:
+def _optimizers(first: Any, other: Any) -> Any:
     """Unite optimizers that keep state by name: parameters of groups that are alike come into one group."""
-    if not (type(one) is type(other) is dict and _is_optimizer(one) and _is_optimizer(other)):
-        return one
-    groups = [{**group, "params": list(group["params"])} for group in one["param_groups"]]
+    if not (type(first) is type(other) is dict and _is_optimizer(first) and _is_optimizer(other)):
+        return first
+    groups = [{**group, "params": list(group["params"])} for group in first["param_groups"]]
     known = {repr(name) for group in groups for name in group["params"]}
     for group in other["param_groups"]:
         names = [name for name in group["params"] if repr(name) not in known]
         known.update(map(repr, names))
-        home = next((there for there in groups if _hyper(there) == _hyper(group)), None)
+        home = next((known_group for known_group in groups if _hyper(known_group) == _hyper(group)), None)
         if home is not None:
             home["params"].extend(names)
         elif names:
             groups.append({**group, "params": names})
-    rest = {key: value for key, value in one.items() if key not in ("state", "param_groups")}
+    rest = {key: value for key, value in first.items() if key not in ("state", "param_groups")}
     more = {key: value for key, value in other.items() if key not in ("state", "param_groups")}
-    return {"state": _merge(one["state"], other["state"]), "param_groups": groups, **_merge(rest, more)}
+    return {"state": _merge(first["state"], other["state"]), "param_groups": groups, **_merge(rest, more)}
 
 
 def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""How files inside a checkpoint are called, and which names are safe.
+"""Names of the files inside a checkpoint, and which names are safe.
 
 ``<item>-<writer, 5 digits>[.partNN]-<save id>.<suffix>`` or ``state-<save id>.json``; a save id is
 ``<start id>-<counter, hex>`` and the start id 8 or more hex digits that no other life of any process has. Two lives
-therefore never write the same name, and what a dead one left is recognised by its name.
+therefore never write the same name, and what a dead process left is recognised by its name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REMOVING_NAME = ".removing.json"
 SIDECARS = (".metrics.json", ".metadata.json")
 """Files about a checkpoint that may change after its commit; not listed in the manifest."""
 UNLISTED = frozenset({MANIFEST_NAME, REMOVING_NAME, *SIDECARS})
-"""Names in the directory of a checkpoint that are none of its files."""
+"""Names in the directory of a checkpoint that its manifest never lists."""
 
 _OURS = re.compile(
     r"(?:state|[A-Za-z0-9_.-]+-[0-9]{5}(?:\.part[0-9]+)?)-(?P<save>(?P<start>[0-9a-f]{8,64})-[0-9a-f]{1,16})"
@@ -89,7 +89,8 @@ def check_path(path: object, *, where: str) -> str:
 def check_links(storage: Storage, directory: str, paths: Iterable[str]) -> None:
     """Refuse files of a local checkpoint that are reached through a symlink.
 
-    The storage follows none anyway; this says so as what it is, a checkpoint that was changed, before anything is read.
+    The storage follows no symlink anyway; this check names the cause, a checkpoint that was changed, before anything is
+    read.
 
     Raises:
         CorruptCheckpointError: naming the file and where it leads.

@@ -1,7 +1,7 @@
 """Files that are there only while a checkpoint is being made: parts of several writers, and the plan of an intake.
 
 A *part file* says what one of several writers has stored; whoever commits reads them all. A *plan file* comes before
-files whose names tell nothing (those of users): if the commit never comes, it says which of them are to go.
+files whose names do not say who wrote them (those of users): without a commit, it lists the files to remove.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def plan_name(save_id: str) -> str:
 
 
 def staged_name(save_id: str) -> str:
-    """Name the file that holds the manifest to be of a save whose parts lie on the disks of several machines."""
+    """Name the file that holds the future manifest of a save whose parts lie on the disks of several machines."""
     return f"{_STAGED}00000-{save_id}.json"
 
 
 def is_staged(name: str) -> bool:
-    """Tell whether a file directly in a checkpoint's directory is such a file."""
+    """Tell whether a file directly in a checkpoint's directory is named by `staged_name`."""
     return name.startswith(_STAGED) and name.endswith(".json") and save_id_of(name) is not None
 
 
@@ -75,7 +75,7 @@ def is_plan(name: str) -> bool:
 
 
 def put_part(storage: Storage, directory: str, save_id: str, part: PartSummary) -> None:
-    """Say that the files of a part are complete; they must be durable by now."""
+    """Write the part file of a part whose files are complete; they must be durable by now."""
     storage.put(join(directory, part_name(part.writer, save_id)), dumps(part.to_json()))
 
 
@@ -110,7 +110,7 @@ def parse_part(data: bytes, directory: str, save_id: str, writer: int) -> PartSu
 
 
 def remove_part(storage: Storage, directory: str, save_id: str, writer: int) -> None:
-    """Remove the part of one writer, its part file first: a part that is named is whole."""
+    """Remove the part of one writer, its part file first: a part whose part file exists is whole."""
     part = read_part(storage, directory, save_id, writer)
     if part is not None:
         storage.delete(join(directory, part_name(writer, save_id)))
@@ -119,7 +119,7 @@ def remove_part(storage: Storage, directory: str, save_id: str, writer: int) -> 
 
 
 def put_plan(storage: Storage, directory: str, save_id: str, paths: Iterable[str], work: Mapping[str, Any]) -> None:
-    """Say which files are about to come, before the first of them does.
+    """Write the plan file: which files are about to come, before the first of them does.
 
     Args:
         storage: holds the directory.
@@ -129,7 +129,7 @@ def put_plan(storage: Storage, directory: str, save_id: str, paths: Iterable[str
         work: whatever the writer needs to go on after a crash.
 
     Raises:
-        CheckpointError: they are too many.
+        CheckpointError: there are too many files.
     """
     files = sorted(paths)
     data = dumps({"plan": 1, "files": files, "work": dict(work)})
@@ -167,7 +167,7 @@ def clear_planned(storage: Storage, directory: str, name: str, paths: Iterable[s
         while path := path.rpartition("/")[0]:
             parents.add(path)
     for parent in sorted(parents, key=len, reverse=True):
-        storage.tidy(join(directory, parent))  # one made for a first file that never came
+        storage.tidy(join(directory, parent))  # empty where its first file never came
     storage.delete(join(directory, name))
 
 
@@ -189,7 +189,7 @@ def sweep_planned(storage: Storage, directory: str, name: str) -> list[str]:
 
 
 def sweep_passing(storage: Storage, directory: str, start_ids: Iterable[str]) -> list[str]:
-    """Remove what dead lives left beside a manifest: they were killed right after a commit, or before a removal.
+    """Remove what dead processes left beside a manifest: they were killed right after a commit, or before a removal.
 
     Returns:
         The removed paths, relative to ``directory``.
@@ -204,7 +204,7 @@ def sweep_passing(storage: Storage, directory: str, start_ids: Iterable[str]) ->
         listed = {entry.path for entry in read_manifest(storage, directory).files}
         stale -= listed  # somebody may have reported files of such names
         for name in filter(is_plan, sorted(stale)):
-            # The manifest is that of somebody else if a commit in his place never came.
+            # If this intake never committed, the manifest is of another save, and the planned files are remains.
             plan = read_plan(storage, directory, name)
             if plan is not None:
                 stale |= {path for path in plan[0] if path not in listed and path not in SIDECARS}
@@ -218,8 +218,8 @@ def sweep_passing(storage: Storage, directory: str, start_ids: Iterable[str]) ->
 
 def _names(storage: Storage, directory: str) -> set[str]:
     """List a directory; on a disk without looking at each file, for there may be thousands and a start waits."""
-    if (there := door_of(storage)) is not None:
-        door, prefix = there
+    if (located := door_of(storage)) is not None:
+        door, prefix = located
         with errors_of("list", directory):
             try:
                 with door.listed(f"{prefix}/{directory}" if prefix else directory) as folder:

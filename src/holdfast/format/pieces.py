@@ -26,10 +26,10 @@ class FileNumbers:
 
     def number(self, path: str) -> int:
         """Return the number of a file."""
-        found = self._numbers.setdefault(path, len(self.paths))
-        if found == len(self.paths):
+        number = self._numbers.setdefault(path, len(self.paths))
+        if number == len(self.paths):
             self.paths.append(path)
-        return found
+        return number
 
 
 class Boxes:
@@ -105,8 +105,8 @@ class PieceTable:
             blocks: rows of file number, offset, bytes, first indices and sizes; or pieces that are boxes.
             num_dims: dimensions of the tensor.
         """
-        found = [one if isinstance(one, np.ndarray) else self._rows(one, num_dims) for one in blocks]
-        rows = found[0] if len(found) == 1 else np.concatenate(found)
+        arrays = [block if isinstance(block, np.ndarray) else self._rows(block, num_dims) for block in blocks]
+        rows = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
         cut = rows[:, _HEAD:]
         key = num_dims, cut.tobytes()
         boxes = self._known.get(key)

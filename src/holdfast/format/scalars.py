@@ -35,7 +35,7 @@ _ZONE = re.compile(r"[A-Za-z0-9_+-]+(?:/[A-Za-z0-9_+-]+)*")
 
 
 def is_text(value: str) -> bool:
-    """Tell whether a string has a UTF-8 form (one with surrogates has none)."""
+    """Tell whether a string has a UTF-8 form (a string with surrogates has none)."""
     if value.isascii():
         return True
     try:
@@ -46,7 +46,7 @@ def is_text(value: str) -> bool:
 
 
 def encode_text(value: str) -> Any:
-    """Encode a string; one with surrogates by its bytes, since JSON would join two halves into one character."""
+    """Encode a string; a string with surrogates by its bytes, since JSON would join two halves into one character."""
     return value if is_text(value) else {"$": "str", "v": value.encode("utf-8", "surrogatepass").hex()}
 
 
@@ -168,7 +168,7 @@ DECODERS: dict[str, Any] = {
     "path": _decode_path,
     "npscalar": _decode_numpy,
 }
-"""What makes a value from the decoded ``"v"`` of its node."""
+"""By tag: makes a value from the decoded ``"v"`` of its node."""
 
 
 def _complex(value: complex, encode: Encode, path: str) -> Any:
@@ -235,15 +235,15 @@ _ENCODERS: dict[tuple[str, str], Any] = {
 
 
 def _encoder_of(kind: type) -> Any:
-    found = _ENCODERS.get((kind.__module__.removesuffix("._local"), kind.__qualname__))
-    # A class of the user's own may have the same names; only the real one counts.
-    if found is None or getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is not kind:
+    encoder = _ENCODERS.get((kind.__module__.removesuffix("._local"), kind.__qualname__))
+    # A class of the user's own may have the same names; only the class of the standard library counts.
+    if encoder is None or getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is not kind:
         return None
-    return found
+    return encoder
 
 
 def is_scalar(value: Any) -> bool:
-    """Tell whether a value is one of this module's, NumPy's included."""
+    """Tell whether this module encodes a value; NumPy scalars are included."""
     return _encoder_of(type(value)) is not None or _is_numpy(value)
 
 
@@ -255,10 +255,10 @@ def encode_scalar(value: Any, encode: Encode, path: str) -> Any:
         encode: encodes the values that it consists of (the ends of a slice, the zone of a time).
         path: where it stands, for messages.
     """
-    found = _encoder_of(type(value))
-    if found is None:
+    encoder = _encoder_of(type(value))
+    if encoder is None:
         return NotImplemented
-    tag, parts = found(value, encode, path)
+    tag, parts = encoder(value, encode, path)
     return {"$": tag, "v": parts}
 
 

@@ -1,8 +1,8 @@
-"""What a decoded structure may look like: checked once, right after parsing, so that what is behind it may trust it.
+"""What a decoded structure may look like: checked once, right after parsing, so that later code may trust it.
 
 Strict JSON bounds size, depth and numbers (`strict_json`); `codec` knows its own containers and values. Here are the
-nodes that stand for state (docs/format.md): tensors, objects, what each rank has for itself. All of them raise
-ValueError; `codec.decode` makes `CorruptCheckpointError` of it, with the file and the place in it.
+nodes that stand for state (docs/format.md): tensors, objects, values of a single rank. All checks raise ValueError;
+`codec.decode` turns it into `CorruptCheckpointError`, with the file and the place in it.
 """
 
 from __future__ import annotations
@@ -63,26 +63,26 @@ def _are_sizes(sizes: Any) -> bool:
 def _are_layouts(layouts: Any) -> bool:
     if type(layouts) is not dict or not {*map(type, layouts.values())} <= {list}:
         return False
-    return all(one is None or (type(one) is int and 0 <= one < _MAX_DIMS) for row in layouts.values() for one in row)
+    return all(dim is None or (type(dim) is int and 0 <= dim < _MAX_DIMS) for row in layouts.values() for dim in row)
 
 
 def check_object(kind: str, state: Any) -> None:
     """Check the decoded state of an object whose parts are put back one by one.
 
     Raises:
-        ValueError: it is not laid out as that kind of object is.
+        ValueError: it is not laid out as the state of such an object.
     """
     if kind == "metric":
-        if not (isinstance(state, Mapping) and all(isinstance(one, Mapping) for one in state.values())):
-            raise ValueError("the state of a metric is not laid out as one")
+        if not (isinstance(state, Mapping) and all(isinstance(value, Mapping) for value in state.values())):
+            raise ValueError("the state of a metric is no mapping of mappings")
     elif kind == "optimizer":
-        found = state if isinstance(state, Mapping) else {}
-        states, groups = found.get("state"), found.get("param_groups")
+        mapping = state if isinstance(state, Mapping) else {}
+        states, groups = mapping.get("state"), mapping.get("param_groups")
         good = isinstance(states, Mapping) and isinstance(groups, list)
-        good = good and all(isinstance(one, Mapping) for one in (*states.values(), *groups))  # type: ignore[union-attr, misc]
+        good = good and all(isinstance(entry, Mapping) for entry in (*states.values(), *groups))  # type: ignore[union-attr, misc]
         good = good and all(type(key) is str for key in states)  # type: ignore[union-attr]
         if not good or not all(_are_names(group.get("params")) for group in groups or ()):
-            raise ValueError("the state of an optimizer is not laid out as one")
+            raise ValueError("the state of an optimizer is no mapping of states and parameter groups by name")
 
 
 def _are_names(names: Any) -> bool:
@@ -90,7 +90,7 @@ def _are_names(names: Any) -> bool:
 
 
 def check_parts(parts: Any, keys: Iterable[tuple[str, bool, str]]) -> None:
-    """Check what one rank has for itself.
+    """Check the values that belong to a single rank.
 
     Args:
         parts: decoded.
@@ -104,8 +104,8 @@ def check_parts(parts: Any, keys: Iterable[tuple[str, bool, str]]) -> None:
     for key, is_rng, inside in keys:
         if inside and not key.startswith(f"{inside}@"):
             raise ValueError(f"the part {inside[:80]!a} refers to {key[:80]!a}, which does not lie in it")
-        one = parts.get(key)
-        if is_rng and one is not None and not (isinstance(one, Mapping) and isinstance(one.get("rng"), Mapping)):
+        part = parts.get(key)
+        if is_rng and part is not None and not (isinstance(part, Mapping) and isinstance(part.get("rng"), Mapping)):
             raise ValueError(f"{key[:80]!a} holds no generators")
 
 
@@ -113,7 +113,7 @@ def check_whole(tree: Any, *, where: str) -> None:
     """Check a structure that is only looked at, never loaded.
 
     Raises:
-        CorruptCheckpointError: it is not one that was written.
+        CorruptCheckpointError: it is malformed.
     """
 
     def leaf(tag: str, node: dict[str, Any]) -> Any:

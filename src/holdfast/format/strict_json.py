@@ -1,4 +1,4 @@
-"""JSON for bytes that nobody vouches for: bounded, without duplicate keys, NaN or depth that overflows a stack."""
+"""JSON of untrusted bytes: bounded, without duplicate keys, NaN or depth that overflows a stack."""
 
 from __future__ import annotations
 
@@ -86,18 +86,18 @@ def loads(
 
 
 def check_depth(data: bytes, *, max_depth: int, where: str) -> None:
-    """Refuse JSON that nests deeper, before any parser recurses.
+    """Refuse JSON that nests too deep, before any parser recurses.
 
     Raises:
-        CorruptCheckpointError: it does.
+        CorruptCheckpointError: it nests deeper than ``max_depth``.
     """
     # No more brackets than levels: nothing to measure (small files, the usual case).
     if data.count(b"[") + data.count(b"{") > max_depth and (depth := _depth(data)) > max_depth:
         raise _corrupt(where, f"nested {depth} levels deep, at most {max_depth} are read")
 
 
-def _corrupt(where: str, what: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"{where}: {what}: this checkpoint is damaged; use another one", file=where)
+def _corrupt(where: str, problem: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{where}: {problem}: this checkpoint is damaged; use another one", file=where)
 
 
 def _depth(data: bytes) -> int:

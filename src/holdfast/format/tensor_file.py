@@ -1,9 +1,9 @@
-"""The safetensors files of a checkpoint: what stands where in one that is written, and the checked header of any.
+"""The safetensors files of a checkpoint: the layout of a file to write, and the checked header of any file.
 
-`lay_out` decides order, header and offsets for everybody who writes one: a save into the arena, an import, an export, a
-file of weights. The file is ordinary safetensors (8 bytes little-endian length, JSON header, data without holes). The
-header is padded with spaces, which the format allows, so that the data starts at a multiple of 4096 bytes. Nothing in a
-header that is read is trusted.
+`lay_out` decides order, header and offsets for every writer of such a file: a save into the arena, an import, an
+export, a file of weights. The file is ordinary safetensors (8 bytes little-endian length, JSON header, data without
+holes). The header is padded with spaces, which the format allows, so that the data starts at a multiple of 4096 bytes.
+Nothing in a header that is read is trusted.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ TensorRow = tuple[str, str, tuple[int, ...], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFile:
-    """What stands where in a file.
+    """The layout of a file of tensors.
 
     Attributes:
         header: the first bytes of the file, up to the first tensor.
@@ -111,7 +111,7 @@ def lay_out(tensors: Sequence[TensorRow], metadata: Mapping[str, str] | None = N
     """
     widths = [
         -(item_size(dtype) or nbytes // max(1, prod(shape))) for _, dtype, shape, nbytes in tensors
-    ]  # those that no table has, by their bytes
+    ]  # dtypes that no table has: by their bytes
     order = sorted(range(len(tensors)), key=widths.__getitem__)
     header = _header([tensors[number] for number in order], {"format": "pt", **(metadata or {})})
     offsets, end = [0] * len(tensors), len(header)
@@ -129,7 +129,7 @@ def split_by_size(sizes: Sequence[int], limit: int | None) -> Iterator[list[int]
         limit: in bytes; None: one file.
 
     Yields:
-        Positions among ``sizes``; nothing if there are none.
+        Positions among ``sizes``; nothing if ``sizes`` is empty.
     """
     part: list[int] = []
     total = 0
@@ -167,7 +167,7 @@ def _header_text(tensors: Iterable[TensorRow], metadata: Mapping[str, str]) -> s
 
 
 def _header_name(name: str, taken: Mapping[str, Any]) -> str:
-    """Bend a name that safetensors cannot have. Names in a header are for others; ours go by the index."""
+    """Change a name that safetensors does not allow. Other readers use these names; Holdfast goes by the index."""
     if not name.isascii():
         name = name.encode("utf-8", "backslashreplace").decode()
     while name in taken or name == "__metadata__":
@@ -206,14 +206,14 @@ def read_header(reader: FileReader, where: str = "file") -> tuple[int, dict[str,
         reader.read_into(8, memoryview(body))
     header = loads(body, max_bytes=MAX_HEADER, max_depth=8, where=where)
     if not isinstance(header, dict) or not isinstance(header.pop("__metadata__", {}), dict):
-        raise _bad(where, "it is no JSON object, or its metadata is none")
+        raise _bad(where, "it, or its metadata, is no JSON object")
     start = 8 + length
     entries = {name: _entry(name, item, start, where) for name, item in header.items()}
-    entries = dict(sorted(entries.items(), key=lambda one: (one[1].offset, one[1].nbytes)))
+    entries = dict(sorted(entries.items(), key=lambda row: (row[1].offset, row[1].nbytes)))
     end = start
     for name, entry in entries.items():
         if entry.offset != end:
-            raise _bad(where, f"entry {name!r} starts at byte {entry.offset}, but the one before ends at {end}")
+            raise _bad(where, f"entry {name!r} starts at byte {entry.offset}, but the entry before it ends at {end}")
         end += entry.nbytes
     if end != reader.size:
         raise _bad(where, f"its tensors end at byte {end}, the file has {reader.size}")

@@ -10,7 +10,7 @@ import xxhash
 from holdfast.errors import CorruptCheckpointError, StorageError, StorageNotFoundError
 from holdfast.storage.base import FileReader, Storage
 
-from .digest import CHUNK, ChunkHasher, bytes_digest, chunk_digests, file_digest
+from .digest import CHUNK, DIGEST_BYTES, ChunkHasher, bytes_digest, chunk_digests, file_digest, num_chunks
 from .index import Index
 from .manifest import FileEntry, Manifest
 from .names import check_links, join, save_id_of
@@ -22,7 +22,7 @@ _BLOCK = 128 * CHUNK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing that is wrong with a checkpoint.
+    """One problem of a checkpoint.
 
     Attributes:
         file: path inside the checkpoint.
@@ -50,7 +50,7 @@ def verify_files(storage: Storage, directory: str, manifest: Manifest, *, deep: 
         deep: read every byte and compare digests; otherwise sizes only.
 
     Returns:
-        What is wrong, in the order of the manifest; damaged chunks one by one.
+        The problems, in the order of the manifest; each damaged chunk by itself.
 
     Raises:
         StorageError: the storage failed; that says nothing about the checkpoint.
@@ -89,26 +89,30 @@ def _verify(
     whole = xxhash.xxh3_128()
     damaged = False
     try:
-        with storage.open(join(directory, table_path)) as tables:
-            for start, view in _blocks(reader):
-                found = chunk_digests(view)
-                expected = bytearray(len(found))
-                tables.read_into(offset + start // CHUNK * 8, memoryview(expected))
-                whole.update(expected)
-                if found != expected:
-                    damaged = True
-                    yield from _damaged_chunks(entry, start // CHUNK, found, bytes(expected), names)
-    except StorageError as error:
-        # Its own entry tells why; without it nothing can be said about this file.
+        tables = storage.open(join(directory, table_path))
+    except StorageNotFoundError as error:
         yield Problem(file=entry.path, message=f"{entry.path}: its chunk digests cannot be read ({error})")
         return
+    with tables:
+        if tables.size < offset + DIGEST_BYTES * num_chunks(entry.size):
+            message = f"{entry.path}: its chunk digests cannot be read ({table_path} has only {tables.size} bytes)"
+            yield Problem(file=entry.path, message=message)
+            return
+        for start, view in _blocks(reader):
+            digests = chunk_digests(view)
+            expected = bytearray(len(digests))
+            tables.read_into(offset + start // CHUNK * DIGEST_BYTES, memoryview(expected))
+            whole.update(expected)
+            if digests != expected:
+                damaged = True
+                yield from _damaged_chunks(entry, start // CHUNK, digests, bytes(expected), names)
     if not damaged and f"xxh3:{whole.hexdigest()}" != entry.digest:
         message = f"{entry.path}: {table_path} does not hold the digests of this file"
         yield Problem(file=entry.path, message=message)
 
 
 def _blocks(reader: FileReader) -> Iterator[tuple[int, memoryview]]:
-    """Read a file through one buffer; each view is valid until the next is asked for."""
+    """Read a file through one buffer; each view is valid until the next one is requested."""
     buffer = memoryview(bytearray(min(_BLOCK, reader.size)))
     for start in range(0, reader.size, _BLOCK):
         view = buffer[: min(_BLOCK, reader.size - start)]
@@ -117,10 +121,10 @@ def _blocks(reader: FileReader) -> Iterator[tuple[int, memoryview]]:
 
 
 def _damaged_chunks(
-    entry: FileEntry, first: int, found: bytes, expected: bytes, names: _TensorNames
+    entry: FileEntry, first: int, digests: bytes, expected: bytes, names: _TensorNames
 ) -> Iterator[Problem]:
-    for number in range(len(found) // 8):
-        if found[8 * number : 8 * number + 8] == expected[8 * number : 8 * number + 8]:
+    for number in range(len(digests) // 8):
+        if digests[8 * number : 8 * number + 8] == expected[8 * number : 8 * number + 8]:
             continue
         chunk = first + number
         start, stop = chunk * CHUNK, min((chunk + 1) * CHUNK, entry.size)

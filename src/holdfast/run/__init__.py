@@ -1,4 +1,4 @@
-"""A run on storage: its lease, its index, the records of its checkpoints, and what retention does to them.
+"""A run on storage: its lease, its index, the records of its checkpoints, and retention.
 
 Start with `catalog` (list, newest, best, candidates for a resume, deletions) and `lease` (one writer at a time; `fence`
 says why that holds for an owner that sleeps; `heartbeat` renews it). `index` is ``run.json``, `record` what it says

@@ -1,4 +1,4 @@
-"""The checkpoints a start may go on from: both sides of a mirrored run as one list, and the newest good one."""
+"""The checkpoints a start may go on from: both sides of a mirrored run as one list, and the newest good checkpoint."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class MirrorView:
     """The checkpoints of both sides as one list.
 
     Attributes:
-        records: one for each name, newest first. Where the sides have different checkpoints under one name it is the
-            newer of the two.
+        records: one for each name, newest first. Where the sides have different checkpoints of the same name, the
+            newer one.
         places: for each of these names "local", "remote" or "both".
     """
 
@@ -32,17 +32,17 @@ class MirrorView:
 
     @classmethod
     def join(cls, local: Iterable[Record], remote: Iterable[Record]) -> MirrorView:
-        """Put the records of both sides together."""
+        """Join the records of both sides."""
         here = {record.name: record for record in local}
         there = {record.name: record for record in remote}
         records = {**there, **here}
         places = {name: "local" if name in here else "remote" for name in records}
         for name in here.keys() & there.keys():
-            one, other = here[name], there[name]
-            if one.checkpoint_id == other.checkpoint_id:
+            local_record, remote_record = here[name], there[name]
+            if local_record.checkpoint_id == remote_record.checkpoint_id:
                 places[name] = "both"
-            elif one.order < other.order:
-                records[name], places[name] = other, "remote"
+            elif local_record.order < remote_record.order:
+                records[name], places[name] = remote_record, "remote"
         newest_first = sorted(records.values(), key=lambda record: record.order, reverse=True)
         return cls(records=tuple(newest_first), places=places)
 
@@ -55,33 +55,33 @@ def newest_good(
     where: str,
     advice: str,
 ) -> tuple[Candidate | None, list[tuple[str, str]]]:
-    """Return the first candidate that is good, and (name, reason) of those before it that are not.
+    """Return the first good candidate, and (name, reason) of each bad candidate before it.
 
     Args:
-        candidates: (name, what ``check`` gets), newest first.
+        candidates: (name, argument of ``check``), newest first.
         check: returns None for a good candidate; else sets it aside and returns the reason why it is bad; `GONE` if it
-            is not there any more.
+            has been removed.
         bad: reasons against candidates that earlier starts have set aside, by name; these are not checked again.
         where: the run, for the error.
-        advice: what the user may do if none is good, beside repairing one.
+        advice: what the user may do if none is good, beside repairing a checkpoint.
 
     Raises:
         CorruptCheckpointError: there are checkpoints and none of them is good.
     """
-    found: list[tuple[str, str]] = []
+    rejected: list[tuple[str, str]] = []
     for name, candidate in candidates:
         if name in bad:
             continue
         reason = check(candidate)
         if reason is None:
-            return candidate, found
+            return candidate, rejected
         if reason is not GONE:
-            found.append((name, reason or "no reason is known"))
-    every = {**bad, **dict(found)}
+            rejected.append((name, reason or "no reason is known"))
+    every = {**bad, **dict(rejected)}
     if every:
-        rows = "\n".join(f"  {one}: {reason}" for one, reason in every.items())
+        rows = "\n".join(f"  {name}: {reason}" for name, reason in every.items())
         raise CorruptCheckpointError(
             f"{where} has {len(every)} checkpoint(s) and none of them is good; not starting from zero:\n{rows}\n"
             f"what to do: repair or copy one back, {advice}"
         )
-    return None, found
+    return None, rejected

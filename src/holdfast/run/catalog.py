@@ -1,8 +1,8 @@
-"""The checkpoints of one run: list, newest, best, candidates for a resume, and what retention does to them.
+"""The checkpoints of one run: list, newest, best, candidates for a resume, and their retention.
 
 Directories under the run are listed (names only), rows cached in run.json are believed for names that exist, and
 manifests are read only for names without a row and for checkpoints about to be used. So opening a run stays fast
-with ten thousand checkpoints. A directory without a manifest of ours is *foreign*: never picked, never deleted.
+with ten thousand checkpoints. A directory without a manifest of Holdfast is *foreign*: never picked, never deleted.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ from .retention import RetentionIndex, Verdict, is_number, rank
 __all__ = ["Candidate", "Catalog", "is_remains"]
 
 _log = get_logger("catalog")
-_TIDIED, _TIDIED_FAR = 64, 4  # checkpoints looked at for remains of the life before; a look at a store takes a request
+_TIDIED, _TIDIED_FAR = 64, 4  # checkpoints searched for remains of earlier processes; at a store each is a request
 _OWN = {REPORTS, LOGS}
-# What one call deletes at most: a save may be waiting, and the names are written into lease.json first.
+# The most that one call deletes: a save may be waiting, and the names are written into lease.json first.
 _BITE, _BITE_S = 16, 0.5
-_MANY = 100  # touched rows from which on retention looks at all of them
+_MANY = 100  # touched rows from which on retention looks at all rows
 _NAMES_A_DELETION = 200  # of a listing of the run
 # Where one request deletes a thousand files: the names are some kilobytes, the deletion takes a second or two.
 _BITE_AT_ONCE = 1000
@@ -90,15 +90,15 @@ class Catalog:
         fence: which checkpoints of earlier attempts count, if a fence was drawn.
         void: committed checkpoints that do not count: doomed, or beyond the fence. `sweep` removes them.
         is_behind: there is more to delete than one call of `prune` or `discard` has time for.
-        announce: called with the names to be deleted next, in place of those before; if it raises, nothing is deleted.
+        announce: called with the names to be deleted next, in place of earlier names; if it raises, nothing is deleted.
         confirm: called if `prune` or `discard` has nothing to delete.
         corrupt: names whose manifest is damaged -> why.
         incomplete: names with files of an uncommitted save.
-        foreign: names that are not ours.
+        foreign: names of directories that Holdfast did not write.
         others: manifests of checkpoints under this root that are of another run, or were saved on their own.
         hidden: directories of the run whose names begin with a dot, with a "/" at the end; not looked for on a disk.
         rebuilt: True when run.json was unusable although there are checkpoints.
-        holds_resumed: whether retention leaves the checkpoint alone that this attempt went on from.
+        holds_resumed: whether retention keeps the checkpoint that this attempt went on from.
         side: "local" or "remote" in a mirrored run, else "".
     """
 
@@ -108,23 +108,23 @@ class Catalog:
         self._external = External(storage)
         self._has_external = False
         self.hidden: set[str] = set()
-        self._found: set[str] = set()  # whatever lies in the run; not looked for on a disk
+        self._found: set[str] = set()  # all names in the run; not filled on a disk
         loads: list[Callable[[], Any]] = [lambda: index if index is not None else RunIndex.load(storage), self._names]
-        found: tuple[RunIndex, set[str]] = tuple(together(storage, loads))
-        self.index, names = found
+        loaded: tuple[RunIndex, set[str]] = tuple(together(storage, loads))
+        self.index, names = loaded
         self.fence: Fence | None = None
         self.void: list[str] = []
         self.announce: Callable[[Collection[str]], object] | None = None
         self.confirm: Callable[[], object] | None = None
         self.is_behind = False
-        self._half: dict[str, str] = {}  # name -> why it goes: no checkpoints any more, but their files are still there
+        self._half: dict[str, str] = {}  # name -> why it goes: no checkpoints any more, but some of their files remain
         self._doomed = frozenset(doomed)
         self.rebuilt = False
         self.holds_resumed = True
         self.side = ""
         self._says_unranked = True
         self._unpacked: dict[str, tuple[list[Any], Record]] = {}
-        # What retention has looked at, and what it has not yet: names of rows, those that cannot be used, those held.
+        # The view of retention, and what it has not seen yet: touched rows, unusable names, the held name.
         self._standing: tuple[Keep, RetentionIndex] | None = None
         self._touched = self.index.rows.watch()
         self._unusable: Set[str] = frozenset()
@@ -142,7 +142,7 @@ class Catalog:
     # -- looking ------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Look at the names again: forget rows of those that went, read those that are new."""
+        """List the names again: drop rows of removed checkpoints, read new ones."""
         self._refresh(self._names())
 
     def _refresh(self, names: set[str]) -> None:
@@ -150,16 +150,16 @@ class Catalog:
         for gone in [*(self.index.rows.keys() - names), *self._outside()]:
             self.index.rows.pop(gone, None)
         self.corrupt, self.incomplete, self.foreign, self.others, self.void = {}, [], [], {}, []
-        found = self._classify_all(sorted(names - self.index.rows.keys()))
-        for name in self._enter(found):
-            self.index.quarantined.pop(name, None)  # it was set aside for its manifest, which is sound now
+        manifests = self._classify_all(sorted(names - self.index.rows.keys()))
+        for name in self._enter(manifests):
+            self.index.quarantined.pop(name, None)  # it was set aside for its manifest, which is sound by now
         self._reread_changed()
         self._settle_quarantine()
 
-    def _enter(self, found: Mapping[str, Manifest]) -> list[str]:
+    def _enter(self, manifests: Mapping[str, Manifest]) -> list[str]:
         """Add rows for the checkpoints of this run that count; return their names."""
-        self.others.update((name, manifest) for name, manifest in found.items() if not self._is_mine(manifest))
-        mine = {name: manifest for name, manifest in found.items() if self._is_mine(manifest)}
+        self.others.update((name, manifest) for name, manifest in manifests.items() if not self._is_mine(manifest))
+        mine = {name: manifest for name, manifest in manifests.items() if self._is_mine(manifest)}
         counts = together(self.storage, [partial(self._counts, name, manifest) for name, manifest in mine.items()])
         self.void += [name for name, is_in in zip(mine, counts, strict=True) if not is_in]
         entered = [name for name, is_in in zip(mine, counts, strict=True) if is_in]
@@ -168,24 +168,24 @@ class Catalog:
         return entered
 
     def scan(self) -> None:
-        """Forget everything cached and rebuild it from manifests, their sidecars and the reports."""
+        """Drop all cached rows and rebuild them from manifests, their sidecars and the reports."""
         self._scan(self._names())
 
-    def _scan(self, there: set[str]) -> None:
+    def _scan(self, names: set[str]) -> None:
         damage = self.index.damage
         if not self.index.run_id:
             self.index.rebuild_attempts()
         self.index.rows.clear()
         self.corrupt, self.incomplete, self.foreign, self.others, self.void = {}, [], [], {}, []
         self.fence = newest_fence(self.storage, self._fences) if self._fences else None
-        found = self._classify_all(sorted(there))
-        if found and not self.index.run_id:
+        manifests = self._classify_all(sorted(names))
+        if manifests and not self.index.run_id:
             # The run id is lost: it is that of most checkpoints here, on a tie that of the newest.
-            named = [manifest for manifest in found.values() if manifest.run_id]
+            named = [manifest for manifest in manifests.values() if manifest.run_id]
             count = Counter(manifest.run_id for manifest in named)
             newest = max(named, key=lambda manifest: (count[manifest.run_id], manifest.created), default=None)
             self.index.run_id = newest.run_id or "" if newest is not None else ""
-        self._enter(found)
+        self._enter(manifests)
         self._settle_quarantine()
         if damage is not None and self.index.rows:
             self.rebuilt = True
@@ -195,24 +195,24 @@ class Catalog:
             )  # fmt: skip
 
     def records(self) -> list[Record]:
-        """All committed checkpoints of the run that are not quarantined, newest first."""
+        """Return all committed checkpoints of the run that are not quarantined, newest first."""
         known = (self._known(name) for name in self._order())
         return [record for record in known if record is not None]
 
     def names(self) -> list[str]:
-        """The names of `records`, without reading more of them."""
+        """Return the names of `records`, without unpacking rows."""
         return self._order()
 
     def rows(self) -> list[list[Any]]:
-        """The packed rows of `records` (`holdfast.run.record.pack`)."""
+        """Return the packed rows of `records` (`holdfast.run.record.pack`)."""
         return [self.index.rows[name] for name in self._order()]
 
     def newest(self) -> Record | None:
-        """Return the newest checkpoint, None if there is none."""
+        """Return the newest checkpoint, None in an empty run."""
         return next((record for name in self._order() if (record := self._known(name)) is not None), None)
 
     def record(self, name: str) -> Record:
-        """Return what is known about one checkpoint.
+        """Return the record of a checkpoint.
 
         Raises:
             CheckpointNotFoundError: the run has no such checkpoint.
@@ -237,7 +237,7 @@ class Catalog:
 
     @property
     def _resumed(self) -> str | None:
-        """The name of what the current attempt went on from, if retention has to know."""
+        """The name of the checkpoint that the current attempt went on from, if retention keeps it."""
         current = self.index.current
         source = None if current is None else current.resumed_from
         return None if source is None or not self.holds_resumed else str(source["name"])
@@ -245,7 +245,7 @@ class Catalog:
     def candidates(self) -> Iterator[Candidate]:
         """Yield the checkpoints that a resume may try, newest first; each manifest is read just before.
 
-        Damaged ones go into `corrupt`, so that `bad` is complete after the last candidate.
+        Damaged checkpoints go into `corrupt`, so that `bad` is complete after the last candidate.
         """
         tried: set[str] = set()
         order = iter(self._order())
@@ -272,17 +272,17 @@ class Catalog:
                 continue
             row, self.index.rows[name] = self.index.rows[name], pack(self._record(name, manifest))
             if row[1:3] != self.index.rows[name][1:3]:
-                tried.discard(name)  # the index had it at a wrong place of the order: it comes when it is its turn
+                tried.discard(name)  # the index had it at a wrong place of the order: it is yielded at its true place
                 order = iter(self._order())
                 continue
             yield Candidate(record=self.record(name), manifest=manifest)
 
     def latest(self) -> Record | None:
-        """The newest good checkpoint; its manifest was read just now."""
+        """Return the newest good checkpoint, whose manifest was read just now; None without one."""
         return next((candidate.record for candidate in self.candidates()), None)
 
     def best(self, metric: str, mode: str = "min") -> Record | None:
-        """The best existing checkpoint by ``metric``; None when no checkpoint has a number for it."""
+        """Return the best existing checkpoint by ``metric``; None when no checkpoint has a number for it."""
         for record in rank(self.records(), metric, mode):
             if not is_number(metric_value(record.metrics, metric)):
                 return None
@@ -291,11 +291,11 @@ class Catalog:
         return None
 
     def bad(self) -> dict[str, str]:
-        """Committed checkpoints that must not be resumed from, with the reason: quarantined or damaged."""
+        """Return committed checkpoints that must not be resumed from, with the reason: quarantined or damaged."""
         return {**self.index.quarantined, **self.corrupt}
 
     def strangers(self) -> list[Record]:
-        """Records of `others`, for showing them."""
+        """Return the records of `others`, for display."""
         return [self._record(name, manifest) for name, manifest in self.others.items()]
 
     # -- changing -----------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ class Catalog:
             else:
                 record = self._record(name, manifest)
         except StorageError as error:
-            # It is committed, so it must be known. What else is beside it is read again before anything is deleted.
+            # It is committed, so it must be known. Its sidecar is read again before anything is deleted.
             _log.warning("%s was entered by its manifest alone: %s", name, error)
             record = record_from_manifest(name, manifest, metrics={}, pinned=False)
         self.index.rows[name] = pack(record)
@@ -325,7 +325,7 @@ class Catalog:
         return self.record(name)
 
     def set_metrics(self, name: str, metrics: Mapping[str, Any]) -> Record:
-        """Add late metrics to a checkpoint; they win over those of the manifest."""
+        """Add late metrics to a checkpoint; they win over metrics of the manifest."""
         change_sidecar(self.storage, name, lambda sidecar: sidecar.with_metrics(metrics))
         return self._reread(name)
 
@@ -335,27 +335,27 @@ class Catalog:
         return self._reread(name)
 
     def prune(self, keep: Keep, protect: frozenset[str] = frozenset()) -> list[Verdict]:
-        """Apply retention: the index without the doomed is saved first, then they go, the oldest and manifests first.
+        """Apply retention: save the index without the doomed, then delete them, the oldest and manifests first.
 
-        Pins and late metrics of the doomed are read again before, since another process may have set them. Returns
-        the verdicts of those deleted.
+        Pins and late metrics of the doomed are read again before, since another process may have set them. Return the
+        verdicts on the deleted checkpoints.
         """
         self.index.keep = keep.to_json()
         pinned = self._stand(keep).pinned
         looked = list(pinned)[: self._bite]
         self._all_still_there(looked)  # another process may have taken the pin back
         for name in looked:
-            pinned[name] = pinned.pop(name)  # of many, others with the next save
+            pinned[name] = pinned.pop(name)  # where there are many, others are looked at with the next save
         doomed: list[Verdict] = []
         trusted: set[str] = set()
         known: dict[str, Collection[str]] = {}
         while True:
             doomed = self._stand(keep).doomed(protect)
-            # Of many only the oldest, which go now, are looked at: the others stay for the next call.
+            # Only the oldest, which go now, are looked at: the others wait for the next call.
             fresh = [verdict.name for verdict in doomed[-self._bite :] if verdict.name not in trusted]
             if not fresh:
                 break
-            # A checkpoint that was removed by hand must not take a place among those that stay.
+            # A checkpoint that was removed by hand must not take the place of another that stays.
             gone, files = self._look_around(fresh, and_at_names=not trusted and self._lists_now())
             known.update(files)
             for name in gone:
@@ -363,8 +363,8 @@ class Catalog:
             if not trusted:
                 self._reread_changed()
             unsure = [name for name in fresh if name in self.index.rows and not self._is_as_written(name, files)]
-            there = self._all_still_there(unsure)
-            trusted.update(name for name in fresh if name in self.index.rows and (name in there or name not in unsure))
+            sound = self._all_still_there(unsure)
+            trusted.update(name for name in fresh if name in self.index.rows and (name in sound or name not in unsure))
         if doomed and keep.best is not None and keep.metric is not None and self._says_unranked:
             self._say_unranked(keep.metric)
         return self._delete(doomed, known)
@@ -376,15 +376,15 @@ class Catalog:
     def _look_around(
         self, names: Sequence[str], *, and_at_names: bool
     ) -> tuple[list[str], Mapping[str, Collection[str]]]:
-        """Return which rows are of checkpoints that are gone and, at a store, which files those in ``names`` have."""
+        """Return the rows whose checkpoints are gone and, at a store, the files of the checkpoints ``names``."""
         looks: list[Callable[[], Any]] = [lambda: self._names() if and_at_names else None]
         if self.storage.num_parallel > 1:
             looks.append(lambda: names_under(self.storage, names, of=len(self.index.rows)))
-        there, *files = together(self.storage, looks)
-        return [] if there is None else sorted(self.index.rows.keys() - there), files[0] if files else {}
+        present, *files = together(self.storage, looks)
+        return [] if present is None else sorted(self.index.rows.keys() - present), files[0] if files else {}
 
     def _is_as_written(self, name: str, files: Mapping[str, Collection[str]]) -> bool:
-        """Whether a listing shows what the attempt of the row has written and nothing that came later (a sidecar)."""
+        """Tell whether a listing shows the files that the attempt of the row wrote and no later file (a sidecar)."""
         row, paths = self.index.rows[name], files.get(name, ())
         wrote = {attempt.start_id for attempt in self.index.attempts if attempt.attempt == row[1]}
         return (
@@ -401,7 +401,7 @@ class Catalog:
         names = self._touched | (unusable ^ self._unusable) | held
         if self._standing is None or self._standing[0] != keep or len(names) > _MANY:
             self._standing = keep, RetentionIndex(keep, self.records())
-            names = self._touched  # a row that cannot be read has been looked up by now
+            names = self._touched  # a row that cannot be unpacked has been replaced by now
         standing = self._standing[1]
         for name in sorted(names):
             record = None if name in unusable else self._known(name)
@@ -414,9 +414,9 @@ class Catalog:
         return standing
 
     def _lists_now(self) -> bool:
-        """Whether to look for checkpoints that were removed by hand.
+        """Tell whether to look for checkpoints that were removed by hand.
 
-        The time of a listing grows with the run, so with very many checkpoints on a disk most deletions go without.
+        A listing takes longer as the run grows, so with very many checkpoints on a disk most deletions do not make one.
         """
         self._unlisted += 1
         if self.storage.num_parallel == 1 and self._unlisted * _NAMES_A_DELETION < len(self.index.rows):
@@ -425,7 +425,7 @@ class Catalog:
         return True
 
     def _say_unranked(self, metric: str) -> None:
-        """Warn once that checkpoints go by their age alone, if the metric that ranks them is not there."""
+        """Warn once that checkpoints go by their age alone, if no checkpoint has the metric that ranks them."""
         metrics = [record.metrics for record in self.records()]
         self._says_unranked = False
         if not any(is_number(metric_value(values, metric)) for values in metrics):
@@ -438,15 +438,15 @@ class Catalog:
 
     def discard(self, names: Iterable[str], why: str) -> list[Verdict]:
         """Delete these checkpoints whatever the rules say; like `prune` otherwise."""
-        there = [name for name in names if name in self.index.rows]
-        return self._delete([Verdict(name=name, keep=False, why=why) for name in there]) if there else []
+        present = [name for name in names if name in self.index.rows]
+        return self._delete([Verdict(name=name, keep=False, why=why) for name in present]) if present else []
 
     def _delete(
         self, doomed: Sequence[Verdict], files: Mapping[str, Collection[str]] = MappingProxyType({})
     ) -> list[Verdict]:
-        """Say what goes, save the index without it, then delete it, oldest first and for a bounded time; give it back.
+        """Announce checkpoints, save the index without them, delete them; oldest first, for a bounded time.
 
-        What is left when the time is over, or could not be deleted now, the next call goes on with: see `is_behind`.
+        Return the verdicts on the deleted, newest first; the next call goes on with the others (see `is_behind`).
         """
         until = time.monotonic() + _BITE_S
         half = [Verdict(name=name, keep=False, why=why) for name, why in self._half.items()]
@@ -456,14 +456,14 @@ class Catalog:
         confirmed: list[bool] = []
         full = False
         try:
-            # Side by side at a store: the index is a cache, and nothing goes before both are there.
+            # Side by side at a store: the index is a cache, and nothing is deleted before both are done.
             confirms = partial(self._confirmed, is_announced=bool(names))
             together(self.storage, [lambda: confirmed.append(confirms()), self.index.save])
         except StorageError as error:
             if not confirmed or not isinstance(error, StorageFullError):
                 self.index.rows.update(rows)
                 raise
-            full = True  # what goes makes the room
+            full = True  # the deletions make room
         except BaseException:
             self.index.rows.update(rows)
             raise
@@ -483,7 +483,7 @@ class Catalog:
         self.index.rows.update({name: row for name, row in rows.items() if name not in gone | self._half.keys()})
         for verdict in deleted:
             self._note_deleted(verdict, rows.get(verdict.name))
-        # What failed is tried again with the next save, not at once.
+        # Failed deletions are tried again with the next save, not at once.
         self.is_behind = not failed and len(gone) + spared < len(doomed) + len(half)
         if full:
             self.index.save()
@@ -533,11 +533,11 @@ class Catalog:
             spared |= self._external.spared - self._half.keys()
             if not any(verdict.name in spared for verdict in bite):
                 break
-        self._take_changes()  # they count from the next call on
+        self._take_changes()  # the changes count from the next call on
         return bite, sum(verdict.name in spared for verdict in going)
 
     def _reread_changed(self) -> None:
-        """Read again what other processes have changed beside checkpoints, if any has."""
+        """Read sidecars again that other processes have changed."""
         if self._has_external:
             self._external.look()
             self._take_changes()
@@ -546,13 +546,13 @@ class Catalog:
         self._all_still_there(sorted(self._external.take() & self.index.rows.keys()))
 
     def settle(self) -> None:
-        """Save the index with what other processes have changed, so that it is not read again."""
+        """Save the index with the changes of other processes, so that they are not read again."""
         if self._external.has_taken:
             self.index.save()
             self._external.settle()
 
     def _try_remove(self, verdict: Verdict) -> bool:
-        """Delete a checkpoint; what cannot be deleted is either whole still, or no checkpoint any more (`_half`)."""
+        """Delete a checkpoint; after a failure it is either still whole, or no checkpoint any more (`_half`)."""
         name = verdict.name
         try:
             remove(self.storage, name)
@@ -568,7 +568,7 @@ class Catalog:
         return True
 
     def draw_fence(self, below: int, start_id: str, more: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Say which checkpoints of the attempts below ``below`` count: those that `records` has by now, and ``more``.
+        """Write which checkpoints of the attempts below ``below`` count: those that `records` has by now, and ``more``.
 
         The lease must have been taken before this object was made or refreshed, and the attempt been registered.
         """
@@ -595,10 +595,11 @@ class Catalog:
         return self._is_mine(manifest) and not self._is_within(name, manifest)
 
     def sweep(self) -> list[str]:
-        """Remove what killed saves and deletions of earlier attempts left. Call after `RunIndex.register_attempt`.
+        """Remove what killed saves and deletions of earlier attempts left; return the removed paths.
 
-        Only files that carry the start id of an earlier attempt of this run go, and only from directories without a
-        manifest: a save of another run in the same root stays. Checkpoints that do not count go.
+        Called after `RunIndex.register_attempt`. Only files that carry the start id of an earlier attempt of this run
+        go, and only from directories without a manifest: a save of another run in the same root stays. Checkpoints that
+        do not count go.
         """
         self.settle()
         if self._has_external:
@@ -628,13 +629,13 @@ class Catalog:
         swept += sweep_names(
             self.storage,
             {attempt.start_id for attempt in before},
-            # Unfinished puts of old ones go with their checkpoint; others may have been about to become ours.
+            # Unfinished puts of old checkpoints go with them; others may have been about to become ours.
             committed=[*self._order()[:num], *list(self.others)[:num]],
             incomplete=self.incomplete,
             foreign=self.foreign,
         )
-        there = self._names() if self.incomplete or self.foreign else set()
-        self.incomplete, self.foreign = sorted(there & {*self.incomplete}), sorted(there & {*self.foreign})
+        left = self._names() if self.incomplete or self.foreign else set()
+        self.incomplete, self.foreign = sorted(left & {*self.incomplete}), sorted(left & {*self.foreign})
         return swept
 
     @property
@@ -643,13 +644,13 @@ class Catalog:
         return self._doomed if self.fence is None else self._doomed | self.fence.dead
 
     def taken(self) -> list[str]:
-        """Names that no new checkpoint may have although `records` has none of them."""
-        dead = () if self.fence is None else self.fence.dead  # what others had doomed may be deleted by now
+        """Return names that no new checkpoint may have although `records` does not have them."""
+        dead = () if self.fence is None else self.fence.dead  # names that only the lease doomed may be deleted by now
         known = (self.index.quarantined, self.corrupt, self.incomplete, self.foreign, self.others, self.void, dead)
         return sorted({name for names in known for name in names})
 
     def found(self) -> list[str]:
-        """Whatever else lies in the run, which no new checkpoint may be called either; not looked for on a disk."""
+        """Return all other names in the run, which no new checkpoint may have either; none on a disk."""
         return sorted(self._found - self.index.rows.keys())
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -659,7 +660,7 @@ class Catalog:
         return bool(manifest.run_id) and manifest.run_id == self.index.run_id
 
     def _outside(self) -> list[str]:
-        """Rows, which an owner that was taken over may have written, of checkpoints that do not count."""
+        """Return names of rows whose checkpoints do not count: an owner that was taken over may have written them."""
         fence, rows = self.fence, self.index.rows
         outside = [] if fence is None else [row[0] for row in rows.values() if not fence.admits(row[0], row[1])]
         return [*outside, *(self._doomed & rows.keys())]
@@ -668,7 +669,7 @@ class Catalog:
         return self.fence is None or self.fence.admits(name, manifest.attempt, manifest.checkpoint_id)
 
     def _counts(self, name: str, manifest: Manifest) -> bool:
-        """Whether a checkpoint that was found counts."""
+        """Tell whether a checkpoint that was found counts."""
         if name in self._doomed or not self._is_within(name, manifest):
             return False
         if self.fence is None or manifest.attempt >= self.fence.below:
@@ -684,18 +685,18 @@ class Catalog:
         return True
 
     def _names(self) -> set[str]:
-        there = door_of(self.storage)
-        if there is None:
+        located = door_of(self.storage)
+        if located is None:
             children = [info.path for info in self.storage.list("", recursive=False)]
             self._found = {path.rstrip("/") for path in children}
             self.hidden = {path for path in children if path[-1] == "/" and path[0] == "."}
             self._fences = {path for path in children if is_fence(path)}
             self._has_external = any(map(is_external_child, children))
             return {path[:-1] for path in children if path[-1] == "/" and path[0] != "."} - _OWN
-        # The same, four times as fast with ten thousand of them: a resume waits for this.
+        # On a disk without a stat of each entry: four times as fast with ten thousand, and a resume waits for this.
         with errors_of("list", self.storage.uri):
             try:
-                door, inside = there
+                door, inside = located
                 with door.listed(inside) as folder, os.scandir(folder.fd) as entries:
                     names = {
                         entry.name: entry.is_dir(follow_symlinks=False)
@@ -709,23 +710,23 @@ class Catalog:
         return {name for name, is_dir in names.items() if is_dir} - _OWN
 
     def _order(self) -> list[str]:
-        """Names of usable rows, newest first, from raw rows: building ten thousand records would cost 50 ms."""
+        """Return names of usable rows, newest first, from raw rows: building ten thousand records would cost 50 ms."""
         skip = self.index.quarantined
         return [name for name in self.index.rows.newest_first() if name not in skip and name not in self.corrupt]
 
     def _classify_all(self, names: Sequence[str]) -> dict[str, Manifest]:
-        """Read the manifests of names without a row; note why there is no good manifest under the others."""
+        """Read the manifests of names without a row; note why the others have no good manifest."""
         if self.storage.num_parallel > 1 and len(names) > _MANY_UNKNOWN:
-            # Perhaps a deletion of many was killed: one listing instead of several requests for each name.
-            there = listed_at_once(self.storage, names) or {}
-            for name in [name for name in there if MANIFEST_NAME not in there[name]]:
-                ours = is_remains(path for path in there[name] if "/" not in path)
+            # Perhaps a deletion of many was killed: a single listing instead of several requests for each name.
+            files = listed_at_once(self.storage, names) or {}
+            for name in [name for name in files if MANIFEST_NAME not in files[name]]:
+                ours = is_remains(path for path in files[name] if "/" not in path)
                 (self.incomplete if ours else self.foreign).append(name)
-            names = [name for name in names if MANIFEST_NAME in there.get(name, (MANIFEST_NAME,))]
-        found = together(self.storage, [partial(self._classify, name) for name in names])
+            names = [name for name in names if MANIFEST_NAME in files.get(name, (MANIFEST_NAME,))]
+        manifests = together(self.storage, [partial(self._classify, name) for name in names])
         self.incomplete.sort()
         self.foreign.sort()
-        return {name: manifest for name, manifest in zip(names, found, strict=True) if manifest is not None}
+        return {name: manifest for name, manifest in zip(names, manifests, strict=True) if manifest is not None}
 
     def _classify(self, name: str) -> Manifest | None:
         """Read the manifest of a name without a row; None, with the reason noted, if it has no good manifest."""
@@ -737,7 +738,7 @@ class Catalog:
         except FormatVersionError as error:
             self.corrupt[name] = str(error)
         except CorruptCheckpointError as error:
-            # Web pages and other tools call files manifest.json too: theirs must not stop a fresh start.
+            # Web pages and other tools have files named manifest.json too: those must not stop a fresh start.
             if is_remains(info.path for info in self.storage.list(name, recursive=False)) or self._says_ours(name):
                 self.corrupt[name] = str(error)
             else:
@@ -745,7 +746,7 @@ class Catalog:
         return None
 
     def _says_ours(self, name: str) -> bool:
-        """Whether a damaged manifest still shows what it was."""
+        """Tell whether a damaged manifest still names the format of Holdfast."""
         try:
             return FORMAT.encode() in self.storage.read(f"{name}/{MANIFEST_NAME}")
         except StorageError:
@@ -756,7 +757,7 @@ class Catalog:
         return record_from_manifest(name, manifest, metrics=sidecar.metrics, pinned=sidecar.pinned)
 
     def _settle_quarantine(self) -> None:
-        """Set aside those with a damaged manifest too, and forget those that were removed."""
+        """Quarantine checkpoints with a damaged manifest too, and drop those that were removed."""
         known = self.index.rows.keys() | self.corrupt.keys()
         kept = {name: why for name, why in self.index.quarantined.items() if name in known}
         self.index.quarantined = {**self.corrupt, **kept}
@@ -774,20 +775,20 @@ class Catalog:
         """Refresh rows from manifests and sidecars; return the names that are good checkpoints of this run."""
         good = set()
         looks = together(self.storage, [partial(self._look, name) for name in names])
-        for name, found in zip(names, looks, strict=True):
-            if isinstance(found, Record):
-                self.index.rows[name] = pack(found)
+        for name, result in zip(names, looks, strict=True):
+            if isinstance(result, Record):
+                self.index.rows[name] = pack(result)
                 good.add(name)
                 continue
-            if isinstance(found, Manifest) and not self._is_mine(found):
-                self.others[name] = found
-            elif isinstance(found, (CorruptCheckpointError, FormatVersionError)):
-                self.corrupt[name] = str(found)
+            if isinstance(result, Manifest) and not self._is_mine(result):
+                self.others[name] = result
+            elif isinstance(result, (CorruptCheckpointError, FormatVersionError)):
+                self.corrupt[name] = str(result)
             self.index.rows.pop(name, None)
         return good
 
     def _look(self, name: str) -> Record | Manifest | CheckpointError:
-        """Read what there is about a checkpoint: its manifest alone if it is not of this run, or counts for nothing."""
+        """Read the record of a checkpoint; only its manifest if it is of another run or void; or the error."""
         try:
             manifest = read_manifest(self.storage, name)
         except CheckpointError as error:

@@ -1,6 +1,7 @@
-"""What checkpointing has cost a run, and what its failures have: sums over the journal, the attempts and the reports.
+"""What checkpointing and failures have cost a run: sums over the journal, the attempts and the reports.
 
-Pure functions over what `RunIndex.read_history` gives; ``holdfast stats`` and the page of a run show the same figures.
+Pure functions over the result of `RunIndex.read_history`; ``holdfast stats`` and the page of a run show the same
+figures.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ _PARTS = ("durable_s", "held_s", "lost_s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """One checkpoint that was committed, whether or not it is still there.
+    """One committed checkpoint, whether or not it still exists.
 
     Attributes:
         time: when it was committed, in seconds since 1970.
         size: bytes a reader sees.
-        reused: bytes of these that are shared with the checkpoint before.
+        reused: bytes of these that are shared with the checkpoint before it.
         durable_s: seconds from the start of the save to its commit; None if that is not known.
         held_s: seconds that the save held the training loop; None if that is not known.
-        lost_s: ``held_s``, and what steps took longer than usual meanwhile; None if that is not known.
+        lost_s: ``held_s`` plus the seconds that steps took longer than usual meanwhile; None if that is not known.
     """
 
     name: str
@@ -61,45 +62,45 @@ class Deletion:
 
 
 def saves(events: Iterable[JournalEvent], records: Iterable[Record] = ()) -> list[Save]:
-    """Put together what writer and trainer have noted about each save, oldest first.
+    """Join the events of writer and trainer about each save, oldest first.
 
     Args:
         events: of the run.
-        records: checkpoints that are there; those of before there was a journal count with what they say themselves.
+        records: existing checkpoints; those without an event (saved before there was a journal) count by their record.
     """
-    found: dict[tuple[int, str], dict[str, Any]] = {}
+    rows: dict[tuple[int, str], dict[str, Any]] = {}
     for record in records:
         known = {"step": record.step, "time": record.created, "size": record.size, "reused": record.reused}
-        found[record.attempt, record.name] = known
+        rows[record.attempt, record.name] = known
     for event in events:
         if event.what not in ("saved", "cost"):
             continue
-        about = found.setdefault((event.attempt, event.name), {"step": event.step or 0, "time": event.time})
+        about = rows.setdefault((event.attempt, event.name), {"step": event.step or 0, "time": event.time})
         if event.what == "saved":
             about["durable_s"] = about.get("durable_s", event.durable_s)
             about |= {"time": event.time, "kind": event.kind, "size": event.bytes, "reused": event.reused}
         else:  # the trainer counts from the moment that it began
             about |= {name: value for name in _PARTS if (value := getattr(event, name)) is not None}
-    made = [Save(attempt=attempt, name=name, **about) for (attempt, name), about in found.items()]
+    made = [Save(attempt=attempt, name=name, **about) for (attempt, name), about in rows.items()]
     return sorted(made, key=lambda save: (save.attempt, save.time, save.step))
 
 
 def deletions(events: Iterable[JournalEvent], *, is_remote: bool = False) -> dict[tuple[int, str], Deletion]:
     """Return the last deletion of each (attempt, name); of a mirrored run those of one side."""
-    found = {}
+    last = {}
     for event in events:
         if event.what == "deleted" and event.kind != ("local" if is_remote else "remote"):
             gone = Deletion(name=event.name, step=event.step, time=event.time, why=event.why)
-            found[event.attempt, event.name] = gone
-    return found
+            last[event.attempt, event.name] = gone
+    return last
 
 
 def attempt_rows(history: RunHistory, made: Sequence[Save]) -> list[dict[str, Any]]:
-    """Describe each start of the run as JSON, and what its end has cost.
+    """Describe each start of the run, and the cost of its end, as JSON.
 
     Returns:
         Rows with "lost_steps" (steps that a later attempt had to do again), "lost_s" (seconds of training after the
-        checkpoint that the next attempt went on from) and "down_s" (seconds until that began); None where nobody knows.
+        checkpoint that the next attempt went on from) and "down_s" (seconds until that began); None if not known.
     """
     last: dict[int, float] = {}
     last_seen: dict[int, float] = {}
@@ -112,14 +113,14 @@ def attempt_rows(history: RunHistory, made: Sequence[Save]) -> list[dict[str, An
     for save in made:
         last[save.attempt] = max(last.get(save.attempt, -math.inf), save.step - 1)
         last_seen[save.attempt] = max(last_seen.get(save.attempt, 0.0), save.time)
-    found = [_attempt(history.attempts[number], last.get(number)) for number in sorted(history.attempts)]
-    by_number = {row["attempt"]: row for row in found}
+    rows = [_attempt(history.attempts[number], last.get(number)) for number in sorted(history.attempts)]
+    by_number = {row["attempt"]: row for row in rows}
     when = {(save.attempt, save.name): save.time for save in made}
-    for row in found:
+    for row in rows:
         before = by_number.get(row["from_attempt"] or row["attempt"] - 1)
         if before is not None and row is not before:
             _charge(before, row, when, last_seen)
-    return found
+    return rows
 
 
 def _attempt(attempt: Attempt, last: float | None) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def _attempt(attempt: Attempt, last: float | None) -> dict[str, Any]:
 def _charge(
     before: dict[str, Any], row: dict[str, Any], when: Mapping[tuple[int, str], float], last_seen: Mapping[int, float]
 ) -> None:
-    """Add to an attempt what its successor had to do again."""
+    """Add to an attempt the steps and seconds that its successor had to repeat."""
     if before["steps_done"] is not None:
         lost = before["steps_done"] - row["first_step"]
     elif before["last_step"] is not None:
@@ -166,7 +167,7 @@ def _charge(
 
 
 def stats(history: RunHistory, records: Iterable[Record] = (), *, is_remote: bool = False) -> dict[str, Any]:
-    """Sum everything up as JSON: what ``holdfast stats --json`` prints."""
+    """Sum up all of it as JSON, as ``holdfast stats --json`` prints it."""
     made = saves(history.events, records)
     attempts = attempt_rows(history, made)
     gone = deletions(history.events, is_remote=is_remote)
@@ -184,7 +185,7 @@ def stats(history: RunHistory, records: Iterable[Record] = (), *, is_remote: boo
         "lost_why": dict(_counted((event.why, event.times) for event in lost)),
         "skipped_saves": sum(event.times for event in history.events if event.what == "skipped"),
         "deleted": len(gone),
-        "deleted_by": dict(_counted((one.why, 1) for one in gone.values())),
+        "deleted_by": dict(_counted((deletion.why, 1) for deletion in gone.values())),
         "attempts": attempts,
         "failures": sum(bool(row["lost_steps"]) or _is_failure(row["reason"]) for row in attempts),
         "lost_steps": sum(row["lost_steps"] for row in attempts),

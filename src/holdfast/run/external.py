@@ -1,13 +1,14 @@
-"""What processes other than the run's owner tell its retention: holds, and that metrics or a pin have changed.
+"""Messages of other processes to the retention of a run: holds, and notes that metrics or a pin have changed.
 
-Each is a small file of its own in ``.external/`` of the run, so that nobody rewrites what another one said::
+Each is a small file of its own in ``.external/`` of the run, so that no process rewrites another's::
 
-    hold-<checkpoint>-<id>.json     a process uses this checkpoint; who it is, and for how long at most
+    hold-<checkpoint>-<id>.json     a process uses this checkpoint; which process, and for how long at most
     changed-<checkpoint>-<id>       its ``.metrics.json`` has changed since the index read it
 
-Both sides say first and look afterwards, so one of them sees the other. The owner says in lease.json what it is about
-to delete (`Lease.announce`), then lists this directory, and spares what it finds there. Who holds or changes a
-checkpoint puts its file, then reads lease.json and the fence, and gives up if the checkpoint is being deleted.
+Both sides write first and read afterwards, so one of them sees the other. The owner writes into lease.json what it is
+about to delete (`Lease.announce`), then lists this directory, and spares the checkpoints named there. A process that
+holds or changes a checkpoint puts its file, then reads lease.json and the fence, and gives up if the checkpoint is
+being deleted.
 """
 
 from __future__ import annotations
@@ -43,35 +44,35 @@ from .record import METRICS_FILE, Sidecar, change_sidecar
 __all__ = ["EXTERNAL", "External", "change", "held", "holders", "is_external_child"]
 
 EXTERNAL = ".external"
-"""Directory of a run in which other processes say what they do with its checkpoints."""
+"""Directory of a run in which other processes put their messages about its checkpoints."""
 _NAME = re.compile(r"(hold|changed)-(.+)-[0-9a-f]{16}(?:\.json)?")
 _DECIDED_S, _PAUSE_S = 5.0, 0.1  # an owner that has announced a deletion carries it out or takes it back by then
-_AT_MOST_S = 3600.0  # of a hold that does not say, or cannot be read
+_AT_MOST_S = 3600.0  # of a hold without a limit, or that cannot be read
 _MAX_BYTES = 1 << 16  # of a hold
 _log = get_logger("catalog")
 
 
 def is_external_child(path: str) -> bool:
-    """Tell whether a child of a run, as `Storage.list` names it, is this directory."""
+    """Tell whether a child of a run, as `Storage.list` names it, is the directory `EXTERNAL`."""
     return path == f"{EXTERNAL}/"
 
 
 @dataclass(slots=True)
 class _Seen:
-    """A hold as the owner of the run knows it: since when, by the owner's own clock, and what it says."""
+    """A hold as the owner of the run knows it: since when, by the owner's own clock, and its content."""
 
     since: float
     body: dict[str, Any]
 
     def is_over(self) -> bool:
-        """Whether its process is known to be gone, or has held for longer than it said."""
+        """Tell whether its process is known to be gone, or has held for longer than its limit."""
         at_most = self.body.get("at_most_s")
         limit = at_most if isinstance(at_most, (int, float)) and math.isfinite(at_most) else _AT_MOST_S
         return is_dead(self.body) or time.monotonic() - self.since > limit
 
 
 class External:
-    """What others say about the checkpoints of one run, seen by its owner.
+    """The messages of other processes about the checkpoints of one run, for its owner.
 
     Attributes:
         held: names that are in use.
@@ -114,7 +115,7 @@ class External:
         self.held, self.changed, self._seen = frozenset(held), frozenset(changed), seen
 
     def take(self) -> frozenset[str]:
-        """Return the changed names; the caller reads what is beside them now."""
+        """Return the changed names; the caller reads their sidecars now."""
         names, self.changed = self.changed, frozenset()
         self._taken |= self._new
         self._new.clear()
@@ -129,7 +130,7 @@ class External:
 
     @property
     def has_taken(self) -> bool:
-        """Whether there is anything to settle."""
+        """Whether changes were taken that are not settled."""
         return bool(self._taken)
 
 
@@ -139,7 +140,7 @@ def held(storage: Storage, name: str, *, at_most_s: float) -> Iterator[None]:
 
     Raises:
         ConfigError: ``at_most_s`` is no positive number.
-        CheckpointNotFoundError: it is gone, or its deletion has begun.
+        CheckpointNotFoundError: the checkpoint is gone, or its deletion has begun.
     """
     if not at_most_s > 0 or at_most_s == float("inf"):
         raise ConfigError(f"hold(at_most_s={at_most_s!r}): give the seconds after which retention may delete it")
@@ -158,17 +159,17 @@ def held(storage: Storage, name: str, *, at_most_s: float) -> Iterator[None]:
 
 
 def change(storage: Storage, name: str, how: Callable[[Sidecar], Sidecar]) -> None:
-    """Change what is said about checkpoint ``name`` after its commit, and let the owner of the run know.
+    """Change the sidecar of checkpoint ``name``, and notify the owner of the run.
 
-    Durable on return, and safe beside the owner and others who do the same.
+    Durable on return, and safe beside the owner and other processes that do the same.
 
     Raises:
-        CheckpointNotFoundError: it is gone, or its deletion has begun.
+        CheckpointNotFoundError: the checkpoint is gone, or its deletion has begun.
     """
     path = f"{EXTERNAL}/changed-{name}-{os.urandom(8).hex()}"
     _check_stays(storage, name)
     change_sidecar(storage, name, how)
-    # After the change: who finds this and reads the sidecar again reads what is new.
+    # After the change: a reader that finds this file and reads the sidecar again gets the new values.
     storage.put(path, b"")
     try:
         _check_stays(storage, name)
@@ -182,18 +183,18 @@ def change(storage: Storage, name: str, how: Callable[[Sidecar], Sidecar]) -> No
 
 def holders(storage: Storage) -> dict[str, list[str]]:
     """Name the processes that hold checkpoints of a run, as "process 1 on host", by checkpoint."""
-    found: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for info in storage.list(EXTERNAL, recursive=False):
         match = _NAME.fullmatch(info.path.rpartition("/")[2])
         if match is not None and match[1] == "hold":
             body = _read(storage, info)
             if not is_dead(body):
-                found.setdefault(match[2], []).append(f"process {body.get('pid', '?')} on {body.get('host', '?')}")
-    return found
+                by_name.setdefault(match[2], []).append(f"process {body.get('pid', '?')} on {body.get('host', '?')}")
+    return by_name
 
 
 def _check_stays(storage: Storage, name: str) -> None:
-    """Make sure that a checkpoint is there and that nobody has begun to delete it."""
+    """Make sure that a checkpoint exists and that no process has begun to delete it."""
     until = time.monotonic() + _DECIDED_S
     while True:
         is_doomed = _is_doomed(storage, name)
@@ -203,7 +204,7 @@ def _check_stays(storage: Storage, name: str) -> None:
             raise CheckpointNotFoundError(f"{storage.uri}/{name} is gone: take a newer one") from error
         if not is_doomed:
             return
-        # The owner finds what we have put, and takes back what it has announced, unless it was before us.
+        # The owner finds our file, and takes its announcement back, unless it listed the directory before us.
         if time.monotonic() >= until:
             raise CheckpointNotFoundError(
                 f"{storage.uri}/{name} is being deleted by the run's retention: take a newer one"
@@ -223,6 +224,6 @@ def _read(storage: Storage, info: ObjectInfo) -> dict[str, Any]:
     try:
         return dict(json.loads(storage.read(info.path))) if info.size <= _MAX_BYTES else {}
     except StorageNotFoundError:
-        return {"at_most_s": 0}  # given back just now
+        return {"at_most_s": 0}  # removed just now: the hold is over
     except (StorageError, ValueError, TypeError, RecursionError):
         return {}

@@ -1,8 +1,8 @@
 """The fence of a run: which checkpoints of earlier attempts count. A successor of a sleeping owner draws it.
 
-An owner that stood still may wake up and commit after it was taken over. Its manifest then lies there like any other,
-so what the successor has written down decides: of the attempts below its own only those checkpoints count
-that were there when it took over. The fence of the highest attempt is the one that holds; it covers all before it.
+An owner that stood still may wake up and commit after it was taken over. Its manifest then looks like any other, so the
+fence that the successor wrote decides: of the attempts below its own only those checkpoints count that existed when it
+took over. The fence of the highest attempt holds; it covers all earlier fences.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ __all__ = ["ANY", "Fence", "clear_fences", "is_fence", "newest_fence", "write_fe
 _NAME = re.compile(r"fence-(\d{5,9})-[0-9A-Za-z]+\.json")
 _MAX_BYTES = 64 << 20
 ANY = "*"
-"""In place of a checkpoint id: whatever is found under this name counts."""
+"""In place of a checkpoint id: any checkpoint of this name counts."""
 _FORMAT = "holdfast-fence"
 _log = get_logger("lease")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fence:
-    """What of the attempts below one counts.
+    """Which checkpoints of the attempts below an attempt count.
 
     Attributes:
         below: the attempt that drew it; checkpoints of this attempt and later ones are not affected.
         known: names and ids of the earlier checkpoints that count.
-        dead: names that a sleeping owner may still delete or write under: no new checkpoint may have one of them.
+        dead: names that a sleeping owner may still delete or write under: no new checkpoint may have such a name.
     """
 
     below: int
@@ -58,7 +58,7 @@ def is_fence(name: str) -> bool:
 def newest_fence(storage: Storage, names: Iterable[str]) -> Fence | None:
     """Read the fence that holds.
 
-    A damaged fence is logged and passed over. Then the fence before it holds, or none, and no checkpoint is hidden.
+    A damaged fence is logged and skipped. Then the next lower fence holds; without any, no checkpoint is hidden.
 
     Args:
         storage: the run.
@@ -71,8 +71,8 @@ def newest_fence(storage: Storage, names: Iterable[str]) -> Fence | None:
         try:
             data = storage.read(name) if storage.stat(name).size <= _MAX_BYTES else b""
         except StorageNotFoundError:
-            # A process that drew a higher fence has removed this one just now.
-            newer = [one for one in _listed(storage) if one not in set(names)]
+            # A process that drew a higher fence has removed this fence just now.
+            newer = [path for path in _listed(storage) if path not in set(names)]
             if newer:
                 return newest_fence(storage, newer)
             continue
@@ -91,7 +91,7 @@ def newest_fence(storage: Storage, names: Iterable[str]) -> Fence | None:
 
 
 def write_fence(storage: Storage, fence: Fence, start_id: str) -> str:
-    """Write a fence, in place of one of the same start; durable on return. Returns the name of its file."""
+    """Write a fence, in place of an earlier fence of this start; durable on return. Return the name of its file."""
     name = f"fence-{fence.below:05d}-{start_id}.json"
     content = {"below": fence.below, "known": dict(fence.known), "dead": sorted(fence.dead)}
     body = {"format": _FORMAT, "digest": _digest(content), "fence": content}
@@ -100,7 +100,7 @@ def write_fence(storage: Storage, fence: Fence, start_id: str) -> str:
 
 
 def clear_fences(storage: Storage, names: Iterable[str], *, below: int) -> None:
-    """Remove fences below a higher fence, which is durable."""
+    """Remove fences of attempts below ``below``, whose own fence is durable."""
     for name in names:
         if 0 <= _number(name) < below:
             with suppress(StorageError):
@@ -112,8 +112,8 @@ def _listed(storage: Storage) -> list[str]:
 
 
 def _highest_first(names: Iterable[str]) -> list[str]:
-    found = [(number, name) for name in names if (number := _number(name)) >= 0]
-    return [name for _, name in sorted(found, reverse=True)]
+    numbered = [(number, name) for name in names if (number := _number(name)) >= 0]
+    return [name for _, name in sorted(numbered, reverse=True)]
 
 
 def _number(name: str) -> int:

@@ -1,4 +1,4 @@
-"""A lease that a thread keeps alive, what its new holder does first, and how a run that nobody trains is changed."""
+"""A lease that a thread keeps alive, the fence that its new holder draws, and changes of a run without a trainer."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MOMENT_S = 1.0  # a beat that does not hang takes far less
 
 
 class Heartbeat:
-    """Renews a lease until `close`, which gives it back.
+    """Renews a lease from a thread until `close`, which gives it back.
 
     Attributes:
         lease: the lease.
-        lost: the error that says why the lease is not ours any more; None while it is ours.
+        lost: the error that says why this process lost the lease; None while it holds it.
         on_lost: called once when the loss is found, by the thread that finds it; it may wake other threads.
     """
 
@@ -39,7 +39,7 @@ class Heartbeat:
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._beating = threading.Lock()
-        self._left = False  # nobody waits for the thread: it gives the lease back itself
+        self._left = False  # `close` did not wait for the thread: it gives the lease back itself
         self._thread = threading.Thread(target=self._work, name="holdfast-lease", daemon=True)
         self._thread.start()
 
@@ -54,7 +54,7 @@ class Heartbeat:
         self._wake.set()
 
     def check(self) -> None:
-        """Raise the error that took the lease away, if one is known."""
+        """Raise `lost`, if the lease is known to be lost."""
         if self.lost is not None:
             raise self.lost
 
@@ -62,17 +62,17 @@ class Heartbeat:
         """Make sure, by one request, that the lease is still ours.
 
         Raises:
-            RunBusyError: it is not.
+            RunBusyError: the lease is lost.
             StorageError: the storage does not answer.
         """
         self.check()
         self._beat()
 
     def verify(self) -> None:
-        """Make sure, with one read, that no other process has taken the lease over: what was committed before counts.
+        """Make sure, with one read, that no other process has taken the lease over: checkpoints committed before count.
 
         Raises:
-            RunBusyError: another process has.
+            RunBusyError: another process has taken it over.
             StorageError: the storage does not answer.
         """
         self.check()
@@ -160,23 +160,23 @@ def draw_fence(
     Args:
         heartbeat: the lease, taken before ``catalog`` was read.
         catalog: the checkpoints.
-        attempt: of this life, registered by now.
+        attempt: of this start, registered by now.
         last: the attempt before, if run.json could tell.
-        more: ids by name of checkpoints of earlier attempts that are still to be brought here.
+        more: ids by name of checkpoints of earlier attempts that are still to be copied here.
 
     Raises:
-        RunBusyError: somebody else has taken the lease over meanwhile: nothing must be changed any more.
-        StorageError: nobody can say whether it still is ours.
+        RunBusyError: another process has taken the lease over meanwhile: nothing must be changed any more.
+        StorageError: the storage does not answer, so that the owner is not known.
     """
     before = heartbeat.lease.predecessor
-    # A lease that is gone was given back; or it was deleted, by hand or by a delete that came late, under its owner.
+    # A missing lease was given back; or it was deleted under its owner, by hand or by a delete that came late.
     unended = last is not None and last.ended is None and last.attempt != attempt.attempt
     if before.may_act or (unended and not before.is_known):
         catalog.draw_fence(attempt.attempt, attempt.start_id, more)
         heartbeat.fenced()
         return
     catalog.admit(more, attempt.start_id)
-    # A successor counts its attempt from ours only if ours was there before it came.
+    # A successor numbers its attempt above ours only if ours was stored before it came.
     heartbeat.verify()
 
 
@@ -185,7 +185,7 @@ def upkeep(storage: Storage, *, wait_s: float = 5.0) -> Iterator[Catalog]:
     """Hold the lease of the run in ``storage`` while the body works with its catalog.
 
     Raises:
-        RunBusyError: somebody trains it, or its last owner may still wake up and change it.
+        RunBusyError: a process trains the run, or its last owner may still wake up and change it.
     """
     owner = {**make_owner(os.urandom(8).hex()), "trainer_alive": False}
     lease = Lease.acquire(storage, owner, wait_s=wait_s)
@@ -201,7 +201,7 @@ def upkeep(storage: Storage, *, wait_s: float = 5.0) -> Iterator[Catalog]:
         catalog.announce = beat.announce
         yield catalog
         if catalog.index.journal.waiting():
-            catalog.index.save()  # what was deleted, and why
+            catalog.index.save()  # the events of deletions
         beat.verify()
     finally:
         beat.close()

@@ -1,11 +1,11 @@
-"""``run.json``: identity and attempts of a run, and a cache of what its checkpoints say about themselves.
+"""``run.json``: identity and attempts of a run, and a cache of the records of its checkpoints.
 
-Truth are the manifests, their ``.metrics.json`` and the report segments; a lost or damaged run.json is rebuilt from
-them (`holdfast.run.catalog.Catalog` does it) and never stops a resume.
+The truth is in the manifests, their ``.metrics.json`` and the report segments; a lost or damaged run.json is rebuilt
+from them (`holdfast.run.catalog.Catalog` does it) and never stops a resume.
 
 While its rows are few, run.json is replaced by each save. With many, a save replaces ``run-changes.json`` instead,
-which has the rows that were changed since, and says of which run.json; when these have become many as well, run.json
-is replaced with all of them. So what a save writes is bounded, and no storage has to append.
+which has the rows that were changed since, and names its run.json; when these rows have become many as well, run.json
+is replaced with all of them. So a save writes a bounded number of bytes, and no storage has to append.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ _CHANGES_END = b',\n "changes_digest": "'
 # Bytes of rows up to which run.json is replaced by each save, and of changes up to which it is not.
 _FEW_BYTES, _MANY_BYTES = 64 << 10, 64 << 10
 _DAMAGE = (CorruptCheckpointError, ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError)
-# More than one, because a start may be killed between run.json and its first segment.
+# Earlier attempts in a new segment: several, because a start may be killed between run.json and its first segment.
 _RETOLD = 8
 
 
 class RunIndex:
-    """What run.json holds, in memory. Only the holder of the lease calls what writes.
+    """The content of run.json, in memory. Only the holder of the lease calls methods that write.
 
     Attributes:
         run_id: identity shared by all checkpoints of the run; "" before the first attempt.
         attempts: every start so far, oldest first.
         rows: packed rows by checkpoint name (`record.unpack` reads one).
-        quarantined: checkpoint name -> why it is not to be resumed from.
-        finished: what the end of training noted, or None.
+        quarantined: checkpoint name -> why no start resumes from it.
+        finished: the values noted at the end of training, or None.
         keep: the retention rules applied last, as JSON; for display only.
-        notes: small JSON values that whoever runs the training keeps here.
+        notes: small JSON values that the trainer keeps here.
         damage: why the stored file could not be used; None when it was fine. "missing" for a new run.
         journal: events that are not in a report segment yet; written along by `save` and with the next report.
     """
@@ -81,20 +81,20 @@ class RunIndex:
         self.damage: str | None = None
         self.journal = Journal()
         self._log: ReportLog | None = None
-        # Of the run.json that is stored: the id that changes refer to ("" if it has none), its head, what was touched
-        # since, and whether there is a file of changes.
+        # Of the stored run.json: the id that changes refer to ("" if it has none), its head, the names touched
+        # since, and whether a file of changes exists.
         self._base, self._head, self._touched, self._has_changes = "", "", self.rows.watch(), False
 
     @classmethod
     def load(cls, storage: Storage, *, head_only: bool = False) -> RunIndex:
-        """Read run.json and what was changed since. Damage is noted in `damage`, never raised.
+        """Read run.json and the changes since. Damage is noted in `damage`, never raised.
 
         Args:
             storage: the run.
-            head_only: leave the rows out: for whoever asks about the run itself, and must not save this.
+            head_only: leave the rows out: for callers that ask about the run itself; they must not save this index.
 
         Raises:
-            StoragePermissionError: the file is there and may not be read; that is not damage.
+            StoragePermissionError: the file exists and may not be read; that is not damage.
             StorageError: a storage that is not a local disk did not answer; that is not damage either.
         """
         index = cls(storage)
@@ -134,11 +134,11 @@ class RunIndex:
     def _take_head(self, body: dict[str, Any]) -> None:
         if body["format"] != _FORMAT or body["version"] != _VERSION:
             raise ValueError(f"format {body.get('format')!r} version {body.get('version')!r} is not known here")
-        attempts = [Attempt.from_json(one) for one in body["attempts"]]
+        attempts = [Attempt.from_json(row) for row in body["attempts"]]
         quarantined, finished = body["quarantined"], body["finished"]
         keep, notes = body.get("keep"), body.get("notes") or {}  # early versions wrote neither
         sound = type(body["run_id"]) is str and type(quarantined) is type(notes) is dict
-        sound = sound and all(type(one) is dict or one is None for one in (finished, keep))
+        sound = sound and all(type(value) is dict or value is None for value in (finished, keep))
         sound = sound and all(type(why) is str for why in quarantined.values())
         if not sound or type((finished or {}).get("attempt", 0)) is not int:
             raise ValueError("the head is not what was written")
@@ -161,7 +161,7 @@ class RunIndex:
         self.journal.take([event for event in events if isinstance(event, dict)] if isinstance(events, list) else [])
 
     def _take_changes(self) -> bool:
-        """Read what was changed since run.json was written; False if there is nothing that belongs to it."""
+        """Read the changes since run.json was written; False if no changes belong to it."""
         try:
             data = _read(self.storage, CHANGES_FILE)
         except StorageNotFoundError:
@@ -183,13 +183,13 @@ class RunIndex:
     def _apply(self, body: dict[str, Any]) -> None:
         rows, gone = body["rows"], body["gone"]
         if body["of"] != self._base:
-            return  # it is of an earlier run.json, and what it says is in this one
+            return  # of an earlier run.json: this one has these changes
         if not _are_rows(rows) or not all(type(name) is str for name in gone):
             raise ValueError("a change is not what was written")
         self.rows.update({row[0]: row for row in rows})
         for name in gone:
             self.rows.pop(name)
-        self.journal = Journal()  # those in run.json are here as well, or in a segment by now
+        self.journal = Journal()  # the events of run.json are in this file as well, or in a segment by now
         self._take_events(body)
 
     def _head_text(self) -> str:
@@ -200,7 +200,7 @@ class RunIndex:
             "format": _FORMAT,
             "version": _VERSION,
             "run_id": self.run_id,
-            "attempts": [one.to_json() for one in self.attempts],
+            "attempts": [attempt.to_json() for attempt in self.attempts],
             "quarantined": self.quarantined,
             "finished": self.finished,
             "keep": self.keep,
@@ -208,7 +208,7 @@ class RunIndex:
         }
 
     def to_bytes(self) -> bytes:
-        """Serialise all of it; people can read all but the rows. Each of the two parts is closed by a digest."""
+        """Serialise head and rows; people can read all but the rows. Each of the two parts is closed by a digest."""
         return self._bytes(self._rows_text(), "")
 
     def _rows_text(self) -> str:
@@ -222,7 +222,7 @@ class RunIndex:
         return first + _HEAD_END + ends[0] + b'",\n' + second + _ROWS_END + ends[1] + b'"\n}\n'
 
     def _changes(self) -> tuple[bytes, int]:
-        """Return what run-changes.json shall be, and how much of that are events, whose number is bounded by itself."""
+        """Return the bytes of run-changes.json, and how many of them are events, whose number has its own bound."""
         gone = sorted(name for name in self._touched if name not in self.rows)
         rows = [self.rows[name] for name in sorted(self._touched) if name in self.rows]
         first = json.dumps({"of": self._base, "gone": gone, "rows": rows}, separators=(",", ":"))[:-1].encode()
@@ -236,7 +236,7 @@ class RunIndex:
 
     @property
     def has_changes(self) -> bool:
-        """Whether a part of what this says is not in the stored run.json, but in the file of changes beside it."""
+        """Whether a part of this index is stored in the file of changes and not in run.json."""
         return self._has_changes
 
     @property
@@ -245,7 +245,7 @@ class RunIndex:
         return bool(self._base)
 
     def save(self) -> None:
-        """Write down what was changed: in run.json itself or, of many rows, beside it. Atomic, durable on return."""
+        """Store the changes: in run.json or, with many rows, in the file beside it. Atomic, durable on return."""
         head = self._head_text()
         if self._base and self.damage is None and head == self._head:
             changes, events_bytes = self._changes()
@@ -253,13 +253,13 @@ class RunIndex:
                 self.storage.put(CHANGES_FILE, changes)
                 self._has_changes = True
                 return
-        rows, self._base = self._rows_text(), ""  # if this fails, nobody knows which one is stored
+        rows, self._base = self._rows_text(), ""  # if the put fails, either version may be stored
         base = os.urandom(8).hex() if len(rows) > _FEW_BYTES else ""
         self.storage.put(RUN_FILE, self._bytes(rows, base))
         self.damage, self._head, self._base = None, head, base
         self._touched.clear()
         if self._has_changes:
-            # Nothing refers to it any more. One that stays is passed over, and replaced or removed by a later save.
+            # Nothing refers to the file any more. If it stays, it is ignored, and a later save replaces or removes it.
             with suppress(StorageError):
                 self.storage.delete(CHANGES_FILE)
                 self._has_changes = False
@@ -274,7 +274,7 @@ class RunIndex:
     def register_attempt(
         self, start_id: str, *, host: str, pid: int, above: int = 0, reported: int | None = None
     ) -> Attempt:
-        """Begin a new attempt, numbered one above everything ever seen, and write it down. Needs the lease.
+        """Begin a new attempt, numbered above all known attempts, and store it. Needs the lease.
 
         Args:
             start_id: identity of this start.
@@ -283,7 +283,7 @@ class RunIndex:
             above: an attempt known from elsewhere.
             reported: what `highest_attempt` has found under this lease.
         """
-        seen = [one.attempt for one in self.attempts]
+        seen = [earlier.attempt for earlier in self.attempts]
         seen += [row[1] for row in self.rows.values()]
         number = max([*seen, highest_attempt(self.storage) if reported is None else reported, above]) + 1
         if number > MAX_ATTEMPT:
@@ -301,24 +301,24 @@ class RunIndex:
                 self.storage, attempt, self.run_id, before=before, notes=self.notes, journal=self.journal
             )
 
-        # Each of the two is enough to number the next attempt above this one.
+        # Each of the two files is enough to number the next attempt above this one.
         together(self.storage, [self.save, begin_log])
         return attempt
 
     def rejoin(self, attempt: Attempt, run_id: str) -> None:
         """Go on with an attempt that a writer of the same trainer registered before it died. Needs the lease."""
         self.run_id = self.run_id or run_id
-        if all(one.attempt != attempt.attempt for one in self.attempts):  # run.json was lost as well
+        if all(known.attempt != attempt.attempt for known in self.attempts):  # run.json was lost as well
             self.attempts.append(attempt)
-        # Segments of their own: the earlier ones must not be replaced.
+        # New names: the earlier segments of the attempt must not be replaced.
         file_id = unused_start_id(self.storage, attempt)
         self._log = ReportLog(self.storage, attempt, self.run_id, file_id=file_id, journal=self.journal)
 
     def resumed(self, name: str, *, step: int, attempt: int | None = None) -> None:
-        """Note what the current attempt goes on from.
+        """Note the checkpoint that the current attempt goes on from.
 
         Args:
-            name: checkpoint of this run, or the URI of another one.
+            name: checkpoint of this run, or the URI of another checkpoint.
             step: the step it was saved at.
             attempt: the attempt that saved it; looked up for checkpoints of this run.
         """
@@ -330,7 +330,7 @@ class RunIndex:
         together(self.storage, [self.save, *([] if log is None else [lambda: log.resumed(source)])])
 
     def end_attempt(self, reason: str, details: Mapping[str, Any] | None = None, *, save: bool = True) -> None:
-        """Note how the current attempt ended; ``details`` join those it has."""
+        """Note how the current attempt ended, and add ``details`` to its details."""
         if self.attempts:
             self.attempts[-1] = replace(self.attempts[-1], ended=_now(), reason=reason)
             self.describe_attempt(details or {}, save=save)
@@ -371,19 +371,19 @@ class RunIndex:
         self._log.write(rows)
 
     def flush_journal(self) -> None:
-        """Write the events that wait into the open segment; for when `Journal.is_full`."""
+        """Write the waiting events into the open segment; called when `Journal.is_full`."""
         if self._log is not None:
             self._log.flush()
 
     def history(self) -> list[dict[str, Any]]:
-        """Every report that still counts, oldest first (see `live_rows`)."""
+        """Return every report that still counts, oldest first (see `live_rows`)."""
         history = self.read_history()
         return live_rows(history.rows, history.attempts)
 
     def read_history(self) -> RunHistory:
-        """Read reports, attempts and events from the segments; attempts that run.json has replace theirs."""
+        """Read reports, attempts and events from the segments; the attempts of run.json win over theirs."""
         history = read_history(self.storage)
-        attempts = {**history.attempts, **{one.attempt: one for one in self.attempts}}
+        attempts = {**history.attempts, **{attempt.attempt: attempt for attempt in self.attempts}}
         events = merged([*history.events, *events_from(self.journal.waiting())])
         return replace(history, attempts=attempts, events=events)
 
@@ -398,7 +398,7 @@ def _read(storage: Storage, name: str) -> bytes:
     if storage.local_root is None:
         return storage.read(name)  # one request
     with storage.open(name) as reader:
-        if reader.size > _MAX_BYTES:  # a hole of any size costs nobody anything
+        if reader.size > _MAX_BYTES:  # a sparse file may have any size
             return b""
         data = bytearray(reader.size)
         if data:
@@ -412,9 +412,9 @@ def _are_rows(rows: list[Any]) -> bool:
 
 
 def _divide(data: bytes) -> tuple[bytes | None, bytes | None, str]:
-    """Divide the file in its two parts, each a JSON object; None for one whose digest is wrong, and what is.
+    """Divide the file into its two parts, each a JSON object; None for a part whose digest is wrong. Third: the reason.
 
-    A file of before there were digests is one part.
+    A file from before there were digests is both parts.
     """
     head, found, rest = data.partition(_HEAD_END)
     rows, closed, end = rest.rpartition(_ROWS_END)

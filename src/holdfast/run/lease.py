@@ -6,7 +6,7 @@ owner holds an flock on ``.lease.lock`` too: the kernel drops it when the owner 
 once. Several leases in one folder have names of their own: ``lease-<of>.json``, ``.lease-<of>.lock``.
 
 ======================================  ==========================================================
-what is found                           outcome
+found                                   outcome
 ======================================  ==========================================================
 nobody, released, or owner known dead   taken at once
 owner's trainer alive                   `RunBusyError` at once
@@ -81,7 +81,7 @@ _log = get_logger("lease")
 
 
 def is_claim(name: str) -> bool:
-    """Return whether a file directly in a folder belongs to the lease of a name of single files."""
+    """Return whether a file directly in a folder belongs to the lease of a file name (`Lease.acquire`, ``of``)."""
     return _CLAIM.fullmatch(name) is not None
 
 
@@ -99,7 +99,7 @@ def is_of_lease(name: str) -> bool:
 
 
 def announced(storage: Storage) -> frozenset[str]:
-    """Return the names that the owner of a run may be deleting now (`Lease.announce`); for other processes.
+    """Return the names that the owner of a run may be deleting now (`Lease.announce`), for other processes.
 
     Raises:
         StorageError: the storage does not answer.
@@ -117,7 +117,7 @@ def announced(storage: Storage) -> frozenset[str]:
 def owner_of(storage: Storage) -> tuple[dict[str, Any] | None, float | None]:
     """Return the owner that lease.json names, and when it was last heard of (seconds since 1970); for display.
 
-    The owner has ``alive`` added: True or False if this machine can know, else None.
+    The owner has ``alive`` added: True or False if this machine can tell, else None.
 
     Raises:
         StorageError: the storage does not answer.
@@ -160,12 +160,12 @@ def _complete(owner: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predecessor:
-    """The owner before, as far as it matters to the present owner of a lease.
+    """The previous owner, as far as it matters to the present owner of a lease.
 
     Attributes:
         may_act: it may still change the run: it has not given the lease back and is not known to be dead.
-        is_known: lease.json was there.
-        doomed: names that it, or an owner before it, may still be deleting (`Lease.announce`).
+        is_known: lease.json existed.
+        doomed: names that it, or an earlier owner, may still be deleting (`Lease.announce`).
     """
 
     may_act: bool = False
@@ -179,7 +179,7 @@ class Lease:
     Attributes:
         owner: the fields of lease.json about this process.
         waited_s: seconds for which another process held it during `acquire`.
-        predecessor: the owner before.
+        predecessor: the previous owner.
     """
 
     def __init__(self, storage: Storage, owner: dict[str, Any], *, of: str = "") -> None:
@@ -217,10 +217,10 @@ class Lease:
             of: eight hex digits that distinguish several leases in one folder; "" for the run's.
 
         Raises:
-            RunBusyError: another process holds it; the message names host, pid, since when, and what to do.
+            RunBusyError: another process holds it; the message names host, pid and start time, and what to do.
         """
         begun = time.monotonic()
-        first_look: float | None = None  # when another owner was found: the requests alone may take seconds
+        first_look: float | None = None  # when the first try failed: the requests alone may take seconds
         lease = cls(storage, _complete(owner), of=of)
         watch = _Watch(stale_s)
         try:
@@ -263,11 +263,11 @@ class Lease:
             exists, found, etag = _read(self._storage, self._path)
             if found is not None and self._is_mine(found):
                 self._etag = etag  # an earlier write of ours whose answer was lost
-                if found.get("beat") != self._beat:  # it may lack names that are announced now
+                if found.get("beat") != self._beat:  # it may lack names that are announced by this call
                     self._etag = self._storage.put(self._path, self._body(trainer_alive), if_match=etag)
                 return
             if found is None and self._lock is not None and self._lock.is_in_place():
-                # A user removed the file by hand: a process that takes over removes our lock first, and it is there.
+                # A user removed the file by hand: a process that takes over removes our lock first, which is in place.
                 condition: dict[str, Any] = {"if_match": etag} if exists else {"if_absent": True}
                 self._etag = self._storage.put(self._path, self._body(trainer_alive), **condition)
                 return
@@ -276,7 +276,7 @@ class Lease:
     def announce(self, doomed: Iterable[str], *, trainer_alive: bool = True) -> None:
         """Write the names that are about to be deleted into the lease; they replace those announced before.
 
-        Only announced names may be deleted. A process that takes the lease over later reads them and counts on none of
+        Only announced names may be deleted. A process that takes the lease over later reads them and does not count
         them. If this call fails, nothing may be deleted any more.
 
         Raises:
@@ -285,7 +285,7 @@ class Lease:
         before = self._doomed
         self._doomed = tuple(sorted(doomed))
         try:
-            # On a disk it has to be visible, not durable: a power cut ends this process too, and its deletions.
+            # On a disk the file has to be visible, not durable: a power cut ends this process too, and its deletions.
             self._renew(trainer_alive, durable=False)
         except BaseException:
             # It may have been written all the same: names announced before stay until the next announcement.
@@ -305,7 +305,7 @@ class Lease:
         """Make sure, with one read, that no other process has taken the lease over up to now.
 
         Raises:
-            RunBusyError: another process has.
+            RunBusyError: another process has taken it over.
             StorageError: the storage does not answer.
         """
         try:
@@ -314,7 +314,7 @@ class Lease:
             found = None
         if found is None or not self._is_mine(found):
             if found is None and self._lock is not None and self._lock.is_in_place():
-                return  # see `heartbeat`, which puts it back
+                return  # `heartbeat` puts the file back
             raise self._lost(found)
 
     def release(self) -> None:
@@ -344,7 +344,7 @@ class Lease:
     def _say_released(self, *, delete: bool) -> None:
         # No store deletes on a condition. A delete that comes late would remove the lease of a successor, and a third
         # process would then find no owner. So the file of a run stays, marked as released; a fence that was not drawn
-        # is left to the successor. The lease of a name of single files is removed: their replacement is conditional.
+        # is left to the successor. The lease of a file name is removed: single files are replaced conditionally.
         exists, found, etag = _read(self._storage, self._path)
         if not exists or not self._is_mine(found):
             return
@@ -358,7 +358,7 @@ class Lease:
         if found is None:
             return RunBusyError(
                 f"{self._storage.uri}: {self._path}, which says that this process writes here, was deleted: "
-                "another one may come at any moment, so this one stops. Start it again, and leave lease files alone"
+                "another process may come at any moment, so this one stops. Start it again, and leave lease files alone"
             )
         return RunBusyError(
             f"the lease of the run {self._storage.uri} was lost to {_name(found)}: this process must not write to it "
@@ -376,7 +376,7 @@ class Lease:
         return json.dumps(body).encode()
 
     def _try(self, watch: _Watch) -> bool:
-        """Take the lease if that is possible now; what was found goes to ``watch``."""
+        """Take the lease if that is possible now; ``watch`` gets the owner that was found."""
         locked = self._lock.take() if self._lock is not None else None
         # Whether the storage has conditional writes may have to be tried out, which takes requests too.
         looks: list[Callable[[], Any]] = [lambda: _read(self._storage, self._path), lambda: self._storage.conditional]
@@ -398,12 +398,12 @@ class Lease:
             return False  # another process was faster: look again
         except StorageNotFoundError:
             if not exists:
-                raise  # the bucket itself is not there
+                raise  # the bucket itself does not exist
             return False
         except StorageError as error:
             if error.errno != errno.EWOULDBLOCK:
                 raise
-            return False  # an owner sleeps between comparing and swapping, with the lock
+            return False  # an owner that stands still holds the lock, between comparing and swapping
         # A store without conditional writes lets two processes write; the last write wins, so look once more.
         if not compares and not self._is_mine(_read(self._storage, self._path)[1]):
             return False
@@ -412,14 +412,14 @@ class Lease:
         return True
 
     def _inherit(self, exists: bool, found: Mapping[str, Any] | None, *, gone: bool) -> None:
-        """Note what the predecessor may still do; it is written with the lease itself."""
+        """Set `predecessor`; its names are written with the lease itself."""
         fields = found or {}
         # Requests of a dead process may still be on their way to a store; on a disk there are none.
         # A damaged file and a free lock: the file was being written when the power failed.
         gone = gone or (found is None and self._lock is not None and self._lock.is_in_place())
         is_over = not exists or fields.get("released") is True or (gone and self._storage.local_root is not None)
         may_act = fields.get("fence_due") is True or not is_over
-        names = fields.get("doomed") if may_act else None  # otherwise nobody deletes them any more
+        names = fields.get("doomed") if may_act else None  # otherwise no process deletes them any more
         doomed = tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
         self.predecessor = Predecessor(may_act=may_act, is_known=exists, doomed=doomed)
         self._is_fenced, self._doomed = not may_act or bool(self._of), doomed  # only runs have fences
@@ -429,7 +429,7 @@ class Lease:
 
 
 class _Watch:
-    """What this process knows about the present owner, by its own clock."""
+    """The present owner as this process sees it, by its own clock."""
 
     def __init__(self, stale_s: float) -> None:
         self.owner: dict[str, Any] | None = None
@@ -440,7 +440,7 @@ class _Watch:
         self._moved = False
 
     def see(self, owner: dict[str, Any] | None, etag: str | None, locked: bool | None) -> None:
-        """Note what was found. ``locked``: True if we hold the flock, False if another does, None without locks."""
+        """Note the owner found. ``locked``: True if we hold the flock, False if another does, None without locks."""
         identity = None if owner is None else (owner.get("start_id"), owner.get("pid"))
         before = None if self.owner is None else (self.owner.get("start_id"), self.owner.get("pid"))
         beat = (identity, etag if owner is None else owner.get("beat"))
@@ -466,7 +466,7 @@ class _Watch:
 
     @property
     def _is_stray(self) -> bool:
-        """Whether another process than the owner, which has no lock, holds it: one that stands still elsewhere."""
+        """Whether a process that is not the owner, which has no lock, holds the lock: it stands still elsewhere."""
         return self._locked is False and self.owner is not None and self.owner.get("locked") is False
 
     def is_gone(self) -> bool:
@@ -494,7 +494,7 @@ class _Lock:
         after_fork_in_child(self.drop)
 
     def take(self) -> bool | None:
-        """Try to lock: True held, False another process holds it, None this file system has no locks."""
+        """Try to lock. Return True: held; False: another process holds it; None: this file system has no locks."""
         if self._file is not None:
             return True
         try:
@@ -505,7 +505,7 @@ class _Lock:
             raise translate(error, "lock", self._path) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The owner before removes the file when it lets go: a lock on a removed file protects nothing.
+            # The previous owner removes the file when it releases it: a lock on a removed file protects nothing.
             if not self._is_named(file):
                 os.close(file)
                 return False
@@ -520,21 +520,21 @@ class _Lock:
         return True
 
     def seize(self) -> bool | None:
-        """Take the name away from a holder that was taken over, which stands still, and lock a file of our own."""
+        """Remove the file of a holder that was taken over and stands still, and lock a new file."""
         with contextlib.suppress(OSError):
             self._unlink()
         return self.take()
 
     def release(self) -> None:
-        """Remove and unlock. Idempotent."""
+        """Remove the file and unlock it. Idempotent."""
         if self._file is not None:
             with contextlib.suppress(OSError):
-                if self._is_named(self._file):  # else it is the lock of whoever took over
+                if self._is_named(self._file):  # else it is the lock of the process that took over
                     self._unlink()
             self.drop()
 
     def is_in_place(self) -> bool:
-        """Whether the lock is held, by a file that others find under its name."""
+        """Tell whether the lock is held, by the file that has its name."""
         try:
             return self._file is not None and self._is_named(self._file)
         except OSError:
@@ -587,13 +587,13 @@ def _read(storage: Storage, path: str) -> tuple[bool, dict[str, Any] | None, str
 
 
 def _parse(data: bytes) -> dict[str, Any] | None:
-    """Understand what a lease says; None if it is damaged, or none of ours."""
+    """Parse the content of a lease; None if it is damaged, or no lease of Holdfast."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
         return None
     sound = isinstance(body, dict) and all(isinstance(body.get(key), str) for key in ("host", "start_id"))
-    # What is no process id must not come into a call of the system, nor into advice such as `kill`.
+    # A value that is no process id must not reach a system call, nor advice such as `kill`.
     return body if sound and is_pid(body.get("pid")) and is_pid(body.get("trainer_pid", body["pid"])) else None
 
 
@@ -602,7 +602,7 @@ def _name(owner: Mapping[str, Any]) -> str:
 
 
 def _is_earlier_life(owner: Mapping[str, Any] | None, mine: Mapping[str, Any]) -> bool:
-    """Whether SLURM has requeued the job of the owner, and we are what it started then."""
+    """Tell whether SLURM has requeued the owner's job and then started this process."""
     if owner is None or mine.get("slurm_job") is None or owner.get("slurm_job") != mine["slurm_job"]:
         return False
     before = owner.get("slurm_restarts")
@@ -624,7 +624,7 @@ def _busy(storage: Storage, path: str, watch: _Watch, mine: Mapping[str, Any], w
             f"it with `kill {trainer}` on {owner.get('host')}, then `scontrol requeue {job}`"
         )
     if watch.is_alive() and all(owner.get(key) == mine[key] for key in _PROCESS):
-        return f"{who}, by this very process: close() what saves there, or give this one another directory"
+        return f"{who}, by this very process: close() the object that saves there, or give this one another directory"
     if watch.is_alive():
         return (
             f"{who}. One process at a time writes there: wait for it, stop it with `kill {trainer}` on "

@@ -1,4 +1,4 @@
-"""What a run keeps beside its checkpoints, and so no checkpoint may be called."""
+"""Names of the files that a run keeps beside its checkpoints, which no checkpoint may have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ RUN_FILE, CHANGES_FILE = "run.json", "run-changes.json"
 LEASE_FILE = "lease.json"
 REPORTS, LOGS = "reports", "logs"
 RUN_NAMES = tuple(sorted((RUN_FILE, CHANGES_FILE, LEASE_FILE, REPORTS, LOGS)))
-"""Names right below the root of a run that are the run's own. Others of its own begin with a dot."""
+"""Names right below the root of a run that belong to the run. Its other names begin with a dot."""
 
 
 def is_checkpoint_name(name: str) -> bool:

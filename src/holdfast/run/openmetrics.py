@@ -8,11 +8,11 @@ from typing import Any
 
 __all__ = ["openmetrics"]
 
-# Name (its end is the unit), kind, what it says.
+# Name (its end is the unit), kind, help text.
 _FAMILIES = (
     ("holdfast_step", "gauge", "Step of the newest checkpoint."),
     ("holdfast_last_durable_timestamp_seconds", "gauge", "When the newest checkpoint was committed."),
-    ("holdfast_training", "gauge", "1 while somebody trains the run."),
+    ("holdfast_training", "gauge", "1 while a process trains the run."),
     ("holdfast_checkpoints", "gauge", "Checkpoints that are there."),
     ("holdfast_size_bytes", "gauge", "Bytes that the checkpoints take."),
     ("holdfast_free_bytes", "gauge", "Free space of the storage."),
@@ -50,12 +50,12 @@ def openmetrics(runs: Iterable[tuple[Mapping[str, str], Mapping[str, Any]]]) -> 
     """
     listed = list(runs)
     lines = []
-    for name, kind, what in _FAMILIES:
+    for name, kind, text in _FAMILIES:
         samples = [line for labels, figures in listed for line in _samples(name, kind, labels, figures)]
         if samples:
             unit = name.rpartition("_")[2]
             lines += [f"# TYPE {name} {kind}", *([f"# UNIT {name} {unit}"] if unit in _UNITS else [])]
-            lines += [f"# HELP {name} {what}", *samples]
+            lines += [f"# HELP {name} {text}", *samples]
     return "\n".join([*lines, "# EOF", ""])
 
 

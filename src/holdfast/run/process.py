@@ -1,7 +1,7 @@
-"""What this machine is, and whether a process noted somewhere is one of it and still lives.
+"""Identity of this machine, and whether a process named in a file runs on it and is still alive.
 
-There are three ways to be on one machine, by what one wants of the other: its pid (`machine`), its memory
-(`memory_name`), its loopback (`network_name`).
+"The same machine" has three meanings, by what two processes share: pids (`machine`), memory (`memory_name`), loopback
+(`network_name`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _boot() -> str:
     """Identify this start of the kernel, which all containers of a machine share.
 
     Raises:
-        OSError: this system does not say.
+        OSError: this system has no such id.
     """
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
@@ -67,22 +67,18 @@ def network_name() -> str:
 
 
 def birth(pid: int) -> str:
-    """The start time of a process in clock ticks since boot, to recognize a reused pid; "" if unknown."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        # The command name in parentheses may hold spaces and parentheses itself.
-        return stat.rsplit(")", 1)[1].split()[19]
-    except (OSError, IndexError):
-        return ""
+    """Return the start time of a process in clock ticks since boot, to recognize a reused pid; "" if unknown."""
+    fields = _stat(pid)
+    return fields[19] if len(fields) > 19 else ""
 
 
 def is_pid(value: object) -> bool:
-    """Whether a value read from somewhere can be the id of one process."""
+    """Tell whether a value that was read from a file can be the id of a process."""
     return type(value) is int and 0 < value < 1 << 31
 
 
 def same_machine(owner: Mapping[str, Any]) -> bool:
-    """Whether the owner runs (or ran) under this very kernel; containers of one machine count as one."""
+    """Tell whether the owner runs (or ran) under this very kernel; containers of one machine count as one machine."""
     here = machine()
     if here["boot"] and owner.get("boot"):
         return bool(owner["boot"] == here["boot"])
@@ -90,7 +86,7 @@ def same_machine(owner: Mapping[str, Any]) -> bool:
 
 
 def is_dead(owner: Mapping[str, Any], key: str = "pid") -> bool:
-    """Whether the process ``owner[key]`` is known to be gone. False also means "cannot tell from here"."""
+    """Tell whether the process ``owner[key]`` is known to be gone. False also means "cannot tell from here"."""
     here, pid = machine(), owner.get(key)
     if pid is None or not is_pid(pid) or not same_machine(owner):
         return False
@@ -105,21 +101,14 @@ def is_dead(owner: Mapping[str, Any], key: str = "pid") -> bool:
     noted, now = owner.get(f"{key}_birth"), birth(pid)
     if noted and now and noted != now:
         return True
-    return _is_zombie(pid)
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return stat.rsplit(")", 1)[1].split()[0] in ("Z", "X")
-    except (OSError, IndexError):
-        return False
+    return _stat(pid)[:1] in (["Z"], ["X"])
 
 
 def _stat(pid: int) -> list[str]:
-    """Read the fields of a process after its name; empty where the system does not tell."""
+    """Read the fields of /proc/PID/stat after the name (proc(5)), the state first; [] where there is no such file."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The name in parentheses may hold spaces and parentheses itself.
             return file.read().rpartition(")")[2].split()
     except OSError:
         return []
@@ -131,7 +120,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def how_it_ended(pid: int) -> str:
-    """Say how a process that is dead and not yet reaped has ended; "" when that is not known any more."""
+    """Return how a dead process that is not yet reaped has ended, for messages; "" when that is not known any more."""
     fields = _stat(pid)
     for _ in range(50):  # its connections close a moment before its end is complete
         if not fields or fields[0] in "ZX":

@@ -1,4 +1,4 @@
-"""What a run remembers about its checkpoints: records, their rows, and what came after the commit.
+"""What a run stores about its checkpoints: records, their rows, and values set after the commit.
 
 Late metrics and the pin are in ``.metrics.json`` beside the manifest (`Sidecar`). That file is the truth, ``run.json``
 caches it.
@@ -67,10 +67,10 @@ class Record:
     Attributes:
         name: directory name under the run.
         created: seconds since 1970 by the clock of the host that saved; informative, never used for order.
-        metrics: metrics of the manifest with late ones merged over them.
-        resumed_from: the current attempt started from this one.
+        metrics: metrics of the manifest with late metrics merged over them.
+        resumed_from: the current attempt started from this checkpoint.
         size: bytes a reader sees.
-        reused: bytes of these that are shared with the checkpoint before.
+        reused: bytes of these that are shared with the checkpoint before it.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Record:
         return (self.attempt, self.step, self.name)
 
     def row(self) -> list[Any]:
-        """The values in the order of `COLUMNS`, as JSON."""
+        """Return the values in the order of `COLUMNS`, as JSON."""
         values = [getattr(self, column) for column in COLUMNS]
         values[COLUMNS.index("metrics")] = to_plain(self.metrics)
         return values
@@ -101,7 +101,7 @@ def record_from_row(row: Sequence[Any]) -> Record:
     """Rebuild a record from its row.
 
     Raises:
-        CorruptCheckpointError: the row is not one that `Record.row` wrote.
+        CorruptCheckpointError: `Record.row` did not write this row.
     """
     try:
         values = dict(zip(COLUMNS, row, strict=False))
@@ -125,7 +125,7 @@ def record_from_row(row: Sequence[Any]) -> Record:
 
 
 def pack(record: Record) -> list[Any]:
-    """The row of run.json: what orders checkpoints, and the rest as text, which is parsed only when asked for.
+    """Return the row for run.json: the columns that order checkpoints, and the others as text, parsed only when needed.
 
     A run of ten thousand checkpoints opens in a third of the time that way.
     """
@@ -137,7 +137,7 @@ def unpack(row: Sequence[Any]) -> Record:
     """Undo `pack`.
 
     Raises:
-        CorruptCheckpointError: the row is not one that `pack` wrote.
+        CorruptCheckpointError: `pack` did not write this row.
     """
     try:
         rest = json.loads(row[3])
@@ -149,7 +149,7 @@ def unpack(row: Sequence[Any]) -> Record:
 
 
 def record_from_manifest(name: str, manifest: Manifest, *, metrics: Mapping[str, Any], pinned: bool) -> Record:
-    """Build a record from the truth: the manifest and what its sidecar adds."""
+    """Build a record from the manifest and the metrics and pin of the sidecar."""
     return Record(
         name=name,
         attempt=manifest.attempt,
@@ -175,7 +175,7 @@ def timestamp(created: str) -> float:
 
 
 def metric_value(metrics: Mapping[str, Any], name: str) -> Any:
-    """Look up one metric; None if there is none.
+    """Look up one metric; None if it does not exist.
 
     The exact name first (a mapping is no metric), then ``/`` leads into nested mappings.
 
@@ -195,7 +195,7 @@ def metric_value(metrics: Mapping[str, Any], name: str) -> Any:
 
 
 def flat_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Spread nested metrics out: each under the name that `metric_value` finds it by.
+    """Flatten nested metrics: each gets the name under which `metric_value` finds it.
 
     Example:
         >>> flat_metrics({"loss": 1, "val": {"acc": 0.5}})
@@ -215,7 +215,7 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics as JSON values; tensors and arrays of one element become numbers.
 
     Raises:
-        ConfigError: a value is none of these.
+        ConfigError: a value is neither a JSON value nor has one element.
     """
     read = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
     for name, value in read.items():
@@ -256,7 +256,7 @@ def _unplain(value: Any) -> Any:
 
 
 class RecordTable(dict[str, list[Any]]):
-    """Packed rows (`record.pack`) by checkpoint name; whatever grows with a run looks at what was touched alone.
+    """Packed rows (`record.pack`) by checkpoint name; watchers see which names were touched, and look at those alone.
 
     Example:
         >>> rows = RecordTable([["a", 1, 7, "[]"], ["b", 1, 9, "[]"]])
@@ -272,7 +272,7 @@ class RecordTable(dict[str, list[Any]]):
         self._watches: list[set[str]] = []
 
     def watch(self) -> set[str]:
-        """Return a set that will have every name touched from now on; whoever asked may clear it."""
+        """Return a set to which every name touched from now on is added; the caller may clear it."""
         touched: set[str] = set()
         self._watches.append(touched)
         return touched
@@ -294,14 +294,14 @@ class RecordTable(dict[str, list[Any]]):
         super().__delitem__(name)
 
     def pop(self, name: str, default: Any = None) -> Any:
-        """Remove a row and return it, ``default`` if there is none."""
+        """Remove a row and return it, ``default`` if it does not exist."""
         row = self.get(name, default)
         if name in self:
             del self[name]
         return row
 
-    def update(self, rows: Mapping[str, list[Any]]) -> None:  # type: ignore[override]  # the one form that is used
-        """Set all of these rows."""
+    def update(self, rows: Mapping[str, list[Any]]) -> None:  # type: ignore[override]  # only this form is used
+        """Set many rows."""
         for name, row in rows.items():
             self[name] = row
 
@@ -322,7 +322,7 @@ class RecordTable(dict[str, list[Any]]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sidecar:
-    """What may still be said about a checkpoint after its commit."""
+    """Metrics and pin of a checkpoint, which may change after its commit."""
 
     metrics: Mapping[str, Any] = field(default_factory=dict)
     pinned: bool = False
@@ -337,9 +337,9 @@ class Sidecar:
 
 
 def read_sidecar(storage: Storage, name: str) -> Sidecar:
-    """Read the sidecar of checkpoint ``name``; an absent one says nothing.
+    """Read the sidecar of checkpoint ``name``; without the file, an empty sidecar.
 
-    A damaged one is reported and counts as a pin: when we cannot know, nothing is deleted.
+    A damaged sidecar is logged and counts as a pin: what cannot be known is not deleted.
     """
     path = join(name, METRICS_FILE)
     try:
@@ -366,9 +366,9 @@ def write_sidecar(storage: Storage, name: str, sidecar: Sidecar) -> None:
 
 
 def change_sidecar(storage: Storage, name: str, how: Callable[[Sidecar], Sidecar]) -> Sidecar:
-    """Replace the sidecar by what ``how`` makes of it, unless it has changed meanwhile: then once more.
+    """Replace the sidecar by ``how(sidecar)``; if another process changes it meanwhile, read it and try again.
 
-    So the owner of a run and a process that evaluates its checkpoints do not lose what the other one says.
+    So the owner of a run and a process that evaluates its checkpoints do not lose each other's values.
 
     Raises:
         StorageConflictError: others change it faster than this process.

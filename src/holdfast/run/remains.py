@@ -1,7 +1,7 @@
-"""What killed saves, intakes, deletions and probes leave in a run, and how the next start removes it.
+"""Remove the files that killed saves, intakes, deletions and probes left in a run; the next start does that.
 
-Only what carries the start id of an earlier attempt of this run is touched, or what a plan file of one lists: a save of
-somebody else in the same root is none of our business.
+Only files that carry the start id of an earlier attempt of this run are touched, or that its plan file lists: a save of
+another program in the same root is left alone.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ __all__ = ["INCOMING", "PROBE", "is_remains", "sweep_hidden", "sweep_names"]
 PROBE = ".probe-"
 """First characters of the directory of a probe; the start id follows."""
 INCOMING = ".incoming-"
-"""First characters of the directory of what workers have handed over and nobody has taken in yet."""
+"""First characters of the directory of files that workers have handed over and that are not taken in yet."""
 
 _HIDDEN = re.compile(r"(?:\.probe-|\.incoming-)(?P<start>[0-9a-f]{8,64})/")
-# Directories made for a first file that never came have nothing in them that says whose they are.
+# Empty directories, made for a first file that never came: only the name says that they are ours.
 _NUMBERED = re.compile(r"step_\d{8}|checkpoint_\d{6,}")
 
 
 def is_remains(paths: Iterable[str]) -> bool:
-    """Whether files without a manifest are what a save or a deletion of ours left, and not somebody else's."""
+    """Tell whether files without a manifest are remains of a save or a deletion of Holdfast."""
     names = [path.rsplit("/", 1)[-1] for path in paths]
     return any(start_id_of(name) is not None or name in (REMOVING_NAME, METRICS_FILE) for name in names)
 
@@ -49,10 +49,10 @@ def sweep_names(
 
     Args:
         storage: the run.
-        past: start ids of dead lives.
-        committed: checkpoints, of whichever run, in which a dead life may have worked last.
-        incomplete: directories without a manifest that hold remains of ours.
-        foreign: other directories; an empty one with a name such as ours goes.
+        past: start ids of dead processes.
+        committed: checkpoints, of whichever run, in which a dead process may have worked last.
+        incomplete: directories without a manifest that hold remains of Holdfast.
+        foreign: other directories; an empty one with a name of a checkpoint is removed.
 
     Returns:
         The removed paths.
@@ -66,14 +66,14 @@ def sweep_names(
         for name in incomplete:
             swept += _sweep_incomplete(storage, name, past, [info.path for info in storage.list(name, recursive=False)])
         return swept
-    found = names_under(storage, incomplete, of=len(incomplete))
-    there = {name: [f"{name}/{path}" for path in sorted(paths)] for name, paths in found.items()}
-    # Those that were being deleted, or saved, when their life ended: nothing but files that it named.
-    plain = [name for name, paths in there.items() if paths and all(_is_plain(path, past) for path in found[name])]
-    gone = [path for name in plain for path in there[name]]
+    files = names_under(storage, incomplete, of=len(incomplete))
+    paths_of = {name: [f"{name}/{path}" for path in sorted(paths)] for name, paths in files.items()}
+    # Directories of a save or a deletion that was cut off: they hold only files that a dead process named.
+    plain = [name for name, paths in files.items() if paths and all(_is_plain(path, past) for path in paths)]
+    gone = [path for name in plain for path in paths_of[name]]
     storage.delete_many(gone)
     others = [name for name in incomplete if name not in plain]
-    rest = together(storage, [partial(_sweep_incomplete, storage, name, past, there[name]) for name in others])
+    rest = together(storage, [partial(_sweep_incomplete, storage, name, past, paths_of[name]) for name in others])
     return swept + gone + [path for paths in rest for path in paths]
 
 
@@ -88,7 +88,7 @@ def _sweep_incomplete(storage: Storage, name: str, past: Collection[str], paths:
     swept = []
     stale = [path for path in paths if start_id_of(path[skip:]) in past]
     for path in [path for path in stale if is_plan(path[skip:])]:
-        swept += [f"{name}/{one}" for one in sweep_planned(storage, name, path[skip:])]
+        swept += [f"{name}/{removed}" for removed in sweep_planned(storage, name, path[skip:])]
         stale.remove(path)
     # A late metric may have been put beside a checkpoint that was just deleted.
     if stale and len(stale) == len(paths) - 1 and f"{name}/{METRICS_FILE}" in paths:
@@ -98,12 +98,12 @@ def _sweep_incomplete(storage: Storage, name: str, past: Collection[str], paths:
 
 
 def sweep_hidden(storage: Storage, keep: Collection[str], found: Collection[str] | None = None) -> list[str]:
-    """Remove probes and intakes of dead lives; needs the lease. Those of the start ids in ``keep`` stay.
+    """Remove probes and intakes of dead processes; needs the lease. Those of the start ids in ``keep`` stay.
 
     Args:
         storage: the run.
         keep: start ids.
-        found: the directories at the root, if somebody has listed them under this lease.
+        found: the directories at the root, if the caller has listed them under this lease.
 
     Returns:
         Names of the removed directories.

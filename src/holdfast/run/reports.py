@@ -1,8 +1,8 @@
-"""The reports of a run: append-only segments of JSON lines, and what of them is still true after resumes.
+"""The reports of a run: append-only segments of JSON lines, and which rows still count after resumes.
 
 No storage can append durably everywhere, so the open segment is replaced whole until it is full, and every sixteen
-full ones are merged into one: a flush costs at most one small object, and the number of objects stays logarithmic
-in what was written. The writer gathers rows in a `ReportBuffer` and writes them about once a second.
+full segments are merged into one: a flush costs at most one small object, and the number of objects stays logarithmic
+in the bytes written. The writer gathers rows in a `ReportBuffer` and writes them about once a second.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ __all__ = [
     "ReportBuffer",
     "ReportLog",
     "RunHistory",
+    "check_rows",
     "highest_attempt",
     "live_attempts",
     "live_rows",
@@ -45,11 +46,10 @@ __all__ = [
     "unused_start_id",
 ]
 
-"""Directory of what the workers of a run printed."""
 SEGMENT_BYTES = 64 << 10
 FAN_IN = 16
 MAX_MERGED_BYTES = 16 << 20
-MAX_ATTEMPT = 999_999_998  # no run gets there; a number that somebody made up must not make ours unreadable
+MAX_ATTEMPT = 999_999_998  # no run gets there; an invented number must not make ours unreadable
 _NAME = re.compile(r"(\d{5,9})-([^-/]+)-(\d{6,})(?:-(\d{6,}))?\.jsonl")
 _log = get_logger("catalog")
 _LIMIT = 1 << 63
@@ -63,8 +63,8 @@ class Attempt:
     """One start of the run.
 
     Attributes:
-        resumed_from: ``{"name", "step", "attempt"}`` of the checkpoint it went on from; None for a fresh start.
-        ended: ISO time, None while it runs (or when it died without a word).
+        resumed_from: ``{"name", "step", "attempt"}`` of the checkpoint that it went on from; None for a fresh start.
+        ended: ISO time, None while it runs (or if it died before it could note that).
         reason: how it ended.
         details: more about its start and end as small JSON, such as why it failed and where the seconds went.
     """
@@ -85,8 +85,8 @@ class Attempt:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Attempt:
-        """Rebuild from `to_json`; raises TypeError, ValueError or AttributeError for anything else."""
-        known = {one.name for one in fields(cls)}
+        """Rebuild from `to_json`; raises TypeError, ValueError or AttributeError for other data."""
+        known = {item.name for item in fields(cls)}
         attempt = cls(**{name: value for name, value in data.items() if name in known})
         resumed, details = attempt.resumed_from, attempt.details
         texts = (attempt.start_id, attempt.host, attempt.started, attempt.ended or "", attempt.reason or "")
@@ -123,9 +123,9 @@ class ReportLog:
         storage: the run.
         attempt: whose rows these are.
         run_id: identity of the run.
-        before: attempts before, which have ended by now; written along, for they could not know their own end.
-        notes: what the run has noted so far.
-        file_id: start id in the names of the segments, if it is not that of the attempt.
+        before: earlier attempts, which have ended by now; written along, since they could not know their own end.
+        notes: the notes of the run so far.
+        file_id: start id in the names of the segments, if it differs from the attempt's.
         journal: events that are written along.
     """
 
@@ -150,14 +150,14 @@ class ReportLog:
         self._full: list[tuple[_Segment, int, int]] = []  # segment, bytes, merge level
         # The first rows make attempts, run id and notes recoverable when run.json is lost.
         self._buffer = bytearray(_line({"run_id": run_id, "started": attempt.to_json()}))
-        for one in before:
-            self._buffer += _line({"started": one.to_json()})
+        for earlier in before:
+            self._buffer += _line({"started": earlier.to_json()})
         if notes:
             self._buffer += _line({"notes": dict(notes)})
         self._put()
 
     def resumed(self, source: Mapping[str, Any]) -> None:
-        """Note what the attempt went on from."""
+        """Note the checkpoint that the attempt went on from."""
         self._attempt = replace(self._attempt, resumed_from=dict(source))
         self._buffer += _line({"started": self._attempt.to_json()})
         self._put()
@@ -177,7 +177,7 @@ class ReportLog:
         self.flush()
 
     def flush(self) -> None:
-        """Write the events that wait, and what else is new; durable on return."""
+        """Write the waiting events and new rows; durable on return."""
         self._put()
         if len(self._buffer) >= SEGMENT_BYTES:
             self._full.append((self._segment(), len(self._buffer), 0))
@@ -191,40 +191,40 @@ class ReportLog:
     def _put(self) -> None:
         events, number = self._journal.take_out()
         before = len(self._buffer)
-        if events:  # older versions read a line of notes in which nothing is noted
+        if events:  # older versions read this line as empty notes
             self._buffer += _line({"notes": {}, "events": events})
         try:
             self._storage.put(self._segment().path, bytes(self._buffer))
         except BaseException:
-            del self._buffer[before:]  # they still wait
+            del self._buffer[before:]  # the events still wait
             raise
         self._journal.written(number)
 
     def _merge(self) -> None:
-        """Merge the newest full segments while sixteen of one level stand in a row."""
+        """Merge the newest full segments while the last sixteen are of one level."""
         while len(self._full) >= FAN_IN:
             tail = self._full[-FAN_IN:]
             level = tail[0][2]
-            size = sum(one[1] for one in tail)
-            if any(one[2] != level for one in tail) or size > MAX_MERGED_BYTES:
+            size = sum(nbytes for _, nbytes, _ in tail)
+            if any(other != level for _, _, other in tail) or size > MAX_MERGED_BYTES:
                 return
             merged = replace(tail[0][0], last=tail[-1][0].last)
-            # First the whole, then away with the parts: a crash in between leaves parts that readers skip.
-            self._storage.put(merged.path, b"".join(self._storage.read(one[0].path) for one in tail))
-            for one in tail:
-                self._storage.delete(one[0].path)
+            # The merged segment first, then its parts are deleted: a crash in between leaves parts that readers skip.
+            self._storage.put(merged.path, b"".join(self._storage.read(part.path) for part, _, _ in tail))
+            for part, _, _ in tail:
+                self._storage.delete(part.path)
             self._full[-FAN_IN:] = [(merged, size, level + 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHistory:
-    """What the segments of a run hold.
+    """The content of the segments of a run.
 
     Attributes:
         rows: reports in the order written.
         attempts: by number.
         run_id: "" if there is none.
-        notes: small JSON by name that stays with the run (`RunIndex.note`).
+        notes: small JSON values by name that stay with the run (`RunIndex.note`).
         events: saves, deletions and losses: the newest `MOST_READ`, oldest first.
     """
 
@@ -265,7 +265,7 @@ def read_history(storage: Storage) -> RunHistory:
         covered = (segment.attempt, segment.start_id, segment.last)
         wanted.append(segment)
     for segment, data in zip(
-        wanted, together(storage, [partial(_read_one, storage, one) for one in wanted]), strict=True
+        wanted, together(storage, [partial(_read_segment, storage, segment) for segment in wanted]), strict=True
     ):
         lines = data.splitlines()
         damaged = 0
@@ -289,11 +289,11 @@ def read_history(storage: Storage) -> RunHistory:
     return RunHistory(rows=rows, attempts=attempts, run_id=run_id, notes=notes, events=list(events))
 
 
-def _read_one(storage: Storage, segment: _Segment) -> bytes:
+def _read_segment(storage: Storage, segment: _Segment) -> bytes:
     try:
         return storage.read(segment.path)
     except StorageNotFoundError:
-        return b""  # merged away by the live writer while we read; the next look sees the merged one
+        return b""  # merged by the live writer while we read; the next read finds the merged segment
 
 
 def _is_whole(value: Any) -> bool:
@@ -302,34 +302,34 @@ def _is_whole(value: Any) -> bool:
 
 
 def _sound(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a report whose fields are of the kinds that were written; raises TypeError for another."""
+    """Return a report if its fields are of the kinds that were written; raises TypeError otherwise."""
     numbers = (row.get("step"), row.get("epoch"), row.get("time"))
     texts = (row.get("checkpoint"),)
-    good = all(one is None or type(one) is float or _is_whole(one) for one in numbers)
+    good = all(number is None or type(number) is float or _is_whole(number) for number in numbers)
     good = good and isinstance(row["metrics"], dict)
-    if not good or not all(one is None or type(one) is str for one in texts):
+    if not good or not all(text is None or type(text) is str for text in texts):
         raise TypeError("no report")
     return row
 
 
 def unused_start_id(storage: Storage, attempt: Attempt) -> str:
-    """Give a start id for segments of an attempt that has some already: those must not be replaced."""
+    """Return a new start id for further segments of an attempt, whose earlier segments must not be replaced."""
     used = {segment.start_id for segment in _segments(storage) if segment.attempt == attempt.attempt}
     names = (f"{attempt.start_id}r{number or ''}" for number in itertools.count())
     return next(name for name in names if name not in used)
 
 
 def highest_attempt(storage: Storage) -> int:
-    """The highest attempt that ever wrote a report, from names alone; 0 if none did."""
+    """Return the highest attempt that ever wrote a report, from names alone; 0 if none did."""
     return max((segment.attempt for segment in _segments(storage)), default=0)
 
 
 def live_rows(rows: Sequence[Mapping[str, Any]], attempts: Mapping[int, Attempt]) -> list[dict[str, Any]]:
-    """Drop rows of lives that a resume made void, and merge rows of the same step.
+    """Drop rows that a resume made void, and merge rows of the same step.
 
-    The newest attempt that did anything is followed back through what it resumed from: of each ancestor only the rows
-    up to the resume step count, and attempts off that path do not count at all. A later row of the same step merges
-    over the earlier one.
+    The newest attempt that did anything is followed back through the checkpoints that each resumed from: of each
+    ancestor only the rows up to the resume step count, and attempts off that path do not count at all. A later row of
+    the same step merges over the earlier one.
     """
     limits = _lineage(attempts, {int(row["attempt"]) for row in rows})
     merged: dict[Any, dict[str, Any]] = {}
@@ -351,13 +351,13 @@ def live_rows(rows: Sequence[Mapping[str, Any]], attempts: Mapping[int, Attempt]
 def live_attempts(attempts: Mapping[int, Attempt], begun: set[int]) -> set[int]:
     """Return the attempts on the path to the newest of those that did anything (``begun``, and all that resumed).
 
-    The others are of branches that a resume went back behind as a whole.
+    The others are of branches that a resume left out as a whole.
     """
     return set(_lineage(attempts, begun))
 
 
 def _lineage(attempts: Mapping[int, Attempt], reported: set[int]) -> dict[int, float]:
-    """Map each attempt on the path to the newest one to the last of its steps that still counts."""
+    """Map each attempt on the path to the newest attempt to the last of its steps that still counts."""
     begun = reported | {number for number, attempt in attempts.items() if attempt.resumed_from is not None}
     limits: dict[int, float] = {}
     limit, current = math.inf, max(begun, default=0)
@@ -365,7 +365,7 @@ def _lineage(attempts: Mapping[int, Attempt], reported: set[int]) -> dict[int, f
         limits[current] = limit
         attempt = attempts.get(current)
         if attempt is None:
-            # Who it was is lost (run.json and the segment's first line): the attempt before is the best guess.
+            # Its description is lost (run.json and the segment's first line): the attempt before it is the best guess.
             current = max((number for number in begun if number < current), default=0)
             continue
         if attempt.resumed_from is None:
@@ -374,7 +374,7 @@ def _lineage(attempts: Mapping[int, Attempt], reported: set[int]) -> dict[int, f
         parent = attempt.resumed_from.get("attempt")
         current = parent if isinstance(parent, int) and parent < current else 0
     for number, attempt in attempts.items():
-        # A life that trained nothing which lasted may still have reported on the very step it resumed from.
+        # An attempt without a checkpoint may still have reported on the very step that it resumed from.
         source = attempt.resumed_from
         if number not in limits and source is not None and source["step"] <= limits.get(source.get("attempt") or 0, -1):
             limits[number] = source["step"]
@@ -382,13 +382,13 @@ def _lineage(attempts: Mapping[int, Attempt], reported: set[int]) -> dict[int, f
 
 
 def _segments(storage: Storage) -> list[_Segment]:
-    """List segments in reading order, a merged one before the parts it covers."""
-    found = []
+    """List segments in reading order, a merged segment before the parts that it covers."""
+    segments = []
     for info in storage.list(REPORTS, recursive=False):
         if match := _NAME.fullmatch(info.path.rsplit("/", 1)[-1]):
             first = int(match[3])
-            found.append(_Segment(int(match[1]), match[2], first, int(match[4] or first)))
-    return sorted(found, key=lambda segment: (segment.attempt, segment.start_id, segment.first, -segment.last))
+            segments.append(_Segment(int(match[1]), match[2], first, int(match[4] or first)))
+    return sorted(segments, key=lambda segment: (segment.attempt, segment.start_id, segment.first, -segment.last))
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
@@ -396,7 +396,7 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 class ReportBuffer:
-    """Gathers rows and writes them from its own thread, so that a long save does not hold them up.
+    """Gathers rows and writes them from its own thread, so that a long save does not delay them.
 
     The first row after a pause is written at once, later ones within a second.
     """
@@ -426,7 +426,7 @@ class ReportBuffer:
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Write what has been gathered, now."""
+        """Write the gathered rows now."""
         with self._writing:
             with self._lock:
                 rows, self._rows = self._rows, []
@@ -436,7 +436,7 @@ class ReportBuffer:
             error: BaseException | None = None
             try:
                 self._write(rows)
-            except Exception as caught:  # noqa: BLE001 - a thread edge: whoever reported hears of it
+            except Exception as caught:  # noqa: BLE001 - a thread edge: the callers that reported get the error
                 error = caught
             groups: dict[Answer, list[int]] = {}
             for call, answer in calls:
@@ -445,7 +445,7 @@ class ReportBuffer:
                 answer(numbers, error)
 
     def hurry(self) -> None:
-        """Let the thread write now what has been gathered."""
+        """Let the thread write the gathered rows now."""
         with self._lock:
             self._hurries = bool(self._calls)
             self._changed.notify_all()
@@ -470,12 +470,16 @@ class ReportBuffer:
             self._changed.notify_all()
         self._thread.join()
         with self._lock:
-            self._closed = True  # what came up to here is written below, what comes later is refused
+            self._closed = True  # rows up to here are written below, later rows are refused
         self.flush()
 
 
 def check_rows(rows: Any) -> list[dict[str, Any]]:
-    """Refuse what is not a list of rows before it meets the rows of others."""
+    """Return ``rows`` if they are a list of rows, before they are put together with those of others.
+
+    Raises:
+        HoldfastError: they are not.
+    """
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise HoldfastError(f"report takes a list of rows, not {type(rows).__name__}")
     return rows

@@ -1,12 +1,12 @@
 """Which checkpoints of a run stay: a pure decision over records, acted upon elsewhere.
 
-The rules of a `Keep` form a union. On top of them these always stay: the newest checkpoint, pinned ones, the one the
-run was resumed from, and whatever the caller protects. So a history that is not empty never becomes empty.
+The rules of a `Keep` form a union. Beyond them these always stay: the newest checkpoint, pinned checkpoints, the
+checkpoint that the run was resumed from, and those that the caller protects. So a history that is not empty never
+becomes empty.
 
-`decide` looks at all checkpoints. `RetentionIndex` says the same without that: a checkpoint that stayed goes later only
-if something took its claim (newer ones came after it, better ones above it, a pin was taken back). So after each change
-those around the bounds of the rules are looked at, and no others: a save costs the same with ten checkpoints and with
-ten thousand.
+`decide` looks at all checkpoints. `RetentionIndex` decides the same without that: a checkpoint that stayed goes later
+only if it lost its claim (newer or better checkpoints came, a pin was removed). So after each change only checkpoints
+around the bounds of the rules are looked at: a save costs the same with ten checkpoints and with ten thousand.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What happens to one checkpoint, and why in a few words."""
+    """Whether a checkpoint stays, and why in a few words."""
 
     name: str
     keep: bool
@@ -49,7 +49,7 @@ def decide(keep: Keep, records: Iterable[Record], protect: frozenset[str] = froz
 
     Args:
         keep: the rules.
-        records: the checkpoints of one run, in any order, without quarantined ones.
+        records: the checkpoints of one run, in any order, without the quarantined.
         protect: names that stay whatever the rules say (a save in progress refers to them).
 
     Returns:
@@ -89,13 +89,13 @@ def rank(records: Iterable[Record], metric: str, mode: str) -> list[Record]:
     """Sort best first.
 
     A missing value, NaN and anything that is not a number rank equal, below every number (infinities too) in both
-    modes. Among equals the newer one is better. ``metric`` may lead into nested metrics (see `metric_value`).
+    modes. Among equals the newer checkpoint is better. ``metric`` may lead into nested metrics (see `metric_value`).
     """
     return sorted(records, key=lambda record: rank_key(record, metric, mode), reverse=True)
 
 
 def rank_key(record: Record, metric: str, mode: str) -> tuple[Any, ...]:
-    """Return the key of `rank`; of two records the one with the higher key is better. The name is its last part."""
+    """Return the key of `rank`; of two records that with the higher key is better. The name is its last part."""
     value = metric_value(record.metrics, metric)
     if not is_number(value):
         return (0, 0, *record.order)
@@ -103,14 +103,14 @@ def rank_key(record: Record, metric: str, mode: str) -> tuple[Any, ...]:
 
 
 def best_of(records: Iterable[Record], metric: str | None, mode: str) -> Record | None:
-    """Return the best record by a metric; None where no one has a number for it, or no metric is given."""
+    """Return the best record by a metric; None where no record has a number for it, or no metric is given."""
     ranked = rank(records, metric, mode) if metric else []
     return ranked[0] if metric and ranked and is_number(metric_value(ranked[0].metrics, metric)) else None
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a metric can be ranked: NaN cannot."""
-    return isinstance(value, (int, float)) and value == value  # noqa: PLR0124  NaN is what differs from itself
+    """Tell whether the value of a metric can be ranked: NaN cannot."""
+    return isinstance(value, (int, float)) and value == value  # noqa: PLR0124  NaN differs from itself
 
 
 def _shown(value: Any) -> str:
@@ -120,11 +120,11 @@ def _shown(value: Any) -> str:
 
 
 class Milestones:
-    """Finds the first checkpoint at or after each multiple of an interval; to be given all of them, oldest first.
+    """Finds the first checkpoint at or after each multiple of an interval; gets all checkpoints, oldest first.
 
     A resume from an older step makes a new branch: it gets milestones of its own, and those of the branch left
-    behind stay too, for a milestone is promised to stay for ever. A checkpoint of an earlier attempt with a step at
-    or beyond the one looked at cannot be its ancestor, which is what tells the branches apart.
+    behind stay too, for a milestone is promised to stay for ever. A checkpoint of an earlier attempt whose step is not
+    lower cannot be an ancestor, which distinguishes the branches.
     """
 
     def __init__(self, every: Interval) -> None:
@@ -132,7 +132,7 @@ class Milestones:
         self._holder: dict[int, Record] = {}
 
     def add(self, record: Record) -> str | None:
-        """Say why this one is a milestone; None if it is none."""
+        """Add the next checkpoint; return why it is a milestone, None if it is none."""
         every, holder = self._every, self._holder
         place = {"ba": record.step, "ep": record.epoch, "sec": record.created}[every.unit]
         if place is None:
@@ -152,7 +152,7 @@ class Milestones:
 
 
 def otherwise(keep: Keep) -> str:
-    """Say why the others go."""
+    """Return why checkpoints go that no rule keeps."""
     return f"not among {_rules(keep)}"
 
 
@@ -170,10 +170,10 @@ class RetentionIndex:
 
     Args:
         keep: the rules.
-        records: what there is, without quarantined ones.
+        records: the checkpoints, without the quarantined.
 
     Attributes:
-        pinned: names of those that are pinned, in order of arrival.
+        pinned: names of the pinned checkpoints, in order of arrival.
     """
 
     def __init__(self, keep: Keep, records: Iterable[Record]) -> None:
@@ -183,9 +183,9 @@ class RetentionIndex:
         self._ranked = sorted(map(self._rank, self._records.values())) if self._by_rank else []
         self.pinned = {name: None for name, record in self._records.items() if record.pinned}
         self._protected: frozenset[str] = frozenset()
-        self._milestones: Milestones | None = None  # made anew when the past has changed
+        self._milestones: Milestones | None = None  # None after a change of older checkpoints
         self._milestone_names: set[str] = set()
-        self._open = set(self._records)  # to be looked at
+        self._open = set(self._records)  # names to look at
         self._moves = 0  # changes of the two orders since the last look
 
     @property
@@ -196,11 +196,13 @@ class RetentionIndex:
         return rank_key(record, self._keep.metric or "", self._keep.mode)
 
     def put(self, record: Record) -> None:
-        """Enter a checkpoint, or what has become of it."""
+        """Enter a checkpoint, or its new record."""
         before = self._records.get(record.name)
         if before == record:
             return
-        places = [(one.order, one.epoch, one.created) for one in (before, record) if one is not None]
+        places = [
+            (version.order, version.epoch, version.created) for version in (before, record) if version is not None
+        ]
         is_same_place = len(places) == 2 and places[0] == places[1]
         if before is not None:
             self._take_out(before, is_same_place=is_same_place)
@@ -220,7 +222,7 @@ class RetentionIndex:
         self._moves += 1
 
     def drop(self, name: str) -> None:
-        """Forget a checkpoint that is not there, or not usable, any more."""
+        """Forget a checkpoint that was removed or is not usable any more."""
         record = self._records.get(name)
         if record is not None:
             self._take_out(record)
@@ -237,15 +239,15 @@ class RetentionIndex:
             self._milestones = None
 
     def doomed(self, protect: frozenset[str] = frozenset()) -> list[Verdict]:
-        """Return those that go, newest first."""
+        """Return the verdicts on the checkpoints that go, newest first."""
         keep, order, ranked = self._keep, self._order, self._ranked
         if keep.last is None and keep.best is None and keep.every is None:
             return []
         self._mark_milestones()
         last, best = max(keep.last or 0, 1), keep.best or 0
         self._open |= self._protected - protect
-        self._open.update(one[-1] for one in _below(order, last, self._moves))
-        self._open.update(one[-1] for one in _below(ranked, best, self._moves))
+        self._open.update(key[-1] for key in _below(order, last, self._moves))
+        self._open.update(key[-1] for key in _below(ranked, best, self._moves))
         lowest = order[-last] if len(order) >= last else ()
         worst = ranked[-best] if 0 < best <= len(ranked) else ()
 
@@ -255,10 +257,11 @@ class RetentionIndex:
             return claims or (best > 0 and self._by_rank and self._rank(record) >= worst)
 
         looked_at = [self._records[name] for name in self._open if name in self._records]
-        goes = sorted((one for one in looked_at if not stays(one)), key=lambda one: one.order, reverse=True)
-        self._open, self._moves, self._protected = {one.name for one in goes}, 0, protect
+        goes = [record for record in looked_at if not stays(record)]
+        goes.sort(key=lambda record: record.order, reverse=True)
+        self._open, self._moves, self._protected = {record.name for record in goes}, 0, protect
         why = otherwise(keep)
-        return [Verdict(name=one.name, keep=False, why=why) for one in goes]
+        return [Verdict(name=record.name, keep=False, why=why) for record in goes]
 
     def _mark_milestones(self) -> None:
         if self._keep.interval is None or self._milestones is not None:
@@ -270,6 +273,6 @@ class RetentionIndex:
 
 
 def _below(ordered: list[Any], places: int, moves: int) -> list[Any]:
-    """Return as many as may have fallen below the best ``places`` of an ascending list."""
+    """Return the keys that ``moves`` changes may have moved below the best ``places`` of an ascending list."""
     end = max(0, len(ordered) - places)
     return ordered[max(0, end - moves) : end] if places else []

@@ -1,4 +1,4 @@
-"""What a run is doing, as far as its files and this machine tell; for people who look at it."""
+"""The state of a run, as far as its files and this machine show it; for display."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["RunStatus", "run_state"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """The state of a run in one word, and in a few more.
+    """The state of a run as a word and as a short text.
 
     Attributes:
         word: "training", "silent" (an owner elsewhere that may be dead), "finished", "stopped", "died" or "new".
-        text: who trains it and where, or how its last attempt ended; may come from strangers.
-        owner: what lease.json says about who writes to the run, with ``alive`` added (`owner_of`); None if nobody does.
+        text: who trains it and where, or how its last attempt ended; untrusted text from files.
+        owner: the process that writes to the run, by lease.json, with ``alive`` added (`owner_of`); None without one.
         heard: when the owner was last heard of, in seconds since 1970 by the clock of the storage; None without one.
     """
 
@@ -39,7 +39,7 @@ def run_state(catalog: Catalog) -> RunStatus:
     """Look at the lease and the attempts of a run.
 
     Raises:
-        StorageError: nobody can say just now.
+        StorageError: the storage does not answer.
     """
     index = catalog.index
     owner, heard = owner_of(catalog.storage)

@@ -14,7 +14,7 @@ from dataclasses import replace as changed
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast.errors import ConfigError, StorageNotFoundError
+from holdfast.errors import ConfigError, StorageError, StorageNotFoundError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,6 +31,7 @@ __all__ = [
     "Storage",
     "check_path",
     "check_prefix",
+    "check_range",
     "check_view",
 ]
 
@@ -125,7 +126,7 @@ class ReplacingWriter(FileWriter):
         """
 
     def close(self) -> None:
-        """Publish it whatever is there, unless that was done; idempotent."""
+        """Publish the object, whatever has the name, unless that was done; idempotent."""
         self.publish()
 
 
@@ -134,7 +135,7 @@ class FileBatch(_Ending):
 
     @abstractmethod
     def add(self, path: str, data: memoryview | bytes) -> None:
-        """Store one object; one that is there is replaced. The memory is the caller's again on return."""
+        """Store one object; an older object of this name is replaced. The memory is the caller's again on return."""
 
     @abstractmethod
     def close(self) -> None:
@@ -149,8 +150,8 @@ class FileBatch(_Ending):
         """End the batch; objects that were added may be there or not; idempotent."""
 
 
-class _OneByOne(FileBatch):
-    """A batch for storages that have nothing better: each object is durable when it is added."""
+class _SeparateFiles(FileBatch):
+    """A batch for storages without a faster way: each object is durable when it is added."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -191,7 +192,7 @@ class FileReader(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the reader holds; idempotent."""
+        """Release the handles and memory of the reader; idempotent."""
 
     def __enter__(self) -> FileReader:
         return self
@@ -223,8 +224,8 @@ class Storage(ABC):
     ) -> str | None:
         """Store a small object: all or nothing for every reader, durable on return.
 
-        Whatever was written earlier in the same directory is durable before this object becomes visible, which is
-        what makes a manifest that is written last a commit.
+        Whatever was written earlier in the same directory is durable before this object becomes visible, which
+        makes a manifest that is written last a commit.
 
         Args:
             path: where.
@@ -233,7 +234,7 @@ class Storage(ABC):
             if_match: only if the object has this etag.
 
         Returns:
-            The etag of the new content, where the storage has such a thing.
+            The etag of the new content, None where the storage has no etags.
 
         Raises:
             StorageExistsError: ``if_absent`` and there is an object.
@@ -285,7 +286,7 @@ class Storage(ABC):
         """
 
     def replace(self, path: str, size: int) -> ReplacingWriter | None:
-        """Start a big object of ``size`` bytes that takes the place of what is at ``path`` in one step.
+        """Start a big object of ``size`` bytes that replaces the object at ``path`` in one step.
 
         Returns:
             None where `put` and `create` already do that: at stores, whose objects are there whole or not at all.
@@ -294,11 +295,11 @@ class Storage(ABC):
         return None
 
     def batch(self, num_files: int) -> FileBatch:
-        """Start to store about ``num_files`` small objects, of a few MiB at most, that need not be durable one by one.
+        """Start to store about ``num_files`` small objects, of a few MiB at most, that are made durable together.
 
         Like `create` for each of them otherwise: they count only after `FileBatch.close`.
         """
-        return _OneByOne(self)
+        return _SeparateFiles(self)
 
     def adopt(self, source: str, path: str) -> bool:
         """Take over a file of this machine as an object, durably and without copying, where the storage can.
@@ -320,15 +321,15 @@ class Storage(ABC):
         return False
 
     def sync(self, path: str) -> None:
-        """Make an object durable that was not written through a storage; nothing to do where all of them are.
+        """Make an object durable that was not written through a storage; nothing to do where all objects are.
 
         Raises:
-            StorageNotFoundError: there is none.
+            StorageNotFoundError: there is no object.
         """
         self.stat(path)
 
     def sync_all(self, paths: Collection[str]) -> None:
-        """Do the same for many objects that are there."""
+        """Make many objects durable that were not written through a storage; see `sync`."""
         for path in paths:
             self.sync(path)
 
@@ -381,7 +382,7 @@ class Storage(ABC):
 
     @property
     def num_parallel(self) -> int:
-        """How many requests at once are worth it; 1 where none takes long enough to do another one meanwhile.
+        """How many requests at once are worth it; 1 where no request takes long enough to send another one meanwhile.
 
         Where it is more than 1, all methods may be called by several threads.
         """
@@ -435,7 +436,7 @@ class Storage(ABC):
         self.delete_many([info.path for info in self.list(prefix)])
 
     def make_directories(self, paths: Iterable[str]) -> None:  # noqa: B027 - objects lie in no directories
-        """Make directories that hold nothing, where there are such: on a local disk; a bucket has none."""
+        """Make directories without files on a local disk; does nothing elsewhere, since a bucket has no directories."""
 
     def tidy(self, directory: str) -> None:  # noqa: B027 - nothing to do where a put leaves nothing behind
         """Remove what dead writers left directly in ``directory``: unfinished `put`s, and itself if it is empty."""
@@ -509,7 +510,7 @@ class PrefixStorage(Storage):
         self._parent.delete_tree(posixpath.join(self._prefix, check_prefix(prefix)))
 
     def make_directories(self, paths: Iterable[str]) -> None:
-        """Make directories that hold nothing; see `Storage.make_directories`."""
+        """Make directories without files; see `Storage.make_directories`."""
         self._parent.make_directories([posixpath.join(self._prefix, check_path(path)) for path in paths])
 
     def tidy(self, directory: str) -> None:
@@ -528,11 +529,11 @@ class PrefixStorage(Storage):
         return None if root is None else root / self._prefix
 
     def free_bytes(self) -> int | None:
-        """Return what the parent has left."""
+        """Return the bytes that can still be written to the parent."""
         return self._parent.free_bytes()
 
     def credentials_missing_in(self) -> tuple[str, ...]:
-        """Name what of the parent holds no credentials."""
+        """Name the variables and files in which the parent's credentials were looked for."""
         return self._parent.credentials_missing_in()
 
     def child(self, path: str) -> Storage:
@@ -612,5 +613,21 @@ def check_view(path: str, *, size: int, offset: int, nbytes: int) -> None:
     if offset % BLOCK or offset + nbytes > -(-size // BLOCK) * BLOCK:
         raise ConfigError(
             f"cannot write {nbytes} bytes at {offset} of {path} (size {size}): all views but the last must be "
-            f"multiples of {BLOCK} bytes, the last may be padded to one"
+            f"multiples of {BLOCK} bytes, the last may be padded to a multiple"
         )
+
+
+def check_range(path: str, *, size: int, offset: int, nbytes: int) -> None:
+    """Refuse a range that leaves its object, or bytes that end before the range does.
+
+    Args:
+        path: the object, for messages.
+        size: bytes of the object, or where the bytes of an answer end.
+        offset: first byte of the range.
+        nbytes: bytes of the range.
+
+    Raises:
+        StorageError: the range begins before the object or ends behind it.
+    """
+    if offset < 0 or offset + nbytes > size:
+        raise StorageError(f"short read of {path}: {nbytes} bytes at {offset} asked for, the object ends at {size}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from holdfast._fork import after_fork_in_child
 from holdfast.errors import ConfigError, StorageConflictError, StorageError, StorageExistsError, StorageNotFoundError
 
-from .base import FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix, check_view
+from .base import FileReader, FileWriter, ObjectInfo, Storage, check_path, check_prefix, check_range, check_view
 
 __all__ = ["MemoryStorage"]
 
@@ -84,16 +84,16 @@ class MemoryStorage(Storage):
 
     def stat(self, path: str) -> ObjectInfo:
         """Describe an object; see `Storage.stat`."""
-        found = self._get(path)
-        return ObjectInfo(path=path, size=len(found.data), etag=found.etag, modified=found.modified)
+        item = self._get(path)
+        return ObjectInfo(path=path, size=len(item.data), etag=item.etag, modified=item.modified)
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
         """Iterate over objects; see `Storage.list`."""
         start = f"{check_prefix(prefix)}/" if prefix else ""
         with self._store.lock:
-            found = sorted((path, item) for path, item in self._store.objects.items() if path.startswith(start))
+            items = sorted((path, item) for path, item in self._store.objects.items() if path.startswith(start))
         directories: set[str] = set()
-        for path, item in found:
+        for path, item in items:
             head, slash, _ = path[len(start) :].partition("/")
             if recursive or not slash:
                 yield ObjectInfo(path=path, size=len(item.data), etag=item.etag, modified=item.modified)
@@ -121,10 +121,10 @@ class MemoryStorage(Storage):
         return f"memory://{self._name}"
 
     def _get(self, path: str) -> _Object:
-        found = self._store.objects.get(check_path(path))
-        if found is None:
+        item = self._store.objects.get(check_path(path))
+        if item is None:
             raise StorageNotFoundError(f"cannot open {self.uri}/{path}: there is no such object; check the path")
-        return found
+        return item
 
 
 class _MemoryWriter(FileWriter):
@@ -160,10 +160,7 @@ class _MemoryReader(FileReader):
 
     def read_into(self, offset: int, view: memoryview) -> None:
         target = view.cast("B")
-        if offset < 0 or offset + len(target) > self.size:
-            raise StorageError(
-                f"short read of {self._path}: {len(target)} bytes at {offset} asked for, the object has {self.size}"
-            )
+        check_range(self._path, size=self.size, offset=offset, nbytes=len(target))
         target[:] = self._data[offset : offset + len(target)]
 
     def close(self) -> None:

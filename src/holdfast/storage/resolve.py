@@ -1,4 +1,4 @@
-"""From what a user wrote, or from the description that another process got, to a storage."""
+"""Make a storage from what a user wrote, or from a description that another process sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .memory import MemoryStorage
 __all__ = ["check_slashes", "from_description", "resolve", "split_uri"]
 
 # The one table of schemes: where to find the function that makes a storage of a whole URI. By name, so that only what
-# is used is imported; each imports its own packages, and says which extra brings one that is missing.
+# is used is imported; each imports its own packages, and says which extra brings a missing package.
 _SCHEMES: dict[str, tuple[str, str]] = {
     "s3": ("holdfast.storage.object.object_storage", "from_uri"),
     "s3a": ("holdfast.storage.object.object_storage", "from_uri"),
@@ -32,7 +32,7 @@ _SCHEMES: dict[str, tuple[str, str]] = {
     "hdfs": ("holdfast.storage.adapters.pyarrow", "from_uri"),
     "viewfs": ("holdfast.storage.adapters.pyarrow", "from_uri"),
 }
-# Schemes that are not in the table are asked of fsspec. These prefixes choose a package for any scheme it knows.
+# fsspec is asked for schemes that are not in the table. These prefixes choose a package for any scheme it knows.
 _BY_PREFIX = {
     "fsspec": ("holdfast.storage.adapters.fsspec", "from_uri"),
     "pyarrow": ("holdfast.storage.adapters.pyarrow", "from_uri"),
@@ -81,10 +81,10 @@ def split_uri(location: str) -> tuple[str, str]:
 
 
 def check_slashes(path: str) -> str:
-    """Return a path as it is, but for what pathlib and os.path make of a URI: nobody has a directory named "s3:".
+    """Return a path unchanged; refuse what pathlib and os.path make of a URI: nobody has a directory named "s3:".
 
     Raises:
-        ConfigError: one slash follows a scheme.
+        ConfigError: a single slash follows a scheme.
     """
     scheme, mark, rest = path.partition(":/")
     if mark and scheme.lower() in {*_SCHEMES, *_VIA_FSSPEC, "memory"}:
@@ -101,8 +101,7 @@ def resolve(location: str | os.PathLike[str] | Storage, filesystem: Any = None) 
     Args:
         location: a path (made absolute now, so that a later chdir does not move it), a URI such as "memory://name",
             or a storage, which is returned as it is.
-        filesystem: a `Storage`, or a file system object of a package that is known here, in which ``location`` is a
-            path.
+        filesystem: a `Storage`, or a file system object of fsspec or pyarrow, in which ``location`` is a path.
 
     Raises:
         ConfigError: no storage fits.
@@ -159,7 +158,7 @@ def _check_scheme(path: str, filesystem: Any) -> None:
         ConfigError: it is of another scheme than those of an fsspec file system.
     """
     scheme, rest = split_uri(path)
-    below = getattr(getattr(filesystem, "handler", None), "fs", filesystem)  # pyarrow's wrapper of an fsspec one
+    below = getattr(getattr(filesystem, "handler", None), "fs", filesystem)  # pyarrow wraps fsspec's
     known = getattr(below, "protocol", ())
     if scheme == "file" or scheme in ((known,) if isinstance(known, str) else known):
         return
@@ -183,7 +182,7 @@ def from_description(description: dict[str, Any], secrets: dict[str, str] | None
 
     Args:
         description: what `Storage.describe` returned.
-        secrets: what `Storage.secrets` returned; without, a storage that needs credentials takes those it finds here.
+        secrets: what `Storage.secrets` returned; without them, a storage takes credentials of this process.
 
     Raises:
         ConfigError: the kind is unknown.

@@ -1,4 +1,4 @@
-"""Objects of a storage as file objects of python: what other packages read from and write to."""
+"""Objects of a storage as binary file objects of Python, for packages that read and write those."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class InputStream(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """Tell that it can be read."""
+        """Return True: the stream can be read."""
         return True
 
     def seekable(self) -> bool:
-        """Tell that it can be read from anywhere."""
+        """Return True: the stream can be read from any position."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go somewhere else."""
+        """Move the position, in bytes; return it."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._reader.size}[whence]
         self._at = max(0, base + offset)
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer with what comes next, or a part of it at the end."""
+        """Fill a buffer with the next bytes; at the end of the object with fewer, whose number is returned."""
         view = memoryview(buffer).cast("B")
         view = view[: max(0, min(len(view), self._reader.size - self._at))]
         if view:
@@ -45,7 +45,7 @@ class InputStream(io.RawIOBase):
         return len(view)
 
     def close(self) -> None:
-        """Give the reader back; idempotent."""
+        """Close the reader; idempotent."""
         if not self.closed:
             self._reader.close()
         super().close()
@@ -60,11 +60,11 @@ class OutputStream(io.RawIOBase):
         self._size = 0
 
     def writable(self) -> bool:
-        """Tell that it can be written."""
+        """Return True: the stream can be written."""
         return True
 
     def tell(self) -> int:
-        """Return how much was written."""
+        """Return the number of bytes written."""
         return self._size
 
     def write(self, data: Any) -> int:
@@ -94,5 +94,5 @@ class OutputStream(io.RawIOBase):
         super().close()
 
     def __del__(self) -> None:
-        # Python would close it, and so store what somebody has given up half way.
+        # Python would call `close`, and so store an object that was given up half way.
         self._drop()

@@ -20,15 +20,15 @@ class _Parallel(Protocol):
 def together(storage: _Parallel, calls: Sequence[Callable[[], _T]]) -> list[_T]:
     """Carry out calls that do not wait for each other, and return their results in order; blocks until all have ended.
 
-    Not with a `ThreadPoolExecutor`: that one refuses work while the interpreter shuts down, which is when a writer
+    Not with a `ThreadPoolExecutor`, which refuses work while the interpreter shuts down, when a writer
     thread finishes the last save. The caller works, too, so a call may use this function itself.
 
     Args:
         storage: says how many at once (`Storage.num_parallel`).
-        calls: what to do, begun in this order. After one has failed no further one is begun.
+        calls: begun in this order. After a call has failed no further call is begun.
 
     Raises:
-        BaseException: what the first call, in their order, that failed has raised.
+        BaseException: the error of the first failed call, in the order of ``calls``.
     """
     results: list[_T | None] = [None] * len(calls)
     failed: dict[int, BaseException] = {}
@@ -61,7 +61,7 @@ def together(storage: _Parallel, calls: Sequence[Callable[[], _T]]) -> list[_T]:
             thread.join()
     except BaseException:  # a Ctrl-C: the memory that calls write to is theirs until they have ended
         with lock:
-            failed.setdefault(len(calls), KeyboardInterrupt())  # no further one is begun
+            failed.setdefault(len(calls), KeyboardInterrupt())  # no further call is begun
         for thread in started:
             thread.join()
         raise

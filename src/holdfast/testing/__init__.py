@@ -1,9 +1,9 @@
 """Test kits for users of Holdfast and authors of plug-ins; also what Holdfast's own tests use.
 
 `StorageTests` proves a storage, `FaultyStorage` breaks a disk at any operation, `power_cut_states` builds the states a
-power cut may leave, `FaultProxy` lets requests to a server go wrong, `ForkServer` and `ArmedOps` kill a piece of work
-at each of its operations. `verify_resume` and `verify_resume_script` run a training twice, once killed again and again,
-and name the first thing that differs; `assert_state_equal` compares two states bit by bit. Names load on first use: a
+power cut may leave, `FaultProxy` makes requests to a server fail, `ForkServer` and `ArmedOps` kill a piece of work at
+each of its operations. `verify_resume` and `verify_resume_script` run a training twice, once killed again and again,
+and name the first difference; `assert_state_equal` compares two states bit by bit. Names load on first use: a
 writer process that uses a faulty disk imports no pytest.
 """
 
@@ -70,7 +70,7 @@ def __getattr__(name: str) -> Any:
     if home == "storage_tests":
         import pytest
 
-        # So that a failed assertion of the suite shows its values in somebody else's project.
+        # So that a failed assertion of the suite shows its values in another project, too.
         pytest.register_assert_rewrite(f"{__name__}.{home}")
     value = getattr(importlib.import_module(f".{home}", __name__), name)
     globals()[name] = value

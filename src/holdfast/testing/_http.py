@@ -1,4 +1,4 @@
-"""As much of HTTP/1.1 as a proxy needs: heads, and where bodies end."""
+"""The parts of HTTP/1.1 that a proxy needs: heads, and where bodies end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Head:
     headers: tuple[tuple[str, str], ...]
 
     def get(self, name: str) -> str:
-        """Return the first header of this name, "" if there is none."""
+        """Return the first header of this name, "" without one."""
         return next((value for key, value in self.headers if key.lower() == name), "")
 
     def to_bytes(self, *, without: tuple[str, ...] = (), add: tuple[tuple[str, str], ...] = ()) -> bytes:
@@ -35,7 +35,7 @@ class Head:
 
     @property
     def length(self) -> int | None:
-        """What Content-Length says, None without."""
+        """The value of Content-Length, None without."""
         text = self.get("content-length")
         return int(text) if text.isdigit() else None
 
@@ -46,7 +46,7 @@ class Head:
 
 
 async def read_head(reader: asyncio.StreamReader) -> Head | None:
-    """Read a head; None if the other side has nothing more to say."""
+    """Read a head; None if the other side has closed the connection."""
     try:
         raw = await reader.readuntil(b"\r\n\r\n")
     except (asyncio.IncompleteReadError, ConnectionError):
@@ -60,12 +60,12 @@ async def body_of(reader: asyncio.StreamReader, head: Head, *, to_its_end: bool)
     """Yield the body that follows a head, chunk marks included.
 
     Args:
-        reader: where it comes from.
+        reader: the stream of the message.
         head: of the message.
         to_its_end: whether a body without a length ends with the connection (answers), or is none (requests).
 
     Raises:
-        ConnectionError: it broke off.
+        ConnectionError: the body broke off.
     """
     if head.get("transfer-encoding").lower() == "chunked":
         left = 1

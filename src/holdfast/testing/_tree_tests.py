@@ -34,7 +34,7 @@ class TreeTests:
     # -- stat, list, delete, copy -------------------------------------------------------------------------------
 
     def test_missing(self, storage: Storage) -> None:
-        """What is not there is StorageNotFoundError, also below an object; a directory is no object."""
+        """A missing object raises StorageNotFoundError, also below an object; a directory is no object."""
         storage.put("dir/a", b"1")
         for path in ("no", "dir/no", "dir", "dir/a/below"):
             assert not storage.exists(path), path
@@ -64,10 +64,10 @@ class TreeTests:
         assert {(i.path, i.size) for i in storage.list("run", recursive=False)} == {("run/a", 2), ("run/b/", 0)}
 
     def test_list_agrees_with_stat(self, storage: Storage) -> None:
-        """Where a listing gives an etag it is the one that stat gives."""
+        """Where a listing gives an etag, it is that of stat."""
         storage.put("d/a", b"1")
-        (found,) = storage.list("d")
-        assert found.etag in (None, storage.stat("d/a").etag)
+        (info,) = storage.list("d")
+        assert info.etag in (None, storage.stat("d/a").etag)
 
     def test_delete(self, storage: Storage) -> None:
         """Deleting removes one object, is fine if there is none, and leaves no empty directory."""
@@ -81,7 +81,7 @@ class TreeTests:
         assert storage.read("d/b") == b"2"
 
     def test_delete_many(self, storage: Storage) -> None:
-        """delete_many removes what is there of a list, and nothing beside it."""
+        """delete_many removes the existing objects of a list, and no others."""
         paths = [f"run/{number}/<a> & 'b' {number % 7}" for number in range(40)]
         for path in [*paths, "run/0/stays"]:
             storage.put(path, b"1")
@@ -91,7 +91,7 @@ class TreeTests:
         assert [info.path for info in storage.list()] == ["run/0/stays"]
 
     def test_read_tagged(self, storage: Storage) -> None:
-        """What was read can be replaced by its etag; after another one's write it cannot."""
+        """A version that was read can be replaced by its etag; after another write it cannot."""
         storage.put("a", b"1" * 300_000)
         data, etag = storage.read_tagged("a")
         assert data == b"1" * 300_000

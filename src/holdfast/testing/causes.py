@@ -1,6 +1,6 @@
-"""The likely causes of a resume that is not exact: a table that grows with what is learnt.
+"""The likely causes of a resume that is not exact: a table of rules, which new experience extends.
 
-Each row looks at the first difference and says, if it fits, what usually is behind it and what to do.
+Each rule looks at the first difference and returns, if it fits, the usual cause and what to do.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def likely_causes(found: Difference, why: str = "", *, noise: Unsteady | None = 
 
     Args:
         found: the difference.
-        why: what was special about the moment that was saved ("after a report", ...).
-        noise: what two uninterrupted runs differ in, if they were compared.
+        why: what is special about the moment that was saved ("after a report", ...).
+        noise: the differences of two uninterrupted runs, if they were compared.
     """
     if noise is not None and noise.first is not None and found.kind in ("after", "length", "metrics"):
         return _of_noise(noise.first)
@@ -37,7 +37,7 @@ _OUTSIDE = (
 
 
 def _of_noise(first: Difference) -> list[str]:
-    """Two uninterrupted lives already differ: this is not about the resume."""
+    """Return the causes where two uninterrupted lives already differ: the resume is not at fault."""
     if first.kind == "length":
         return [
             "Two uninterrupted runs make different numbers of steps: the loop ends by a clock, or by something random. "
@@ -72,7 +72,8 @@ def _other_path(found: Difference, why: str) -> str | None:
         return None
     return (
         f"The path of the run changes from life to life ({found.text}): it is made of a time, a process id or a "
-        "temporary directory, so no life finds what the one before saved. Give Checkpointer the same path each time"
+        "temporary directory, so no life finds the checkpoints of the life before it. Give Checkpointer the same path "
+        "each time"
     )
 
 

@@ -1,4 +1,4 @@
-"""Compare what several lives of a training have recorded; pure, and the place where "equal" is defined."""
+"""Compare the rows of several lives of a training; pure functions, which define "equal"."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from .plan import Row
 __all__ = ["Difference", "Item", "Unsteady", "first_difference", "is_plain", "unsteady"]
 
 Item = tuple[str, str, str]
-"""Path of an item, its digest in the uninterrupted run, and in the other one."""
+"""Path of an item, its digest in the uninterrupted run, and in the other run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first place where two lives part.
+    """The first difference of two lives.
 
     Attributes:
-        kind: "at resume" (what was restored is not what was saved), "not resumed", "after", "length", "metrics",
+        kind: "at resume" (the restored state is not the saved state), "not resumed", "after", "length", "metrics",
             "path" (the lives have runs at different places).
         step: the step.
-        items: what differs there.
+        items: the items that differ there.
         life: number of the life of the killed run, from 0.
         resumed: step this life went on from, None for a fresh start.
         rank: of the process that recorded it.
         event: of the row.
         batches: the batches of this step are others, too.
         objects: top-level names of the state whose values load a state dict; the others are plain data.
-        text: says more.
+        text: more about it, for messages.
     """
 
     kind: str
@@ -45,10 +45,10 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsteady:
-    """What differs between two uninterrupted lives.
+    """The differences of two uninterrupted lives.
 
     Attributes:
-        first: where they part for a reason that counts; None if only plain values and metrics differ, such as times.
+        first: their first difference that counts; None if only plain values and metrics differ, such as times.
         items: paths of plain values that differ.
         metrics: names of metrics that differ.
     """
@@ -60,7 +60,7 @@ class Unsteady:
 
 @dataclass(slots=True)
 class _Table:
-    """Rows by what they are about."""
+    """Rows by rank, run, step and event."""
 
     rows: dict[tuple[int, str, int, str], list[Row]] = field(default_factory=dict)
 
@@ -76,32 +76,32 @@ class _Table:
 
     def at_step(self, row: Row, step: int) -> list[Row]:
         events = ("boundary", "report", "start")
-        return [one for event in events for one in self.rows.get((row["rank"], row["run"], step, event), [])]
+        return [seen for event in events for seen in self.rows.get((row["rank"], row["run"], step, event), [])]
 
 
 def is_plain(digest: str) -> bool:
-    """Tell whether an item is a plain value, which a script may well take from a clock, and no tensor or generator."""
+    """Tell whether an item is a plain value, which a script may well take from a clock, not a tensor or generator."""
     kind, _, rest = digest.partition(" ")
     return not ("[" in kind or kind in ("numpy", "_Whole") or rest.startswith("["))
 
 
-def unsteady(one: Sequence[Row], other: Sequence[Row]) -> Unsteady:
+def unsteady(rows: Sequence[Row], others: Sequence[Row]) -> Unsteady:
     """Compare two uninterrupted lives."""
     items: set[str] = set()
     metrics: set[str] = set()
-    table = _Table.of(other)
+    table = _Table.of(others)
     first: Difference | None = None
-    for row in one:
+    for row in rows:
         twins = [twin for twin in table.like(row) if twin["nth"] == row["nth"]]
         if not twins:
             first = first or Difference(kind="length", step=row["step"], rank=row["rank"], event=row["event"])
             continue
         twin = twins[0]
         metrics |= {name for name, _, _ in _unequal(row["metrics"], twin["metrics"])}
-        found = _unequal(row["items"], twin["items"])
-        plain = {path for path, left, right in found if is_plain(left) and is_plain(right)}
+        unequal = _unequal(row["items"], twin["items"])
+        plain = {path for path, left, right in unequal if is_plain(left) and is_plain(right)}
         items |= plain
-        counts = [item for item in found if item[0] not in plain or item[0].startswith("holdfast/")]
+        counts = [item for item in unequal if item[0] not in plain or item[0].startswith("holdfast/")]
         drawn = row["batches"] != twin["batches"]
         if first is None and (counts or drawn):
             first = Difference(
@@ -121,14 +121,14 @@ def first_difference(
 ) -> tuple[Difference | None, int]:
     """Compare the lives of a run that was killed with an uninterrupted one.
 
-    What a life was given back at a resume is compared with what the lives before it had at that step, so it is judged
+    The state that a life got at a resume is compared with the state of the earlier lives at that step, so it is judged
     even where training itself cannot be repeated.
 
     Args:
         reference: rows of the uninterrupted life.
         lives: rows of each life of the other run.
-        saved: for each life the step that was saved before it, None if that is the script's affair.
-        ignore: items and metrics that two uninterrupted lives do not agree on.
+        saved: for each life the step that was saved before it, None if the script decides that.
+        ignore: items and metrics in which two uninterrupted lives differ.
         every: only multiples of this were recorded.
 
     Returns:
@@ -140,31 +140,31 @@ def first_difference(
     for number, rows in enumerate(lives):
         resumed: dict[int, int | None] = {}
         for row in rows:
-            found_at = {"life": number, "rank": row["rank"], "event": row["event"]}
+            place = {"life": number, "rank": row["rank"], "event": row["event"]}
             if row["event"] == "start":
                 resumed[row["rank"]] = row["resumed"]
-                found = _at_start(row, own if number else twin, reference, number, saved, ignore)
+                difference = _at_start(row, own if number else twin, reference, number, saved, ignore)
             else:
-                found = _after(row, twin, ignore, every)
-            if found is not None:
-                more = {**found_at, "resumed": resumed.get(row["rank"])}
-                return _with(found, more), compared
+                difference = _after(row, twin, ignore, every)
+            if difference is not None:
+                more = {**place, "resumed": resumed.get(row["rank"])}
+                return _with(difference, more), compared
             compared += 1
         for row in rows:
             own.rows.setdefault((row["rank"], row["run"], row["step"], row["event"]), []).append(row)
     return _length(reference, lives[-1] if lives else (), every), compared
 
 
-def _with(found: Difference, more: Mapping[str, object]) -> Difference:
-    return replace(found, **more)  # type: ignore[arg-type]
+def _with(difference: Difference, more: Mapping[str, object]) -> Difference:
+    return replace(difference, **more)  # type: ignore[arg-type]
 
 
 def _at_start(
     row: Row, before: _Table, reference: Sequence[Row], number: int, saved: Sequence[int | None], ignore: Unsteady
 ) -> Difference | None:
     """Judge the state a life begins with."""
-    if row["run"] not in {one["run"] for one in reference}:
-        known = sorted({one["run"] for one in reference})
+    known = sorted({other["run"] for other in reference})
+    if row["run"] not in known:
         return Difference(kind="path", step=row["step"], text=f"{row['run']}, not {', '.join(known)}")
     expected = saved[number] if number < len(saved) else None
     if expected is not None and row["resumed"] is None:
@@ -180,33 +180,31 @@ def _after(row: Row, twin: _Table, ignore: Unsteady, every: int) -> Difference |
     candidates = twin.like(row)
     if not candidates:
         if row["step"] % every or any(twin.at_step(row, row["step"])):
-            return None  # a step that is not recorded; an epoch's end that is gone through again
+            return None  # a step that is not recorded; an epoch's end that is passed again
         return Difference(
             kind="length", step=row["step"], text=f"the resumed run made step {row['step']}, the other did not"
         )
     wrong = _closest(row, candidates, ignore)
-    # Compared as a set: what is drawn ahead of its step is drawn again by the next life.
-    batches = all(one["batches"] != row["batches"] for one in candidates)
+    # Compared with each candidate: a batch that is drawn ahead of its step is drawn again by the next life.
+    batches = all(other["batches"] != row["batches"] for other in candidates)
     if wrong:
         return Difference(kind="after", step=row["step"], items=wrong, batches=batches)
-    metrics = min((_metrics(one, row, ignore) for one in candidates), key=len)
+    metrics = min((_metrics(other, row, ignore) for other in candidates), key=len)
     if metrics:
         return Difference(kind="metrics", step=row["step"], items=metrics, batches=batches)
     return None
 
 
-def _metrics(one: Row, row: Row, ignore: Unsteady) -> list[Item]:
+def _metrics(other: Row, row: Row, ignore: Unsteady) -> list[Item]:
     if not row["metrics"] and row["event"] == "boundary":
-        return []  # the second boundary of a step, come to without the step itself
-    return [(f"metrics/{n}", a, b) for n, a, b in _unequal(one["metrics"], row["metrics"]) if n not in ignore.metrics]
+        return []  # the second boundary of a step, reached without the step itself
+    return [(f"metrics/{n}", a, b) for n, a, b in _unequal(other["metrics"], row["metrics"]) if n not in ignore.metrics]
 
 
 def _closest(row: Row, candidates: Sequence[Row], ignore: Unsteady) -> list[Item]:
-    """Return how a row differs from the candidate that is most like it."""
-    found = [
-        [item for item in _unequal(one["items"], row["items"]) if item[0] not in ignore.items] for one in candidates
-    ]
-    return min(found, key=len, default=[])
+    """Return how a row differs from its closest candidate."""
+    unequal = [_unequal(other["items"], row["items"]) for other in candidates]
+    return min(([item for item in items if item[0] not in ignore.items] for items in unequal), key=len, default=[])
 
 
 def _unequal(left: Mapping[str, str], right: Mapping[str, str]) -> list[Item]:
@@ -214,7 +212,7 @@ def _unequal(left: Mapping[str, str], right: Mapping[str, str]) -> list[Item]:
 
 
 def _pairs(left: Mapping[str, str], right: Mapping[str, str]) -> Iterator[Item]:
-    for path in [*left, *(one for one in right if one not in left)]:
+    for path in [*left, *(path for path in right if path not in left)]:
         a, b = left.get(path, "nothing"), right.get(path, "nothing")
         if a != b:
             yield path, a, b

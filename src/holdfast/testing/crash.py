@@ -1,7 +1,7 @@
 """The crash kit: kill a piece of work before each of its disk operations, and look at what is left.
 
-A case needs a process to die in and a fresh one to look; a `ForkServer` has imported torch and Holdfast once and forks
-one in some 20 ms where a new interpreter takes seconds.
+A case needs a process to die in and a fresh process to look; a `ForkServer` has imported torch and Holdfast once and
+forks a process in some 20 ms where a new interpreter takes seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _READY_S = 120.0
 
 
 class ArmedOps(FaultyOps):
-    """`FaultyOps` that start to count on demand: what happens before is the preparation of the case.
+    """`FaultyOps` that start to count on demand: operations before that prepare the case.
 
     Example:
         >>> ops = ArmedOps()
@@ -63,9 +63,9 @@ class Outcome:
 
     Attributes:
         status: exit status; negative for a signal, as in `subprocess`.
-        value: what the function returned (JSON), None if it did not return.
+        value: the result of the function (JSON), None if it did not return.
         error: traceback of its exception, "" if there was none.
-        output: what it printed, standard error included.
+        output: its output, standard error included.
     """
 
     status: int
@@ -85,7 +85,7 @@ class Outcome:
 
 
 class ForkServer:
-    """Runs functions in forked children of a process that has imported what they need.
+    """Runs functions in forked children of a process that has imported their modules.
 
     Functions are named "module:function" or "/path/to/file.py:function" and take and return JSON. The server has one
     thread and one job at a time.
@@ -103,7 +103,7 @@ class ForkServer:
         self, preload: Sequence[str] = ("torch", "holdfast.checkpointer"), path: Sequence[str | os.PathLike[str]] = ()
     ) -> None:
         source = os.fspath(Path(__file__).resolve().parents[2])
-        boot = f"import sys; sys.path[:0] = {[source, *(os.fspath(one) for one in path)]!r}\n"
+        boot = f"import sys; sys.path[:0] = {[source, *(os.fspath(directory) for directory in path)]!r}\n"
         boot += f"from holdfast.testing.crash import _serve; _serve({list(preload)!r})"
         # One thread: an OpenMP pool does not survive a fork.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -157,14 +157,14 @@ class ForkServer:
 
 
 def _serve(preload: Sequence[str]) -> None:
-    """Be the server: one JSON line in, one child, one JSON line out."""
+    """Serve: for each JSON line of standard input run a child and answer with a JSON line."""
     for name in preload:
         _load(name)
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what children print must not get between the answers
+    os.dup2(2, 1)  # output of children must not get between the answers
     answers.write("{}\n")
     answers.flush()
     for line in iter(sys.stdin.readline, ""):
@@ -188,7 +188,7 @@ def _case(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wait(pid: int, timeout_s: float) -> int:
-    """Wait for a child, kill it when its time is up; give its exit status."""
+    """Wait for a child, kill it when its time is up; return its exit status."""
     watch = os.pidfd_open(pid)
     try:
         if not select.select([watch], [], [], timeout_s)[0]:

@@ -1,7 +1,7 @@
-"""A proxy between a client and a real HTTP server that counts requests and lets some of them go wrong.
+"""A proxy between a client and a real HTTP server that counts requests and makes some of them fail.
 
-Put its `FaultProxy.url` where the address of the server would stand: an S3 endpoint, a WebDAV server, anything that
-speaks plain HTTP/1.1. It runs in a thread of its own and keeps nothing of what passes through.
+Use its `FaultProxy.url` in place of the address of the server: an S3 endpoint, a WebDAV server, anything that
+speaks plain HTTP/1.1. It runs in a thread of its own and stores no content.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ANSWERS = {
     "500": ("500 Internal Server Error", "InternalError"),
     "503": ("503 Slow Down", "SlowDown"),
     "403": ("403 Forbidden", "AccessDenied"),
-    "expired": ("400 Bad Request", "ExpiredToken"),  # what S3 says of a session that has ended
+    "expired": ("400 Bad Request", "ExpiredToken"),  # S3's answer after a session has ended
 }
 _HOP = ("connection", "keep-alive", "proxy-connection", "expect")  # between two machines only: never passed on
 _TURNS = 5  # of the event loop: more than accepting or closing a connection takes
@@ -35,7 +35,7 @@ _TURNS = 5  # of the event loop: more than accepting or closing a connection tak
 
 @dataclass(slots=True, kw_only=True)
 class Exchange:
-    """One request and what became of it.
+    """A request and its outcome.
 
     Attributes:
         number: from 0, in the order of arrival.
@@ -45,8 +45,8 @@ class Exchange:
         range: the header of ranged reads, "" without.
         sent_bytes: body of the request.
         received_bytes: body of the answer, as far as the client got it.
-        status: what the client got; 0 as long as it got nothing.
-        fault: kind of what went wrong, "" for nothing.
+        status: of the answer to the client; 0 before it.
+        fault: kind of the fault, "" without.
         arrived: when it came, by `time.monotonic`.
     """
 
@@ -64,17 +64,17 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What goes wrong, with which requests. Without ``share``, ``every`` and ``at``: with each that matches.
+    """What goes wrong, with which requests. Without ``share``, ``every`` and ``at``: with each request that matches.
 
     Attributes:
         kind: "500"; "503" (S3's SlowDown); "403"; "expired" (S3's ExpiredToken); "reset", the connection breaks;
             "silence", no answer for ``seconds``; "truncated", the connection closes in the middle of the answer;
-            "short", the answer is shorter than the object and says nothing about it; "slow", ``seconds`` pass before
+            "short", the answer is shorter than the object and does not say so; "slow", ``seconds`` pass before
             the request goes on and ``bytes_per_s`` is the limit then; "call", ``call`` is called.
         share: fraction of the requests, by chance.
         seed: of the chance.
-        every: each n-th one: ``every=3`` hits requests 2, 5, 8, ... of those that match.
-        at: number of the one request that is hit, from 0 among those that match.
+        every: each n-th request: ``every=3`` hits requests 2, 5, 8, ... of those that match.
+        at: number of the single request that is hit, from 0 among those that match.
         method: only requests with this method.
         path: only requests whose path and query match this regular expression somewhere.
         times: no more than this often.
@@ -101,7 +101,7 @@ class Fault:
     def __post_init__(self) -> None:
         if self.kind not in get_args(_Kind):
             raise ConfigError(f"Fault(kind={self.kind!r}): use one of {sorted(get_args(_Kind))}")
-        if sum(one is not None for one in (self.share, self.every, self.at)) > 1:
+        if sum(rule is not None for rule in (self.share, self.every, self.at)) > 1:
             raise ConfigError("Fault(share=, every=, at=): give one of them, or none for every request")
         if (self.kind == "call") != (self.call is not None):
             raise ConfigError("Fault(kind='call', call=fn): the two go together")
@@ -114,10 +114,10 @@ class _Armed:
         self.fault, self._seen, self._hits = fault, 0, 0
         self._chance, self._path = random.Random(fault.seed), re.compile(fault.path)
 
-    def hits(self, one: Exchange) -> bool:
+    def hits(self, exchange: Exchange) -> bool:
         """Count a request, and tell whether it is hit."""
         fault = self.fault
-        if fault.method not in ("", one.method) or not self._path.search(f"{one.path}?{one.query}"):
+        if fault.method not in ("", exchange.method) or not self._path.search(f"{exchange.path}?{exchange.query}"):
             return False
         number, self._seen = self._seen, self._seen + 1
         hit = (
@@ -137,14 +137,14 @@ class FaultProxy:
         server: "http://host:port" of the real server; no TLS.
 
     Attributes:
-        url: what clients use instead.
+        url: the address that clients use instead.
 
     Example:
         >>> with FaultProxy("http://127.0.0.1:9000") as proxy:                          # doctest: +SKIP
         ...     proxy.inject(Fault(kind="503", share=0.2), Fault(kind="reset", every=7, carried_out=True))
         ...     storage = ObjectStorage("s3://bucket/run", {"endpoint": proxy.url, ...})
         ...     ...
-        ...     [one.path for one in proxy.exchanges if one.fault]
+        ...     [exchange.path for exchange in proxy.exchanges if exchange.fault]
     """
 
     def __init__(self, server: str) -> None:
@@ -155,7 +155,7 @@ class FaultProxy:
         self._lock, self._closing = threading.Lock(), threading.Lock()
         self._log: list[Exchange] = []
         self._armed: list[_Armed] = []
-        # The loop itself holds tasks weakly: one that waits long could be collected.
+        # The loop itself holds tasks weakly: a task that waits long could be collected.
         self._connections: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._listener = self._loop.run_until_complete(asyncio.start_server(self._begin, "127.0.0.1", 0))
@@ -165,12 +165,12 @@ class FaultProxy:
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """All requests since the start, or the last `forget`, in the order of arrival."""
+        """All requests since the start, or since the last `forget`, in the order of arrival."""
         with self._lock:
             return tuple(self._log)
 
     def inject(self, *faults: Fault) -> None:
-        """Replace the rules; their counters begin anew. The first one that hits a request decides about it."""
+        """Replace the rules; their counters begin anew. The first rule that hits a request decides about it."""
         armed = [_Armed(fault) for fault in faults]
         with self._lock:
             self._armed = armed
@@ -199,7 +199,7 @@ class FaultProxy:
     # -- in the thread
 
     async def _end(self) -> None:
-        # Closing the listener at once would leave what was just accepted open: asyncio makes no connection of it then.
+        # Closing the listener at once would leave just accepted sockets open: asyncio makes no connection of them then.
         for listening in self._listener.sockets:
             self._loop.remove_reader(listening.fileno())
         for _ in range(_TURNS):
@@ -216,29 +216,29 @@ class FaultProxy:
         task = self._loop.create_task(self._serve(reader, writer))
         self._connections.add(task)
 
-        def end(_: object) -> None:  # of the task, also of one that was cancelled before its first step
+        def end(_: object) -> None:  # of the task, also if it was cancelled before its first step
             self._connections.discard(task)
             writer.transport.abort()
 
         task.add_done_callback(end)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection of a client: requests one after another until somebody closes."""
+        """Serve a connection of a client: its requests in order, until one side closes."""
         try:
             while (head := await read_head(reader)) is not None:
-                one, fault = self._note(head)
+                exchange, fault = self._note(head)
                 if head.get("expect"):
                     writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-                if not await self._exchange(one, fault, head, reader, writer):
+                if not await self._exchange(exchange, fault, head, reader, writer):
                     break
         except (OSError, asyncio.LimitOverrunError, ValueError, asyncio.CancelledError):
-            pass  # one side went away, or this proxy does
+            pass  # one side went away, or this proxy ends
 
     def _note(self, head: Head) -> tuple[Exchange, Fault | None]:
         method, target, _ = head.first.split(" ", 2)
         path, _, query = target.partition("?")
         with self._lock:
-            one = Exchange(
+            exchange = Exchange(
                 number=len(self._log),
                 method=method,
                 path=path,
@@ -246,56 +246,56 @@ class FaultProxy:
                 range=head.get("range"),
                 arrived=time.monotonic(),
             )
-            self._log.append(one)
-            hit = [armed.fault for armed in self._armed if armed.hits(one)]
-        one.fault = hit[0].kind if hit else ""
-        return one, hit[0] if hit else None
+            self._log.append(exchange)
+            hit = [armed.fault for armed in self._armed if armed.hits(exchange)]
+        exchange.fault = hit[0].kind if hit else ""
+        return exchange, hit[0] if hit else None
 
     async def _exchange(
         self,
-        one: Exchange,
+        exchange: Exchange,
         fault: Fault | None,
         head: Head,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> bool:
-        """Carry out one request or let it go wrong; False if the connection is over."""
+        """Carry out a request or make it fail; False if the connection is over."""
         kind = fault.kind if fault is not None else ""
-        body = self._counted(one, body_of(reader, head, to_its_end=False))
+        body = self._counted(exchange, body_of(reader, head, to_its_end=False))
         if fault is None or kind in ("truncated", "short"):
-            return await self._forward(one, head, body, writer, cut=kind)
+            return await self._forward(exchange, head, body, writer, cut=kind)
         if kind == "slow":
             await asyncio.sleep(fault.seconds)
-            return await self._forward(one, head, _paced(body, fault), writer, pace=fault)
+            return await self._forward(exchange, head, _paced(body, fault), writer, pace=fault)
         if kind == "call" and not fault.carried_out:
-            return not fault.call(one) and await self._forward(one, head, body, writer)  # type: ignore[misc]
+            return not fault.call(exchange) and await self._forward(exchange, head, body, writer)  # type: ignore[misc]
         if fault.carried_out:
-            await self._forward(one, head, body, None)
+            await self._forward(exchange, head, body, None)
         else:
             async for _ in body:
                 pass
         if kind == "silence":
             await asyncio.sleep(fault.seconds)
         elif fault.call is not None:
-            fault.call(one)
+            fault.call(exchange)
         if kind not in _ANSWERS:
             return False
         status, code = _ANSWERS[kind]
-        one.status = int(status[:3])
+        exchange.status = int(status[:3])
         text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>by the fault proxy</Message></Error>".encode()
         headers = (("Content-Type", "application/xml"), ("Content-Length", str(len(text))))
-        writer.write(Head(f"HTTP/1.1 {status}", headers).to_bytes() + (b"" if one.method == "HEAD" else text))
+        writer.write(Head(f"HTTP/1.1 {status}", headers).to_bytes() + (b"" if exchange.method == "HEAD" else text))
         await writer.drain()
         return True
 
-    async def _counted(self, one: Exchange, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async def _counted(self, exchange: Exchange, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for piece in body:
-            one.sent_bytes += len(piece)
+            exchange.sent_bytes += len(piece)
             yield piece
 
     async def _forward(
         self,
-        one: Exchange,
+        exchange: Exchange,
         head: Head,
         body: AsyncIterator[bytes],
         writer: asyncio.StreamWriter | None,
@@ -303,7 +303,7 @@ class FaultProxy:
         cut: str = "",
         pace: Fault | None = None,
     ) -> bool:
-        """Let the server answer; without ``writer`` nobody hears of it."""
+        """Pass the request to the server, and its answer to ``writer``, if given."""
         answers, asks = await asyncio.open_connection(*self._server)
         try:
             asks.write(head.to_bytes(without=_HOP, add=(("Connection", "close"),)))
@@ -315,13 +315,13 @@ class FaultProxy:
                 answer = await read_head(answers)
             if answer is None:
                 return False
-            empty = one.method == "HEAD" or answer.status in (204, 304)
+            empty = exchange.method == "HEAD" or answer.status in (204, 304)
             pieces = _nothing() if empty else body_of(answers, answer, to_its_end=True)
             if writer is None:
                 async for _ in pieces:
                     pass
                 return False
-            one.status = answer.status
+            exchange.status = answer.status
             length = None if empty else answer.length
             left = (length or 0) // 2 if cut and length else None
             writer.write(_cut_head(answer, left if cut == "short" else None).to_bytes(without=_HOP))
@@ -329,7 +329,7 @@ class FaultProxy:
                 passed_on = piece if left is None else piece[:left]
                 left = None if left is None else left - len(passed_on)
                 writer.write(passed_on)
-                one.received_bytes += len(passed_on)
+                exchange.received_bytes += len(passed_on)
                 await writer.drain()
                 if left == 0:
                     break
@@ -352,7 +352,7 @@ async def _paced(pieces: AsyncIterator[bytes], fault: Fault) -> AsyncIterator[by
 
 
 def _cut_head(answer: Head, length: int | None) -> Head:
-    """Let an answer tell of fewer bytes, in the way of a server that lost the rest."""
+    """Return the head with a smaller Content-Length, as from a server that lost the rest."""
     if length is None:
         return answer
     pairs = ((key, str(length) if key.lower() == "content-length" else value) for key, value in answer.headers)

@@ -30,16 +30,16 @@ CRASH_EXIT_CODE = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One recorded operation that took effect, or a mark (``name="mark"``, no number of its own).
+    """A recorded operation that took effect, or a mark (``name="mark"``, without a number of its own).
 
     Attributes:
         number: position in the sequence of operations.
         name: method of `Ops`.
-        path: what it worked on; for operations on an open file the path it was opened under.
+        path: of its file or directory; for operations on an open file the path that it was opened under.
         target: new name of a rename or link; the label of a mark.
         handle: identity of an open file, unique in the log.
-        offset: where a pwrite went.
-        data: what a pwrite wrote.
+        offset: of a pwrite, in bytes.
+        data: bytes of a pwrite.
         size: length given to ftruncate.
         created: whether an open made the file.
     """
@@ -56,7 +56,7 @@ class Operation:
 
 
 class FaultyOps(Ops):
-    """Numbers every operation that changes the disk, and breaks those it is asked to break.
+    """Numbers every operation that changes the disk, and breaks those that its arguments name.
 
     Example:
         >>> import tempfile
@@ -68,20 +68,20 @@ class FaultyOps(Ops):
 
     Args:
         crash_at: end the process, as `kill -9` would, before the operation of this number.
-        crash_once: with ``crash_at``: path of a file made by the crash; while it is there nothing crashes again.
+        crash_once: with ``crash_at``: path of a file made by the crash; while it exists nothing crashes again.
         crash_with: with ``crash_at``: file with the number of a process that is killed at the same moment.
         tear: with ``crash_at`` on a pwrite: its first half reaches the file.
         fail_at: number -> errno of operations that fail once.
         fail_from: (number, errno): this operation and all later ones fail.
         fail_on: name of an operation ("fsync", "mkdir", ...) -> errno; it always fails.
-        events: "operation:part of the path" -> what happens before the first such operation: "EIO" (or another errno)
-            fails it, "SIGKILL:FILE" (or another signal) is sent to the process whose number is in FILE.
+        events: "operation:part of the path" -> event before the first such operation: "EIO" (or another errno) fails
+            it, "SIGKILL:FILE" (or another signal) is sent to the process whose number is in FILE.
         disk_bytes: size of the disk: writes beyond it are cut short, then fail with ENOSPC. Removing files written
             here gives their bytes back.
         short_write: largest number of bytes one pwrite takes.
         direct: False for a file system without O_DIRECT.
         record: keep `log`, with all bytes written, for `holdfast.testing.power_cut`.
-        trace: file to which one JSON line for each operation is appended before it happens: read it in the test
+        trace: file to which a JSON line for each operation is appended before it happens: read it in the test
             when the operations happen in another process.
     """
 
@@ -119,7 +119,7 @@ class FaultyOps(Ops):
         self.log: list[Operation] = []
 
     def mark(self, label: str) -> None:
-        """Put a label into the log: what was promised by now must survive every later crash."""
+        """Put a label into the log: promises made before it must survive every later crash."""
         with self._lock:
             self.log.append(Operation(number=self.count, name="mark", target=label))
 
@@ -132,7 +132,7 @@ class FaultyOps(Ops):
     def _operation(
         self, name: str, path: str, torn: Callable[[], object] | None = None, *, target: str = ""
     ) -> Iterator[int]:
-        """Number an operation and apply what is planned for it; the lock is held until its effect is recorded."""
+        """Number an operation and apply the faults planned for it; the lock is held until its effect is recorded."""
         with self._lock:
             number = self.count
             self.count += 1
@@ -154,12 +154,12 @@ class FaultyOps(Ops):
             yield number
 
     def _event(self, name: str, path: str) -> int | None:
-        """Let happen what was asked for at this operation, once; an errno if it is to fail."""
-        for key, what in list(self._events.items()):
+        """Carry out the event planned for this operation, once; return an errno if the operation has to fail."""
+        for key, event in list(self._events.items()):
             operation, _, part = key.partition(":")
             if operation == name and part in path and self._first_crash():
                 del self._events[key]
-                sign, _, file = what.partition(":")
+                sign, _, file = event.partition(":")
                 if not file:
                     return int(getattr(errno, sign))
                 os.kill(int(Path(file).read_text(encoding="ascii")), getattr(signal, sign))
@@ -196,7 +196,7 @@ class FaultyOps(Ops):
         return fd
 
     def close(self, fd: int) -> None:
-        """Close a file: no operation, for a crash before it equals one before the next."""
+        """Close a file: no operation, since a crash before it equals a crash before the next operation."""
         with self._lock:
             self._files.pop(fd, None)
             super().close(fd)
@@ -296,12 +296,12 @@ _NAMES = frozenset(
 
 
 def _last_name_bytes(path: str) -> int:
-    """Return the bytes that go when this name goes."""
+    """Return the bytes that are freed when this name is removed."""
     try:
-        found = os.lstat(path)
+        about = os.lstat(path)
     except OSError:
         return 0
-    return found.st_size if found.st_nlink == 1 else 0
+    return about.st_size if about.st_nlink == 1 else 0
 
 
 # Storages rebuilt in one process from one description count together, as they would on one disk.
@@ -309,7 +309,7 @@ _shared: dict[str, FaultyOps] = {}
 
 
 class FaultyStorage(LocalStorage):
-    """A `LocalStorage` on `FaultyOps`, which another process can rebuild: its writer process breaks in the same way.
+    """A `LocalStorage` on `FaultyOps`, which another process can rebuild: a writer process breaks in the same way.
 
     Takes the arguments of `FaultyOps`, or ``ops`` ready made. In the process that made it, `ops` counts; a writer
     process counts for itself, from 0. With ``record=True`` or ``ops`` it describes itself as impossible to rebuild,
@@ -320,7 +320,7 @@ class FaultyStorage(LocalStorage):
         self, root: str | os.PathLike[str], *, ops: FaultyOps | None = None, token: str = "", **faults: Any
     ) -> None:
         self._faults = faults
-        # JSON has no integer keys: undo what the way to another process did to them.
+        # JSON has no integer keys: they come as text from another process.
         if faults.get("fail_at"):
             faults["fail_at"] = {int(number): code for number, code in faults["fail_at"].items()}
         self._rebuildable = ops is None and not faults.get("record")

@@ -24,7 +24,7 @@ from .plan import LifePlan, Row
 
 __all__ = ["Command", "Forked", "Life", "LifeFailedError", "run_life"]
 
-_OTHERS_S = 20.0  # that the other ranks may take to come to the moment of the kill: they may wait for the first one
+_OTHERS_S = 20.0  # for the other ranks to reach the moment of the kill: they may wait for the first rank
 _SHOWN = 4000
 
 
@@ -34,14 +34,14 @@ class LifeFailedError(AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """What one life did.
+    """The result of a life.
 
     Attributes:
-        plan: what it was to do.
-        rows: what its processes recorded.
+        plan: its plan.
+        rows: the rows that its processes recorded.
         killed: it was killed as planned; else it ended by itself, without an error.
-        output: path of what it printed.
-        seconds: how long it took.
+        output: path of the file with its output.
+        seconds: its duration.
     """
 
     plan: LifePlan
@@ -67,7 +67,7 @@ class Command:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, plan: Path, output: Path) -> int:
-        """Start the command; what it prints goes to ``output``."""
+        """Start the command with its output in the file ``output``; return its process id."""
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **self._env, VERIFY_VARIABLE: str(plan)}
         with open(output, "ab") as file:
             try:
@@ -92,7 +92,7 @@ class Forked:
         self._body, self._pid = body, 0
 
     def start(self, plan: Path, output: Path) -> int:
-        """Fork; what the child prints goes to ``output``."""
+        """Fork, with the child's output in the file ``output``; return the child's process id."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads: see verify_resume
             self._pid = os.fork()
@@ -112,13 +112,13 @@ class Forked:
             file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             os.dup2(file, 1)
             os.dup2(file, 2)
-            # A test runner has put files of its own in their place.
+            # A test runner replaces these by files of its own.
             sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
             self._body()
             status = 0
         except SystemExit as error:
             status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-        except BaseException:  # noqa: BLE001 - a process edge: the parent shows what was printed
+        except BaseException:  # noqa: BLE001 - a process edge: the parent shows the output
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -130,7 +130,7 @@ def run_life(target: Command | Forked, plan: LifePlan, *, timeout_s: float) -> L
     """Run one life: to its end, or until every rank has come to the planned moment; then all are killed.
 
     Raises:
-        LifeFailedError: it ended with an error, or took too long; with what it printed.
+        LifeFailedError: it ended with an error, or took too long; the message shows its output.
         ConfigError: the command cannot be started.
     """
     folder = Path(plan.trace)
@@ -169,10 +169,10 @@ def _until_it_ends(pid: int, pipe: int, sessions: set[int], deadline: float) -> 
             if pipe in ready:
                 text += os.read(pipe, 1 << 16)
                 *lines, text = text.split(b"\n")
-                for one in map(json.loads, lines):
-                    waiting[one["rank"]], world = one["pid"], one["world_size"]
-                    sessions.add(one["session"])
-                    # The others may be in a collective with this one: what is sealed counts, as in any kill.
+                for moment in map(json.loads, lines):
+                    waiting[moment["rank"]], world = moment["pid"], moment["world_size"]
+                    sessions.add(moment["session"])
+                    # Other ranks may wait in a collective with this rank: then they are killed where they are.
                     deadline = min(deadline, time.monotonic() + _OTHERS_S)
             elif watch in ready:
                 return "ended"
@@ -186,21 +186,21 @@ def _until_it_ends(pid: int, pipe: int, sessions: set[int], deadline: float) -> 
 def _kill(pid: int, sessions: set[int]) -> None:
     """Kill a process and everything in these sessions. Writer processes have sessions of their own, and go on."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)  # first who could start the others again
+        os.kill(pid, signal.SIGKILL)  # first the process that could start the others again
     own = os.getsid(0)
-    for _ in range(3):  # who is starting a process right now has it killed in the next round
-        found = [one for one in _members(sessions - {own}) if one != pid]
-        for one in found:
+    for _ in range(3):  # a process that is being started right now is killed in the next round
+        members = [member for member in _members(sessions - {own}) if member != pid]
+        for member in members:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(one, signal.SIGKILL)
-        if not found:
+                os.kill(member, signal.SIGKILL)
+        if not members:
             return
         time.sleep(0.02)
 
 
 def _members(sessions: set[int]) -> list[int]:
-    """List the living processes of some sessions."""
-    found = []
+    """Return the ids of the living processes of some sessions."""
+    members = []
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
@@ -208,8 +208,8 @@ def _members(sessions: set[int]) -> list[int]:
             # After the name of the program, which may hold anything: state, parent, group, session.
             state, _, _, session = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[:4]
             if int(session) in sessions and state not in "ZX":
-                found.append(int(name))
-    return found
+                members.append(int(name))
+    return members
 
 
 def _said(output: Path) -> str:

@@ -1,4 +1,4 @@
-"""Choose when a run is saved and killed: a pure function of what an uninterrupted life recorded."""
+"""Choose when a run is saved and killed: a pure function of the rows of an uninterrupted life."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .plan import Moment, Row
 
 __all__ = ["Kill", "choose", "epoch_of"]
 
-_LATER = 2  # rows from the save to the kill, at most: what was trained in between is trained again
+_LATER = 2  # rows from the save to the kill, at most: the steps in between are trained again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """One kill.
+    """A planned kill.
 
     Attributes:
-        save: the save before it, which the next life goes on from; None: whatever the script saves.
+        save: the save before it, which the next life goes on from; None: the script decides what it saves.
         stop: when the processes are killed.
         why: what is special about the moment of the save.
     """
@@ -32,9 +32,9 @@ def choose(rows: Sequence[Row], count: int, *, seed: int = 0) -> list[Kill]:
     """Choose ``count`` kills, ascending: after a report, in the middle of an epoch, at an epoch's end, then anywhere.
 
     Args:
-        rows: of one rank of an uninterrupted life, in order.
+        rows: of a single rank of an uninterrupted life, in order.
         count: number of kills; fewer where the run is too short.
-        seed: of what is left to chance.
+        seed: of the random choices.
     """
     chance = random.Random(seed)
     steps = [row for row in rows if row["event"] == "boundary" and row["step"] > 0]
@@ -43,8 +43,8 @@ def choose(rows: Sequence[Row], count: int, *, seed: int = 0) -> list[Kill]:
     chosen: dict[int, str] = {}  # index of the save -> why
 
     def take(why: str, among: Sequence[int]) -> None:
-        # Two lives may not share a step to be killed in; and each should train some of its own.
-        free = [one for one in among if one < last and all(abs(one - other) > 1 for other in chosen)]
+        # Two lives may not be killed in the same step; and each should train some steps of its own.
+        free = [index for index in among if index < last and all(abs(index - other) > 1 for other in chosen)]
         if free and len(chosen) < count:
             chosen[chance.choice(free)] = why
 
@@ -73,7 +73,7 @@ def epoch_of(row: Row) -> int | None:
 
 
 def _kinds(steps: Sequence[Row], reported: set[tuple[str, int]]) -> dict[str, list[int]]:
-    """Sort the boundaries by what is special about them."""
+    """Return the boundaries (by index) by what is special about them."""
     kinds: dict[str, list[int]] = {}
     for index, row in enumerate(steps):
         after = steps[index + 1] if index + 1 < len(steps) else None

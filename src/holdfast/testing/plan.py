@@ -1,4 +1,4 @@
-"""What one life of a verified run is to do: passed from the driver to the watched processes as a file of JSON."""
+"""The plan of a life of a verified run: passed from the driver to the watched processes as a file of JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 __all__ = ["LifePlan", "Moment", "Row"]
 
 Row = dict[str, Any]
-"""One line of a trace: event ("start", "boundary", "report"), run, step, nth, items, batches, metrics, and its rank."""
+"""A line of a trace: event ("start", "boundary", "report"), run, step, nth, items, batches, metrics, and its rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Moment:
     Attributes:
         step: the step.
         event: "boundary" (the step is over) or "report" (right after `ck.report`).
-        nth: how often that event came at this step before, in one life; the boundary of an epoch's last step comes
+        nth: how often that event came at this step before, in the same life; the boundary of an epoch's last step comes
             again at the end of the epoch.
         run: key of the run (`Witness`), None for any.
     """
@@ -38,16 +38,16 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LifePlan:
-    """One life.
+    """The plan of a life.
 
     Attributes:
-        trace: directory of the traces, one file for each life and rank.
+        trace: directory of the traces, a file for each life and rank.
         life: number of this life.
         signal: path of a named pipe, to which a process writes that it has come to ``stop`` and waits.
         home: directory that takes the runs of the script; None leaves path and options alone.
-        root: directory that was given to the life as the place of its runs: they are named by their paths in it.
-        initial: directory for the state that the first life begins with, so that the others begin with the same.
-        save: steps to save, at their boundaries; with ``home`` these are the only ones beside the script's own.
+        root: directory that the life got as the place of its runs: they are named by their paths in it.
+        initial: directory for the state that the first life begins with, so that the other lives begin with the same.
+        save: steps to save, at their boundaries; with ``home`` only these, and those that the script saves itself.
         stop: where to stop, for good.
         every: record the state after every so many steps.
     """
@@ -71,17 +71,17 @@ class LifePlan:
         """Read a plan from a file."""
         fields = json.loads(Path(path).read_text(encoding="utf-8"))
         stop = fields.pop("stop")
-        save = tuple(Moment(**one) for one in fields.pop("save"))
+        save = tuple(Moment(**moment) for moment in fields.pop("save"))
         return cls(**fields, save=save, stop=None if stop is None else Moment(**stop))
 
     def rows(self, life: int | None = None) -> list[Row]:
-        """Read what the processes of a life (default: this one) have recorded, each rank's rows in their order."""
-        found = []
+        """Read the rows recorded by the processes of a life (default: this one), each rank's rows in their order."""
+        rows = []
         for path in sorted(Path(self.trace).glob(f"life-{self.life if life is None else life}.*.jsonl")):
             for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-                if line.endswith("\n"):  # a process may be killed while it writes the last one
-                    found.append(json.loads(line))
-        return found
+                if line.endswith("\n"):  # a process may be killed while it writes the last line
+                    rows.append(json.loads(line))
+        return rows
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,8 +6,8 @@ what POSIX promises:
 * bytes and length of a file survive from the fsync of that file on, direct writes included;
 * a change of a directory (create, link, rename, unlink, mkdir, rmdir) survives from the fsync of that directory on;
 * both survive from a syncfs of the file system on;
-* anything later may have happened or not, in any combination: a rename may be there without the bytes it was meant
-  to publish, the second of two files without the first. One rename happens as a whole or not at all.
+* later operations may have happened or not, in any combination: a rename may be there without the bytes it was meant
+  to publish, the second of two files without the first. A rename happens as a whole or not at all.
 
 So a state is: a number of operations done when the power went, a choice among the changes of directories not yet
 durable, and for each file with bytes not yet durable one of `_VARIANTS`.
@@ -39,7 +39,7 @@ class Snapshot:
 
     Attributes:
         root: absolute directory.
-        names: path -> identity; two names of one file share it.
+        names: path -> identity; two names of the same file share it.
         contents: identity -> bytes, None for a directory.
     """
 
@@ -50,7 +50,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerCutState:
-    """What is on the disk when the machine comes back.
+    """The content of the disk when the machine comes back.
 
     Attributes:
         files: relative path -> content.
@@ -98,8 +98,8 @@ def snapshot(root: str | os.PathLike[str]) -> Snapshot:
 class _Event:
     """An operation with names resolved to identities.
 
-    ``changes`` are (directory, name, new identity or None); ``written`` turns old bytes of file ``wrote`` into new
-    ones; ``synced`` is the file or directory made durable, ``synced_all`` says that all of them are.
+    ``changes`` are (directory, name, new identity or None); ``data`` at ``offset`` is written to the file
+    ``wrote``; ``synced`` is the file or directory made durable, ``synced_all`` says that all are.
     """
 
     changes: tuple[tuple[int, str, int | None], ...] = ()
@@ -126,7 +126,7 @@ class _LiveTree:
         self._next = itertools.count(max(base.contents) + 1)
 
     def event(self, operation: Operation) -> _Event:
-        """Resolve one operation and apply it."""
+        """Resolve an operation and apply it."""
         name = operation.name
         if name == "mark":
             return _Event(mark=operation.target)
@@ -168,13 +168,13 @@ class _LiveTree:
         relative = os.path.relpath(path, self._root)
         identity = 0
         for part in () if relative == "." else relative.split(os.sep):
-            found = self.entries.get(identity, {}).get(part)
-            if found is None:
+            child = self.entries.get(identity, {}).get(part)
+            if child is None:
                 raise ConfigError(
                     f"power cut model: {path} is not known below {self._root}; take the snapshot of a directory that "
                     "holds everything, before recording, and change nothing except through the recorded operations"
                 )
-            identity = found
+            identity = child
         return identity
 
 
@@ -264,7 +264,7 @@ def power_cut_states(
         marks = tuple(event.mark for event in done if event.mark is not None)
         complete = num_events == len(events)
         for files, directories in _states_after(done, tree.start, base.contents, chance, budget):
-            # The same tree counts again once more has been promised: it may have been fine before, not after.
+            # The same tree counts again after another mark: it may have kept the earlier promises only.
             key = (_fingerprint(files, directories), marks, complete)
             if key not in seen:
                 seen.add(key)
@@ -319,26 +319,28 @@ def _subsets(pending: Sequence[int], chance: random.Random) -> list[frozenset[in
     """Choose which pending changes are dropped: none first, all of them last."""
     if len(pending) <= _ALL_SUBSETS_UP_TO:
         return [frozenset(s) for n in range(len(pending) + 1) for s in itertools.combinations(pending, n)]
-    some = [frozenset({one}) for one in pending]
-    some += [frozenset(pending) - {one} for one in pending]
-    some += [frozenset(pending[cut:]) for cut in range(1, len(pending))]
-    some += [frozenset(p for p in pending if chance.random() < 0.5) for _ in range(_RANDOM_CHOICES)]
-    return [frozenset(), *dict.fromkeys(some), frozenset(pending)]
+    chosen = [frozenset({position}) for position in pending]
+    chosen += [frozenset(pending) - {position} for position in pending]
+    chosen += [frozenset(pending[cut:]) for cut in range(1, len(pending))]
+    chosen += [frozenset(p for p in pending if chance.random() < 0.5) for _ in range(_RANDOM_CHOICES)]
+    return [frozenset(), *dict.fromkeys(chosen), frozenset(pending)]
 
 
 def _assignments(
     dirty: Sequence[int], chance: random.Random
 ) -> list[dict[int, Callable[[bytes, Sequence[_Event]], bytes]]]:
-    """Choose what became of each file with bytes on their way: the same for all, and mixtures."""
+    """Choose a variant for each file with bytes not yet durable: the same for all, and mixtures."""
     if not dirty:
         return [{}]
     same = [dict.fromkeys(dirty, variant) for variant in (*(v for v in _VARIANTS if v is not _lost), _lost)]
-    mixed = [{one: chance.choice(_VARIANTS) for one in dirty} for _ in range(_RANDOM_CHOICES if len(dirty) > 1 else 0)]
+    mixed = [
+        {file: chance.choice(_VARIANTS) for file in dirty} for _ in range(_RANDOM_CHOICES if len(dirty) > 1 else 0)
+    ]
     return [same[0], *mixed, *same[1:]]
 
 
 def _reachable(entries: dict[int, dict[str, int]], data: dict[int, bytes]) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """Name everything that can be reached from the root; the rest is lost."""
+    """Return files and directories that can be reached from the root; the rest is lost."""
     files: dict[str, bytes] = {}
     directories: list[str] = []
     waiting = [("", 0)]

@@ -1,8 +1,8 @@
 """The twin run: train once without a break, once killed and resumed again and again, and compare everything.
 
 Each life is a process of its own, killed by SIGKILL at chosen moments. At every boundary of a step and after every
-resume the whole live state is written down as one digest for each item (`witness`), the batches and the metrics too, so
-that the first difference has a name. If there is one, a second uninterrupted life tells what cannot be repeated at all.
+resume the whole live state is recorded as a digest for each item (`witness`), the batches and the metrics too, so that
+the first difference has a name. If there is a difference, a second uninterrupted life shows what never repeats.
 
 Nothing here imports torch: the processes of the script do.
 """
@@ -53,10 +53,10 @@ class ResumeDivergedError(AssertionError):
     """The resumed run differs from its twin.
 
     Attributes:
-        step: first step at which it does.
-        items: paths of what differs at that step.
-        at_resume: the difference was there right after the resume, before any training.
-        causes: what is likely behind it, the likeliest first.
+        step: first step at which it differs.
+        items: paths of the items that differ at that step.
+        at_resume: the runs differed right after the resume, before any training.
+        causes: the likely causes, the likeliest first.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ResumeReport:
         lives: for each life of the resumed run: step it began at, step it was killed after (None: it finished).
         items: number of state items compared at each step.
         compared: steps compared, repeated ones included.
-        notes: what was not compared, and why.
+        notes: items that were not compared, and why.
     """
 
     steps: int
@@ -87,12 +87,12 @@ class ResumeReport:
 
 @dataclass(slots=True, kw_only=True)
 class Examined:
-    """All that an examination found.
+    """The result of an examination.
 
     Attributes:
-        difference: the first one, None if the resume is exact.
-        causes: what is likely behind it.
-        noise: what two uninterrupted lives differ in, if they had to be compared.
+        difference: the first difference, None if the resume is exact.
+        causes: its likely causes.
+        noise: the differences of two uninterrupted lives, if they had to be compared.
         kills: the kills, in order.
         report: what was compared.
     """
@@ -113,24 +113,24 @@ class Examined:
 
     @property
     def why(self) -> str:
-        """What was special about the moment that the life with the difference went on from."""
-        found = self.difference
-        return _why(self.kills, found.life) if found is not None else ""
+        """What was special about the saved moment from which the life with the difference went on."""
+        difference = self.difference
+        return _why(self.kills, difference.life) if difference is not None else ""
 
     def what(self) -> str:
-        """Say what differs first, and where."""
-        found = self.difference
-        if found is None:
+        """Return a text about the first difference, and where it is."""
+        difference = self.difference
+        if difference is None:
             return "exact"
         rows = [
             f"  {path}: {left[:60]} in the uninterrupted run, {right[:60]} in the resumed one"
-            for path, left, right in found.items[:_SHOWN]
+            for path, left, right in difference.items[:_SHOWN]
         ]
-        if found.batches:
+        if difference.batches:
             rows.insert(0, "  batch: another batch (samples, their order or their augmentation)")
-        if len(found.items) > _SHOWN:
-            rows.append(f"  and {len(found.items) - _SHOWN} more")
-        return "\n".join([_headline(found, self.noise), *rows])
+        if len(difference.items) > _SHOWN:
+            rows.append(f"  and {len(difference.items) - _SHOWN} more")
+        return "\n".join([_headline(difference, self.noise), *rows])
 
     def check(self) -> ResumeReport:
         """Return the report.
@@ -138,13 +138,14 @@ class Examined:
         Raises:
             ResumeDivergedError: the resume is not exact.
         """
-        found = self.difference
-        if found is None:
+        difference = self.difference
+        if difference is None:
             return self.report
-        items = [path for path, _, _ in found.items] or ["holdfast/progress/step"] * (found.kind == "length")
+        items = [path for path, _, _ in difference.items] or ["holdfast/progress/step"] * (difference.kind == "length")
         raise ResumeDivergedError(
-            "\n".join([self.what(), *self.causes]), step=found.step, items=[*["batch"] * found.batches, *items],
-            at_resume=found.kind == "at resume", causes=self.causes,
+            "\n".join([self.what(), *self.causes]), step=difference.step,
+            items=[*["batch"] * difference.batches, *items], at_resume=difference.kind == "at resume",
+            causes=self.causes,
         )  # fmt: skip
 
 
@@ -173,7 +174,7 @@ def verify_resume(
         seed: of the choice.
         every: compare the state after every so many steps.
         timeout_s: bound for each life.
-        keep_in: directory for the two runs and their traces; a temporary one is removed.
+        keep_in: directory for the two runs and their traces; a temporary directory is removed.
 
     Returns:
         What was compared.
@@ -225,7 +226,7 @@ def verify_resume_script(
         timeout_s: bound for each life.
         env: added to the environment of a command.
         cwd: working directory of a command.
-        keep_in: directory for runs, traces and output; a temporary one is removed.
+        keep_in: directory for runs, traces and output; a temporary directory is removed.
 
     Raises:
         ResumeDivergedError: the resumed run differs; names step, items and likely causes.
@@ -269,8 +270,8 @@ def examine(
         timeout_s: bound for each life.
         env: added to the environment of a command.
         cwd: working directory of a command.
-        keep_in: directory for runs, traces and output; a temporary one is removed.
-        say: gets one line for each thing that happens.
+        keep_in: directory for runs, traces and output; a temporary directory is removed.
+        say: gets a line for each event.
 
     Raises:
         ConfigError: an argument is wrong.
@@ -301,7 +302,7 @@ def examine(
 
 
 class _Home:
-    """The directory of an examination; a temporary one goes with it."""
+    """The directory of an examination; a temporary directory is removed with it."""
 
     def __init__(self, keep_in: str | os.PathLike[str] | None) -> None:
         self._keep = keep_in is not None
@@ -325,9 +326,9 @@ class _Twins:
         target: starts a life on the directory of a run.
         timeout_s: bound of a life.
         every: compare every so many steps.
-        redirect: take the runs of the script into ``home``, and decide what is saved; else it gets the directory.
+        redirect: take the runs of the script into ``home``, and decide what is saved; else the script gets it.
         end: where every life ends, None: where the script ends.
-        say: gets a line for each thing that happens.
+        say: gets a line for each event.
     """
 
     home: Path
@@ -350,7 +351,7 @@ class _Twins:
         for number, kill in enumerate([*kills, None]):
             life = self._life("b", number, self.end if kill is None else kill.stop, kill)
             lives.append(life)
-            self.say(_told(life, kill))
+            self.say(_account(life, kill))
             if kill is not None and not life.killed:
                 kills = kills[:number]
                 if _runs(life.rows) <= _runs(reference):
@@ -360,12 +361,12 @@ class _Twins:
                 break
         saved = [None, *(None if kill.save is None else kill.save.step for kill in kills)]
         rows = [life.rows for life in lives]
-        found, compared = self._compare(reference, rows, saved, Unsteady())
+        difference, compared = self._compare(reference, rows, saved, Unsteady())
         noise = None
-        if found is not None and found.kind not in ("path", "not resumed"):
+        if difference is not None and difference.kind not in ("path", "not resumed"):
             self.say("they differ: the script runs once more without a break, to see what it never repeats")
             noise = unsteady(reference, self._life("c", 0, self.end, None).rows)
-            found, compared = self._compare(reference, rows, saved, noise)
+            difference, compared = self._compare(reference, rows, saved, noise)
         report = ResumeReport(
             steps=total, items=len(reference[-1]["items"]), compared=compared, notes=tuple(_notes(noise, rows)),
             lives=tuple(
@@ -373,8 +374,8 @@ class _Twins:
                 for life, kill in zip(lives, [*kills, None], strict=True)
             ),
         )  # fmt: skip
-        causes = [] if found is None else likely_causes(found, _why(kills, found.life), noise=noise)
-        return Examined(difference=found, causes=causes, noise=noise, kills=kills, report=report)
+        causes = [] if difference is None else likely_causes(difference, _why(kills, difference.life), noise=noise)
+        return Examined(difference=difference, causes=causes, noise=noise, kills=kills, report=report)
 
     def _life(self, name: str, number: int, stop: Moment | None, kill: Kill | None) -> Life:
         run, trace = self.home / name, self.home / f"{name}.trace"
@@ -390,7 +391,11 @@ class _Twins:
         return run_life(self.target(run), plan, timeout_s=self.timeout_s)
 
     def _check_useful(self, twin: Life) -> None:
-        """See that there is something to compare."""
+        """Check that the run can be compared.
+
+        Raises:
+            NothingToVerifyError: it has no rows, or a single step.
+        """
         if not twin.rows:
             raise NothingToVerifyError(
                 "the script entered no Checkpointer: what is verified are runs of holdfast.Checkpointer, in a loop of "
@@ -409,11 +414,11 @@ class _Twins:
         return found or self._histories(noise), compared
 
     def _histories(self, noise: Unsteady) -> Difference | None:
-        """Compare the metrics that both runs have kept; of a run that was cut short nothing is said."""
+        """Compare the metrics that both runs have stored; None for a run that was cut short."""
         if self.end is not None:
             return None
-        for one in sorted(self._runs("a")):
-            left, right = _history(self.home / "a" / one, noise), _history(self.home / "b" / one, noise)
+        for run in sorted(self._runs("a")):
+            left, right = _history(self.home / "a" / run, noise), _history(self.home / "b" / run, noise)
             for step in sorted(left.keys() | right.keys()):
                 if left.get(step) != right.get(step):
                     item = ("history", str(left.get(step)), str(right.get(step)))
@@ -433,14 +438,14 @@ def _forked(body: Callable[[], object]) -> Forked:
 
 
 def _body(target: Any, args: Sequence[str], run: str) -> None:
-    """Be one life of a function or of a script in this process."""
+    """Run a life of a function or of a script in this process."""
     _one_thread()
     _seed()
     if callable(target):
         target(run)
         return
     script = os.fspath(target)
-    sys.argv = [script, *(one.replace("{run}", run) for one in args)]
+    sys.argv = [script, *(argument.replace("{run}", run) for argument in args)]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     runpy.run_path(script, run_name="__main__")
 
@@ -466,25 +471,25 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-# ---- words
+# ---- texts
 
 
-def _headline(found: Difference, noise: Unsteady | None) -> str:
-    where = f" (rank {found.rank})" if found.rank else ""
-    if found.kind == "at resume":
+def _headline(difference: Difference, noise: Unsteady | None) -> str:
+    where = f" (rank {difference.rank})" if difference.rank else ""
+    if difference.kind == "at resume":
         return (
-            f"right after the resume at step {found.step}{where}, {len(found.items)} item(s) are not what they were "
-            "when the step was saved:"
+            f"right after the resume at step {difference.step}{where}, {len(difference.items)} item(s) are not what "
+            "they were when the step was saved:"
         )
-    if found.kind in ("path", "not resumed"):
-        return f"life {found.life + 1} did not go on from what the one before had saved{where}"
-    if found.kind == "length":
-        return f"the runs do not make the same steps{where}: {found.text}"
-    what = "the metrics of the resumed run differ" if found.kind == "metrics" else "the resumed run differs"
+    if difference.kind in ("path", "not resumed"):
+        return f"life {difference.life + 1} did not go on from what the life before it had saved{where}"
+    if difference.kind == "length":
+        return f"the runs do not make the same steps{where}: {difference.text}"
+    what = "the metrics of the resumed run differ" if difference.kind == "metrics" else "the resumed run differs"
     if noise is not None and noise.first is not None:
-        return f"{what} from its twin after step {found.step}{where}, but so do two uninterrupted runs; first:"
-    since = "" if found.resumed is None else f", in the life that went on from step {found.resumed}"
-    return f"{what} from its twin after step {found.step}{where}{since}; first:"
+        return f"{what} from its twin after step {difference.step}{where}, but so do two uninterrupted runs; first:"
+    since = "" if difference.resumed is None else f", in the life that went on from step {difference.resumed}"
+    return f"{what} from its twin after step {difference.step}{where}{since}; first:"
 
 
 def _runs(rows: Sequence[Row]) -> set[str]:
@@ -495,7 +500,7 @@ def _why(kills: Sequence[Kill], life: int) -> str:
     return kills[life - 1].why if 0 < life <= len(kills) else ""
 
 
-def _told(life: Life, kill: Kill | None) -> str:
+def _account(life: Life, kill: Kill | None) -> str:
     start = next((row for row in life.rows if row["event"] == "start"), None)
     begun = "began" if start is None or start["resumed"] is None else f"went on from step {start['resumed']}"
     if kill is None or not life.killed:
@@ -506,12 +511,12 @@ def _told(life: Life, kill: Kill | None) -> str:
 
 def _notes(noise: Unsteady | None, lives: Sequence[Sequence[Row]]) -> list[str]:
     notes = []
-    anew = sorted({one for rows in lives for row in rows for one in row.get("drawn_anew", ())})
-    names = sorted({one.partition("/")[0] for one in anew} - {"holdfast"})
+    anew = sorted({path for rows in lives for row in rows for path in row.get("drawn_anew", ())})
+    names = sorted({path.partition("/")[0] for path in anew} - {"holdfast"})
     if names:
         notes.append(
             f"{', '.join(names)}: not the same at every start of the script, which seeds nothing; each fresh start was "
-            "given what the first one had"
+            "given the values of the first"
         )
     if noise is not None and noise.items:
         notes.append(f"not compared, for two uninterrupted runs differ in it: {', '.join(sorted(noise.items)[:8])}")

@@ -1,7 +1,7 @@
-"""Take a state apart into leaves and compare two of them bit by bit.
+"""Take a state apart into leaves and compare two states bit by bit.
 
-Independent of the code that saves: what that code forgets must show here. `leaves` names each leaf by its path
-("optimizer/state/0/exp_avg"), `digests` makes them short enough for a log, `differences` says what differs and how.
+Independent of the code that saves: a value that this code forgets must show here. `leaves` names each leaf by its path
+("optimizer/state/0/exp_avg"), `digests` makes them short enough for a log, `differences` tells which differ, and how.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def assert_state_equal(a: Any, b: Any) -> None:
     """Check that two states hold the same bits: tensors, plain data, their types, and the keys.
 
     Objects with ``state_dict`` are compared by it, so a live model may be compared with what `holdfast.load` returned.
-    NaNs with the same bits are equal, 0.0 and -0.0 are not; 1, 1.0 and True are three different things.
+    NaNs with the same bits are equal, 0.0 and -0.0 are not; 1, 1.0 and True are three different values.
 
     Raises:
-        AssertionError: they differ; the message names the first items that do, each with both values.
+        AssertionError: they differ; the message names the first differing items, each with both values.
 
     Example:
         >>> assert_state_equal({"w": torch.zeros(2)}, {"w": torch.zeros(2)})
@@ -37,15 +37,15 @@ def assert_state_equal(a: Any, b: Any) -> None:
         AssertionError: the states differ in 1 item:
           w: 2 of 2 elements differ, first at [0]: 0.0 != 1.0
     """
-    found = list(differences(a, b))
-    if found:
-        rows = "\n".join(f"  {path}: {what}" for path, what in found[:_SHOWN])
-        more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        raise AssertionError(f"the states differ in {len(found)} item{'s' * (len(found) > 1)}:\n{rows}{more}")
+    items = list(differences(a, b))
+    if items:
+        rows = "\n".join(f"  {path}: {text}" for path, text in items[:_SHOWN])
+        more = f"\n  and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+        raise AssertionError(f"the states differ in {len(items)} item{'s' * (len(items) > 1)}:\n{rows}{more}")
 
 
 def differences(a: Any, b: Any) -> Iterator[tuple[str, str]]:
-    """Yield (path, what differs) in the order of ``a``, then what only ``b`` has."""
+    """Yield (path, text about the difference) in the order of ``a``, then for leaves that only ``b`` has."""
     left, right = dict(leaves(a)), dict(leaves(b))
     for path, value in left.items():
         if path not in right:
@@ -58,7 +58,7 @@ def differences(a: Any, b: Any) -> Iterator[tuple[str, str]]:
 
 
 def digests(state: Any) -> dict[str, str]:
-    """Describe each leaf in one short line: dtype, shape and digest of a tensor, the text of a plain value."""
+    """Describe each leaf in a short line: dtype, shape and digest of a tensor, the text of a plain value."""
     return {path: _digest(value) for path, value in leaves(state)}
 
 
@@ -81,7 +81,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _opened(value: Any) -> Any:
-    """Replace what stands for data by the data."""
+    """Replace an object that stands for data by its data."""
     if isinstance(value, RngSentinel):
         return generators()
     if isinstance(value, PerRank):
@@ -96,18 +96,18 @@ def _opened(value: Any) -> Any:
 def generators() -> dict[str, Any]:
     """Return the states of the random generators of the host and of CUDA in use, as the libraries give them."""
     numpy = sys.modules.get("numpy")
-    found: dict[str, Any] = {"python": _Whole(random.getstate())}
+    states: dict[str, Any] = {"python": _Whole(random.getstate())}
     if numpy is not None:
         state = numpy.random.get_state()
-        found["numpy"] = _Whole((state[0], state[1].tolist(), *state[2:]))
-    found["torch"] = torch.get_rng_state()
+        states["numpy"] = _Whole((state[0], state[1].tolist(), *state[2:]))
+    states["torch"] = torch.get_rng_state()
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found["cuda"] = torch.cuda.get_rng_state_all()
-    return found
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
 
 
 class _Whole:
-    """Data that is one leaf: 624 words of a generator say no more apart than together."""
+    """Data that counts as a single leaf, such as the 624 words of a generator."""
 
     def __init__(self, value: Any) -> None:
         self._text = hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
@@ -126,7 +126,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _digest(value: Any) -> str:
-    if isinstance(value, torch.Tensor) and hasattr(value, "to_local"):  # a DTensor: what this rank holds of it
+    if isinstance(value, torch.Tensor) and hasattr(value, "to_local"):  # a DTensor: the shard of this rank
         return _digest(value.to_local())
     if isinstance(value, torch.Tensor):
         short = hashlib.blake2b(_bytes(value), digest_size=8).hexdigest()

@@ -42,7 +42,7 @@ class StorageTests(TreeTests):
     # -- put ----------------------------------------------------------------------------------------------------
 
     def test_put_then_read(self, storage: Storage) -> None:
-        """What was put is what is read, from bytes and from views, in directories that nobody made."""
+        """A put object is read back as it was, from bytes and from views, in directories that were never made."""
         storage.put("a/b/c.json", b"12345")
         storage.put("view", memoryview(bytearray(b"678")))
         assert (storage.read("a/b/c.json"), storage.read("view")) == (b"12345", b"678")
@@ -67,7 +67,7 @@ class StorageTests(TreeTests):
         assert [info.path for info in storage.list()] == ["d/a"]
 
     def test_put_if_absent_has_one_winner(self, storage: Storage) -> None:
-        """Of many that create the same object at once exactly one succeeds, and its content stays."""
+        """Of many puts that create the same object at once exactly one succeeds, and its content stays."""
 
         def create(number: int) -> int | None:
             try:
@@ -81,7 +81,7 @@ class StorageTests(TreeTests):
         assert storage.read("d/lease") == str(winners[0]).encode()
 
     def test_put_if_match(self, storage: Storage) -> None:
-        """With if_match a put replaces only the version it names; the etag returned is the one stat gives."""
+        """With if_match a put replaces only the version it names; the etag returned is that of stat."""
         old = _etag_of_put(storage, "d/a", b"1")
         new = storage.put("d/a", b"2", if_match=old)
         assert new not in (None, old)
@@ -99,7 +99,7 @@ class StorageTests(TreeTests):
         assert not storage.exists("d/a")
 
     def test_put_if_match_has_one_winner(self, storage: Storage) -> None:
-        """Of many that replace the same version at once exactly one succeeds."""
+        """Of many puts that replace the same version at once exactly one succeeds."""
         old = _etag_of_put(storage, "d/a", b"old")
 
         def replace(number: int) -> int | None:
@@ -133,7 +133,7 @@ class StorageTests(TreeTests):
         assert seen <= set(contents)
 
     def test_concurrent_puts_of_one_object(self, storage: Storage) -> None:
-        """Many puts of one object at once leave one of them, whole, and nothing else."""
+        """Many puts of the same object at once leave the content of one of them, whole, and no other file."""
         _at_once(lambda number: storage.put("d/a", bytes([number]) * 50_000))
         assert storage.read("d/a") in {bytes([number]) * 50_000 for number in range(_NUM_THREADS)}
         assert [info.path for info in storage.list()] == ["d/a"]
@@ -184,7 +184,7 @@ class StorageTests(TreeTests):
         assert storage.stat("c/empty").size == 0
 
     def test_create_replaces_without_touching_copies(self, storage: Storage) -> None:
-        """Creating over an older object replaces it; a copy made of the older one keeps its bytes."""
+        """Creating over an older object replaces it; a copy made of the older object keeps its bytes."""
         create(storage, "c/data", b"old" * 2000)
         storage.copy("c/data", "d/data")
         create(storage, "c/data", b"new")
@@ -199,7 +199,7 @@ class StorageTests(TreeTests):
         assert not storage.exists("c/data")
 
     def test_replace_in_one_step(self, storage: Storage, memory: mmap.mmap) -> None:
-        """Where `replace` has a writer, the older object is there until the new one is whole, and after a failure."""
+        """Where `replace` has a writer, the older object stays until the new one is whole, and after a failure."""
         storage.put("r/data", b"old")
         writer = storage.replace("r/data", 2 * BLOCK)
         if writer is None:  # `create` does that there
@@ -229,7 +229,7 @@ class StorageTests(TreeTests):
         writer.abort()
 
     def test_batch(self, storage: Storage, memory: mmap.mmap) -> None:
-        """A batch stores what it is given, in any directories, in place of what was there, and its memory is free."""
+        """A batch stores objects in any directories, replaces older ones, and leaves the memory to the caller."""
         storage.put("many/a/0", b"old")
         with storage.batch(40) as batch:
             for number in range(40):
@@ -247,7 +247,7 @@ class StorageTests(TreeTests):
             raise ZeroDivisionError
 
     def test_sync_all(self, storage: Storage) -> None:
-        """Objects that are there can be made durable together."""
+        """Existing objects can be made durable together."""
         for path in ("s/a", "s/d/b", "c"):
             storage.put(path, b"1")
         storage.sync_all(["s/a", "s/d/b", "c"])
@@ -287,7 +287,7 @@ class StorageTests(TreeTests):
                 reader.read_into(9_999, memoryview(bytearray(2)))
 
     def test_concurrent_readers(self, storage: Storage, memory: mmap.mmap) -> None:
-        """Many threads read ranges through one reader at once."""
+        """Many threads read ranges through the same reader at once."""
         create(storage, "data", memory[:])
         with storage.open("data") as reader:
 
@@ -302,7 +302,7 @@ class StorageTests(TreeTests):
             assert all(_at_once(check))
 
     def test_reader_keeps_its_version(self, storage: Storage) -> None:
-        """A reader that is open goes on reading what it opened, or fails; it never mixes two versions."""
+        """An open reader goes on reading the version that it opened, or fails; it never mixes two versions."""
         storage.put("a", b"old" * 1000)
         with storage.open("a") as reader:
             storage.put("a", b"new" * 1000)

@@ -1,6 +1,6 @@
-"""`Witness`: in a script whose resume is being verified, follows one `Checkpointer` through one life.
+"""`Witness`: in a script whose resume is being verified, follows a `Checkpointer` through a life.
 
-It records one line of JSON for each boundary of a step, with a digest of every item of the state, and waits to be
+It records a line of JSON for each boundary of a step, with a digest of every item of the state, and waits to be
 killed where the plan says so. The driver (`lives`) reads the lines.
 """
 
@@ -46,7 +46,7 @@ class Witness:
         self._metrics: dict[str, str] = {}
 
     def arguments(self, path: Any, **options: Any) -> tuple[Any, ...]:
-        """Redirect the run into the plan's home; only planned saves happen there, and no tracker hears of them."""
+        """Redirect the run into the plan's home; only planned saves happen there, and no tracker gets them."""
         home = self._plan.home
         if home is None:
             return (path, *options.values())
@@ -55,7 +55,7 @@ class Witness:
         return (os.path.join(home, place), *(None for _ in options))
 
     def entered(self, step: int, resumed: int | None, state: _State) -> None:
-        """Record the state a life begins with; a fresh start of another life is made that of the first."""
+        """Record the state a life begins with; a fresh start of a later life gets the state of the first life."""
         others = self._same_start(state) if resumed is None and step == 0 else []
         objects = [str(name) for name, value in state().items() if callable(getattr(value, "load_state_dict", None))]
         self._row("start", step, state, resumed=resumed, drawn_anew=others, objects=objects)
@@ -68,7 +68,7 @@ class Witness:
     def boundary(self, step: int, state: _State, save: Callable[[], object]) -> None:
         """Record the state, save if that is planned, stop if that is planned."""
         row = self._row("boundary", step, state)
-        if any(one.is_at(row) for one in self._plan.save):
+        if any(moment.is_at(row) for moment in self._plan.save):
             save()
         self._stop_at(row)
 
@@ -88,7 +88,7 @@ class Witness:
         return step % self._plan.every == 0 or (stop is not None and step == stop.step)
 
     def _row(self, event: str, step: int, state: _State, **more: Any) -> dict[str, Any]:
-        """Write one row; between the steps that are traced it is returned only."""
+        """Write a row; between the traced steps it is returned only."""
         info = current_ranks()
         row: dict[str, Any] = {
             "event": event, "run": self._run, "step": step, "nth": _COUNTER.next(self._run, event, step),
@@ -106,10 +106,10 @@ class Witness:
         return row
 
     def _same_start(self, state: _State) -> list[str]:
-        """Begin as the first life began, and name what was drawn anew: a script that seeds nothing differs each time.
+        """Begin as the first life began; return the names of items that differed, as they do without seeds.
 
-        Only the state is put back: what a script draws before it makes its `Checkpointer` and does not save stays
-        different, for it is different in every life of the script.
+        Only the state is put back: values that a script draws before it makes its `Checkpointer` and does not save
+        stay different, as in every life of the script.
         """
         if self._plan.initial is None:
             return []
@@ -140,7 +140,7 @@ class Witness:
 
 
 class _Noted:
-    """Batches as they are, each noted when it is drawn."""
+    """Iterates over batches, and notes the digest of each when it is drawn."""
 
     def __init__(self, batches: Any, noted: list[str]) -> None:
         self._batches, self._noted = batches, noted
@@ -154,8 +154,8 @@ class _Noted:
         if self._drawing is None:
             self._drawing = iter(self._batches)
         batch = next(self._drawing)
-        found = json.dumps(digests(batch))
-        self._noted.append(hashlib.blake2b(found.encode(), digest_size=8).hexdigest())
+        text = json.dumps(digests(batch))
+        self._noted.append(hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
         return batch
 
     def __len__(self) -> int:

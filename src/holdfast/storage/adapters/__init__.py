@@ -1,4 +1,4 @@
-"""Clients of other people as storages: fsspec, pyarrow, libcloud.
+"""Clients of other packages as storages: fsspec, pyarrow, libcloud.
 
-`common` is what they share. `for_pyarrow` goes the other way: a storage as a file system of pyarrow.
+`common` holds what they share. `for_pyarrow` goes the other way: a storage as a file system of pyarrow.
 """

@@ -1,8 +1,8 @@
-"""What the adapters of fsspec, pyarrow and libcloud share: the contract of `Storage` from a few calls of a client.
+"""Base of the adapters of fsspec, pyarrow and libcloud: the contract of `Storage` from a few calls of a client.
 
 None of these clients has conditional writes. They are emulated by looking before writing, under a lock of this
 process: two threads are distinguished, two machines are not, which `conditional` says and one line of the log repeats.
-Etags are digests of the content, for objects small enough to be read for that; leases and manifests are.
+Etags are digests of the content, for objects small enough to be read for them, as leases and manifests are.
 """
 
 from __future__ import annotations
@@ -15,34 +15,44 @@ import os
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 from holdfast._log import get_logger
 from holdfast.errors import StorageConflictError, StorageError, StorageExistsError, StorageNotFoundError
 
-from ..base import TEMPORARY, FileReader, FileWriter, ObjectInfo, ReplacingWriter, Storage, check_path, check_prefix
+from ..base import (
+    TEMPORARY,
+    FileReader,
+    FileWriter,
+    ObjectInfo,
+    ReplacingWriter,
+    Storage,
+    check_path,
+    check_prefix,
+    check_range,
+)
 from .errors import client_errors
 
-__all__ = ["AdaptedStorage", "BytesReader", "FoundObject", "short_read", "temporary_beside"]
+__all__ = ["AdaptedStorage", "BytesReader", "FoundObject", "RangeReader", "temporary_beside"]
 
 _T = TypeVar("_T", bound="AdaptedStorage")
 _log = get_logger("storage")
-# Objects up to this size are read for their etag, and up to the other one read whole when they are opened.
+# Objects up to the first size are read for their etag; up to the second they are read whole when they are opened.
 _ETAG_BYTES = 64 << 10
 _WHOLE_BYTES = 1 << 20
 _COPY_BYTES = 8 << 20
 # A temporary file of a `put` lives for seconds; clocks of servers may be wrong by more than that.
 _DEAD_AFTER_S = 86400.0
-# One lock per object would never be given back; what shares one by chance only waits for a small write.
+# A lock per object would never be freed; objects that share a lock by chance only wait for a small write.
 _LOCKS = tuple(threading.Lock() for _ in range(64))
 _said: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundObject:
-    """What a client says about one name.
+    """A file or directory as a client describes it.
 
     Attributes:
         name: last part of the path when listed one level deep, else the path below the directory listed.
@@ -68,7 +78,7 @@ class AdaptedStorage(Storage):
 
     @abstractmethod
     def _look(self, full: str) -> FoundObject | None:
-        """Describe a file; None for a directory. FileNotFoundError if there is nothing."""
+        """Describe a file; None for a directory. FileNotFoundError if the name is free."""
 
     @abstractmethod
     def _fetch(self, full: str) -> bytes:
@@ -88,7 +98,7 @@ class AdaptedStorage(Storage):
 
     @abstractmethod
     def _scan(self, full: str, *, recursive: bool) -> Iterator[FoundObject]:
-        """Yield what is in a directory, links not followed; FileNotFoundError if it does not exist."""
+        """Yield the entries of a directory, links not followed; FileNotFoundError if it does not exist."""
 
     @abstractmethod
     def _remove(self, full: str) -> None:
@@ -104,7 +114,7 @@ class AdaptedStorage(Storage):
         return False
 
     def _rename(self, temporary: str, full: str) -> None:
-        """Let a file take the name of another one, which may be there."""
+        """Give a file another name; a file that has the name is replaced."""
         raise NotImplementedError
 
     # -- the contract -------------------------------------------------------------------------------------------
@@ -124,12 +134,12 @@ class AdaptedStorage(Storage):
 
     @contextlib.contextmanager
     def _on_condition(self, path: str, *, if_absent: bool, if_match: str | None) -> Iterator[None]:
-        """Do something if a condition of `put` holds, alone among the threads of this process."""
+        """Run the block if a condition of `put` holds, alone among the threads of this process."""
         where = self._where(path)
         self._say_unconditional()
         with _LOCKS[hash(where) % len(_LOCKS)]:
             try:
-                found = self.stat(path).etag
+                etag = self.stat(path).etag
             except StorageNotFoundError:
                 if if_match is not None:
                     raise StorageConflictError(
@@ -138,7 +148,7 @@ class AdaptedStorage(Storage):
             else:
                 if if_absent:
                     raise StorageExistsError(f"cannot create {where}: it exists; use another name or remove it")
-                if found != if_match:
+                if etag != if_match:
                     raise StorageConflictError(
                         f"cannot replace {where}: another writer changed it; read it again and decide anew"
                     )
@@ -212,7 +222,7 @@ class AdaptedStorage(Storage):
             return
 
     def delete_tree(self, prefix: str) -> None:
-        """Remove everything below the directory ``prefix``, what dead writers left included."""
+        """Remove everything below the directory ``prefix``, files of dead writers included."""
         for found in self._entries(prefix, recursive=True):
             self._discard(prefix, found)
 
@@ -256,7 +266,7 @@ class AdaptedStorage(Storage):
 
     @property
     def max_file_bytes(self) -> int:
-        """256 MiB: what was sent completely is not sent again after an interruption, so it should not be too much."""
+        """256 MiB, no more: after an interruption every file that was not sent completely is sent again."""
         return 256 << 20
 
     @property
@@ -309,7 +319,7 @@ class AdaptedStorage(Storage):
 
 
 class _Replacing(ReplacingWriter):
-    """A file of a tree, written beside the one whose name it takes."""
+    """A file of a tree, written beside the file that it replaces."""
 
     def __init__(self, storage: AdaptedStorage, path: str, temporary: str, writer: FileWriter) -> None:
         self._storage, self._path, self._temporary, self._writer = storage, path, temporary, writer
@@ -338,12 +348,12 @@ class _Replacing(ReplacingWriter):
             return
         self._ended = True
         self._writer.abort()
-        with contextlib.suppress(Exception):  # it was whole, or is gone; nobody reads it
+        with contextlib.suppress(Exception):  # the temporary file: nobody reads it
             self._storage._remove(self._temporary)
 
 
 class BytesReader(FileReader):
-    """Ranges of an object that was read whole: it cannot change under its reader."""
+    """Ranges of an object that was read whole, so that it cannot change under its reader."""
 
     def __init__(self, where: str, data: bytes) -> None:
         self._where, self._data, self.size = where, data, len(data)
@@ -351,21 +361,67 @@ class BytesReader(FileReader):
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill ``view`` from ``offset`` on."""
         target = view.cast("B")
-        if offset < 0 or offset + len(target) > self.size:
-            raise short_read(self._where, len(target), offset, self.size)
+        check_range(self._where, size=self.size, offset=offset, nbytes=len(target))
         target[:] = self._data[offset : offset + len(target)]
 
     def close(self) -> None:
         """Do nothing."""
 
 
-def short_read(where: str, wanted: int, offset: int, size: int) -> StorageError:
-    """Return the error for a range past the end of an object."""
-    return StorageError(f"short read of {where}: {wanted} bytes at {offset} asked for, the object ends at {size}")
+class RangeReader(FileReader):
+    """Reads ranges of an object by requests of their own, many at once.
+
+    A server answers each request from its newest version, so the object is looked at again after each.
+
+    Args:
+        where: the object, for messages.
+        size: bytes of the object.
+        fetch: returns a range: ``fetch(offset, nbytes)``.
+        look: describes the object by what changes with its content.
+        version: what ``look`` returned when the object was opened.
+        end: called by `close`.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        size: int,
+        *,
+        fetch: Callable[[int, int], bytes],
+        look: Callable[[], object],
+        version: object,
+        end: Callable[[], object] | None = None,
+    ) -> None:
+        self._where, self.size = where, size
+        self._fetch, self._look, self._version, self._end = fetch, look, version, end
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from ``offset`` on."""
+        target = view.cast("B")
+        check_range(self._where, size=self.size, offset=offset, nbytes=len(target))
+        if not len(target):
+            return
+        with client_errors("read", self._where):
+            data = self._fetch(offset, len(target))
+        if len(data) > len(target):
+            raise StorageError(f"cannot read {self._where}: the server answers ranges with the whole object")
+        check_range(self._where, size=offset + len(data), offset=offset, nbytes=len(target))
+        with client_errors("read", self._where):
+            now = self._look()
+        if now != self._version:
+            raise StorageError(f"cannot read {self._where}: it was replaced while it was read; open it again")
+        target[:] = data
+
+    def close(self) -> None:
+        """End what the requests use; idempotent, errors of the client are ignored."""
+        end, self._end = self._end, None
+        if end is not None:
+            with contextlib.suppress(Exception):
+                end()
 
 
 def temporary_beside(full: str) -> str:
-    """Return a name of our own in the directory of ``full``, for what is to become ``full``."""
+    """Return a temporary name in the directory of ``full``, for a file that will be renamed to ``full``."""
     head, slash, _ = full.rpartition("/")
     return f"{head}{slash}{TEMPORARY}{os.getpid()}-{os.urandom(6).hex()}"
 

@@ -1,7 +1,7 @@
 """Errors of other people's clients as errors of Holdfast: one table for the adapters of fsspec, pyarrow and libcloud.
 
 A refusal (401, 403) is never reported as "not found", also where a client does that itself: `fsspec`'s HTTP file
-system raises FileNotFoundError for every answer it did not like, and only the cause says which one it was.
+system raises FileNotFoundError for every unexpected answer, and only the cause says which answer it was.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def redact(text: str) -> str:
 def translate_client(error: Exception, action: str, where: str) -> StorageError:
     """Return the `StorageError` for an exception of a client, saying what failed, where and what to do."""
     chain = list(_chain(error))
-    names = {base.__name__ for one in chain for base in type(one).__mro__}
-    status = next((found for found in map(_status, chain) if found), 0)
-    text = redact(" ".join(str(one) for one in chain[:2] if str(one)))[:500]
+    names = {base.__name__ for link in chain for base in type(link).__mro__}
+    status = next(filter(None, map(_status, chain)), 0)
+    text = redact(" ".join(str(link) for link in chain[:2] if str(link)))[:500]
     head = f"cannot {action} {where}: {text or type(error).__name__}"
-    if status in (401, 403) or names & _DENIED_NAMES or any(isinstance(one, PermissionError) for one in chain):
+    if status in (401, 403) or names & _DENIED_NAMES or any(isinstance(link, PermissionError) for link in chain):
         return StoragePermissionError(f"{head}; check the credentials and what they may do there")
     if status in (404, 410) or (not status and names & _MISSING_NAMES):
         return StorageNotFoundError(f"{head}; check the path: there is no such object")
@@ -71,19 +71,19 @@ def translate_client(error: Exception, action: str, where: str) -> StorageError:
         kind = StorageUnavailableError if status >= 500 or status in (408, 429) else StorageError
         return kind(f"{head}; the server answered {status}: try again, and look at its log")
     if isinstance(error, FileNotFoundError):
-        # With another exception below it, it is the client's guess: the server may only have been out of reach.
-        if all(isinstance(one, (FileNotFoundError, NotADirectoryError, LookupError)) for one in chain):
+        # With another exception as its cause it is the client's guess: the server may only have been out of reach.
+        if all(isinstance(link, (FileNotFoundError, NotADirectoryError, LookupError)) for link in chain):
             return StorageNotFoundError(f"{head}; check the path: there is no such object")
         return StorageUnavailableError(f"{head}; the server could not be asked: check the network")
     if isinstance(error, OSError) and error.errno:
-        found = translate(error, action, where)
-        if type(found) is not StorageError:
-            return found
+        translated = translate(error, action, where)
+        if type(translated) is not StorageError:
+            return translated
     if _DENIED.search(text):
         return StoragePermissionError(f"{head}; check the credentials and what they may do there")
     if isinstance(error, NotImplementedError):
-        return StorageError(f"{head}; this file system cannot do that: use another one for checkpoints")
-    is_gone = names & _GONE_NAMES or any(isinstance(one, (ConnectionError, TimeoutError)) for one in chain)
+        return StorageError(f"{head}; this file system cannot do that: use another link for checkpoints")
+    is_gone = names & _GONE_NAMES or any(isinstance(link, (ConnectionError, TimeoutError)) for link in chain)
     return (StorageUnavailableError if is_gone else StorageError)(f"{head} ({type(error).__name__})")
 
 
@@ -103,24 +103,24 @@ class client_errors(contextlib.AbstractContextManager[None]):  # noqa: N801  # r
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and its causes; contexts are left out, they are often what a client tried first."""
-    found: BaseException | None = error
+    """Yield an exception and its causes; contexts are left out, they are often errors of what a client tried first."""
+    link: BaseException | None = error
     for _ in range(8):
-        if found is None:
+        if link is None:
             return
-        yield found
-        found = found.__cause__
+        yield link
+        link = link.__cause__
 
 
 def _status(error: BaseException) -> int:
-    """Return the HTTP status an exception carries, 0 if none: each client keeps it somewhere else."""
+    """Return the HTTP status an exception carries, 0 if it carries none: each client keeps it elsewhere."""
     response = getattr(error, "response", None)
     places = [getattr(error, name, None) for name in ("status", "status_code", "http_code", "code")]
     places += [getattr(response, name, None) for name in ("status_code", "status")]
     if isinstance(response, dict):
         places.append(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
-    for found in places:
-        text = str(found)
-        if isinstance(found, (int, str)) and text.isdigit() and 400 <= int(text) < 600:
+    for value in places:
+        text = str(value)
+        if isinstance(value, (int, str)) and text.isdigit() and 400 <= int(text) < 600:
             return int(text)
     return 0

@@ -1,9 +1,8 @@
-"""A storage as a file system of pyarrow: what scripts for Ray Train give to `pyarrow.fs.copy_files`.
+"""A storage as a file system of pyarrow, which scripts for Ray Train give to `pyarrow.fs.copy_files`.
 
 The other way round, from a file system of pyarrow to a storage, is `holdfast.storage.adapters.pyarrow`. Paths are
-those that
-`Checkpoint.path` and `Result.path` give: absolute on a local disk, else the URI without its scheme. Directories are as
-in a bucket: one exists while there is a file below it.
+those of `Checkpoint.path` and `Result.path`: absolute on a local disk, else the URI without its scheme. Directories are
+as in a bucket: a directory exists while a file is below it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["StorageHandler", "as_pyarrow"]
 
 
 def as_pyarrow(storage: Storage) -> pyarrow.fs.FileSystem:
-    """Return the file system of pyarrow in which a storage and what is below it can be read and written."""
+    """Return the file system of pyarrow in which a storage can be read and written."""
     if storage.local_root is not None:
         return pyarrow.fs.LocalFileSystem()
     given = getattr(storage, "filesystem", None)
@@ -39,7 +38,7 @@ class StorageHandler(pyarrow.fs.FileSystemHandler):  # type: ignore[misc]
     """Answers pyarrow for a storage.
 
     Args:
-        storage: what is shown, under the path of its URI.
+        storage: the storage to show, under the path of its URI.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -50,7 +49,7 @@ class StorageHandler(pyarrow.fs.FileSystemHandler):  # type: ignore[misc]
         """Return the path inside the storage.
 
         Raises:
-            ConfigError: it lies outside.
+            ConfigError: the path lies outside of the storage.
         """
         text = path.strip("/")
         if text == self._base:
@@ -92,15 +91,15 @@ class StorageHandler(pyarrow.fs.FileSystemHandler):  # type: ignore[misc]
         return [self._info(path) for path in paths]
 
     def get_file_info_selector(self, selector: Any) -> list[Any]:
-        """Describe what is in a directory; of all levels where the selector says so."""
+        """Describe the entries of a directory; of all levels where the selector says so."""
         base = selector.base_dir.rstrip("/")
         place = self.inside(base)
-        found = list(self._children(base, place, recursive=selector.recursive))
-        if not found and not selector.allow_not_found and place:
+        children = list(self._children(base, place, recursive=selector.recursive))
+        if not children and not selector.allow_not_found and place:
             if self.storage.exists(place):
                 raise NotADirectoryError(f"{base} is a file")
             raise FileNotFoundError(f"there is no directory {base}")
-        return found
+        return children
 
     def _info(self, path: str) -> Any:
         if self._is_above(path):
@@ -143,7 +142,7 @@ class StorageHandler(pyarrow.fs.FileSystemHandler):  # type: ignore[misc]
     # -- changing
 
     def open_output_stream(self, path: str, metadata: Any) -> Any:
-        """Open a new file; it is there when it is closed."""
+        """Open a new file; it exists once it is closed."""
         return pyarrow.PythonFile(OutputStream(self.storage, self.inside(path)), mode="w")
 
     def open_append_stream(self, path: str, metadata: Any) -> Any:
@@ -151,7 +150,7 @@ class StorageHandler(pyarrow.fs.FileSystemHandler):  # type: ignore[misc]
         raise NotImplementedError(f"{path}: nothing can be appended here; write the file anew")
 
     def create_dir(self, path: str, recursive: bool) -> None:
-        """Do nothing: a directory is there with its first file."""
+        """Do nothing: a directory exists with its first file."""
         if not self._is_above(path):
             self.inside(path)
 
@@ -162,11 +161,11 @@ class StorageHandler(pyarrow.fs.FileSystemHandler):  # type: ignore[misc]
         self.storage.delete(place)
 
     def delete_dir(self, path: str) -> None:
-        """Delete a directory and all that is in it."""
+        """Delete a directory with its content."""
         self.delete_dir_contents(path)
 
     def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
-        """Delete what is in a directory."""
+        """Delete the content of a directory."""
         if not (place := self.inside(path)):
             self.delete_root_dir_contents()
         if not missing_dir_ok and next(iter(self.storage.list(place)), None) is None:
@@ -178,7 +177,7 @@ class StorageHandler(pyarrow.fs.FileSystemHandler):  # type: ignore[misc]
         raise ConfigError(f"not deleting everything in {self.storage.uri}: name a directory in it")
 
     def copy_file(self, src: str, dest: str) -> None:
-        """Copy a file; one that has the name is replaced."""
+        """Copy a file; a file that has the target's name is replaced."""
         source, target = self.inside(src), self.inside(dest)
         self.storage.stat(source)
         if source != target:
@@ -188,7 +187,7 @@ class StorageHandler(pyarrow.fs.FileSystemHandler):  # type: ignore[misc]
     def move(self, src: str, dest: str) -> None:
         """Give a file another name."""
         if not self.storage.exists(self.inside(src)):
-            raise NotImplementedError(f"{src}: only files can be moved here, and there is none of this name")
+            raise NotImplementedError(f"{src}: only files can be moved here, and no file has this name")
         if self.inside(src) != self.inside(dest):
             self.copy_file(src, dest)
             self.delete_file(src)

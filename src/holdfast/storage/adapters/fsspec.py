@@ -1,9 +1,10 @@
 """Any file system of fsspec as a storage: objects that a program holds, and schemes with no adapter of their own.
 
 General layout. Object stores (no ``mv`` of their own) are written under the final name, which they show only when it is
-whole. Trees (SFTP, SMB, FTP, WebHDFS and what else has a ``mv``) get a temporary file that is moved into place;
-directories are made when needed, and pruned where ``rmdir`` is known to refuse one that is not empty. Clients that are
-not asynchronous inside are used by one thread at a time: most of them, paramiko among them, mix up answers otherwise.
+whole. Trees (SFTP, SMB, FTP, WebHDFS and others with a ``mv``) get a temporary file that is moved into place;
+directories are made when needed, and pruned where ``rmdir`` is known to refuse a directory with content. Clients that
+are not asynchronous inside are used by one thread at a time: most of them, paramiko among them, mix up answers
+otherwise.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from holdfast.errors import ConfigError, MissingExtraError, StorageError
 from ..base import FileReader, FileWriter, Storage
 from ..local.local_storage import LocalStorage
 from ..resolve import resolve
-from .common import AdaptedStorage, FoundObject, temporary_beside
-from .fsspec_io import HandleReader, HandleWriter, RangeReader
+from .common import AdaptedStorage, FoundObject, RangeReader, temporary_beside
+from .fsspec_io import HandleReader, HandleWriter
 from .options import Described, rebuild_options
 
 __all__ = ["FsspecStorage", "from_description", "from_filesystem", "from_uri"]
 
 # Protocols whose rmdir removes nothing but an empty directory, as fsspec asks for: checked in their code.
 _SAFE_RMDIR = frozenset({"file", "local", "ftp", "sftp", "smb", "ssh", "webhdfs"})
-# They answer from copies of their own: a manifest or a lease may be old news there.
+# They answer from copies of their own: a manifest or a lease may be out of date there.
 _CACHES = frozenset({"blockcache", "cached", "filecache", "simplecache"})
+# Where clients keep what changes with the content.
+_VERSION_KEYS = ("size", "ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "updated")
 _TIMEOUT_S = 60.0
 _PREFIX = "fsspec+"
 
@@ -69,13 +72,13 @@ class FsspecStorage(AdaptedStorage):
 
     def describe(self) -> dict[str, Any] | None:
         """Return class, arguments and root; None for memory and for arguments that JSON cannot hold."""
-        told = Described(self._recipe.arguments)
-        if "memory" in self._recipe.protocols or told.plain is None:
+        described = Described(self._recipe.arguments)
+        if "memory" in self._recipe.protocols or described.plain is None:
             return None
         return {
             "kind": "fsspec",
             "client": f"{self._recipe.kind.__module__}:{self._recipe.kind.__qualname__}",
-            "arguments": told.plain,
+            "arguments": described.plain,
             "root": self._root,
             "uri": self._uri,
         }
@@ -99,14 +102,23 @@ class FsspecStorage(AdaptedStorage):
             if not hasattr(fs, "ftp"):
                 return bytes(fs.cat_file(full))
             with fs.open(full, "rb") as handle:
-                if hasattr(handle, "prefetch"):  # SFTP: all requests at once instead of one answer after the other
+                if hasattr(handle, "prefetch"):  # SFTP: all requests at once, without a wait for each answer
                     handle.prefetch(fs.info(full)["size"])
                 return bytes(handle.read())
 
     def _reader(self, full: str, found: FoundObject, where: str) -> FileReader:
         fs, size = self.filesystem, found.size or 0
         if fs.async_impl:
-            return RangeReader(fs, full, where=where, size=size)
+
+            def fetch(offset: int, nbytes: int) -> bytes:
+                return bytes(fs.cat_file(full, start=offset, end=offset + nbytes))
+
+            def look() -> list[Any]:
+                fs.invalidate_cache()
+                info = fs.info(full)
+                return [info.get(key) for key in _VERSION_KEYS]
+
+            return RangeReader(where, size, fetch=fetch, look=look, version=look())
         with _guarded(fs):
             handle = fs.open(full, "rb")
         return HandleReader(handle, _guard(fs), where=where, size=size)
@@ -132,7 +144,7 @@ class FsspecStorage(AdaptedStorage):
     def _writer(self, full: str, size: int, where: str) -> FileWriter:
         with _guarded(self.filesystem) as fs:
             if self._is_tree:
-                # Removed first: what reads the older file goes on reading it, where the server can do that.
+                # Removed first: readers of the older file go on reading it, where the server can do that.
                 with contextlib.suppress(FileNotFoundError):
                     fs.rm_file(full)
                 handle = self._in_directory(fs, full, lambda: fs.open(full, "wb"))
@@ -195,7 +207,7 @@ class FsspecStorage(AdaptedStorage):
         return True
 
     def _in_directory(self, fs: Any, full: str, action: Any) -> Any:
-        """Do ``action`` in the directory of ``full``: made if missing, again if it was pruned meanwhile."""
+        """Do ``action`` in the directory of ``full``, made if missing; again if it was pruned meanwhile."""
         for last in (False, False, False, True):
             try:
                 return action()
@@ -214,12 +226,12 @@ class FsspecStorage(AdaptedStorage):
             try:
                 fs.rmdir(directory)
             except OSError:
-                return  # not empty, or not ours: an empty directory harms nobody
+                return  # not empty, or of another user: an empty directory may stay
             directory = posixpath.dirname(directory)
 
 
 class _Recipe:
-    """How to make a file system: class, arguments, and what is known of the class."""
+    """How to make a file system: class, arguments, protocols, and whether the class renames files."""
 
     def __init__(self, kind: type[Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         from fsspec.spec import AbstractFileSystem
@@ -335,7 +347,7 @@ def _write(fs: Any, full: str, data: bytes) -> None:
 
 
 def _make_directory(fs: Any, directory: str) -> None:
-    """Make a directory and those above it; each may be made by somebody else in the same moment."""
+    """Make a directory and those above it; another process may make each at the same moment."""
     if not directory.strip("/") or fs.isdir(directory):
         return
     _make_directory(fs, posixpath.dirname(directory))
@@ -365,7 +377,7 @@ def _guard(fs: Any) -> threading.RLock:
 
 @contextlib.contextmanager
 def _guarded(fs: Any) -> Iterator[Any]:
-    """Give the file system to one thread at a time, unless it is made for many, connected again if it was cut off."""
+    """Give the file system to one thread at a time, unless it is made for many; connect again if it was cut off."""
     if fs.async_impl:
         yield fs
         return

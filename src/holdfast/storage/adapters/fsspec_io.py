@@ -1,4 +1,4 @@
-"""Readers and writers over the handles and ranges of an fsspec file system."""
+"""Reader and writer over the open handles of an fsspec file system."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from typing import Any
 
 from holdfast.errors import StorageError
 
-from ..base import FileReader, FileWriter, check_view
-from .common import FoundObject, short_read
+from ..base import FileReader, FileWriter, check_range, check_view
+from .common import FoundObject
 from .errors import client_errors
 
-__all__ = ["HandleReader", "HandleWriter", "RangeReader"]
-
-# Where clients keep what changes with the content.
-_VERSION_KEYS = ("size", "ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "updated")
+__all__ = ["HandleReader", "HandleWriter"]
 
 
 class HandleWriter(FileWriter):
@@ -41,13 +38,13 @@ class HandleWriter(FileWriter):
             handle.set_pipelined(True)  # SFTP: does not wait for the answer to each 32 KiB; close sees the errors
 
     def write(self, view: memoryview) -> None:
-        """Append ``view``; the client has taken its bytes on return."""
+        """Append ``view``; the client holds a copy of its bytes on return."""
         if self._handle is None:
             raise StorageError(f"cannot write {self._where}: the writer is closed")
         view = view.cast("B")
         check_view(self._where, size=self._size, offset=self._offset, nbytes=len(view))
         with client_errors("write", self._where), self._guard:
-            # A copy: clients may keep what they are given until it is sent, and ours is reused.
+            # A copy: clients may keep the bytes until they are sent, and the caller reuses its memory.
             self._handle.write(bytes(view[: max(0, self._size - self._offset)]))
         self._offset += len(view)
 
@@ -78,7 +75,7 @@ class HandleWriter(FileWriter):
         handle, self._handle = self._handle, None
         if handle is None:
             return
-        # What cannot be dropped now is no part of any manifest; nobody reads it, and a sweep takes it.
+        # An object that cannot be dropped now is in no manifest; nobody reads it, and a sweep takes it.
         with contextlib.suppress(Exception), self._guard:
             if hasattr(handle, "discard"):
                 handle.discard()
@@ -100,21 +97,19 @@ class HandleReader(FileReader):
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill ``view`` from ``offset`` on."""
         target = view.cast("B")
-        if offset < 0 or offset + len(target) > self.size:
-            raise short_read(self._where, len(target), offset, self.size)
+        check_range(self._where, size=self.size, offset=offset, nbytes=len(target))
         with client_errors("read", self._where), self._guard:
             if self._handle is None:
                 raise StorageError(f"cannot read {self._where}: the reader is closed")
             done = self._read(offset, target)
-        if done < len(target):
-            raise short_read(self._where, len(target), offset, offset + done)
+        check_range(self._where, size=offset + done, offset=offset, nbytes=len(target))
 
     def _read(self, offset: int, target: memoryview) -> int:
         handle = self._handle
         if isinstance(handle, io.BytesIO):
             # fsspec's memory file: its position is shared by all who opened it, and its bytes are at hand.
-            with handle.getbuffer() as found:
-                part = found[offset : offset + len(target)]
+            with handle.getbuffer() as content:
+                part = content[offset : offset + len(target)]
                 target[: len(part)] = part
                 return len(part)
         if hasattr(handle, "readv"):
@@ -132,43 +127,9 @@ class HandleReader(FileReader):
         return done
 
     def close(self) -> None:
-        """Give the handle back."""
+        """Close the handle."""
         with self._guard:
             handle, self._handle = self._handle, None
             if handle is not None and not isinstance(handle, io.BytesIO):
                 with contextlib.suppress(Exception):
                     handle.close()
-
-
-class RangeReader(FileReader):
-    """Reads ranges by requests of their own, many at once; the object is looked at again after each."""
-
-    def __init__(self, fs: Any, full: str, *, where: str, size: int) -> None:
-        self._fs, self._full, self._where, self.size = fs, full, where, size
-        self._version = self._look()
-
-    def _look(self) -> Any:
-        with client_errors("read", self._where):
-            self._fs.invalidate_cache()
-            info = self._fs.info(self._full)
-        return [info.get(key) for key in _VERSION_KEYS]
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset`` on."""
-        target = view.cast("B")
-        if offset < 0 or offset + len(target) > self.size:
-            raise short_read(self._where, len(target), offset, self.size)
-        if not len(target):
-            return
-        with client_errors("read", self._where):
-            data = self._fs.cat_file(self._full, start=offset, end=offset + len(target))
-        if len(data) > len(target):
-            raise StorageError(f"cannot read {self._where}: the server answers ranges with the whole object")
-        if len(data) < len(target):
-            raise short_read(self._where, len(target), offset, offset + len(data))
-        if self._look() != self._version:
-            raise StorageError(f"cannot read {self._where}: it was replaced while it was read; open it again")
-        target[:] = data
-
-    def close(self) -> None:
-        """Do nothing: requests end by themselves."""

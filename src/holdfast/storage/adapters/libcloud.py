@@ -1,4 +1,4 @@
-"""Containers of apache-libcloud as a storage: the dozens of object stores that nothing else here speaks to.
+"""Containers of apache-libcloud as a storage: dozens of object stores that no other adapter speaks to.
 
 A driver of libcloud holds one connection, so each thread gets a driver of its own. Uploads are pulled by libcloud from
 an iterator: a writer is a thread that feeds it through a short queue.
@@ -23,7 +23,7 @@ from holdfast._optional import require
 from holdfast.errors import ConfigError, StorageError
 
 from ..base import FileReader, FileWriter, Storage, check_view
-from .common import AdaptedStorage, FoundObject, short_read, temporary_beside
+from .common import AdaptedStorage, FoundObject, RangeReader, temporary_beside
 from .errors import client_errors
 from .options import Described, rebuild_options
 
@@ -34,7 +34,7 @@ _BLOCK = 4 << 20
 _KEY, _SECRET = "HOLDFAST_LIBCLOUD_KEY", "HOLDFAST_LIBCLOUD_SECRET"
 # Views under way to libcloud, 8 MiB each as a rule; then `write` waits.
 _QUEUE_VIEWS = 2
-# No byte taken by libcloud for so long, and the upload is given up; its own socket time-out is 60 s.
+# An upload of which libcloud takes no byte for so long is given up; its own socket time-out is 60 s.
 _STALL_S = 600.0
 _ABORT_S = 60.0
 _POLL_S = 0.5
@@ -95,23 +95,23 @@ class LibcloudObjectStore(AdaptedStorage):
 
     def describe(self) -> dict[str, Any] | None:
         """Return provider, container and arguments; None for arguments that JSON cannot hold."""
-        told = self._described.plain
-        if told is None:
+        plain = self._described.plain
+        if plain is None:
             return None
         return {
             "kind": "libcloud",
             "provider": self._provider,
             "container": self._container,
-            "provider_kwargs": told,
+            "provider_kwargs": plain,
             "prefix": self._root,
         }
 
     def secrets(self) -> dict[str, str] | None:
         """Return keys and secrets among the arguments."""
         named = {given["environ"] for given in self._arguments.values() if _is_named(given)}
-        # Writer processes have an environment of their own: what is looked up there goes with the rest.
-        found = {f"{_NAMED}{name}": self._environ.get(name) or os.environ.get(name) for name in named}
-        return {**self._described.secrets, **{name: value for name, value in found.items() if value}} or None
+        # Writer processes have an environment of their own: values of this environment are sent with the rest.
+        values = {f"{_NAMED}{name}": self._environ.get(name) or os.environ.get(name) for name in named}
+        return {**self._described.secrets, **{name: value for name, value in values.items() if value}} or None
 
     @property
     def _described(self) -> Described:
@@ -121,14 +121,14 @@ class LibcloudObjectStore(AdaptedStorage):
     # -- by the names that scripts of other trainers use
 
     def get_uri(self, object_name: str) -> str:
-        """Return how an object is called in messages, and as a location."""
+        """Return the URI of an object, for messages and as a location."""
         return f"{self.uri}/{object_name}"
 
     def get_object_size(self, object_name: str) -> int:
         """Return the bytes of an object.
 
         Raises:
-            StorageNotFoundError: there is none.
+            StorageNotFoundError: there is no such object.
         """
         return self.stat(object_name).size
 
@@ -140,7 +140,7 @@ class LibcloudObjectStore(AdaptedStorage):
     def upload_object(
         self, object_name: str, filename: str | os.PathLike[str], callback: Callable[[int, int], None] | None = None
     ) -> None:
-        """Store a file; what has this name is replaced.
+        """Store a file as an object; an object of this name is replaced.
 
         Args:
             object_name: its name here.
@@ -164,11 +164,11 @@ class LibcloudObjectStore(AdaptedStorage):
         Args:
             object_name: its name here.
             filename: the file.
-            overwrite: replace a file that is there.
+            overwrite: replace an existing file.
             callback: called with (bytes received, bytes in all).
 
         Raises:
-            FileExistsError: the file is there, and ``overwrite`` is False.
+            FileExistsError: the file exists, and ``overwrite`` is False.
             StorageNotFoundError: there is no such object.
         """
         target = os.fspath(filename)
@@ -189,7 +189,7 @@ class LibcloudObjectStore(AdaptedStorage):
                 os.unlink(beside)
 
     def close(self) -> None:
-        """Give the connection of this thread back; the next call makes another one."""
+        """Drop the connections of this storage; the next call of a thread makes a new one."""
         self._local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class LibcloudObjectStore(AdaptedStorage):
         try:
             return self._driver.get_object(container_name=self._container, object_name=full)
         except ObjectDoesNotExistError:
-            # Drivers say so for any answer they did not expect, an expired token among them: ask another way.
+            # Drivers raise this for any unexpected answer, an expired token among them: ask another way.
             for found in () if self._is_disk else self._driver.iterate_container_objects(self._bucket, prefix=full):
                 if found.name == full:
                     return found
@@ -249,7 +249,10 @@ class LibcloudObjectStore(AdaptedStorage):
         return b"".join(self._driver.download_object_as_stream(found)) if found.size else b""
 
     def _reader(self, full: str, found: FoundObject, where: str) -> FileReader:
-        return _Reader(self, full, where, found)
+        def fetch(offset: int, nbytes: int) -> bytes:
+            return b"".join(self._driver.download_object_range_as_stream(self._object(full), offset, offset + nbytes))
+
+        return RangeReader(where, found.size or 0, fetch=fetch, look=lambda: self._look(full), version=found)
 
     def _store(self, full: str, data: bytes) -> None:
         if not self._is_disk:
@@ -386,37 +389,8 @@ def _moment(extra: Mapping[str, Any]) -> float:
     return 0.0
 
 
-class _Reader(FileReader):
-    """Reads ranges by requests of their own; the object is looked at again after each."""
-
-    def __init__(self, storage: LibcloudObjectStore, full: str, where: str, found: FoundObject) -> None:
-        self._storage, self._full, self._where, self._found = storage, full, where, found
-        self.size = found.size or 0
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill ``view`` from ``offset`` on."""
-        target = view.cast("B")
-        if offset < 0 or offset + len(target) > self.size:
-            raise short_read(self._where, len(target), offset, self.size)
-        if not len(target):
-            return
-        with client_errors("read", self._where):
-            found = self._storage._object(self._full)
-            chunks = self._storage._driver.download_object_range_as_stream(found, offset, offset + len(target))
-            data = b"".join(chunks)
-            now = self._storage._look(self._full)
-        if len(data) != len(target):
-            raise short_read(self._where, len(target), offset, offset + len(data))
-        if now != self._found:
-            raise StorageError(f"cannot read {self._where}: it was replaced while it was read; open it again")
-        target[:] = data
-
-    def close(self) -> None:
-        """Do nothing: requests end by themselves."""
-
-
 class _Abandoned(Exception):  # noqa: N818  # never leaves this module
-    """The upload is not wanted any more."""
+    """The upload was given up."""
 
 
 class _Writer(FileWriter):
@@ -435,7 +409,7 @@ class _Writer(FileWriter):
         self._offset = 0  # bytes written, padding included
         self._ended = False
         self._error: Exception | None = None
-        self._chunks: queue.Queue[bytes | None] = queue.Queue(_QUEUE_VIEWS)  # None: that was all
+        self._chunks: queue.Queue[bytes | None] = queue.Queue(_QUEUE_VIEWS)  # None: the end of the object
         self._abandoned = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(upload,), name="holdfast-libcloud", daemon=True)
         self._thread.start()
@@ -454,7 +428,7 @@ class _Writer(FileWriter):
             try:
                 chunk = self._chunks.get(timeout=_POLL_S)
             except queue.Empty:
-                # A writer that was dropped without `close` would keep this thread and its connection.
+                # Ends the thread and the connection of a writer that was dropped without `close`.
                 if time.monotonic() - waited_from > _STALL_S:
                     raise _Abandoned from None
                 continue
@@ -481,7 +455,7 @@ class _Writer(FileWriter):
                 raise self._error
 
     def write(self, view: memoryview) -> None:
-        """Append ``view``; waits while libcloud is behind."""
+        """Append ``view``; blocks while the queue is full."""
         if self._ended:
             raise StorageError(f"cannot write {self._where}: the writer is closed")
         view = view.cast("B")
@@ -513,12 +487,12 @@ class _Writer(FileWriter):
             raise
 
     def abort(self) -> None:
-        """Stop the upload and remove what it made."""
+        """Stop the upload and remove its object."""
         if self._ended:
             return
         self._ended = True
         self._abandoned.set()
         self._thread.join(_ABORT_S)
-        # What cannot be dropped now is no part of any manifest; nobody reads it, and a sweep takes it.
+        # An object that cannot be dropped now is in no manifest; nobody reads it, and a sweep takes it.
         with contextlib.suppress(Exception):
             self._drop()

@@ -1,4 +1,4 @@
-"""Arguments of other people's clients on their way to another process: what JSON can hold, credentials apart."""
+"""Arguments of clients, for another process: as JSON, with the credentials apart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _known: dict[str, dict[str, str]] = {}
 
 
 class Described:
-    """Arguments, split.
+    """Arguments, split into plain values and credentials.
 
     Attributes:
         plain: the arguments, ``{"$secret": name}`` in the place of each credential; None if JSON cannot hold them.
@@ -39,37 +39,42 @@ class Described:
 
     def _split(self, value: Any, path: str) -> Any:
         if isinstance(value, Mapping):
-            return {name: self._one(name, inner, f"{path}/{name}") for name, inner in value.items()}
+            return {name: self._value(name, inner, f"{path}/{name}") for name, inner in value.items()}
         if isinstance(value, (list, tuple)):
             return [self._split(inner, f"{path}/{number}") for number, inner in enumerate(value)]
         return value
 
-    def _one(self, name: Any, value: Any, path: str) -> Any:
+    def _value(self, name: Any, value: Any, path: str) -> Any:
         if isinstance(value, str) and value and _SECRET.search(str(name)):
             self.secrets[path] = value
             return {"$secret": path}
         return self._split(value, path)
 
 
-def rebuild_options(plain: Any, secrets: Mapping[str, str] | None, what: str) -> Any:
-    """Put the credentials back.
+def rebuild_options(plain: Any, secrets: Mapping[str, str] | None, where: str) -> Any:
+    """Put the credentials back into the arguments of `Described.plain`.
+
+    Args:
+        plain: the arguments.
+        secrets: the credentials; None: those that were described in this process.
+        where: the storage, for messages.
 
     Raises:
-        ConfigError: they are not known in this process.
+        ConfigError: a credential is not known in this process.
     """
-    found = secrets or _known.get(json.dumps(plain, sort_keys=True)) or {}
+    known = secrets or _known.get(json.dumps(plain, sort_keys=True)) or {}
 
     def fill(value: Any) -> Any:
         if isinstance(value, Mapping):
             if set(value) != {"$secret"}:
                 return {name: fill(inner) for name, inner in value.items()}
-            if value["$secret"] not in found:
+            if value["$secret"] not in known:
                 name = value["$secret"].rpartition("/")[2]
                 raise ConfigError(
-                    f"{what}: its credentials ({name}) are never written down and not known in this process; let the "
+                    f"{where}: its credentials ({name}) are never written down and not known in this process; let the "
                     "client find them in its environment or configuration instead"
                 )
-            return found[value["$secret"]]
+            return known[value["$secret"]]
         return [fill(inner) for inner in value] if isinstance(value, list) else value
 
     return fill(plain)

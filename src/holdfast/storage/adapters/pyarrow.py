@@ -20,7 +20,7 @@ from holdfast.errors import ConfigError, StorageError, StorageNotFoundError
 from ..base import TEMPORARY, FileReader, FileWriter, Storage, check_prefix, check_view
 from ..local.local_storage import LocalStorage
 from ..resolve import resolve
-from .common import AdaptedStorage, FoundObject, short_read, temporary_beside
+from .common import AdaptedStorage, FoundObject, RangeReader, temporary_beside
 from .errors import client_errors
 from .options import Described, rebuild_options
 
@@ -28,7 +28,7 @@ __all__ = ["PyarrowStorage", "from_description", "from_filesystem", "from_uri"]
 
 _T = TypeVar("_T")
 _OBJECT_STORES = frozenset({"abfs", "gcs", "s3"})
-# What may be rebuilt from a description: classes of pyarrow.fs whose arguments are plain values.
+# Classes of pyarrow.fs whose arguments are plain values, so that a description can rebuild them.
 _KINDS = ("AzureFileSystem", "GcsFileSystem", "HadoopFileSystem", "S3FileSystem")
 _SCHEMES = {"abfs": "abfs", "gcs": "gs", "hdfs": "hdfs", "s3": "s3"}
 _PREFIX = "pyarrow+"
@@ -52,8 +52,8 @@ class PyarrowStorage(AdaptedStorage):
 
     def describe(self) -> dict[str, Any] | None:
         """Return kind, arguments and root; None for file systems that only this process has."""
-        told = Described(_client_of(self.filesystem)).plain
-        return told and {"kind": "pyarrow", "client": told, "root": self._root, "uri": self._uri}
+        plain = Described(_client_of(self.filesystem)).plain
+        return plain and {"kind": "pyarrow", "client": plain, "root": self._root, "uri": self._uri}
 
     def secrets(self) -> dict[str, str] | None:
         """Return keys and tokens among the arguments."""
@@ -90,9 +90,16 @@ class PyarrowStorage(AdaptedStorage):
 
     def _reader(self, full: str, found: FoundObject, where: str) -> FileReader:
         handle = self.filesystem.open_input_file(full)
-        # An open file of a tree keeps its version; each range of an object store is a request for the newest one.
-        look = None if self._is_tree else lambda: self._look(full)
-        return _Reader(handle, where=where, found=found, look=look)
+
+        def fetch(offset: int, nbytes: int) -> bytes:
+            data: bytes = handle.read_at(nbytes, offset)
+            return data
+
+        def look() -> FoundObject | None:
+            # An open file of a tree keeps its version.
+            return found if self._is_tree else self._look(full)
+
+        return RangeReader(where, found.size or 0, fetch=fetch, look=look, version=found, end=handle.close)
 
     def _store(self, full: str, data: bytes) -> None:
         if not self._is_tree:
@@ -119,7 +126,7 @@ class PyarrowStorage(AdaptedStorage):
             return self.filesystem.open_output_stream(full, compression=None, buffer_size=0)
 
         if self._is_tree:
-            # Removed first: what reads the older file goes on reading it.
+            # Removed first: readers of the older file go on reading it.
             with contextlib.suppress(FileNotFoundError):
                 self.filesystem.delete_file(full)
             stream = self._in_directory(full, start)
@@ -194,7 +201,7 @@ class _Writer(FileWriter):
         view = view.cast("B")
         check_view(self._where, size=self._size, offset=self._offset, nbytes=len(view))
         with client_errors("write", self._where):
-            # A copy: background writes keep what they are given until it is sent, and ours is reused.
+            # A copy: background writes keep the bytes until they are sent, and the caller reuses its memory.
             self._stream.write(bytes(view[: max(0, self._size - self._offset)]))
         self._offset += len(view)
 
@@ -220,36 +227,11 @@ class _Writer(FileWriter):
         stream, self._stream = self._stream, None
         if stream is None:
             return
-        # pyarrow has no abort in Python: what was begun is finished and removed at once.
+        # pyarrow has no abort in Python: the object is finished and removed at once.
         with contextlib.suppress(Exception):
             stream.close()
         with contextlib.suppress(Exception):
             self._drop()
-
-
-class _Reader(FileReader):
-    def __init__(
-        self, handle: Any, *, where: str, found: FoundObject, look: Callable[[], FoundObject | None] | None
-    ) -> None:
-        self._handle, self._where, self._found, self._look = handle, where, found, look
-        self.size = found.size or 0
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        target = view.cast("B")
-        if offset < 0 or offset + len(target) > self.size:
-            raise short_read(self._where, len(target), offset, self.size)
-        with client_errors("read", self._where):
-            data = self._handle.read_at(len(target), offset)
-            now = self._found if self._look is None else self._look()
-        if len(data) < len(target):
-            raise short_read(self._where, len(target), offset, offset + len(data))
-        if now != self._found:
-            raise StorageError(f"cannot read {self._where}: it was replaced while it was read; open it again")
-        target[:] = data
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._handle.close()
 
 
 def from_uri(uri: str) -> Storage:
@@ -290,7 +272,7 @@ def _adapt(filesystem: Any, path: str, uri: str | None) -> Storage:
         return LocalStorage(os.path.expanduser(path.removeprefix("file://")) or ".")
     if kind == "subtree" and filesystem.base_fs.type_name in ("local", "subtree"):
         return _adapt(filesystem.base_fs, posixpath.join(filesystem.base_path, path.lstrip("/")), None)
-    if kind == "py::holdfast":  # one of ours, on its way back
+    if kind == "py::holdfast":  # made by `for_pyarrow.as_pyarrow`
         handler = filesystem.handler
         shown: Storage = handler.storage.child(handler.inside(path))
         return shown
@@ -316,16 +298,16 @@ def _client_of(filesystem: Any) -> dict[str, Any] | None:
     return {"type": name, "arguments": list(arguments)}
 
 
-def _client_from(told: dict[str, Any]) -> Any:
+def _client_from(description: dict[str, Any]) -> Any:
     import pyarrow.fs
 
-    name = told.get("type")
+    name = description.get("type")
     if name == "SubTreeFileSystem":
-        return pyarrow.fs.SubTreeFileSystem(told["path"], _client_from(told["base"]))
+        return pyarrow.fs.SubTreeFileSystem(description["path"], _client_from(description["base"]))
     if name not in _KINDS:
         raise ConfigError(f"storage description: {name!r} is no file system that can be rebuilt here")
     kind = getattr(pyarrow.fs, name)
-    return getattr(kind, "_reconstruct", kind)(*told["arguments"])
+    return getattr(kind, "_reconstruct", kind)(*description["arguments"])
 
 
 def _uri_of(filesystem: Any, root: str) -> str:

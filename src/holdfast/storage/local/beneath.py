@@ -1,10 +1,10 @@
-"""The one door to what lies below a directory that the user gave: it never leads out of it.
+"""The only way to files below a directory that the user gave: it never leads out of that directory.
 
 A checkpoint, a run or a folder of somebody else may hold symbolic links that lead anywhere. No link below the top is
-followed, by any operation; links in the path *to* the top are the user's own and are. The kernel sees to it in one
-call where it has `openat2` (Linux 5.6); else directories are opened one by one, each relative to the one before.
-Whatever changes the disk then names a file relative to an open directory (`Inside`), so that a link that is put in
-the way a moment later changes nothing either.
+followed, by any operation; links in the path *to* the top are the user's own and are followed. Where the kernel
+has `openat2` (Linux 5.6), one call checks that; else directories are opened in turn, each relative to its parent.
+Calls that change the disk then name a file relative to an open directory (`Inside`), so that a link that is put in the
+way a moment later changes nothing either.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["Beneath", "Inside", "OpenDirectory"]
 
 _PATH = getattr(os, "O_PATH", 0)
 _SEARCH = _PATH | os.O_DIRECTORY
-_OPENAT2 = 437  # the same number everywhere but on alpha and mips
+_OPENAT2 = 437  # the same number on all machines but alpha and mips
 _MACHINES = ("x86_64", "aarch64", "arm64", "riscv64", "ppc64le", "s390x", "loongarch64")
 _RESOLVE = 0x02 | 0x04  # RESOLVE_NO_MAGICLINKS | RESOLVE_NO_SYMLINKS; there is no ".." in the paths that come here
 _AT_FDCWD = -100
 _PATH_MAX = 4096
-# What a path above the top that was changed since it was resolved may look like.
+# Errors of a path whose directories above the top were changed since it was resolved.
 _MOVED = (errno.ELOOP, errno.ENOENT, errno.ENOTDIR)
 
 
@@ -43,7 +43,7 @@ class Inside(str):
     Attributes:
         dir_fd: the directory.
         name: of the entry.
-        is_open: it is that very directory, and ``dir_fd`` may be read and synced.
+        is_open: the entry is the open directory itself, and ``dir_fd`` may be read and synced.
     """
 
     __slots__ = ("dir_fd", "is_open", "name")
@@ -55,9 +55,9 @@ class Inside(str):
     @classmethod
     def of(cls, path: str, dir_fd: int, name: str, *, is_open: bool = False) -> Inside:
         """Name the entry ``name`` of an open directory."""
-        one = cls(path)
-        one.dir_fd, one.name, one.is_open = dir_fd, name, is_open
-        return one
+        entry = cls(path)
+        entry.dir_fd, entry.name, entry.is_open = dir_fd, name, is_open
+        return entry
 
 
 class OpenDirectory:
@@ -78,18 +78,18 @@ class OpenDirectory:
         return Inside.of(self.path, self.fd, ".", is_open=self._is_readable)
 
     def lstat(self, name: str) -> os.stat_result | None:
-        """Describe an entry, a link as a link; None if there is none."""
+        """Describe an entry, a link as a link; None if there is no such entry."""
         try:
             return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
             return None
 
     def dup(self) -> OpenDirectory:
-        """Return the same directory, to be closed apart from this one."""
+        """Return the same directory, which is closed by itself."""
         return OpenDirectory(self.path, os.dup(self.fd), is_readable=self._is_readable)
 
     def close(self) -> None:
-        """Close it; idempotent."""
+        """Close the descriptor; idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -122,7 +122,7 @@ class Beneath:
         return f"{self.top.rstrip('/')}/{inside}" if inside else self.top
 
     def open(self, inside: str, flags: int) -> int:
-        """Open something that exists.
+        """Open a file or directory that exists; return the descriptor.
 
         Raises:
             OSError: ELOOP if a part of the path below the top is a link.
@@ -140,12 +140,12 @@ class Beneath:
         else:
             now = os.path.realpath(self.top)
         self._real = None
-        found = _open(now, inside, flags)
+        fd = _open(now, inside, flags)
         self._real = now
-        return found
+        return fd
 
     def stat(self, inside: str) -> os.stat_result:
-        """Describe something.
+        """Describe a file or directory.
 
         Raises:
             OSError: as `open`.
@@ -157,7 +157,7 @@ class Beneath:
             os.close(fd)
 
     def folder(self, inside: str) -> OpenDirectory:
-        """Open a directory to name files in it; one that may be passed but not read, too."""
+        """Open a directory to name files in it, also a directory with the right to pass but not to read."""
         try:
             return self.listed(inside)
         except PermissionError:
@@ -169,15 +169,15 @@ class Beneath:
 
 
 def _by_parts(top: str, inside: str, flags: int) -> int:
-    """Open directory after directory, without `openat2`."""
-    if len(os.fsencode(top)) + len(os.fsencode(inside)) + 1 >= _PATH_MAX:  # as the kernel has it
+    """Open a path part by part, without `openat2`."""
+    if len(os.fsencode(top)) + len(os.fsencode(inside)) + 1 >= _PATH_MAX:  # the limit of the kernel
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), f"{top}/{inside}")
     fd = os.open(top, (_SEARCH if inside else flags) | os.O_CLOEXEC)
     parts = inside.split("/") if inside else []
     for number, part in enumerate(parts):
         wanted = (flags if number == len(parts) - 1 else _SEARCH) | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            found = os.open(part, wanted, dir_fd=fd)
+            next_fd = os.open(part, wanted, dir_fd=fd)
         except NotADirectoryError:
             # With O_DIRECTORY a link is "no directory" too.
             if stat_module.S_ISLNK(os.stat(part, dir_fd=fd, follow_symlinks=False).st_mode):
@@ -185,7 +185,7 @@ def _by_parts(top: str, inside: str, flags: int) -> int:
             raise
         finally:
             os.close(fd)
-        fd = found
+        fd = next_fd
     if flags & _PATH and stat_module.S_ISLNK(os.fstat(fd).st_mode):  # such an open takes the link itself
         os.close(fd)
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), f"{top}/{inside}")
@@ -231,7 +231,7 @@ _way: Callable[[str, str, int], int] | None = None
 
 
 def _open(top: str, inside: str, flags: int) -> int:
-    global _way  # found out once, when it is first needed
+    global _way  # chosen once, when it is first needed
     if _way is None:
         _way = _by_kernel() or _by_parts
     return _way(top, inside, flags)

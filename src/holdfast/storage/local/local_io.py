@@ -17,7 +17,7 @@ from .ops import Ops, errors_of
 __all__ = ["GiveName", "LocalReader", "LocalReplacingWriter", "LocalWriter", "write_all"]
 
 GiveName = Callable[[OpenDirectory, Inside, bool, "str | None"], object]
-"""Lets a temporary file (2) of a directory (1) take its name: if there is none (3), if the file there matches (4)."""
+"""Gives a temporary file (2) of a directory (1) its name: only if the name is free (3), only over this etag (4)."""
 
 # Read-ahead pays for files that are read in long runs; small ones are read whole anyway.
 _READ_AHEAD_FROM = 1 << 20
@@ -95,7 +95,7 @@ class LocalWriter(FileWriter):
         self._offset += len(view)
 
     def _write_direct(self, view: memoryview) -> int:
-        """Write the longest aligned head of ``view`` past the page cache; return how many bytes that were."""
+        """Write the longest aligned head of ``view`` past the page cache; return the number of bytes."""
         end = len(view) // BLOCK * BLOCK
         if end == 0 or address_of(view) % BLOCK or not self._set_direct(on=True):
             return 0
@@ -107,7 +107,7 @@ class LocalWriter(FileWriter):
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                # Some file systems accept the flag and refuse the write (alignment of their own).
+                # Some file systems accept the flag and refuse the write (they want another alignment).
                 self._refused = True
                 return done
             if written <= 0:
@@ -116,7 +116,7 @@ class LocalWriter(FileWriter):
         return done
 
     def _set_direct(self, *, on: bool) -> bool:
-        """Switch O_DIRECT if it is not as wanted; False if the file system has none."""
+        """Switch O_DIRECT if it is not as wanted; False if the file system does not have it."""
         if on and self._refused:
             return False
         if on != self._direct:
@@ -164,7 +164,7 @@ class LocalWriter(FileWriter):
         with contextlib.suppress(OSError):
             if fd >= 0:
                 self._ops.close(fd)
-        # What cannot be removed now is no part of any manifest, so the next sweep of the directory takes it.
+        # A file that cannot be removed now is in no manifest, so the next sweep of the directory takes it.
         with contextlib.suppress(OSError):
             try:
                 self._ops.unlink(self._path)
@@ -174,13 +174,13 @@ class LocalWriter(FileWriter):
 
 
 class LocalReplacingWriter(LocalWriter, ReplacingWriter):
-    """Writes a file under a temporary name, and lets it take the place of another one in one step.
+    """Writes a file under a temporary name, and lets it take its final name in one step.
 
     The file stays open and locked until then: whoever sweeps temporary files takes those of dead writers only.
 
     Args:
         ops, folder, name, size, fd, on_abort: of the temporary file, as for `LocalWriter`; ``fd`` is locked.
-        target: name that it takes at last.
+        target: its final name.
         give_name: the last step.
     """
 
@@ -216,7 +216,7 @@ class LocalReplacingWriter(LocalWriter, ReplacingWriter):
         self._folder.close()
 
     def close(self) -> None:
-        """Let it take the place of whatever is there, unless it has; idempotent."""
+        """Let the file take its name, whatever has it, unless that was done; idempotent."""
         try:
             self.publish()
         except BaseException:
@@ -244,7 +244,7 @@ class LocalReader(FileReader):
                 os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_WILLNEED)
 
     def _has(self, offset: int) -> bool:
-        """Whether a byte is in the page cache: asking costs 2 us, a hint for 8 MiB that are there 200 us."""
+        """Tell whether a byte is in the page cache: asking costs 2 us, a hint for 8 MiB that are in it 200 us."""
         if not _NOWAIT:
             return False
         try:

@@ -54,7 +54,7 @@ _NO_MOVE = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EBUSY, errno.EROFS)
 
 
 class LocalStorage(Storage):
-    """Files below ``root``; the directory is made when something is first written.
+    """Files below ``root``; the directory is made at the first write.
 
     ``if_match`` is safe among processes that use it (the directory is locked while the etag is compared and the file
     replaced); a `put` without conditions does not take the lock. Etags are built from time, size and inode.
@@ -95,10 +95,10 @@ class LocalStorage(Storage):
             return self._in_directory(inside, once)
 
     def swap(self, path: str, data: bytes, *, if_match: str) -> str:
-        """Replace a small file as `put` does, without waiting for the disk: for what means nothing after a power cut.
+        """Replace a small file as `put` does, without waiting for the disk: for content that a power cut may lose.
 
         Raises:
-            StorageConflictError: it is gone or its etag is not ``if_match``.
+            StorageConflictError: the file is gone or its etag is not ``if_match``.
         """
         inside, name = self._split(path)
 
@@ -123,7 +123,7 @@ class LocalStorage(Storage):
         temporary = folder.at(_temporary_name())
         fd = ops.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            # Held while the file is in use: sweepers take only files whose writer is dead.
+            # Locked while the file is in use: a sweep takes only files whose writer is dead.
             tree.lock_quietly(fd)
             write_all(ops, fd, view, 0)
             if durable:
@@ -244,27 +244,27 @@ class LocalStorage(Storage):
         full = self._full(path)
         with errors_of("read", full):
             try:
-                # O_NONBLOCK: a FIFO put here by somebody must not hang a resume.
+                # O_NONBLOCK: a FIFO of this name must not hang a resume.
                 fd = self._door.open(self._below(path), os.O_RDONLY | os.O_NONBLOCK)
             except NotADirectoryError as error:
                 raise _not_found(full) from error
-        found = os.fstat(fd)
-        if not stat_module.S_ISREG(found.st_mode):
+        about = os.fstat(fd)
+        if not stat_module.S_ISREG(about.st_mode):
             os.close(fd)
             raise _not_found(full)
-        return LocalReader(full, fd=fd, size=found.st_size)
+        return LocalReader(full, fd=fd, size=about.st_size)
 
     def stat(self, path: str) -> ObjectInfo:
         """Describe a file; see `Storage.stat`."""
         full = self._full(path)
         with errors_of("read", full):
             try:
-                found = self._door.stat(self._below(path))
+                about = self._door.stat(self._below(path))
             except NotADirectoryError as error:
                 raise _not_found(full) from error
-        if not stat_module.S_ISREG(found.st_mode):
+        if not stat_module.S_ISREG(about.st_mode):
             raise _not_found(full)
-        return ObjectInfo(path=path, size=found.st_size, etag=_etag(found), modified=found.st_mtime)
+        return ObjectInfo(path=path, size=about.st_size, etag=_etag(about), modified=about.st_mtime)
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> Iterator[ObjectInfo]:
         """Iterate over files; symbolic links to directories are left out. See `Storage.list`.
@@ -283,8 +283,8 @@ class LocalStorage(Storage):
                     continue
             with folder:
                 with errors_of("list", folder.path), os.scandir(folder.fd) as entries:
-                    found = list(entries)  # types come without a stat each
-                for entry in found:
+                    children = list(entries)  # types come without a stat each
+                for entry in children:
                     name = entry.name
                     if name.startswith(TEMPORARY):
                         continue
@@ -318,23 +318,23 @@ class LocalStorage(Storage):
         for path in paths:
             inside, name = self._split(path)
             names.setdefault(inside, []).append(name)
-        for inside, its in names.items():
-            with errors_of("delete", self._door.full(f"{inside}/{its[0]}" if inside else its[0])):
+        for inside, files in names.items():
+            with errors_of("delete", self._door.full(f"{inside}/{files[0]}" if inside else files[0])):
                 try:
                     folder = self._door.folder(inside)
                 except OSError as error:
                     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-                        continue  # what lies behind a link is no object of this storage
+                        continue  # a file behind a link is no object of this storage
                     raise
                 with folder:
-                    if not self._unlink_all(folder, its):
-                        # Nor is it pruned: it may be one that a writer has just made for its first file.
+                    if not self._unlink_all(folder, files):
+                        # Not pruned either: a writer may have made the directory just now for its first file.
                         continue
                     self._ops.fsync_dir(folder.here)
                 self._prune(inside)
 
     def _unlink_all(self, folder: OpenDirectory, names: Sequence[str]) -> int:
-        """Remove files of one directory; return how many there were."""
+        """Remove files of one directory; return how many of them existed."""
         num_threads = min(_DELETING_THREADS, len(names) // _DELETED_BY_EACH)
         if num_threads < 2:
             return sum([self._unlink(folder, name) for name in names])
@@ -345,7 +345,7 @@ class LocalStorage(Storage):
             return sum(pool.map(lambda share: sum([self._unlink(folder, name) for name in share]), shares))
 
     def _unlink(self, folder: OpenDirectory, name: str) -> bool:
-        """Remove a file; tell whether there was one."""
+        """Remove a file; tell whether it existed."""
         at = folder.at(name)
         try:
             self._ops.unlink(at)
@@ -353,8 +353,8 @@ class LocalStorage(Storage):
             return False
         except OSError as error:
             # unlink(2) of a directory: EISDIR on Linux, EPERM elsewhere. It holds no object of that name.
-            found = folder.lstat(name)
-            if found is None or not stat_module.S_ISDIR(found.st_mode):
+            about = folder.lstat(name)
+            if about is None or not stat_module.S_ISDIR(about.st_mode):
                 raise translate(error, "delete", at) from error
             return False
         return True
@@ -373,7 +373,7 @@ class LocalStorage(Storage):
                 self._prune(inside)
 
     def make_directories(self, paths: Iterable[str]) -> None:
-        """Make directories that hold nothing; see `Storage.make_directories`. One behind a link is refused."""
+        """Make directories without files; see `Storage.make_directories`. A directory behind a link is refused."""
         for path in paths:
             inside = self._below(check_path(path))
             with errors_of("make the directory", self._door.full(inside)):
@@ -435,12 +435,12 @@ class LocalStorage(Storage):
             self._ops.fsync_dir(folder.here)
 
         with errors_of("take over", source):
-            found = self._ops.lstat(source)
+            about = self._ops.lstat(source)
             here = os.stat(tree.nearest_existing(os.path.dirname(self._full(path)))).st_dev
-            if not stat_module.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_dev != here:
+            if not stat_module.S_ISREG(about.st_mode) or about.st_nlink != 1 or about.st_dev != here:
                 return False
             try:
-                self._fsync(source)  # before it is an object: whoever wrote it need not have cared
+                self._fsync(source)  # before it is an object: its writer need not have done that
                 self._in_directory(inside, once)
             except StorageExistsError:
                 raise
@@ -477,7 +477,7 @@ class LocalStorage(Storage):
                 while above not in folders:
                     folders.add(above)
                     above = above.rpartition("/")[0]
-            for inside in sorted(one for one in folders if len(one) >= len(self._prefix)):
+            for inside in sorted(path for path in folders if len(path) >= len(self._prefix)):
                 with self._door.folder(inside) as folder:
                     self._ops.fsync_dir(folder.here)
 
@@ -501,14 +501,14 @@ class LocalStorage(Storage):
         return Path(self._root)
 
     def describe(self) -> dict[str, Any] | None:
-        """Return the root: all another process needs."""
+        """Return the root, which is all that another process needs."""
         return {"kind": "local", "root": self._root}
 
     def free_bytes(self) -> int | None:
         """Return the bytes an ordinary user can still write on the file system of the root."""
         with errors_of("look at", self._root):
-            found = os.statvfs(tree.nearest_existing(self._root))
-        return found.f_bavail * found.f_frsize
+            about = os.statvfs(tree.nearest_existing(self._root))
+        return about.f_bavail * about.f_frsize
 
     def child(self, path: str) -> LocalStorage:
         """Return the storage of a directory below this one, with the same `Ops`; no link to it is followed either."""
@@ -522,7 +522,7 @@ class LocalStorage(Storage):
         return os.path.join(self._root, check_path(path))
 
     def _below(self, path: str) -> str:
-        """Return a path in this storage as one below the top; "" for the root of this storage."""
+        """Return a path of this storage as a path below the top; "" is the root of this storage."""
         return f"{self._prefix}/{path}" if self._prefix and path else path or self._prefix
 
     def _split(self, path: str) -> tuple[str, str]:
@@ -531,7 +531,7 @@ class LocalStorage(Storage):
         return head, name
 
     def _in_directory(self, inside: str, action: Callable[[OpenDirectory], _T]) -> _T:
-        """Do ``action`` in a directory that exists, again if another process pruned the directory meanwhile."""
+        """Do ``action`` in a directory, made if missing; again if another process pruned the directory meanwhile."""
         for _ in range(_TRIES):
             if inside not in self._ready:
                 tree.make_durable(self._ops, self._door, inside)
@@ -553,9 +553,9 @@ class LocalStorage(Storage):
 
     def _check_match(self, folder: OpenDirectory, name: str, if_match: str) -> None:
         about = folder.lstat(name)
-        found = None if about is None else _etag(about)
-        if found != if_match:
-            state = "it is gone" if found is None else "another process changed it"
+        etag = None if about is None else _etag(about)
+        if etag != if_match:
+            state = "it is gone" if etag is None else "another process changed it"
             raise StorageConflictError(f"cannot replace {folder.at(name)}: {state}; read it again and decide anew")
 
     @staticmethod
@@ -564,7 +564,7 @@ class LocalStorage(Storage):
 
 
 def as_given(storage: Storage) -> Storage:
-    """Return the same storage as one whose directory the user has named: links that lead to it are followed."""
+    """Return the same storage with its root as the top: links in the path to it are followed, as a user's own."""
     if not isinstance(storage, LocalStorage):
         return storage
     clone = copy.copy(storage)
@@ -573,9 +573,9 @@ def as_given(storage: Storage) -> Storage:
 
 
 def door_of(storage: Storage) -> tuple[Beneath, str] | None:
-    """Return the door to a storage on a disk and the storage's place below it; None for one that is on no disk.
+    """Return the door to a storage on a disk and the storage's place below it; None for a storage on no disk.
 
-    For what `Storage` has no operation for: a lock, names without a look at each file.
+    For operations that `Storage` does not have: a lock, names without a look at each file.
     """
     if isinstance(storage, LocalStorage):
         return storage._door, storage._prefix
@@ -587,8 +587,8 @@ def _temporary_name() -> str:
     return f"{TEMPORARY}{os.getpid()}-{os.urandom(6).hex()}"
 
 
-def _etag(found: os.stat_result) -> str:
-    return f"{found.st_mtime_ns}-{found.st_size}-{found.st_ino}"
+def _etag(about: os.stat_result) -> str:
+    return f"{about.st_mtime_ns}-{about.st_size}-{about.st_ino}"
 
 
 def _not_found(full: str) -> StorageNotFoundError:

@@ -26,7 +26,7 @@ __all__ = [
 
 _LOCK_NAME = f"{TEMPORARY}lock"
 _LOCK_S = 5.0
-# In use, on its way of being filled by somebody else, not ours, or no directory: an empty directory harms nobody.
+# Errors of a directory in use, being filled by another process, of another user, or no directory at all: it stays.
 _STAYS = (
     errno.ENOTEMPTY,
     errno.EEXIST,
@@ -48,21 +48,21 @@ def nearest_existing(path: str) -> str:
 def make_durable(ops: Ops, door: Beneath, inside: str) -> None:
     """Make a directory exist, with a durable name in every ancestor, and sweep what dead writers left in it.
 
-    The name of the deepest directory found may not be durable yet: its maker may have died between mkdir and fsync.
-    Everything above it is, because each maker syncs that name before it goes one deeper.
+    The name of the deepest existing directory may not be durable yet: its maker may have died between mkdir and fsync.
+    The names above it are, because each maker syncs that name before it goes one level deeper.
     """
     missing: list[str] = []
-    found = inside
-    while found:
+    existing = inside
+    while existing:
         try:
-            door.folder(found).close()
+            door.folder(existing).close()
         except FileNotFoundError:
-            missing.append(found)
-            found = found.rpartition("/")[0]
+            missing.append(existing)
+            existing = existing.rpartition("/")[0]
         else:
             break
-    if found:
-        with door.folder(found.rpartition("/")[0]) as above:
+    if existing:
+        with door.folder(existing.rpartition("/")[0]) as above:
             _sync_quietly(ops, above.here)
     else:
         _make_top(ops, door.top)
@@ -79,12 +79,12 @@ def make_durable(ops: Ops, door: Beneath, inside: str) -> None:
 
 
 def _make_top(ops: Ops, top: str) -> None:
-    """Do the same for the directory that the user gave, and those above it: links in this path are the user's own."""
-    missing, found = [], top
-    while not os.path.isdir(found) and os.path.dirname(found) != found:
-        missing.append(found)
-        found = os.path.dirname(found)
-    _sync_quietly(ops, os.path.dirname(found))
+    """Make the directory that the user gave, with those above it, durably: links in this path are the user's own."""
+    missing, existing = [], top
+    while not os.path.isdir(existing) and os.path.dirname(existing) != existing:
+        missing.append(existing)
+        existing = os.path.dirname(existing)
+    _sync_quietly(ops, os.path.dirname(existing))
     for path in reversed(missing):
         try:
             ops.mkdir(path)
@@ -96,7 +96,7 @@ def _make_top(ops: Ops, top: str) -> None:
 
 
 def _sync_quietly(ops: Ops, directory: str) -> None:
-    # The place above may be one that this user can pass but not read: then its names are not ours to sync.
+    # This user may have the right to pass the parent but not to read it: then its names cannot be synced.
     with contextlib.suppress(PermissionError):
         ops.fsync_dir(directory)
 
@@ -112,8 +112,7 @@ def sweep(ops: Ops, door: Beneath, inside: str) -> None:
             if not name.startswith(TEMPORARY) or name == _LOCK_NAME:
                 continue
             with contextlib.suppress(OSError):
-                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-                fd = os.open(name, flags, dir_fd=folder.fd)
+                fd = _open_to_lock(name, folder.fd)
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     ops.unlink(folder.at(name))
@@ -121,8 +120,17 @@ def sweep(ops: Ops, door: Beneath, inside: str) -> None:
                     os.close(fd)
 
 
+def _open_to_lock(name: str, dir_fd: int) -> int:
+    """Open a file to lock it: for writing, since NFS locks only that exclusively; for reading where that is refused."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        return os.open(name, os.O_RDWR | flags, dir_fd=dir_fd)
+    except PermissionError:
+        return os.open(name, os.O_RDONLY | flags, dir_fd=dir_fd)
+
+
 def lock_quietly(fd: int) -> None:
-    """Lock a file of our own; file systems without locks do without (there nothing is swept either)."""
+    """Lock a file of our own, where the file system has locks; where it has none, nothing is swept either."""
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -138,7 +146,7 @@ def lock_new(folder: OpenDirectory, name: str, fd: int) -> None:
     except OSError as error:
         if error.errno == errno.EWOULDBLOCK:
             raise FileNotFoundError(errno.ENOENT, "swept by another process", name) from error
-        return  # locks are not to be had here, and so nothing is swept either
+        return  # no locks here, and so nothing is swept either
     about = folder.lstat(name)
     if about is None or not os.path.samestat(about, os.fstat(fd)):
         raise FileNotFoundError(errno.ENOENT, "swept by another process", name)
@@ -175,7 +183,7 @@ def locked(directory: str | OpenDirectory) -> Iterator[None]:
 
 
 def _lock(fd: int) -> None:
-    """Lock a file that nobody holds for long; a holder that was stopped in the middle is not waited for for ever."""
+    """Lock a file that nobody holds for long; the wait for a holder that was stopped ends after `_LOCK_S`."""
     until = time.monotonic() + _LOCK_S
     while True:
         try:
@@ -187,13 +195,13 @@ def _lock(fd: int) -> None:
 
 
 def remove_if_empty(ops: Ops, door: Beneath, inside: str) -> bool:
-    """Remove a directory that holds nothing but dead temporary files; tell whether it is gone."""
+    """Remove a directory that is empty but for dead temporary files; tell whether it is gone."""
     try:
         with door.listed(inside) as folder:
             names = []
-            with os.scandir(folder.fd) as found:
-                for entry in found:
-                    # Stops at the first thing worth keeping: a run directory may have 10 000 children.
+            with os.scandir(folder.fd) as entries:
+                for entry in entries:
+                    # Stops at the first entry worth keeping: a run directory may have 10 000 children.
                     if not entry.name.startswith(TEMPORARY):
                         return False
                     names.append(entry.name)
@@ -226,8 +234,8 @@ class _Level:
             folder = door.listed(inside)
         except (FileNotFoundError, NotADirectoryError):
             return
-        with folder, os.scandir(folder.fd) as found:
-            self.rest = sorted(((one.name, one.is_dir(follow_symlinks=False)) for one in found), reverse=True)
+        with folder, os.scandir(folder.fd) as entries:
+            self.rest = sorted(((entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries), reverse=True)
 
     def opened(self) -> OpenDirectory:
         if self.folder is None:
@@ -243,7 +251,7 @@ class _Level:
 def remove_below(ops: Ops, door: Beneath, inside: str, *, forget: Callable[[str], None]) -> None:
     """Remove everything in a directory, deepest first, following no link; the directory itself stays.
 
-    One directory is open at a time, however deep they go.
+    A single directory is open at a time, however deep the tree is.
     """
     levels = [_Level(door, inside)]
     try:

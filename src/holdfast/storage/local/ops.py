@@ -1,7 +1,7 @@
 """The system calls that change a local disk: the seam at which tests count, fail, crash and record them.
 
-`Ops` does what `os` does and raises what `os` raises; translation of errors is the business of `errors_of`, here
-too, so that each errno has its message in one place.
+`Ops` does what `os` does and raises what `os` raises; `errors_of`, here too, translates errors, so that each errno has
+its message in one place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def _at(path: str) -> tuple[str, int | None]:
-    """Return a path as `os` wants it, with the directory it is relative to."""
+    """Return a path as `os` takes it, with the directory that it is relative to."""
     return (path.name, path.dir_fd) if isinstance(path, Inside) else (path, None)
 
 
@@ -38,15 +38,15 @@ def _sync(fd: int) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        # Some network and FUSE file systems have no fsync for directories: entries are theirs to keep.
+        # Some network and FUSE file systems have no fsync for directories: they keep entries by themselves.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             raise
 
 
 class Ops:
-    """Thin calls into the operating system; subclass to watch or to break them.
+    """Thin calls into the operating system; tests subclass it to watch or to break them.
 
-    A path is absolute. That of a storage's own file is an `Inside` too: the call goes by its open directory then.
+    A path is absolute. The path of a storage's own file is an `Inside`: the call then goes by its open directory.
     """
 
     def open(self, path: str, flags: int) -> int:
@@ -55,11 +55,11 @@ class Ops:
         return os.open(name, flags | os.O_CLOEXEC | (0 if dir_fd is None else os.O_NOFOLLOW), 0o666, dir_fd=dir_fd)
 
     def close(self, fd: int) -> None:
-        """Close what `open` gave."""
+        """Close a descriptor that `open` returned."""
         os.close(fd)
 
     def set_direct(self, fd: int, *, on: bool) -> None:
-        """Switch O_DIRECT; changes nothing on the disk. EINVAL where the file system has none."""
+        """Switch O_DIRECT; changes nothing on the disk. EINVAL where the file system does not have it."""
         if not _O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)

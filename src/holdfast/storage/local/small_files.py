@@ -1,4 +1,4 @@
-"""Many small files of a local disk at once: few system calls for each, and one wait for the disk for all."""
+"""Write many small files to a local disk: few system calls for each, and one wait for the disk for all."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .ops import Ops, errors_of
 __all__ = ["LocalBatch", "flush_whole", "flushes_whole"]
 
 _TRIES = 20
-# From so many files on one flush of the whole file system, in which other people's bytes are too, costs less than an
-# fsync for each.
+# From this many files on, one flush of the whole file system, bytes of others included, costs less than an fsync for
+# each file.
 _MANY = 64
 _SINCE = (5, 8)
 _LONG_IS_TYPE = ("x86_64", "aarch64", "riscv64", "ppc64le")
@@ -28,10 +28,10 @@ _KNOWN = frozenset((0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994))
 
 
 class LocalBatch(FileBatch):
-    """Writes files under their final names, below one directory that nobody follows links in.
+    """Writes files under their final names, below one directory; no link in it is followed.
 
-    The bytes are made durable either file by file, or for `_MANY` files by syncfs(2), where `flushes_whole` says that
-    it can be relied on. Names of files and of directories are durable at the end only.
+    The bytes are made durable either file by file, or for `_MANY` files by syncfs(2), where `flushes_whole` says
+    that it works. Names of files and of directories are durable at the end only.
     """
 
     def __init__(self, ops: Ops, door: Beneath, prefix: str, ready: set[str], num_files: int) -> None:
@@ -81,7 +81,7 @@ class LocalBatch(FileBatch):
             return self._ops.open(folder.at(name), flags), folder
 
     def _enter(self, inside: str) -> OpenDirectory:
-        """Open a directory, made if need be; the one that was used last stays open."""
+        """Open a directory, made if need be; the directory that was used last stays open."""
         if self._folder is not None and self._inside == inside:
             return self._folder
         self._leave()
@@ -106,13 +106,13 @@ class LocalBatch(FileBatch):
             self._folder = None
 
     def close(self) -> None:
-        """Make all of it durable."""
+        """Make all files and their names durable."""
         self._leave()
         try:
             with errors_of("write", self._door.full(self._prefix)):
                 if self._whole is not None and any(self._touched.values()):
                     self._ops.syncfs(self._whole.here, self._whole.fd)
-                for inside in [one for one, is_reached in self._touched.items() if not is_reached]:
+                for inside in [path for path, is_reached in self._touched.items() if not is_reached]:
                     with self._door.folder(inside) as folder:
                         self._ops.fsync_dir(folder.here)
             self._ready.update(self._touched)
@@ -129,45 +129,45 @@ class LocalBatch(FileBatch):
 
 
 def flush_whole(ops: Ops, door: Beneath, inside: str, directories: Collection[str], num_files: int) -> bool:
-    """Make so many files durable by one call; False if it is not to be done here, or for so few.
+    """Make many files durable by one call; False where that does not work, or for too few files.
 
     Args:
         ops: the calls.
         door: of the storage.
         inside: its root.
-        directories: that the files are in.
+        directories: those that hold the files.
         num_files: how many.
     """
     if num_files < _MANY:
         return False
     with door.listed(inside) as folder:
         here = _device(folder.fd)
-        if not flushes_whole(folder.fd) or any(door.stat(one).st_dev != here for one in directories):
+        if not flushes_whole(folder.fd) or any(door.stat(directory).st_dev != here for directory in directories):
             return False
         ops.syncfs(folder.here, folder.fd)
     return True
 
 
 def _device(fd: int) -> int:
-    """Tell file systems apart: another one may be mounted below the root, which a flush does not reach."""
+    """Return the number of the file system: another may be mounted below the root, which a flush does not reach."""
     return os.fstat(fd).st_dev
 
 
 def flushes_whole(fd: int) -> bool:
-    """Tell whether syncfs(2) makes everything durable here, and tells when it could not.
+    """Tell whether syncfs(2) makes everything durable here, and reports when it could not.
 
     Before Linux 5.8 it returned success whatever the disk said; network and FUSE file systems need not pass it on. So
-    it is relied on for local file systems that are known, and by newer kernels alone.
+    the answer is True only for known local file systems on newer kernels.
     """
     if not sys.platform.startswith("linux") or platform.machine() not in _LONG_IS_TYPE:
         return False
     version = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
     if version < _SINCE:
         return False
-    found = (ctypes.c_long * 32)()  # struct statfs, f_type first
+    about = (ctypes.c_long * 32)()  # struct statfs, f_type first
     try:
-        if ctypes.CDLL(None).fstatfs(fd, found) != 0:
+        if ctypes.CDLL(None).fstatfs(fd, about) != 0:
             return False
     except (OSError, AttributeError):
         return False
-    return (found[0] & 0xFFFFFFFF) in _KNOWN
+    return (about[0] & 0xFFFFFFFF) in _KNOWN

@@ -1,4 +1,4 @@
-"""Requests that are made again when their connection or answer broke off: bounded, with growing, random pauses."""
+"""Repeat requests whose connection or answer broke off: a bounded number of times, with growing, random pauses."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class ShortAnswerError(StorageError):
 
 
 def again_if_broken(action: Callable[[], _T], *, after: Callable[[Exception, bool], _T | None] | None = None) -> _T:
-    """Repeat a request whose connection or answer broke off; what the client can repeat safely it repeats itself.
+    """Repeat a request whose connection or answer broke off; the client itself repeats what it can repeat safely.
 
-    Pauses grow and are random, so that many workers do not come back in step.
+    Pauses grow and are random, so that many workers do not ask again at the same moment.
 
     Args:
         action: the request; it must be safe to repeat.
@@ -42,21 +42,21 @@ def again_if_broken(action: Callable[[], _T], *, after: Callable[[Exception, boo
         try:
             return action()
         except Exception as error:
-            # One that took the client its whole deadline is not begun anew.
+            # A request on which the client spent its whole deadline is not repeated.
             if not is_broken(error) or attempt == _TRIES - 1 or time.monotonic() - begin > _AGAIN_S:
-                found = None if after is None else after(error, attempt > 0)
-                if found is None:
+                result = None if after is None else after(error, attempt > 0)
+                if result is None:
                     raise
-                return found
+                return result
         time.sleep(random.uniform(0, min(_LONGEST_S, _PAUSE_S * 2**attempt)))
     raise AssertionError("not reached")
 
 
 def is_broken(error: Exception) -> bool:
-    """Tell whether a connection broke before the whole answer was there, and the client left it at that."""
+    """Tell whether a connection broke before the whole answer was there, and the client did not ask again."""
     if isinstance(error, ShortAnswerError):
         return True
     if type(error).__name__ != "GenericError" or status_of(error) is not None or has_no_tls(error):
         return False
-    # The client never repeats for a body that breaks off; what it did repeat for, it has given up.
+    # The client never repeats for a body that breaks off; where it did repeat, it has given up.
     return "response body error" in str(error) or not was_retried(error)

@@ -1,4 +1,4 @@
-"""Ranges of an object that are asked for before they are wanted: many small reads in order, few slow answers."""
+"""Read ranges of an object before they are wanted: for many small reads in order and slow answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 __all__ = ["Ahead"]
 
 _PIECE = 8 << 20
-_MAX_BYTES = 96 << 20  # of one object; what is asked for beyond is read when it is wanted
+_MAX_BYTES = 96 << 20  # of one object; further ranges are read when they are wanted
 
 
 @dataclass(slots=True)
@@ -19,16 +19,16 @@ class _Piece:
     buffer: bytearray
     size: int
     arrived: Future[None]
-    left: int  # bytes that nobody has taken
+    left: int  # bytes that no reader has taken
     users: int = 0  # threads that wait for it or copy from it
 
 
 class Ahead:
-    """Reads ahead in the order of the hints; one for each reader.
+    """Reads ahead in the order of the hints; each reader has its own.
 
     Args:
         read: fills a view from an offset on.
-        pool: threads that do it.
+        pool: returns the threads that read.
     """
 
     def __init__(self, read: Callable[[int, memoryview], None], pool: Callable[[], ThreadPoolExecutor]) -> None:
@@ -49,7 +49,7 @@ class Ahead:
                 self._pieces.append(_Piece(start, buffer, length, arrived, length))
 
     def take(self, offset: int, target: memoryview) -> int:
-        """Fill the head of ``target`` with what was asked for; return how many bytes that are."""
+        """Fill the head of ``target`` with bytes read ahead; return their number."""
         done = 0
         while done < len(target):
             piece = self._enter(offset + done)
@@ -58,7 +58,7 @@ class Ahead:
             length = 0
             try:
                 if piece.arrived.exception() is not None:
-                    break  # whoever wants it reads it anew, and gets the error
+                    break  # the caller reads the range anew, and gets the error
                 first = offset + done - piece.start
                 length = min(piece.size - first, len(target) - done)
                 target[done : done + length] = memoryview(piece.buffer)[first : first + length]
@@ -68,7 +68,7 @@ class Ahead:
         return done
 
     def close(self) -> None:
-        """Forget everything; what is still on its way ends by itself."""
+        """Drop all ranges; requests under way end by themselves."""
         with self._lock:
             for piece in self._pieces:
                 piece.arrived.cancel()
@@ -76,7 +76,7 @@ class Ahead:
 
     def _enter(self, offset: int) -> _Piece | None:
         with self._lock:
-            piece = next((one for one in self._pieces if one.start <= offset < one.start + one.size), None)
+            piece = next((held for held in self._pieces if held.start <= offset < held.start + held.size), None)
             if piece is not None:
                 piece.users += 1
             return piece

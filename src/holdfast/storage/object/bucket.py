@@ -1,4 +1,4 @@
-"""Where an object storage is: from a URI, options and the environment to a bucket, its settings and its credentials.
+"""Find a bucket, its settings and its credentials from a URI, options and the environment.
 
 Settings and credentials are kept apart from the first moment: settings describe the storage to other processes and may
 be written down, credentials go over the socket to the writer and nowhere else. The environment is read here, once, so
@@ -132,7 +132,7 @@ class BucketConfig:
     extra: str
 
     def __repr__(self) -> str:
-        return f"Place({self.scheme}://{self.netloc}/{self.prefix})"  # never the secrets
+        return f"BucketConfig({self.scheme}://{self.netloc}/{self.prefix})"  # never the secrets
 
 
 def split_settings(uri: str) -> tuple[str, dict[str, str]]:
@@ -141,7 +141,7 @@ def split_settings(uri: str) -> tuple[str, dict[str, str]]:
     A "?" that no known setting follows is part of the path, as it is of a key.
 
     Raises:
-        ConfigError: beside a known setting there is one that is not known.
+        ConfigError: an unknown setting stands beside a known one.
 
     Example:
         >>> split_settings("s3://bucket/runs?endpoint_override=localhost:9000&scheme=http")
@@ -165,10 +165,10 @@ def split_settings(uri: str) -> tuple[str, dict[str, str]]:
 
 
 def find_place(uri: str, options: Mapping[str, object], secrets: Mapping[str, str]) -> BucketConfig:
-    """Read a URI, what was given with it, and the environment for what was not.
+    """Read a URI, the options given with it, and the environment for other options.
 
     Raises:
-        ConfigError: the URI is malformed or something that is needed is neither given nor in the environment.
+        ConfigError: the URI is malformed, or a needed setting is neither given nor in the environment.
     """
     scheme, _, rest = uri.partition("://")
     netloc, _, prefix = rest.partition("/")
@@ -181,15 +181,15 @@ def find_place(uri: str, options: Mapping[str, object], secrets: Mapping[str, st
         )
     given = {name: _text(value) for name, value in {**options, **secrets}.items() if value is not None}
     kind, find = _FINDERS[scheme]
-    store, bucket, found = find(netloc, given)
+    store, bucket, settings = find(netloc, given)
     return BucketConfig(
         store=store,
         scheme=kind,
         netloc=netloc,
         bucket=bucket,
         prefix=prefix.strip("/"),
-        options={name: value for name, value in sorted(found.items()) if name not in SECRETS},
-        secrets={name: value for name, value in sorted(found.items()) if name in SECRETS},
+        options={name: value for name, value in sorted(settings.items()) if name not in SECRETS},
+        secrets={name: value for name, value in sorted(settings.items()) if name in SECRETS},
         extra={"S3Store": "s3", "GCSStore": "gcs", "AzureStore": "azure"}[store],
     )
 
@@ -218,28 +218,28 @@ def _shown(uri: str) -> str:
 
 
 def _with_environment(given: dict[str, str], table: _Table) -> dict[str, str]:
-    found = dict(given)
-    # Half of a key pair from here and half from there would be a riddle: given credentials keep the environment's out.
+    settings = dict(given)
+    # Given credentials exclude those of the environment: half a key pair from each would not work.
     secrets_given = SECRETS.intersection(given)
     for option, names in table.items():
-        if option not in found and not (option in SECRETS and secrets_given):
+        if option not in settings and not (option in SECRETS and secrets_given):
             value = next((os.environ[name] for name in names if os.environ.get(name)), None)
             if value is not None:
-                found[option] = value
-    return found
+                settings[option] = value
+    return settings
 
 
 def _find_s3(netloc: str, given: dict[str, str]) -> tuple[str, str, dict[str, str]]:
     if "@" in netloc:
         raise ConfigError(f"bucket {netloc!r}: give a bucket name without '@'; credentials belong into the environment")
-    found = _with_environment(given, _S3)
+    settings = _with_environment(given, _S3)
     # In the order of the AWS tools: keys, then the web identity of a pod, then files. Roles are left to the client.
-    identity = os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE") and "profile" not in found
-    if "access_key_id" not in found and "skip_signature" not in found and not identity:
-        found = {**_from_profile(found.get("profile", "default")), **found}
-    found.pop("profile", None)
-    found.setdefault("region", "us-east-1")
-    return "S3Store", netloc, found
+    identity = os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE") and "profile" not in settings
+    if "access_key_id" not in settings and "skip_signature" not in settings and not identity:
+        settings = {**_from_profile(settings.get("profile", "default")), **settings}
+    settings.pop("profile", None)
+    settings.setdefault("region", "us-east-1")
+    return "S3Store", netloc, settings
 
 
 def _from_profile(profile: str) -> dict[str, str]:
@@ -251,7 +251,7 @@ def _from_profile(profile: str) -> dict[str, str]:
         "region": "region",
         "endpoint_url": "endpoint",
     }
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for variable, default, section in (
         ("AWS_CONFIG_FILE", "~/.aws/config", profile if profile == "default" else f"profile {profile}"),
         ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", profile),
@@ -260,10 +260,10 @@ def _from_profile(profile: str) -> dict[str, str]:
         try:
             parser.read(os.path.expanduser(os.environ.get(variable, default)), encoding="utf-8")
         except (OSError, UnicodeDecodeError, configparser.Error):
-            continue  # what it holds may still come from elsewhere; if not, the first request says what is missing
+            continue  # the keys may still come from elsewhere; if not, the first request says what is missing
         if parser.has_section(section):
-            found |= {names[key]: value for key, value in parser.items(section) if key in names and value}
-    return found
+            settings |= {names[key]: value for key, value in parser.items(section) if key in names and value}
+    return settings
 
 
 def _find_gcs(netloc: str, given: dict[str, str]) -> tuple[str, str, dict[str, str]]:
@@ -276,33 +276,33 @@ def _find_gcs(netloc: str, given: dict[str, str]) -> tuple[str, str, dict[str, s
 
 def _find_azure(netloc: str, given: dict[str, str]) -> tuple[str, str, dict[str, str]]:
     container, _, host = netloc.partition("@")
-    found = _with_environment(given, _AZURE)
+    settings = _with_environment(given, _AZURE)
     if host:
-        found["account_name"] = host.partition(".")[0]
-    if "account_name" not in found and found.get("use_emulator") != "true":
+        settings["account_name"] = host.partition(".")[0]
+    if "account_name" not in settings and settings.get("use_emulator") != "true":
         raise ConfigError(
             f"container {container!r}: the storage account is not known: set AZURE_STORAGE_ACCOUNT_NAME, or write "
             f"abfs://{container}@ACCOUNT.dfs.core.windows.net/prefix"
         )
-    return "AzureStore", container, found
+    return "AzureStore", container, settings
 
 
 def _find_oci(netloc: str, given: dict[str, str]) -> tuple[str, str, dict[str, str]]:
     bucket, _, namespace = netloc.partition("@")
-    found = _with_environment(given, _OCI)
-    namespace = namespace or found.pop("namespace", "")
-    region = found.get("region", "")
-    if "endpoint" not in found:
+    settings = _with_environment(given, _OCI)
+    namespace = namespace or settings.pop("namespace", "")
+    region = settings.get("region", "")
+    if "endpoint" not in settings:
         missing = [name for name, value in (("OCI_NAMESPACE", namespace), ("OCI_REGION", region)) if not value]
         if missing:
             raise ConfigError(
                 f"oci://{netloc}: {' and '.join(missing)} not set: the S3-compatible endpoint of Oracle is "
                 "https://NAMESPACE.compat.objectstorage.REGION.oraclecloud.com"
             )
-        found["endpoint"] = f"https://{namespace}.compat.objectstorage.{region}.oraclecloud.com"
-    found.pop("namespace", None)
-    found.setdefault("region", "us-east-1")
-    return "S3Store", bucket, found
+        settings["endpoint"] = f"https://{namespace}.compat.objectstorage.{region}.oraclecloud.com"
+    settings.pop("namespace", None)
+    settings.setdefault("region", "us-east-1")
+    return "S3Store", bucket, settings
 
 
 _Finder = Callable[[str, dict[str, str]], tuple[str, str, dict[str, str]]]

@@ -21,7 +21,7 @@ _first_pid: list[int] = []
 
 
 class BucketClient:
-    """One bucket as a storage and what reads and writes for it see it; shared by all handles of it.
+    """A bucket, for a storage and its readers and writers; shared by all handles of the bucket.
 
     Args:
         place: which bucket, with which settings and credentials.
@@ -30,8 +30,8 @@ class BucketClient:
     Attributes:
         place: as given.
         uri: scheme and bucket.
-        tag_name: what conditional writes compare: "version" or "e_tag".
-        num_parallel: requests worth having under way at once: they wait for the line, not for a core.
+        tag_name: field that conditional writes compare: "version" or "e_tag".
+        num_parallel: requests worth having under way at once: they wait for the network, not for a core.
     """
 
     num_parallel = 16
@@ -48,14 +48,14 @@ class BucketClient:
         """The module obstore.
 
         Raises:
-            StorageError: this process was forked from one that has used it.
+            StorageError: this process was forked from a process that has used obstore.
         """
         if not _first_pid:
             _first_pid.append(os.getpid())
         if _first_pid[0] != os.getpid():
             raise StorageError(
                 f"{self.uri} cannot be used in a process forked from one that used an object storage: start workers "
-                "with the 'spawn' or 'forkserver' method, or open the checkpoint before nothing else in the child"
+                "with the 'spawn' or 'forkserver' method, or use object storages in the children alone"
             )
         return require("obstore", extra=self.place.extra, purpose=f"{self.place.scheme}:// locations")
 
@@ -64,7 +64,7 @@ class BucketClient:
         """The store of obstore.
 
         Raises:
-            ConfigError: it refuses the settings.
+            ConfigError: obstore refuses the settings.
         """
         if self._made is None:
             try:
@@ -77,7 +77,7 @@ class BucketClient:
         return self._made
 
     def tag(self, meta: Any) -> str | None:
-        """Return what conditional writes compare of an object."""
+        """Return the tag of an object that conditional writes compare."""
         tag: str | None = meta.get(self.tag_name)
         # Listings of Azure leave out the quotes that belong to an etag.
         quoted = tag is None or self.place.store != "AzureStore" or tag.endswith('"')
@@ -98,7 +98,7 @@ def make_store(place: BucketConfig, limits: Mapping[str, float], *, bulk: bool =
     Args:
         place: which bucket, with which settings and credentials.
         limits: time-outs and tries.
-        bulk: it is for the request that deletes many, of a store of which nobody knows whether it has that.
+        bulk: the client is for the request that deletes many objects, at a store that may not have that request.
     """
     stores = require("obstore.store", extra=place.extra, purpose=f"{place.scheme}:// locations")
     config: dict[str, Any] = {**place.options, **place.secrets}
@@ -107,7 +107,7 @@ def make_store(place: BucketConfig, limits: Mapping[str, float], *, bulk: bool =
     if place.store == "S3Store":
         if endpoint:
             config.setdefault("aws_endpoint_url_s3", endpoint)  # wins over "endpoint", and may be in the environment
-            # Not every store that speaks S3 has the request that deletes many.
+            # Not every store that speaks S3 has the request that deletes many objects.
             config.setdefault("disable_bulk_delete", "false" if bulk else "true")
         if not endpoint.startswith("http://"):
             config.setdefault("unsigned_payload", "true")  # TLS guards the bytes; hashing them again costs a core

@@ -1,8 +1,8 @@
-"""Whether a store keeps the promise of conditional writes, and what became of one whose answer was lost.
+"""Whether a store enforces conditional writes, and whether a write whose answer was lost has succeeded.
 
-Some stores that speak S3 take the headers and ignore them: two writers that create the same object would both hear
-that they have won. Others compare etags without the quotes that belong to them (radosgw up to 16 at least), and refuse
-the right one. That is found out by trying, once for each bucket and process.
+Some stores that speak S3 take the headers and ignore them: two writers that create the same object are both answered
+that they have created it. Others compare etags without the quotes that belong to them (radosgw up to 16 at least), and
+refuse the right etag. A trial write finds that out, once for each bucket and process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .errors import was_retried
 __all__ = ["MARK", "as_condition", "conditions_of", "landed"]
 
 MARK = "holdfastput"
-"""Name of the metadata that says which request wrote an object (Azure allows letters and digits only)."""
+"""Name of the metadata field that says which request wrote an object (Azure allows letters and digits only)."""
 
 _Conditions = Literal["etags", "bare etags", "none"]
 _PROBES = f"{TEMPORARY}probe"
@@ -51,21 +51,21 @@ def conditions_of(client: BucketClient, prefix: str) -> bool:
     """
     key = _key(client)
     with _lock:
-        if (found := _known.get(key)) is not None:
-            return found != "none"
+        if (conditions := _known.get(key)) is not None:
+            return conditions != "none"
         asking = _asking.setdefault(key, threading.Lock())
-    with asking:  # one thread asks, for each store by itself: a slow one holds up nobody else
-        found = _known.get(key)
-        if found is None:
-            found = _known[key] = _try_out(client, prefix)
-            if found == "none":
+    with asking:  # one thread asks each store: a slow store holds up no other
+        conditions = _known.get(key)
+        if conditions is None:
+            conditions = _known[key] = _try_out(client, prefix)
+            if conditions == "none":
                 _LOG.warning(
                     "%s does not enforce conditional writes: Holdfast looks before it writes instead, but two trainers "
                     "that start the same run in the same moment could both take it, and the later commit of two under "
                     "one name wins unnoticed. A single trainer loses nothing.",
                     key[0],
                 )
-        return found != "none"
+        return conditions != "none"
 
 
 def as_condition(client: BucketClient, tag: str) -> str:
@@ -80,19 +80,19 @@ def _key(client: BucketClient) -> tuple[str, str]:
 def _try_out(client: BucketClient, prefix: str) -> _Conditions:
     folder = f"{prefix}/{_PROBES}" if prefix else _PROBES
     left = _left_behind(client, folder)
-    # Credentials may have the right to write without the one to delete: then the same one serves for ever.
+    # Credentials may have the right to write without the right to delete: then the same probe serves every time.
     if left is not None:
-        with suppress(StorageNotFoundError):  # somebody removed it meanwhile
-            if (found := _ask(client, folder, left)) != "none":
-                return found
+        with suppress(StorageNotFoundError):  # another process removed it meanwhile
+            if (conditions := _ask(client, folder, left)) != "none":
+                return conditions
     return _ask(client, folder, f"{folder}/{uuid.uuid4().hex}")
 
 
 def _left_behind(client: BucketClient, folder: str) -> str | None:
-    """Return the probe of a process that could not remove it, None if there is none or nobody may look."""
+    """Return the probe of a process that could not remove it, None if there is none or listing is refused."""
     try:
         pages = again_if_broken(lambda: list(client.obs.list(client.store, folder)))
-    except Exception as error:  # noqa: BLE001 - rights to write without those to list
+    except Exception as error:  # noqa: BLE001 - rights to write without rights to list
         _LOG.debug("%s cannot be listed: %s", folder, type(error).__name__)
         return None
     now = datetime.now(timezone.utc)
@@ -107,7 +107,7 @@ def _ask(client: BucketClient, folder: str, key: str) -> _Conditions:
         except Exception as error:
             if _is_unsupported(error):
                 return "none"
-            # A refusal means that it is there: left behind, or by our own first try, whose answer was lost.
+            # A refusal means that the object exists: left behind, or made by our own first try, whose answer was lost.
             if type(error).__name__ not in _REFUSALS:
                 raise
             made = again_if_broken(lambda: obs.head(store, key))
@@ -119,24 +119,24 @@ def _ask(client: BucketClient, folder: str, key: str) -> _Conditions:
             if refused == [True, True, False]:
                 return "etags"
             if refused == [True, True, True] and name == "e_tag":
-                bare = [_refuses(client, key, {name: one.strip('"')}) for one in (_wrong_tag(client), tag)]
+                bare = [_refuses(client, key, {name: text.strip('"')}) for text in (_wrong_tag(client), tag)]
                 return "bare etags" if bare == [True, False] else "none"
             return "none"
         finally:
             try:
                 again_if_broken(lambda: obs.delete(store, gone))
-            except Exception as error:  # noqa: BLE001 - it stays, and the next process uses it
+            except Exception as error:  # noqa: BLE001 - the probe stays, and the next process uses it
                 _LOG.debug("the probe %s could not be removed: %s", key, type(error).__name__)
 
 
 def _with_old_ones(client: BucketClient, folder: str, key: str) -> list[str]:
     """Return our probe and those of processes that were killed; all ages are by the clock of the store."""
-    found = {}
-    with suppress(Exception):  # rights to write without those to list
+    times = {}
+    with suppress(Exception):  # rights to write without rights to list
         pages = client.obs.list(client.store, folder)
-        found = {meta["path"]: meta["last_modified"] for page in pages for meta in page}
-    now = found.get(key)
-    return [key, *(path for path, time in found.items() if now is not None and now - time > _OLD)]
+        times = {meta["path"]: meta["last_modified"] for page in pages for meta in page}
+    now = times.get(key)
+    return [key, *(path for path, time in times.items() if now is not None and now - time > _OLD)]
 
 
 def _wrong_tag(client: BucketClient) -> str:
@@ -162,15 +162,14 @@ def _is_unsupported(error: Exception) -> bool:
 def landed(client: BucketClient, key: str, mark: str, error: Exception, *, again: bool = False) -> str | None:
     """Return the etag if the object is the one we tried to write in spite of ``error``, None if it is not.
 
-    A request whose answer was lost is sent again by the client, or by us (``again``), and then meets what it wrote
-    itself.
+    A request whose answer was lost is sent again by the client, or by us (``again``), and then meets its own object.
     """
     refused = type(error).__name__ in _REFUSALS
     if (refused and not again and not was_retried(error)) or isinstance(error, (StorageError, ValueError)):
         return None
     try:
-        found = again_if_broken(lambda: client.obs.get(client.store, key, options={"head": True}))
-    except Exception as unread:  # noqa: BLE001 - the first error is what the caller hears of
+        answer = again_if_broken(lambda: client.obs.get(client.store, key, options={"head": True}))
+    except Exception as unread:  # noqa: BLE001 - the caller gets the first error
         _LOG.debug("cannot tell whether %s was written: %s", key, type(unread).__name__)
         return None
-    return client.tag(found.meta) if found.attributes.get(MARK) == mark else None
+    return client.tag(answer.meta) if answer.attributes.get(MARK) == mark else None

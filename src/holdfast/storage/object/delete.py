@@ -1,7 +1,7 @@
-"""Many objects deleted by one request, at stores of which nobody knows whether they have that request.
+"""Delete many objects by one request, also at stores that may not have that request.
 
-S3 itself, Google and Azure have one, or none, and the client knows. Other servers that speak S3 are asked: who does not
-understand it is not asked again by this process, and its objects go one by one, ten at a time.
+Whether S3 itself, Google and Azure have the request, the client knows. Other servers that speak S3 are asked: a server
+that does not understand it is not asked again by this process, and its objects are deleted singly, ten at a time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["Deleter"]
 
 _LOG = get_logger("storage")
 _MANY = 1000  # in one request of S3
-_UNKNOWN = (400, 404, 405, 411, 501)  # what servers say to a request that they do not have
+_UNKNOWN = (400, 404, 405, 411, 501)  # answers to a request that a server does not have
 _lock = threading.Lock()
 _have_none: set[tuple[str, str]] = set()
 
 
 class Deleter:
-    """Tries the request for many.
+    """Tries the request that deletes many objects.
 
     Args:
         place: which bucket.
@@ -36,14 +36,14 @@ class Deleter:
     def __init__(self, place: BucketConfig, limits: Mapping[str, float]) -> None:
         self._place, self._limits = place, limits
         endpoint = place.options.get("endpoint", "")
-        # Without an endpoint, and where the user has decided, the client that does all else does this, too.
+        # Without an endpoint, and where the user has decided, the client for all other requests does this, too.
         self._tries = place.store == "S3Store" and bool(endpoint) and "disable_bulk_delete" not in place.options
         self._key = (f"{place.scheme}://{place.netloc}", endpoint)
         self._store_or_none: list[Any] = []
 
     @property
     def at_once(self) -> int:
-        """How many objects a request deletes, as far as that is known by now."""
+        """How many objects a request deletes, as far as is known by now."""
         if self._tries:
             with _lock:
                 return 1 if self._key in _have_none else _MANY
@@ -51,7 +51,7 @@ class Deleter:
         return _MANY if self._place.store == "S3Store" and decided in ("false", "0", "no", "off", "") else 1
 
     def has_deleted(self, obs: Any, keys: list[str]) -> bool:
-        """Try to delete many objects by few requests; after False some are gone, and all are to be deleted again."""
+        """Try to delete many objects by few requests; after False some may be gone: the caller deletes all again."""
         if len(keys) < 2 or not self._tries:
             return False
         with _lock:

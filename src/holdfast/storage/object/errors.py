@@ -1,4 +1,4 @@
-"""The one place where errors of obstore become errors of Holdfast."""
+"""Translation of obstore's errors into errors of Holdfast, all in this place."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def errors_of(action: str, where: str, secrets: Iterable[str] = ()) -> Iterator[
     """Translate what obstore raises in the block.
 
     Args:
-        action: what was tried: "read", "write", "list".
+        action: the verb for messages: "read", "write", "list".
         where: URI of the object.
         secrets: values that no message may show.
 
@@ -61,20 +61,20 @@ def errors_of(action: str, where: str, secrets: Iterable[str] = ()) -> Iterator[
 
 
 def was_retried(error: BaseException) -> bool:
-    """Tell whether the client sent the request more than once, so that its own first try may be what it ran into."""
+    """Tell whether the client sent the request more than once: it may have met the result of its own first try."""
     return re.search(r"after [1-9]\d* retries", str(error)) is not None
 
 
 def has_no_tls(error: BaseException) -> bool:
-    """Tell whether the two sides could not agree on a connection: trying once more at once is in vain."""
+    """Tell whether the two sides could not agree on a TLS connection: another try right away is in vain."""
     text = str(error)
     return _CERTIFICATE.search(text) is not None or _NO_TLS.search(text) is not None
 
 
 def status_of(error: BaseException) -> int | None:
     """Return the HTTP status behind an error of obstore."""
-    found = _STATUS.search(str(error))
-    return int(found[1]) if found else None
+    match = _STATUS.search(str(error))
+    return int(match[1]) if match else None
 
 
 def _is_of_client(error: Exception) -> bool:
@@ -101,9 +101,9 @@ def _translated(error: Exception, action: str, where: str, secrets: tuple[str, .
             "longer-lived ones for long trainings"
         )
     # No plain `StorageError`: somebody may renew it, or set the clock, while training goes on.
-    if (found := _CERTIFICATE.search(text)) is not None:
+    if (match := _CERTIFICATE.search(text)) is not None:
         return StorageUnavailableError(
-            f"{start}: the server's certificate is refused ({found[1]}): {_what_to_do(found[1])}"
+            f"{start}: the server's certificate is refused ({match[1]}): {_what_to_do(match[1])}"
         )
     if _NO_TLS.search(text) is not None:
         return StorageUnavailableError(
@@ -125,8 +125,8 @@ def _translated(error: Exception, action: str, where: str, secrets: tuple[str, .
     if status in (408, 429) or (status is not None and status >= 500) or any(mark in text for mark in _BROKEN):
         return StorageUnavailableError(f"{start}: {detail}")
     if status == 400 and _CODE.search(text) is None:
-        # What S3 says to a HEAD, whose answers have no body, when a session has ended.
-        return StorageError(f"{start}: {detail}; no reason was given: credentials that have expired are the usual one")
+        # S3 answers so to a HEAD, whose answers have no body, when a session has ended.
+        return StorageError(f"{start}: {detail}; no reason was given: expired credentials are the usual reason")
     return StorageError(f"{start}: {detail}")
 
 

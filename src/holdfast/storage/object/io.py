@@ -1,4 +1,4 @@
-"""Bytes to one object, in multipart uploads with bounded memory."""
+"""Write an object, in multipart uploads with bounded memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PART_BYTES = 16 << 20
 """Every part costs the store about the same work, however large it is."""
 
 NUM_PARALLEL = 6
-"""Parts under way at once. A file being closed and the next one being written use 2 * 7 * 16 MiB at most."""
+"""Parts under way at once. A file being closed and the next file being written use 2 * 7 * 16 MiB at most."""
 
 _MAX_PARTS = 9_000  # the stores allow 10,000
 _CHUNK = 4 << 20
@@ -37,7 +37,7 @@ class ObjectWriter(FileWriter):
     def __init__(self, client: BucketClient, key: str, errors: Errors, path: str, size: int) -> None:
         self._client, self._key, self._errors, self._path, self._size = client, key, errors, path, size
         self._mark = uuid.uuid4().hex
-        self._begun = bytearray()  # what comes before the first part is complete, to be sent again if need be
+        self._begun = bytearray()  # the bytes before the first part is complete, to be sent again if need be
         self._upload: Any = None
         self._offset = 0  # padding included
         self._ended = False
@@ -60,11 +60,11 @@ class ObjectWriter(FileWriter):
                 self._upload = again_if_broken(self._begin)
                 self._begun = bytearray()
             for begin in range(0, len(content), _CHUNK):
-                # A copy: the client keeps what it is given until the part is sent, and the caller reuses its memory.
+                # A copy: the client keeps the bytes until the part is sent, and the caller reuses its memory.
                 self._upload.write(bytes(content[begin : begin + _CHUNK]))
 
     def _begin(self) -> Any:
-        """Begin an upload in parts; the first one makes the client ask the store for it."""
+        """Begin an upload in parts; with the first part the client asks the store for it."""
         upload = self._client.obs.open_writer(
             self._client.store,
             self._key,
@@ -75,7 +75,7 @@ class ObjectWriter(FileWriter):
         try:
             upload.write(self._begun)
         except BaseException:
-            _abort(upload)  # it may have been begun: the next try begins another one
+            _abort(upload)  # it may have been begun: the next try begins another upload
             raise
         return upload
 
@@ -113,7 +113,7 @@ class ObjectWriter(FileWriter):
 
 
 def _abort(upload: Any) -> None:
-    # Leaving its block by an exception makes the client abort. A store that has gone away keeps the parts:
-    # docs/storage.md has the rule of life cycle that removes them.
+    # The client aborts when its block is left by an exception. A store that has gone away keeps the parts:
+    # docs/storage.md has the lifecycle rule that removes them.
     with suppress(Exception):
         upload.__exit__(StorageError, StorageError("aborted"), None)

@@ -36,7 +36,7 @@ __all__ = ["ObjectStorage", "from_options", "from_uri"]
 
 _COPY_MAX = 5 << 30  # what the stores copy in one request
 _COPY_BYTES = 32 << 20
-# What is no setting of the client but ours.
+# Settings of this module, not of the client.
 _OURS = ("connect_timeout_s", "deadline_s", "max_retries", "timeout_s")
 # Credentials that were given by hand, by place: handles rebuilt in this process find them again. Never leaves it.
 _given: dict[tuple[str, str, str], dict[str, str]] = {}
@@ -93,8 +93,8 @@ class ObjectStorage(Storage):
             "create" if if_absent or if_match is None else {self._client.tag_name: as_condition(self._client, if_match)}
         )
         with self._errors("replace" if if_match else "create", key):
-            # The client does not repeat what is not safe to repeat. With the mark it is: it tells what our own first
-            # try wrote from another writer's object.
+            # The client does not repeat what is not safe to repeat. With the mark it is: the mark
+            # tells the object of our own first try from another writer's object.
             return again_if_broken(
                 lambda: self._tag(
                     obs.put(self._store, key, bytes(data), use_multipart=False, mode=mode, attributes={MARK: mark})
@@ -103,14 +103,14 @@ class ObjectStorage(Storage):
             )
 
     def _check_first(self, path: str, *, if_absent: bool, if_match: str | None) -> None:
-        """Do what can be done where the store itself does not compare: look before writing."""
+        """Look before writing, where the store itself does not compare."""
         try:
-            found: str | None = self.stat(path).etag
+            etag: str | None = self.stat(path).etag
         except StorageNotFoundError:
-            found = None
-        if if_absent and found is not None:
+            etag = None
+        if if_absent and etag is not None:
             raise StorageExistsError(f"cannot create {self.uri}/{path}: it exists; use another name or remove it")
-        if if_match is not None and found != if_match:
+        if if_match is not None and etag != if_match:
             raise StorageConflictError(
                 f"cannot replace {self.uri}/{path}: another writer changed it; read it again and decide anew"
             )
@@ -132,7 +132,7 @@ class ObjectStorage(Storage):
                 again_if_broken(lambda: self._obs.copy(self._store, old, new))
             return
         except StorageNotFoundError:
-            # If it is there, then the server does not understand unusual names in this one request.
+            # If the source exists, the server does not understand unusual names in this request.
             size = self.stat(source).size
         except StorageError:
             size = self.stat(source).size
@@ -162,7 +162,7 @@ class ObjectStorage(Storage):
         except StorageNotFoundError as error:
             if NO_BUCKET in str(error):
                 raise
-            # Stores without a request for many: one that is gone must not keep the others.
+            # Stores without a request for many objects: a missing object must not keep the others.
             for key in keys if len(keys) > 1 else []:
                 with suppress(StorageNotFoundError), self._errors("delete", key):
                     again_if_broken(partial(self._obs.delete, self._store, key))
@@ -202,12 +202,12 @@ class ObjectStorage(Storage):
         skip = len(self._prefix) + 1 if self._prefix else 0
         with self._errors("list", base):
             if not recursive:
-                found = again_if_broken(lambda: self._obs.list_with_delimiter(self._store, base or None))
-                for name in found["common_prefixes"]:
+                answer = again_if_broken(lambda: self._obs.list_with_delimiter(self._store, base or None))
+                for name in answer["common_prefixes"]:
                     path = name.rstrip("/")[skip:]
                     if not path.rpartition("/")[2].startswith(TEMPORARY):
                         yield ObjectInfo(path=f"{path}/", size=0)
-                metas = iter(found["objects"])
+                metas = iter(answer["objects"])
             else:
                 metas = list_all(self._client, base)
             for meta in metas:
@@ -230,7 +230,7 @@ class ObjectStorage(Storage):
 
     @property
     def num_parallel(self) -> int:
-        """Requests wait for the line, not for a core."""
+        """Requests wait for the network, not for a core."""
         return self._client.num_parallel
 
     @property
@@ -252,7 +252,7 @@ class ObjectStorage(Storage):
         return self._place.secrets or None
 
     def credentials_missing_in(self) -> tuple[str, ...]:
-        """Name what holds no credentials; the role of the machine may still have some."""
+        """Name the variables and files that hold no credentials; the role of the machine may still have some."""
         return looked_for(self._place)
 
     def child(self, path: str) -> ObjectStorage:

@@ -1,4 +1,4 @@
-"""Bytes from one object: parallel ranged reads with bounded memory, of the version that was opened. And listings."""
+"""Read an object: parallel ranged reads with bounded memory, of the version that was opened. And listings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from holdfast._fork import after_fork_in_child
 from holdfast.errors import StorageError
 
-from ..base import FileReader
+from ..base import FileReader, check_range
 from .again import Errors, ShortAnswerError, again_if_broken
 from .ahead import Ahead
 from .client import BucketClient
@@ -21,7 +21,7 @@ __all__ = ["ObjectReader", "list_all", "open_reader", "read_version"]
 _RANGE_BYTES = 8 << 20
 _NUM_RANGES = 12  # asked for at once, in this process
 _FIRST_BYTES = 128 << 10
-"""What opening reads: nearly every manifest, index and report is whole with that, in one request."""
+"""Bytes that opening reads: nearly every manifest, index and report is whole with that, in one request."""
 
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
@@ -49,7 +49,7 @@ def open_reader(client: BucketClient, key: str, errors: Errors, path: str) -> Ob
         client: of the bucket.
         key: of the object.
         errors: translates what the client raises.
-        path: how messages call it.
+        path: the object, for messages.
     """
     with errors("read"):
         first, meta = again_if_broken(lambda: _first(client, key, path))
@@ -57,17 +57,17 @@ def open_reader(client: BucketClient, key: str, errors: Errors, path: str) -> Ob
 
 
 def read_version(client: BucketClient, key: str, path: str) -> tuple[bytes, Any]:
-    """Return all bytes of one version of an object, and what the client says of it; a big one takes two requests."""
+    """Return all bytes of one version of an object, and its metadata; a big object takes two requests."""
     first, meta = again_if_broken(lambda: _first(client, key, path))
     if len(first) == meta["size"]:
         return first, meta
 
     def get() -> tuple[bytes, Any]:
-        found = client.obs.get(client.store, key)
-        data = bytes(found.bytes())
-        if len(data) != meta["size"] and found.meta.get("e_tag") == meta.get("e_tag"):
+        answer = client.obs.get(client.store, key)
+        data = bytes(answer.bytes())
+        if len(data) != meta["size"] and answer.meta.get("e_tag") == meta.get("e_tag"):
             raise ShortAnswerError(f"cannot read {path}: the storage sent {len(data)} of {meta['size']} bytes")
-        return data, found.meta
+        return data, answer.meta
 
     return again_if_broken(get)
 
@@ -75,20 +75,20 @@ def read_version(client: BucketClient, key: str, path: str) -> tuple[bytes, Any]
 def _first(client: BucketClient, key: str, path: str) -> tuple[bytes, Any]:
     obs, store = client.obs, client.store
     try:
-        found = obs.get(store, key, options={"range": (0, _FIRST_BYTES)})
+        answer = obs.get(store, key, options={"range": (0, _FIRST_BYTES)})
     except Exception as error:
-        # Of an empty object no range can be had: most servers say so, others send nothing as a part of nothing.
+        # An empty object has no ranges: most servers refuse the request, others send an empty part.
         if status_of(error) != 416 and "only 0 bytes long" not in str(error):
             raise
         return b"", obs.head(store, key)
-    first, meta = bytes(found.bytes()), found.meta
+    first, meta = bytes(answer.bytes()), answer.meta
     if len(first) != min(_FIRST_BYTES, meta["size"]):
         raise ShortAnswerError(f"cannot read {path}: the storage sent {len(first)} of {meta['size']} bytes")
     return first, meta
 
 
 def list_all(client: BucketClient, base: str) -> Iterator[Any]:
-    """Yield what the client says of each object below a prefix; after a break it goes on behind the last one."""
+    """Yield the metadata of each object below a prefix; after a break the listing goes on behind the last object."""
     last: str | None = None
     pages = client.obs.list(client.store, base or None)
     broken = False
@@ -122,7 +122,7 @@ class ObjectReader(FileReader):
         self._ahead = Ahead(self._read_range, _readers)
 
     def will_read(self, offset: int, size: int) -> None:
-        """Begin to read a range; `read_into` takes what has come."""
+        """Begin to read a range; `read_into` takes the bytes that have arrived."""
         known = min(max(0, len(self._first) - offset), size)
         self._ahead.ask(offset + known, size - known)
 
@@ -130,10 +130,7 @@ class ObjectReader(FileReader):
         """Fill ``view`` by parallel requests of at most 8 MiB."""
         target = view.cast("B")
         end = offset + len(target)
-        if offset < 0 or end > self.size:
-            raise StorageError(
-                f"short read of {self._path}: {len(target)} bytes at {offset} asked for, the object has {self.size}"
-            )
+        check_range(self._path, size=self.size, offset=offset, nbytes=len(target))
         known = min(end, len(self._first)) - offset
         if known > 0:
             target[:known] = self._first[offset : offset + known]
@@ -158,17 +155,17 @@ class ObjectReader(FileReader):
         asked: dict[str, Any] = {"range": (start, end)}
         if self._etag is not None:
             asked["if_match"] = self._etag
-        found = self._client.obs.get(self._client.store, self._key, options=asked)
-        if self._etag is not None and found.meta.get("e_tag") not in (None, self._etag):
+        answer = self._client.obs.get(self._client.store, self._key, options=asked)
+        if self._etag is not None and answer.meta.get("e_tag") not in (None, self._etag):
             raise StorageError(f"cannot read {self._path}: it was replaced while it was read; open it again")
-        return found.stream(min_chunk_size=1 << 20)
+        return answer.stream(min_chunk_size=1 << 20)
 
     def _read_range(self, offset: int, target: memoryview) -> None:
         at = 0
 
         def go_on() -> None:
             nonlocal at
-            # Chunk by chunk as they arrive: an answer is never held twice. After a break it goes on from there.
+            # Chunk by chunk as they arrive: an answer is never held twice. After a break the read goes on from there.
             for chunk in self._fetch(offset + at, offset + len(target)) if at < len(target) else ():
                 data = memoryview(chunk)
                 if at + len(data) > len(target):
@@ -184,6 +181,6 @@ class ObjectReader(FileReader):
             again_if_broken(go_on)
 
     def close(self) -> None:
-        """Let go of what was read at the beginning, and ahead."""
+        """Free the bytes that were read when it was opened, and ahead."""
         self._first = b""
         self._ahead.close()

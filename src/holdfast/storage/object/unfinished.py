@@ -1,4 +1,4 @@
-"""Multipart uploads that nobody finished: what a process killed in the middle of one leaves in a bucket, invisible.
+"""Find and remove unfinished multipart uploads, which a process killed in the middle of one leaves in a bucket, unseen.
 
 The client of our storages cannot list them, boto3 can (the extra ``s3-sweep``). Only stores that speak S3 need it:
 Google and Azure forget such uploads by themselves after a week.
@@ -30,8 +30,8 @@ class Upload:
     """An upload that was begun and not finished.
 
     Attributes:
-        path: of the object it was to become, inside the storage.
-        upload_id: how the store calls it.
+        path: of the object, inside the storage.
+        upload_id: its name at the store.
         started: seconds since 1970, by the clock of the store.
     """
 
@@ -47,7 +47,7 @@ class UnfinishedUploads:
         storage: an ``s3://`` or ``oci://`` location, or ``gs://`` with HMAC keys.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: ``storage`` is another kind of storage.
         MissingExtraError: boto3 is not installed.
 
     Example:
@@ -71,26 +71,26 @@ class UnfinishedUploads:
             self._client = _client(place)
         except HoldfastError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, only its essence may be seen: it may show the keys
+        except Exception as error:  # noqa: BLE001 - of any class; only its essence may be shown: it may hold the keys
             reason = said(str(error), tuple(place.secrets.values()))
             raise ConfigError(f"{storage.uri}: boto3 refuses these settings: {reason}") from None
 
     def find(self) -> list[Upload]:
-        """List them, oldest first."""
-        found = []
+        """List the unfinished uploads, oldest first."""
+        uploads = []
         with self._errors("list the unfinished uploads below"):
             pages = self._client.get_paginator("list_multipart_uploads")
             for page in pages.paginate(Bucket=self._place.bucket, Prefix=self._prefix):
-                for one in page.get("Uploads", ()):
+                for row in page.get("Uploads", ()):
                     # Some servers have never heard of the prefix.
-                    if one["Key"].startswith(self._prefix):
-                        path = one["Key"][len(self._prefix) :]
-                        started = one["Initiated"].timestamp()
-                        found.append(Upload(path=path, upload_id=one["UploadId"], started=started))
-        return sorted(found, key=lambda upload: (upload.started, upload.path))
+                    if row["Key"].startswith(self._prefix):
+                        path = row["Key"][len(self._prefix) :]
+                        started = row["Initiated"].timestamp()
+                        uploads.append(Upload(path=path, upload_id=row["UploadId"], started=started))
+        return sorted(uploads, key=lambda upload: (upload.started, upload.path))
 
     def remove(self, upload: Upload) -> None:
-        """Let the store forget an upload; fine if it is gone."""
+        """Abort an upload, so that the store frees its parts; fine if it is gone."""
         with self._errors("remove an unfinished upload of", upload.path):
             try:
                 self._client.abort_multipart_upload(
