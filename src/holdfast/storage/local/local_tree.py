@@ -26,6 +26,7 @@ __all__ = [
 
 _LOCK_NAME = f"{TEMPORARY}lock"
 _LOCK_S = 5.0
+_OLD_S = 86400.0  # no writer leaves a file alone for that long, whatever the clocks say
 # Errors of a directory in use, being filled by another process, of another user, or no directory at all: it stays.
 _STAYS = (
     errno.ENOTEMPTY,
@@ -112,21 +113,34 @@ def sweep(ops: Ops, door: Beneath, inside: str) -> None:
             if not name.startswith(TEMPORARY) or name == _LOCK_NAME:
                 continue
             with contextlib.suppress(OSError):
-                fd = _open_to_lock(name, folder.fd)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with _locked_file(name, folder.fd):
                     ops.unlink(folder.at(name))
-                finally:
-                    os.close(fd)
 
 
-def _open_to_lock(name: str, dir_fd: int) -> int:
-    """Open a file to lock it: for writing, since NFS locks only that exclusively; for reading where that is refused."""
+@contextlib.contextmanager
+def _locked_file(name: str, dir_fd: int) -> Iterator[None]:
+    """Lock a file that nobody else has locked.
+
+    NFS locks exclusively only what is open for writing (flock(2)), and its mounts may keep locks to their own machine
+    (nfs(5), ``local_lock``): there the file has to be old as well.
+
+    Raises:
+        OSError: it is in use, or may be.
+    """
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(name, os.O_RDONLY | flags, dir_fd=dir_fd)
     try:
-        return os.open(name, os.O_RDWR | flags, dir_fd=dir_fd)
-    except PermissionError:
-        return os.open(name, os.O_RDONLY | flags, dir_fd=dir_fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno != errno.EBADF or os.fstat(fd).st_mtime > time.time() - _OLD_S:
+                raise
+            os.close(fd)
+            fd = os.open(name, os.O_RDWR | flags, dir_fd=dir_fd)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
 
 
 def lock_quietly(fd: int) -> None:
