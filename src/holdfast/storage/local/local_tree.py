@@ -112,9 +112,8 @@ def sweep(ops: Ops, door: Beneath, inside: str) -> None:
         for name in sorted(os.listdir(folder.fd)):
             if not name.startswith(TEMPORARY) or name == _LOCK_NAME:
                 continue
-            with contextlib.suppress(OSError):
-                with _locked_file(name, folder.fd):
-                    ops.unlink(folder.at(name))
+            with contextlib.suppress(OSError), _locked_file(name, folder.fd):
+                ops.unlink(folder.at(name))
 
 
 @contextlib.contextmanager
