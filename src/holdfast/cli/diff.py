@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from holdfast._progress import told_bar
+from holdfast._progress import sized_progress_bar
 from holdfast._units import format_bytes
 from holdfast.checkpoint.handle import Checkpoint
 
@@ -58,7 +58,7 @@ def diff(
 
     sides = _sides(a, b, pick)
     limits = Tolerance(absolute=tolerance, relative=rtol)
-    with told_bar("compare") as progress:
+    with sized_progress_bar("compare") as progress:
         found = compare(*sides, only=only or None, skip=skip or None, tolerance=limits, progress=progress)
     if as_json:
         print_json({**_document(found), "tolerance": tolerance, "rtol": rtol})
@@ -115,16 +115,16 @@ def _print(found: CheckpointDifference) -> None:
     say(f"B  {found.b.uri}", "bold")
     noted = [(name, *found.about[name]) for name in _NOTED]
     noted += [(name, *values) for name, values in found.about.items() if name not in (*_NOTED, "total_bytes")]
-    for name, one, other in noted:
-        if one != other:
-            say(f"  {name}: {number(one)} → {number(other)}", "dim")
-    _list(say, found.metrics, lambda one: f"  metric {one.name}: {number(one.a)} → {number(one.b)}")
-    _list(say, found.metadata, lambda one: f"  metadata {one.name}: {number(one.a)} → {number(one.b)}")
-    _list(say, found.only_in_a, lambda one: f"- only in A: {_missing(one)}", "red")
-    _list(say, found.only_in_b, lambda one: f"+ only in B: {_missing(one)}", "green")
-    _list(say, found.kinds, lambda one: f"! {one.name}: {one.a} → {one.b}", "yellow")
-    _list(say, found.plain, lambda one: f"! {one.name}: {one.a} → {one.b}", "yellow")
-    _list(say, found.files, lambda one: f"! file {one.name}: {_file(one.a)} → {_file(one.b)}", "yellow")
+    for name, left, right in noted:
+        if left != right:
+            say(f"  {name}: {number(left)} → {number(right)}", "dim")
+    _list(say, found.metrics, lambda change: f"  metric {change.name}: {number(change.a)} → {number(change.b)}")
+    _list(say, found.metadata, lambda change: f"  metadata {change.name}: {number(change.a)} → {number(change.b)}")
+    _list(say, found.only_in_a, lambda entry: f"- only in A: {_missing(entry)}", "red")
+    _list(say, found.only_in_b, lambda entry: f"+ only in B: {_missing(entry)}", "green")
+    _list(say, found.kinds, lambda change: f"! {change.name}: {change.a} → {change.b}", "yellow")
+    _list(say, found.plain, lambda change: f"! {change.name}: {change.a} → {change.b}", "yellow")
+    _list(say, found.files, lambda change: f"! file {change.name}: {_file(change.a)} → {_file(change.b)}", "yellow")
     _tensors(out, found)
     tensors = f"{found.compared} tensors" + (f" ({found.by_digest} by digest, not read)" if found.by_digest else "")
     within = f", {len(found.within)} of them within the tolerance" if found.within else ""
@@ -144,7 +144,7 @@ def _print(found: CheckpointDifference) -> None:
 
 def _tensors(out: Any, found: CheckpointDifference) -> None:
     """Print the tensors that differ, those that differ most at the top."""
-    rows = sorted(found.tensors, key=lambda one: (one.elements is not None, -(one.relative or one.norm or 0.0)))
+    rows = sorted(found.tensors, key=lambda row: (row.elements is not None, -(row.relative or row.norm or 0.0)))
     if not rows:
         return
     shown = printable([_cells(row) for row in rows[:_SHOWN]])
@@ -156,8 +156,8 @@ def _tensors(out: Any, found: CheckpointDifference) -> None:
             made.add_row(*(cells[title] for title, _ in columns))
         if fits(out, made) or not given_up:
             break
-        less = given_up.pop(0)
-        columns = [column for column in columns if column[0] != less]
+        dropped = given_up.pop(0)
+        columns = [column for column in columns if column[0] != dropped]
     out.print(made)
     if len(rows) > _SHOWN:
         out.print(f"... and {len(rows) - _SHOWN} tensors more (--json lists all)", style="dim")
@@ -180,8 +180,8 @@ def _cells(row: TensorChange) -> dict[str, str]:
     return cells
 
 
-def _missing(one: Missing) -> str:
-    return one.name if one.entries == 1 else f"{one.name} ({one.entries} entries)"
+def _missing(entry: Missing) -> str:
+    return entry.name if entry.entries == 1 else f"{entry.name} ({entry.entries} entries)"
 
 
 def _shape(sizes: Sequence[int]) -> str:

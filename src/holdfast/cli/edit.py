@@ -57,14 +57,14 @@ def _pin(path: str, pick: Choice, as_json: bool, *, on: bool) -> None:
 @click.command()
 @click.argument("paths", nargs=-1, required=True)
 @click.option("--yes", is_flag=True, help="Delete. Without it, only what would go is said.")
-@click.option("--force", is_flag=True, help="Also one that is pinned, held, or the newest of its run.")
+@click.option("--force", is_flag=True, help="Also a checkpoint that is pinned, held, or the newest of its run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def rm(paths: tuple[str, ...], yes: bool, force: bool, as_json: bool) -> None:
     """Delete checkpoints, each manifest first. Whole runs are not deleted.
 
     The run must not be training: its own retention deletes then. Without --yes nothing is deleted.
     """
-    chosen = [_one(path) for path in paths]
+    chosen = [_checkpoint_at(path) for path in paths]
     rows = [_removal(checkpoint, force=force) for checkpoint in chosen]
     refused = [row for row in rows if row["refused"]]
     if yes and not refused:
@@ -76,7 +76,7 @@ def rm(paths: tuple[str, ...], yes: bool, force: bool, as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _one(path: str) -> Checkpoint:
+def _checkpoint_at(path: str) -> Checkpoint:
     storage, found = find(path)
     if found is None:
         raise ConfigError(f"{storage.uri} is no checkpoint: rm deletes checkpoints, `holdfast ls {path}` lists them")
@@ -133,8 +133,8 @@ def _remove(found: Checkpoint, *, force: bool) -> None:
 def prune(run: str, rules: str | None, yes: bool, as_json: bool) -> None:
     """Delete the checkpoints of RUN that no rule keeps: the same rules as `Keep` of the run itself.
 
-    The newest one, pinned ones, the one resumed from and those that another process holds always stay. The run must not
-    be training: its own retention deletes then. Without --yes nothing is deleted.
+    The newest, pinned ones, that resumed from and those that another process holds always stay. The run must not be
+    training: its own retention deletes then. Without --yes nothing is deleted.
     """
     storage = reach(run)
     catalog = run_at(storage, run)
@@ -142,14 +142,14 @@ def prune(run: str, rules: str | None, yes: bool, as_json: bool) -> None:
     records = {record.name: record for record in catalog.records()}
     verdicts = decide(keep, records.values())
     holding = holders(storage)
-    held = {one.name: holding.get(one.name) for one in verdicts if not one.keep}
+    held = {verdict.name: holding.get(verdict.name) for verdict in verdicts if not verdict.keep}
     rows = [
         {
-            **_row(storage.uri, records[one.name]),
-            "state": "kept" if one.keep or held[one.name] else "would go",
-            "why": f"held by {', '.join(who)}" if (who := held.get(one.name)) else one.why,
+            **_row(storage.uri, records[verdict.name]),
+            "state": "kept" if verdict.keep or held[verdict.name] else "would go",
+            "why": f"held by {', '.join(who)}" if (who := held.get(verdict.name)) else verdict.why,
         }
-        for one in verdicts
+        for verdict in verdicts
     ]
     if yes and any(row["state"] == "would go" for row in rows):
         gone = _prune(run, keep)
@@ -169,7 +169,7 @@ def _prune(run: str, keep: Keep) -> set[str]:
     gone: set[str] = set()
     with upkeep(resolve(run)) as catalog:
         kept_rules = catalog.index.keep
-        while fresh := {one.name for one in catalog.prune(keep)}:
+        while fresh := {record.name for record in catalog.prune(keep)}:
             gone |= fresh
         catalog.index.keep = kept_rules  # it shows what the run itself goes by
         catalog.index.save()

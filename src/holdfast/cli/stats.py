@@ -102,17 +102,19 @@ def _show(summary: Mapping[str, Any]) -> None:
     out.print(Text(summary["path"], style="bold") + Text(f"  {summary['state']}", style="dim"))
     failed = f", {summary['lost_saves']} lost" if summary["lost_saves"] else ""
     skipped = summary["skipped_saves"]
-    left_out = f", {skipped} skipped while the one before was written" if skipped else ""
+    left_out = f", {skipped} skipped while an earlier save was being written" if skipped else ""
     out.print(f"{summary['saves']} saves{failed}{left_out}; {summary['checkpoints']} checkpoints are there")
     written, reused = format_bytes(summary["bytes_written"]), format_bytes(summary["bytes_reused"])
     out.print(f"{written} written, {reused} shared with the checkpoint before instead")
     out.print()
-    made = table([("seconds", "left"), *((one, "right") for one in ("saves", "in all", "mean", "p50", "p95", "max"))])
+    made = table(
+        [("seconds", "left"), *((title, "right") for title in ("saves", "in all", "mean", "p50", "p95", "max"))]
+    )
     for name, title in _TIMES:
-        one = summary[name]
-        if one["count"]:
-            figures = [f"{one[key]:.3g}" for key in ("mean", "p50", "p95", "max")]
-            made.add_row(title, str(one["count"]), f"{one['sum']:.4g}", *figures)
+        spread = summary[name]
+        if spread["count"]:
+            figures = [f"{spread[key]:.3g}" for key in ("mean", "p50", "p95", "max")]
+            made.add_row(title, str(spread["count"]), f"{spread['sum']:.4g}", *figures)
     if made.row_count:
         out.print(made)
         out.print()
@@ -128,7 +130,7 @@ def _failures(summary: Mapping[str, Any]) -> str:
     if summary["lost_steps"]:
         said += f": {summary['lost_steps']:g} steps ({format_duration(summary['failure_s'])}) had to be done again"
     if summary["down_s"]:
-        said += f", {format_duration(summary['down_s'])} between the end of one and the next"
+        said += f", {format_duration(summary['down_s'])} between the end of an attempt and the next start"
     return said
 
 
@@ -167,8 +169,8 @@ def _export(storage: Storage, path: str, target: str, every: float | None) -> No
                 raise
             click.echo(printable(f"holdfast: {error}"), err=True)  # the next look may succeed
         else:
-            _replace(target, openmetrics([(_labels(one), _figures(one)) for one in found]))
-            if every is None or not any(one["live"] for one in found):
+            _replace(target, openmetrics([(_labels(summary), _figures(summary)) for summary in found]))
+            if every is None or not any(summary["live"] for summary in found):
                 return
         time.sleep(every or 0)
 

@@ -84,8 +84,8 @@ def _document(found: Examined) -> dict[str, Any]:
         "items": report.items,
         "compared": report.compared,
         "kills": [
-            {"saved": None if one.save is None else asdict(one.save), "killed": asdict(one.stop), "why": one.why}
-            for one in found.kills
+            {"saved": None if kill.save is None else asdict(kill.save), "killed": asdict(kill.stop), "why": kill.why}
+            for kill in found.kills
         ],
         "lives": [{"began": begun, "killed_after": killed} for begun, killed in report.lives],
         "first_difference": first,
