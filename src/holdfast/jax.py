@@ -54,7 +54,7 @@ class Pytree:
         """Return the leaves by their path ("params/dense/kernel"); arrays as tensors over the same memory.
 
         Raises:
-            UnsupportedStateError: an array is cut over processes, or two leaves have one path.
+            UnsupportedStateError: an array is cut over processes, or two leaves have the same path.
         """
         found: dict[str, Any] = {}
         for name, leaf in self._leaves():
