@@ -27,7 +27,7 @@ def takes_config(function: Callable[..., Any]) -> bool:
         raise ConfigError(f"train_func is {function!r}: give a function that takes nothing or one config")
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some builtins and C functions tell nothing
+    except (TypeError, ValueError):  # some builtins and C functions have no signature
         return True
     places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
