@@ -1,4 +1,4 @@
-"""A progress bar of bytes on stderr: for what takes long while somebody watches. rich is imported when it is drawn."""
+"""A progress bar of bytes on stderr: for slow operations on a terminal. rich is imported when it is drawn."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def progress_bar(
 
     Args:
         label: what is done, in a few words.
-        total: bytes in all, or a function asked for them once the bar is drawn; None if nobody knows.
+        total: bytes in all, or a function asked for them once the bar is drawn; None if that is not known.
         show: True or False; None draws only if stderr is a terminal.
         after_s: draw nothing before this time, so that what is quick leaves no trace.
         counts: the numbers count objects, not bytes.

@@ -106,7 +106,7 @@ class Mirror:
         keep: which checkpoints stay there, besides those that are not uploaded yet; None keeps all. The remote side
             has the ``keep`` of the `Checkpointer`.
         max_behind: how many checkpoints may wait for their upload.
-        when_behind: at a save beyond that: "skip" (give up the oldest one that waits), "wait" or "raise".
+        when_behind: at a save beyond that: "skip" (give up the oldest that waits), "wait" or "raise".
         delete_after_upload: remove a checkpoint from the local side as soon as the remote has it, whatever ``keep``
             says.
         warn_after: how long nothing may arrive at the remote while something waits, before that is said.
@@ -444,7 +444,7 @@ class ValidationTaskConfig:
         """Make a configuration of a dict: arguments of the function, or the fields of this class.
 
         Raises:
-            ConfigError: it is a mixture of both, so that nobody can say what is meant.
+            ConfigError: it mixes both, which is ambiguous.
         """
         fields = given.keys() & {"fn_kwargs", "timeout_s"}
         if not fields:

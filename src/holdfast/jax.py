@@ -139,7 +139,7 @@ def load(source: str | os.PathLike[str] | Checkpoint, like: Any, *, item: str) -
         item: the name that the `Pytree` had in the state.
 
     Raises:
-        StateMismatchError: the stored pytree is another one.
+        StateMismatchError: the stored pytree has another structure.
         CheckpointNotFoundError: there is no checkpoint at ``source``.
     """
     tree = Pytree(like)

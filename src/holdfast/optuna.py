@@ -50,7 +50,7 @@ def resume_killed(study: Any, *, max_retry: int | None = None, alone: bool = Fal
     """Put trials whose process has died in front of the others; call it before ``study.optimize``.
 
     A killed trial stays "running" in a study for ever. Here it becomes failed, and a trial with its parameters waits to
-    be run, which finds the checkpoints of the first one by `trial_path`. Only trials that have called `trial_path` on
+    be run, which finds the checkpoints of the first trial by `trial_path`. Only trials that have called `trial_path` on
     this machine, since it was started, are known to be dead; Optuna's heartbeat with its
     ``RetryHeartbeatStaleTrialCallback`` finds those of other machines, and their retries find their checkpoints too.
 
@@ -127,11 +127,11 @@ class TidyTrials:
                 _LOG.warning("the checkpoints of trial %d stay at %s: %s", ended.number, path, error)
 
     def _displaced(self, study: Any) -> list[Any]:
-        done = [other for other in study.get_trials(deepcopy=False) if other.state.name == "COMPLETE"]
+        done = [trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
         if len(study.directions) > 1:
-            best = {other.number for other in study.best_trials}
-            return [other for other in done if other.number not in best]
-        done.sort(key=lambda other: other.value, reverse=study.direction.name == "MAXIMIZE")
+            best = {trial.number for trial in study.best_trials}
+            return [trial for trial in done if trial.number not in best]
+        done.sort(key=lambda trial: trial.value, reverse=study.direction.name == "MAXIMIZE")
         return done[self._keep_best :]
 
 

@@ -134,10 +134,10 @@ def _follow(
 
 
 def _is_sound(checkpoint: Checkpoint) -> bool:
-    found = checkpoint.verify()
-    if not found.ok and checkpoint.storage.exists(f"{checkpoint.directory}/manifest.json"):
-        _log.warning("%s is damaged and left out: %s", checkpoint.uri, "; ".join(found.problems[:3]))
-    return found.ok
+    verification = checkpoint.verify()
+    if not verification.ok and checkpoint.storage.exists(f"{checkpoint.directory}/manifest.json"):
+        _log.warning("%s is damaged and left out: %s", checkpoint.uri, "; ".join(verification.problems[:3]))
+    return verification.ok
 
 
 class _Watched:
@@ -160,7 +160,7 @@ class _Watched:
             StorageError: it refuses, or has been away for too long.
         """
         try:
-            found = self._look()
+            catalog = self._look()
         except StoragePermissionError:
             raise
         except StorageError as error:
@@ -171,7 +171,7 @@ class _Watched:
             _log.warning("%s does not answer, looking again: %s", self.storage.uri, error)
             return None
         self._since = None
-        return found
+        return catalog
 
     def _look(self) -> Catalog | None:
         try:

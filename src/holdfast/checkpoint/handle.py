@@ -60,7 +60,7 @@ class Checkpoint:
         filesystem: the `holdfast.storage.Storage` that holds ``path``.
 
     Raises:
-        ConfigError: the path names no directory below a storage's root, or nobody knows its scheme.
+        ConfigError: the path names no directory below a storage's root, or its scheme is not known.
 
     Example:
         >>> import pathlib, tempfile
@@ -210,8 +210,8 @@ class Checkpoint:
                 with tempfile.TemporaryDirectory(prefix="holdfast-") as directory:
                     yield self.to_directory(directory)
             else:
-                with shared_download(self._storage, self._name) as found:
-                    yield str(found)
+                with shared_download(self._storage, self._name) as folder:
+                    yield str(folder)
         elif self._is_file():
             with tempfile.TemporaryDirectory(prefix="holdfast-") as directory:
                 os.symlink(self.path, os.path.join(directory, self.name))
@@ -366,13 +366,13 @@ class Checkpoint:
         """Keep the retention of its run away from it while the body runs: for a process that evaluates or serves it.
 
         The trainer is not held up: it deletes the checkpoint later. A holder that dies holds no more: known at once on
-        the same machine, after ``at_most_s`` elsewhere. `delete` asks nobody.
+        the same machine, after ``at_most_s`` elsewhere. `delete` does not ask.
 
         Args:
             at_most_s: how long retention waits for the body to end, from when it first wants to delete.
 
         Raises:
-            CheckpointNotFoundError: it is gone, or its deletion has begun: take a newer one.
+            CheckpointNotFoundError: it is gone, or its deletion has begun: take a newer checkpoint.
 
         Example:
             >>> import tempfile, holdfast
@@ -411,7 +411,7 @@ class Checkpoint:
         self._storage.put(self._metadata_path(), data)
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Merge into the user's metadata. Two processes at once: the later one wins."""
+        """Merge into the user's metadata. Two processes at once: the later write wins."""
         self.set_metadata({**self.get_metadata(), **metadata})
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -471,7 +471,7 @@ def newest_of_run(given: Checkpoint) -> Checkpoint:
     except (CheckpointNotFoundError, IncompleteCheckpointError):
         pass  # no checkpoint there: perhaps a run
     except HoldfastError:
-        return given  # whoever reads it says what is wrong
+        return given  # the caller's read raises what is wrong
     root = given.storage.child(given.directory)
     if not root.exists(RUN_FILE):
         return given

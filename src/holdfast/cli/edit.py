@@ -46,12 +46,12 @@ def unpin(path: str, as_json: bool, pick: Choice) -> None:
 
 
 def _pin(path: str, pick: Choice, as_json: bool, *, on: bool) -> None:
-    found = choose(path, pick)
-    found.pin() if on else found.unpin()
+    checkpoint = choose(path, pick)
+    checkpoint.pin() if on else checkpoint.unpin()
     if as_json:
-        print_json({"checkpoint": found.uri, "name": found.name, "pinned": on})
+        print_json({"checkpoint": checkpoint.uri, "name": checkpoint.name, "pinned": on})
     else:
-        click.echo(f"{printable(found.uri)}  {'pinned' if on else 'not pinned'}")
+        click.echo(f"{printable(checkpoint.uri)}  {'pinned' if on else 'not pinned'}")
 
 
 @click.command()
@@ -77,50 +77,50 @@ def rm(paths: tuple[str, ...], yes: bool, force: bool, as_json: bool) -> None:
 
 
 def _checkpoint_at(path: str) -> Checkpoint:
-    storage, found = find(path)
-    if found is None:
+    storage, checkpoint = find(path)
+    if checkpoint is None:
         raise ConfigError(f"{storage.uri} is no checkpoint: rm deletes checkpoints, `holdfast ls {path}` lists them")
-    return found
+    return checkpoint
 
 
-def _removal(found: Checkpoint, *, force: bool) -> dict[str, Any]:
+def _removal(checkpoint: Checkpoint, *, force: bool) -> dict[str, Any]:
     """Say what deleting a checkpoint would mean."""
-    catalog = Catalog(found.storage)
+    catalog = Catalog(checkpoint.storage)
     newest = next(iter(catalog.records()), None)
-    holding = holders(found.storage).get(found.directory)
+    holding = holders(checkpoint.storage).get(checkpoint.directory)
     reasons = [f"held by {', '.join(holding)}"] if holding else []
     with contextlib.suppress(CheckpointError):
-        reasons += ["pinned"] if found.is_pinned else []
-    reasons += ["the newest of its run"] if newest is not None and newest.name == found.directory else []
-    foreign = found.directory not in {*catalog.index.rows, *catalog.bad(), *catalog.incomplete, *catalog.others}
+        reasons += ["pinned"] if checkpoint.is_pinned else []
+    reasons += ["the newest of its run"] if newest is not None and newest.name == checkpoint.directory else []
+    foreign = checkpoint.directory not in {*catalog.index.rows, *catalog.bad(), *catalog.incomplete, *catalog.others}
     reasons += ["it is no checkpoint of Holdfast"] if foreign else []
     return {
-        "checkpoint": found.uri,
-        "name": found.name,
-        "bytes": _bytes(found),
+        "checkpoint": checkpoint.uri,
+        "name": checkpoint.name,
+        "bytes": _bytes(checkpoint),
         "state": "kept",
         "refused": None if force and not foreign else ", ".join(reasons) or None,
     }
 
 
-def _bytes(found: Checkpoint) -> int:
+def _bytes(checkpoint: Checkpoint) -> int:
     try:
-        return found.size_bytes
+        return checkpoint.size_bytes
     except CheckpointError:
         return 0
 
 
-def _remove(found: Checkpoint, *, force: bool) -> None:
-    storage, name = found.storage, found.directory
+def _remove(checkpoint: Checkpoint, *, force: bool) -> None:
+    storage, name = checkpoint.storage, checkpoint.directory
     if Catalog(storage).index.damage == "missing":
-        found.delete()
+        checkpoint.delete()
         return
     with upkeep(storage) as catalog:
         catalog.discard([name], "holdfast rm")
         if name in catalog.index.rows and not force:
-            raise CheckpointError(f"{found.uri} stays: another process has begun to use it")
+            raise CheckpointError(f"{checkpoint.uri} stays: another process has begun to use it")
         if next(storage.list(name), None) is not None:  # quarantined, damaged, held, or more than the checkpoint itself
-            found.delete()
+            checkpoint.delete()
             catalog.refresh()
             catalog.index.save()
 

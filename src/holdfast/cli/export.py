@@ -1,4 +1,4 @@
-"""``holdfast export``: a checkpoint in somebody else's format."""
+"""``holdfast export``: a checkpoint in another program's format."""
 
 from __future__ import annotations
 

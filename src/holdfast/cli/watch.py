@@ -57,7 +57,7 @@ def watch(
     """
     if report and command is None:
         raise ConfigError("--report reports what a command prints: give --exec COMMAND too")
-    found = follow(
+    checkpoints = follow(
         run,
         int(every) if every is not None and every.isdigit() else every,
         int(start) if start.isdigit() else cast("Any", start),
@@ -69,7 +69,7 @@ def watch(
     )
     has_failed = False
     try:
-        for checkpoint in found:
+        for checkpoint in checkpoints:
             row: dict[str, Any] = {"checkpoint": checkpoint.uri, "name": checkpoint.name, "step": checkpoint.step}
             if command is not None:
                 row |= _run(command, checkpoint, report=report, aside=as_json)

@@ -55,7 +55,7 @@ def run_facts(storage: Storage) -> dict[str, Any]:
 
     Returns:
         JSON with ``metrics`` (curves of at most `MOST_POINTS` points [step, value]), ``checkpoints`` (newest
-        first), ``attempts``, ``warnings``, ``state`` and ``live`` (whether somebody trains now).
+        first), ``attempts``, ``warnings``, ``state`` and ``live`` (whether it is being trained now).
     """
     catalog = Catalog(storage)
     history = catalog.index.read_history()

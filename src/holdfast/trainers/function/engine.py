@@ -165,7 +165,7 @@ class Unable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Woken:
-    """Somebody called `Engine.wake`; several calls may make one event."""
+    """`Engine.wake` was called; several calls may make one event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,7 +57,7 @@ def pack_call(function: Callable[..., Any], config: Any = None) -> bytes:
 
 
 def pack_value(value: Any, name: str) -> bytes:
-    """Pickle one value.
+    """Pickle a value.
 
     Raises:
         ConfigError: it cannot be pickled; the message names it and, in a mapping or function, the part.
@@ -116,7 +116,7 @@ def _dumps(value: Any) -> bytes:
 
 
 def _by_value_if_not_importable(function: Callable[..., Any]) -> None:
-    """Send a module by value that workers could not import, such as one made with `runpy` or a notebook's loader."""
+    """Send a module by value that workers could not import, such as those made with `runpy` or in a notebook."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     if not isinstance(module, ModuleType) or module.__name__ == "__main__":
         return

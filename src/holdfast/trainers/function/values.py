@@ -45,7 +45,7 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_score(metrics: Mapping[str, Any], attribute: str) -> None:
-    """Refuse a score that cannot rank. A missing one and NaN are fine: they rank below everything.
+    """Refuse a score that cannot rank. A missing score and NaN are fine: they rank below everything.
 
     Raises:
         ConfigError: the value is neither a number nor missing.

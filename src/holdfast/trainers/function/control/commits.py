@@ -109,7 +109,7 @@ class Commits:
             self.commit(report)
 
     def advance_validations(self, now: float) -> None:
-        """Stop a validation that has run for too long, begin the next one."""
+        """Stop a validation that has run for too long, begin the next."""
         running = self.validations.running
         if running is not None and self.validations.is_overdue(now):
             self._out.append(StopValidation(name=running.name))

@@ -154,7 +154,7 @@ class Controller:
     def _on_outcome(self, outcome: ActionResult) -> None:
         action, value, error = outcome.action, outcome.value, outcome.error
         if isinstance(error, RunBusyError) and not isinstance(action, OpenRun):
-            self._fatal(error)  # the lease is lost: somebody else writes to the run now
+            self._fatal(error)  # the lease is lost: another process writes to the run now
         if isinstance(action, Commit):
             self._last_sign = self._now  # workers may have waited for this
             self.commits.done(action, value, error, self._now)
@@ -194,15 +194,15 @@ class Controller:
         self.attempt, self._start_id = attempt["attempt"], attempt["start_id"]
         self._ask(FindStart())
 
-    def _found(self, found: RunContents) -> None:
-        self.commits.known.refresh(found.kept, taken=found.taken, set_aside=found.set_aside)
-        self.commits.resume_validations(found.unvalidated)
-        self._past = [start for start in found.starts if start != self._start_id][-_MOST_PAST:]
+    def _found(self, contents: RunContents) -> None:
+        self.commits.known.refresh(contents.kept, taken=contents.taken, set_aside=contents.set_aside)
+        self.commits.resume_validations(contents.unvalidated)
+        self._past = [start for start in contents.starts if start != self._start_id][-_MOST_PAST:]
         if self._suspect is not None:
             (suspect, group), self._suspect = self._suspect, None
-            self._decide(group, free=any(name == suspect for name, _ in found.skipped))
+            self._decide(group, free=any(name == suspect for name, _ in contents.skipped))
             return
-        self._start = choose_start(self._plan, found.start, self.commits.known.memory)
+        self._start = choose_start(self._plan, contents.start, self.commits.known.memory)
         if self._start.resumed is not None:
             self._out.append(self._start.resumed)
         if not self.restarts:

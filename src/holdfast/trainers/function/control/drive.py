@@ -130,11 +130,11 @@ class Driver:
             self._executor.do(action)
 
     def _announce(self) -> None:
-        session, found = self._session, self._executor.found
+        session, contents = self._session, self._executor.contents
         self._announced = True
-        if session.is_open and found is not None:
+        if session.is_open and contents is not None:
             keep, use_gpu = self._options.keep, self._options.use_gpu
-            say(*start_block(self._plan, session.opened, found, self.controller.first, keep=keep, use_gpu=use_gpu))
+            say(*start_block(self._plan, session.opened, contents, self.controller.first, keep=keep, use_gpu=use_gpu))
 
 
 class Stops:

@@ -110,7 +110,7 @@ class Executor:
         post: takes outcomes; called from any thread.
 
     Attributes:
-        found: contents of the run at the last look.
+        contents: what the run held at the last look.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Executor:
     ) -> None:
         self._plan, self._options, self._storage = plan, options, session.storage
         self._engine, self._session, self._post = engine, session, post
-        self.found: RunContents | None = None
+        self.contents: RunContents | None = None
         self._tasks: dict[int, Validate] = {}
         self._copies: LogCopies | None = None
         self._does: dict[type[Any], Callable[[Any], None]] = {
@@ -190,20 +190,20 @@ class Executor:
 
         def work() -> None:
             try:
-                found = find_start(
+                contents = find_start(
                     self._storage,
                     session.ask("records"),
                     quarantined=session.quarantined,
                     quarantine=session.quarantine,
                     deep=action.deep,
                     dead=session.opened.dead,
-                    validations=self._options.validation is not None and self.found is None,
+                    validations=self._options.validation is not None and self.contents is None,
                 )
             except Exception as error:  # noqa: BLE001 - a thread edge: the controller hears of it
                 self._post(ActionResult(action=action, error=error))
             else:
-                self.found = found
-                self._post(ActionResult(action=action, value=found))
+                self.contents = contents
+                self._post(ActionResult(action=action, value=contents))
 
         threading.Thread(target=work, name="holdfast-find", daemon=True).start()
 

@@ -27,7 +27,7 @@ class RunContents:
 
     Attributes:
         kept: every committed checkpoint that may be used.
-        start: the newest good one.
+        start: the newest good checkpoint.
         skipped: (name, reason) of those set aside now.
         taken: every name under the run.
         set_aside: names of damaged checkpoints, found now or earlier.
@@ -76,7 +76,7 @@ def find_start(
         if outcome.ok:
             return None
         if outcome.state == "missing":
-            return GONE  # somebody deleted it since it was listed
+            return GONE  # deleted since it was listed
         reason = "; ".join(outcome.problems) or outcome.state
         if outcome.state == "unreadable":
             raise StorageError(f"{storage.uri}/{record.name} cannot be read: {reason}")
@@ -113,7 +113,7 @@ def find_unvalidated(storage: Storage, kept: Iterable[Record]) -> dict[str, Any]
         try:
             validation = read_manifest(storage, record.name).extra.get("validation")
         except (CheckpointError, StorageError):
-            continue  # gone meanwhile, or damaged: whoever uses it will say so
+            continue  # gone meanwhile, or damaged: its next reader raises that
         if validation:
             wanted[record.name] = validation
     return wanted

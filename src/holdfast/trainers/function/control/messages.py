@@ -32,7 +32,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def start_block(
-    plan: RunSpec, opened: RunOpened, found: RunContents, start: Start, *, keep: Keep, use_gpu: bool
+    plan: RunSpec, opened: RunOpened, contents: RunContents, start: Start, *, keep: Keep, use_gpu: bool
 ) -> list[str]:
     """Return the lines about what a start found and does."""
     attempt = f"(attempt {opened.attempt})"
@@ -51,13 +51,13 @@ def start_block(
         else f"  workers   {_workers(plan)} {plan.where}{group}",
         f"  keeps     {_rules(plan, keep)}",
     ]
-    return [*lines, *(f"  {note}" for note in _notes(plan, opened, found, start))]
+    return [*lines, *(f"  {note}" for note in _notes(plan, opened, contents, start))]
 
 
-def _notes(plan: RunSpec, opened: RunOpened, found: RunContents, start: Start) -> list[str]:
+def _notes(plan: RunSpec, opened: RunOpened, contents: RunContents, start: Start) -> list[str]:
     notes = [
         f"set aside {name}, its files are left alone: {reason.partition(chr(10))[0]}"
-        for name, reason in {**opened.quarantined, **dict(found.skipped)}.items()
+        for name, reason in {**opened.quarantined, **dict(contents.skipped)}.items()
     ]
     if start.kept is not None and (plan.first_checkpoint is not None or plan.first_memory is not None):
         notes.append("this run has checkpoints of its own: resume_from_checkpoint is not used")
@@ -71,8 +71,8 @@ def _notes(plan: RunSpec, opened: RunOpened, found: RunContents, start: Start) -
         notes.append(f"removed what unfinished saves left: {listed(gone)}")
     if opened.waited_s > 1:
         notes.append(f"waited {opened.waited_s:.1f} s for the writer of the previous attempt to finish")
-    if found.unvalidated and plan.validates:
-        notes.append(f"takes up the validation of {listed(found.unvalidated)}")
+    if contents.unvalidated and plan.validates:
+        notes.append(f"takes up the validation of {listed(contents.unvalidated)}")
     return notes
 
 

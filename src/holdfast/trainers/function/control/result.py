@@ -109,7 +109,7 @@ class Result:
         finished = catalog.index.finished
         self.attempts = summarise(self._attempts, self._records, self._reports, finished=finished)
         self.error = error if error is not None else _noted_error(self._attempts, finished)
-        # At once where it is quick: the directory may be a temporary one.
+        # At once where it is quick: the directory may be temporary.
         if metrics is None or sum(info.size for info in storage.list(REPORTS)) < _QUICK_BYTES:
             self._reports()
         last = self._live[-1]["metrics"] if self._live else metrics

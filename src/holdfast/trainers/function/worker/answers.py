@@ -24,7 +24,7 @@ _PATIENCE_S = 60.0
 
 
 def end_process() -> None:
-    """End this worker at once: without its driver nobody takes its reports, and nobody else would stop it.
+    """End this worker at once: without its driver its reports go nowhere, and nothing else would stop it.
 
     What was handed to a writer process is still committed by that process.
     """
@@ -35,7 +35,7 @@ class ControllerAnswers:
     """Receives on a thread of its own; an answer or the end of the driver releases callers that wait.
 
     Args:
-        channel: from the controller; nobody else receives on it from now on.
+        channel: from the controller; only this object receives on it from now on.
         on_gone: called on the receiving thread when the controller has gone away unasked.
         other: takes messages of other kinds; returns whether it knows them.
 

@@ -57,7 +57,7 @@ class Group:
         """Wait until the train function has returned on every rank.
 
         No time limits this: others may train on for as long as they like. If one of them fails, the controller ends
-        this process too; if the store is gone, rank 0 has left and nobody needs the group any more.
+        this process too; if the store is gone, rank 0 has left and the group is not needed any more.
 
         Args:
             alone_s: after this long the connections of gloo are closed: ranks that wait for this rank in a collective

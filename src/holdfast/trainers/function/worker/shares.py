@@ -58,7 +58,7 @@ class Shares:
 
         Raises:
             UnsupportedStateError: the state cannot be saved.
-            HoldfastError: the share before this one is stuck.
+            HoldfastError: the share before is stuck.
         """
         if self._busy:
             # Only a signal handler gets here: a second copy would tear the copy it interrupted.
